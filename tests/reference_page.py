@@ -75,6 +75,8 @@ _GROUPS: Final = {
         "accelerate.resumable",
         "keras.Resumable",
         "keras.BackupAndRestore",
+        "dcp.StorageWriter",
+        "dcp.StorageReader",
     ],
     "A storage of your own": [
         "storage.open_storage",
@@ -92,12 +94,17 @@ _SESSION: Final = {
     *("bind", "check_open", "make_objects", "note_end", "open_store", "run_placed"),
     *("share", "try_replace"),
 }
+_DCP: Final = {
+    *("reset", "validate_checkpoint_id", "prepare_local_plan", "prepare_global_plan"),
+    *("set_up_storage_writer", "write_data", "finish", "set_up_storage_reader", "read_metadata", "read_data"),
+}
 _INTERNAL: Final = {
     "Resumable": {
         *("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_log"),
         *("setup", "teardown", "on_exception", "on_validation_end", "set_model"),
     },
     "HoldfastCheckpointIO": {"save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"},
+    **dict.fromkeys(("StorageWriter", "StorageReader"), _DCP),
     "SaveHandle": {"has_place", "must_be_replaced"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), _SESSION),
     "Task": {"nodes_in", "note_results"},

@@ -224,6 +224,8 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     ),
     "import_checkpoint step": (lambda p, v: hf.import_checkpoint(p / "in", p / "run", step=v), STEPS),
     # Of modules of their own:
+    "dcp.StorageWriter step": (lambda _, v: hf.dcp.StorageWriter(step=v), STEPS),
+    "dcp.StorageReader step": (lambda _, v: hf.dcp.StorageReader(step=v), STEPS),
     "JsonLinesSink limit_bytes": (lambda p, v: JsonLinesSink(p / "log", limit_bytes=v), (0, -1)),
     "Notice left_seconds": (lambda _, v: Notice(source="a", text="b", left_seconds=v), (NAN,)),
     "Signals left_seconds": (lambda _, v: Signals(left_seconds=v), (-1, NAN)),
@@ -242,7 +244,8 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     },
 }
 if importlib.util.find_spec("torch") is None:  # pragma: no cover
-    TABLE = {name: entry for name, entry in TABLE.items() if "DataLoader" not in name and "Torchrun" not in name}
+    NEEDS_TORCH = ("DataLoader", "Torchrun", "dcp")
+    TABLE = {name: entry for name, entry in TABLE.items() if not any(part in name for part in NEEDS_TORCH)}
 
 NOT_GIVEN_BY_USERS = {
     # Made by holdfast, and handed to the user; or called by it.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
     from holdfast.handler import PreemptionCheckpointHandler
-    from holdfast.integrations import accelerate, keras, lightning, transformers
+    from holdfast.integrations import accelerate, dcp, keras, lightning, transformers
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.cluster import init_process_group
     from holdfast.integrations.torch.loader import ResumableDataLoader
@@ -72,6 +72,7 @@ __all__ = [
     "WorkerTrainingState",
     "__version__",
     "accelerate",
+    "dcp",
     "epoch_limiter",
     "errors",
     "events",
@@ -131,6 +132,7 @@ _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 
 _MODULES: Final = {
     "accelerate": "holdfast.integrations.accelerate",
+    "dcp": "holdfast.integrations.dcp",
     "jobs": "holdfast.jobs",
     "keras": "holdfast.integrations.keras",
     "lightning": "holdfast.integrations.lightning",

@@ -37,6 +37,14 @@ class HoldfastError(Exception):
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
+    def __reduce__(self) -> Any:
+        # Frameworks send errors to other processes. Python would make them anew from their message alone.
+        return _remake, (type(self), self.args), vars(self)
+
+
+def _remake(cls: type[HoldfastError], args: tuple[object, ...]) -> HoldfastError:
+    return cls.__new__(cls, *args)
+
 
 class UsageError(HoldfastError, ValueError):
     """The call, or an object that was handed in, is wrong. Frameworks raise a `ValueError` there."""

@@ -175,7 +175,7 @@ DTYPES: Final[dict[torch.dtype, str]] = {
 }
 # Those that can be filled without a word to anything but their memory.
 _PLAIN_DTYPES: Final = {dtype: name for dtype, name in DTYPES.items() if dtype not in INTEGERS}
-_TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _DEVICES: Final = TorchDevices()
@@ -362,7 +362,7 @@ def _quantized_spec(name: str, array: torch.Tensor, path: str) -> ArraySpec:
 
 
 def _empty_quantized(spec: ArraySpec, quantizer: Quantizer, device: torch.device) -> torch.Tensor:
-    dtype = _TORCH_DTYPES[spec.dtype]
+    dtype = TORCH_DTYPES[spec.dtype]
     memory = torch.empty_strided(
         spec.shape, spec.strides or row_major(spec.shape), dtype=INTEGERS[dtype], device=device
     )
@@ -383,8 +383,8 @@ def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
         if spec.quantizer is not None:
             return _empty_quantized(spec, spec.quantizer, device)
         if spec.strides is not None:
-            return torch.empty_strided(spec.shape, spec.strides, dtype=_TORCH_DTYPES[spec.dtype], device=device)
-        return torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=device)
+            return torch.empty_strided(spec.shape, spec.strides, dtype=TORCH_DTYPES[spec.dtype], device=device)
+        return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
     except RuntimeError as error:  # torch has no error of its own for memory of the host
         raise MemoryError(f"no memory for an array of {spec.size_bytes} bytes on {device}: {error}") from error
 

@@ -1,0 +1,37 @@
+"""`holdfast.dcp`: what `torch.distributed.checkpoint` saves is durable, and every byte that it loads is checked.
+
+Example:
+    ```python
+    dcp.save(state, storage_writer=hf.dcp.StorageWriter("runs/a"))
+    dcp.load(state, storage_reader=hf.dcp.StorageReader("runs/a"))
+    ```
+"""
+
+from typing import TYPE_CHECKING, Any, Final
+
+from holdfast.extras import Door
+
+if TYPE_CHECKING:
+    from holdfast.integrations.dcp.reader import StorageReader
+    from holdfast.integrations.dcp.writer import StorageWriter
+
+__all__ = ["StorageReader", "StorageWriter"]
+
+_DOOR: Final = Door(
+    "dcp",
+    "torch",
+    "2.6",
+    "torch",
+    {
+        "StorageReader": "holdfast.integrations.dcp.reader",
+        "StorageWriter": "holdfast.integrations.dcp.writer",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    return _DOOR.load(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,317 @@
+"""`StorageReader`: `dcp.load` reads a step of holdfast, each worker what it needs of it, and checks every byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import warnings
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint import storage as dcp
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from holdfast.catalog import exists, find_lost, read_catalog
+from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NoWholeCheckpointError, UsageError
+from holdfast.format.codecs import Codec
+from holdfast.format.decoding import UNFILLED, Decoder, malformed
+from holdfast.format.names import MANIFEST_NAME, MAX_STEP, StepName
+from holdfast.format.scalars import Node
+from holdfast.integrations.dcp.state_tree import TREE, Items, find_path, leaf_name, list_items, list_leaves
+from holdfast.integrations.dcp.writer import FLATTENED
+from holdfast.integrations.torch.tensors import TORCH_DTYPES
+from holdfast.numbers import check_whole
+from holdfast.restore.candidates import choose_candidates
+from holdfast.restore.records import OpenedStep
+from holdfast.restore.reshard import assign_parts, read_orders
+from holdfast.restore.verify import open_step
+from holdfast.state.leaves import ArraySpec, Target, spec_of
+from holdfast.state.registry import backend_named
+from holdfast.storage import Storage, open_storage
+
+_THREADS: Final = 4
+
+
+class _Opened:
+    """A step that is open, with its items."""
+
+    def __init__(self, storage: Storage, step: OpenedStep) -> None:
+        objects = {name: node for index in step.indexes for name, node in index.objects.items()}
+        if objects.keys() != {TREE}:
+            raise UsageError(
+                f"{storage.url} holds a run of {', '.join(sorted(objects))}, which dcp.load does not read",
+                hint="It was written by a training loop of holdfast: restore it with that, or with hf.load.",
+            )
+        self.storage, self.step = storage, step
+        forms = list_leaves(step.indexes)
+        self.specs: dict[str, ArraySpec] = {leaf: spec_of(*form) for leaf, form in forms.items()}
+        flattened = bool(step.manifest.metadata.get(FLATTENED, True))
+        self.items: Items = list_items(objects[TREE], forms, flattened=flattened)
+
+    def describe(self) -> Metadata:
+        """What torch plans with: which items there are, and where their tensors are cut."""
+        chunks: dict[str, dict[Any, ChunkStorageMetadata]] = {leaf: {} for leaf in self.specs}
+        for index in self.step.indexes:
+            for stored in index.stored_boxes():
+                if stored.box.elements or 0 in stored.global_shape:
+                    offsets, sizes = stored.box.offsets, stored.box.shape
+                    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                    chunks[stored.leaf].setdefault((offsets, sizes), chunk)
+        entries: dict[str, Any] = {}
+        for name, leaf in self.items.leaves.items():
+            if leaf:
+                spec = self.specs[leaf]
+                properties = TensorProperties(dtype=TORCH_DTYPES[spec.dtype])
+                entries[name] = TensorStorageMetadata(properties, torch.Size(spec.shape), list(chunks[leaf].values()))
+            else:
+                entries[name] = BytesStorageMetadata()
+        return Metadata(entries, planner_data=self.items.paths)
+
+
+class StorageReader(dcp.StorageReader):
+    """Reads with `dcp.load` what `hf.dcp.StorageWriter` has written, on as many workers as there are now.
+
+    Example:
+        ```python
+        dcp.load(state, storage_reader=hf.dcp.StorageReader("runs/a"))
+        ```
+
+    The newest step that was committed is read; what a save that was killed has left is none. A step whose records are
+    damaged is passed over with a warning. Every byte that is read is checked: where one is damaged, `dcp.load` ends
+    with an error that names file and tensor, and `step=` reads an older one. Nothing in a step is executed. What
+    `hf.save` has written is read as well.
+
+    Attributes:
+        loaded_step: The step that was loaded last, or None.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Storage | None = None, *, step: int | None = None) -> None:
+        """Reads nothing yet.
+
+        Args:
+            path: The run's directory, or that of one step; a URL, or an open storage. A `checkpoint_id` that `dcp.load`
+                is given counts in its place.
+            step: The step; None for the newest.
+
+        Raises:
+            UsageError: If the step is no number that a step can have.
+        """
+        self.step = None if step is None else check_whole("step", step, most=MAX_STEP)
+        self.loaded_step: int | None = None
+        self._location = path
+        self._opened: _Opened | None = None
+        self._problem: HoldfastError | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A load begins."""
+        if checkpoint_id is not None:
+            self._location = checkpoint_id
+        self._opened = self._problem = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """**Blocks.** What the step has; `set_up_storage_reader` raises what is wrong with it.
+
+        Of an error that is raised here, torch would say that there is no metadata, and look for other metadata.
+        """
+        try:
+            self._opened = self._open()
+            return self._opened.describe()
+        except HoldfastError as error:
+            self._problem = error
+            return Metadata({})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Makes sure that there is something to read.
+
+        Raises:
+            NoCheckpointError: If there is nothing, or no such step.
+            NoWholeCheckpointError: If there is nothing that is whole.
+            DamageError: If the step that was asked for is damaged.
+            UsageError: If it was not said where, or something else lies there.
+            StorageError: If the place fails.
+        """
+        if self._problem is not None:
+            raise self._problem
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Notes which step this worker has open."""
+        return dataclasses.replace(plan, storage_data=self._get_opened().step.name)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Makes sure that all workers read the same step.
+
+        Raises:
+            NoCheckpointError: If they do not.
+        """
+        found: dict[StepName, int] = {}
+        for rank, plan in enumerate(plans):
+            found.setdefault(plan.storage_data, rank)
+        if len(found) > 1:
+            told = ", ".join(f"step {name.step} for worker {rank}" for name, rank in found.items())
+            raise NoCheckpointError(
+                f"the workers do not find the same newest step: {told}",
+                hint="Load again if a save has just ended; else see whether all look at the same place.",
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """**Blocks.** Reads what this worker wants, into its tensors.
+
+        Raises:
+            DamageError: If something is damaged; some tensors may have been filled by then.
+            UnsupportedValueError: If a value is of a type that this program does not know.
+            StorageError: If the place fails.
+        """
+        opened = self._get_opened()
+        reading = _Reading(opened)
+        tensors = [(item, *reading.want(item, planner)) for item in plan.items if item.type is LoadItemType.TENSOR]
+        values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        for item in values:
+            reading.note(item)
+        reading.read()
+        for item, tensor, place in tensors:
+            if place is not tensor:
+                tensor.copy_(place)
+            planner.commit_tensor(item, tensor)
+        for item in values:
+            # The planner takes values as torch has pickled them: this is made here, of a value.
+            data = io.BytesIO()
+            torch.save(reading.value(item), data)
+            data.seek(0)
+            planner.load_bytes(item, data)
+        self.loaded_step = opened.step.name.step
+        result: Future[None] = Future()
+        result.set_result(None)
+        return result
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path, or a URL."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def _get_opened(self) -> _Opened:
+        assert self._opened is not None, "read_metadata() comes first"
+        return self._opened
+
+    def _open(self) -> _Opened:
+        if self._location is None:
+            raise UsageError("it was not said what to load", hint='Give the path: hf.dcp.StorageReader("runs/a").')
+        storage = open_storage(self._location)
+        if exists(storage, MANIFEST_NAME):
+            return _Opened(storage, open_step(storage, "", None))
+        catalog = read_catalog(storage)
+        damages: list[DamageError] = []
+        for name in choose_candidates(catalog, find_lost(storage, catalog), self.step, storage.url):
+            try:
+                return _Opened(storage, open_step(storage, name.directory, name))
+            except DamageError as damage:
+                if self.step is not None:
+                    raise
+                damages.append(damage)
+                warnings.warn(f"step {name.step} is damaged and passed over: {damage.message}", stacklevel=2)
+        if damages:
+            text = f"{storage.url}: no step is whole: {'; '.join(damage.message for damage in damages)}"
+            raise NoWholeCheckpointError(text, damages=tuple(damages))
+        raise NoCheckpointError(f"{storage.url} holds no checkpoint")
+
+
+class _Reading:
+    """What one worker reads of a step."""
+
+    def __init__(self, opened: _Opened) -> None:
+        self._opened = opened
+        self._targets: list[Target] = []
+        self._torch = backend_named("torch")
+        # By leaf, those within values.
+        self._arrays: dict[str, Any] = {}
+
+    def want(self, item: ReadItem, planner: LoadPlanner) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes note of a box of a tensor. Gives the tensor that is to have it, and the one that it is read into."""
+        leaf = self._opened.items.leaves[item.storage_index.fqn]
+        spec = self._opened.specs[leaf]
+        shape, dtype = tuple(item.lengths), TORCH_DTYPES[spec.dtype]
+        begin = item.storage_index.offset or (0,) * len(shape)
+        offsets = tuple(map(int.__add__, begin, item.storage_offsets))
+        tensor = place = planner.resolve_tensor(item).detach()
+        if tuple(tensor.shape) != shape:
+            raise UsageError(f"{leaf}: the planner asks for {list(shape)} into a tensor of {list(tensor.shape)}")
+        if type(tensor) is not torch.Tensor or tensor.dtype != dtype or not self._torch.fillable(tensor):
+            place = torch.empty(shape, dtype=dtype)
+        address = self._torch.address(place)
+        part = spec_of(spec.dtype, shape)
+        self._targets.append(Target(leaf, part, place, self._torch, (), address, offsets))
+        return tensor, place
+
+    def note(self, item: ReadItem) -> None:
+        """Takes note of the arrays in a value."""
+        finder = _ArrayFinder(self._opened.specs, self._arrays)
+        self._decode(item, finder)
+        self._targets += finder.targets
+
+    def value(self, item: ReadItem) -> Any:
+        """A value, when all has been read."""
+        return self._decode(item, _ValueDecoder(self._arrays))
+
+    def _decode(self, item: ReadItem, decoder: Decoder) -> Any:
+        items, name = self._opened.items, item.storage_index.fqn
+        return decoder.decode(items.nodes[name], path=leaf_name(find_path(items.paths, name)))
+
+    def read(self) -> None:
+        """**Blocks.** Reads all that was noted."""
+        opened = self._opened
+        orders = assign_parts(opened.storage, opened.step, self._targets, opened.specs)
+        read_orders(opened.storage, orders, {}, threads=_THREADS)
+
+
+class _ValueDecoder(Decoder):
+    """Makes a value, with the arrays in it, which have been read."""
+
+    def __init__(self, arrays: dict[str, Any]) -> None:
+        super().__init__()
+        self._arrays = arrays
+
+    def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
+        """The array."""
+        return self._arrays[leaf]
+
+    def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
+        """The value that its codec makes."""
+        made = self.decode(payload, UNFILLED, path, depth)
+        try:
+            return codec.decode(made)
+        except Exception as error:
+            raise malformed(path, f"the codec {codec.tag!r} refused what is stored: {error!r}") from error
+
+
+class _ArrayFinder(_ValueDecoder):
+    """Makes the arrays of a value, to be read.
+
+    Attributes:
+        targets: What is to be read into each.
+    """
+
+    def __init__(self, specs: dict[str, ArraySpec], arrays: dict[str, Any]) -> None:
+        super().__init__(arrays)
+        self._specs = specs
+        self.targets: list[Target] = []
+
+    def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
+        """A new array."""
+        if leaf not in self._arrays:
+            spec, backend = self._specs[leaf], backend_named(library)
+            self._arrays[leaf] = made = backend.new(spec)
+            self.targets.append(Target(leaf, spec, made, backend, (), backend.address(made)))
+        return self._arrays[leaf]
+
+    def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
+        """What its codec is to make a value of, when it has been read."""
+        return self.decode(payload, UNFILLED, path, depth)

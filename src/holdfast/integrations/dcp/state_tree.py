@@ -1,0 +1,159 @@
+"""The state of `torch.distributed.checkpoint`, which it divides into named items, as one tree of holdfast. Pure.
+
+An item is a tensor, or any other value. torch calls it by its keys with dots between them; here it stands in a tree
+under these keys, as `holdfast.save` would have written the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from holdfast.format.codecs import Codec
+from holdfast.format.decoding import Decoder, SubclassNode
+from holdfast.format.encoding import escape
+from holdfast.format.index import Index
+from holdfast.format.scalars import Node, encode_str, is_text, tagged
+from holdfast.integrations.torch.tensors import TORCH_DTYPES
+
+TREE: Final = "tree"
+"""The one object of such a step, as of those of `holdfast.save`."""
+
+ItemPath: TypeAlias = tuple[str | int, ...]
+"""The keys of dicts, and the numbers in lists, on the way to an item."""
+
+
+def find_path(paths: object, name: str) -> ItemPath:
+    """**Pure.** The way to an item, by what a planner says of it; without that, its name is its key."""
+    path = paths.get(name) if isinstance(paths, Mapping) else None
+    return path if type(path) is tuple else (name,)
+
+
+def leaf_name(path: ItemPath) -> str:
+    """**Pure.** What the leaf of an item is called."""
+    return "/".join((TREE, *(escape(str(part)) for part in path)))
+
+
+def tensor_node(leaf: str) -> Node:
+    """**Pure.** The node of a tensor."""
+    return {"$": "array", "k": "torch", "v": leaf}
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    node: Node
+
+
+def join_nodes(nodes: Mapping[ItemPath, Node]) -> Node:
+    """**Pure.** The node of the tree that the nodes of all items make."""
+    root: dict[str | int, Any] = {}
+    for path, node in nodes.items():
+        inner = root
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = _Ready(node)
+    return _join(root)
+
+
+def _join(tree: Any) -> Node:
+    """The node of a tree. What is numbered is a list; where a planner has left something out of one, it has None."""
+    if type(tree) is _Ready:
+        return tree.node
+    parts = {key: _join(part) for key, part in tree.items()}
+    if parts and all(type(key) is int for key in parts):
+        return [parts.get(number) for number in range(max(parts) + 1)]
+    if all(is_text(key) and key[:1] != "$" for key in parts):
+        return parts
+    return tagged("dict", [[encode_str(key), part] for key, part in parts.items()])
+
+
+class Items(msgspec.Struct, frozen=True):
+    """The items of a step.
+
+    Attributes:
+        paths: By name, the way to each; None if the state was not divided below its own keys.
+        leaves: The leaf of each, in order; empty for one that is no tensor.
+        nodes: The node of each that is none.
+    """
+
+    paths: dict[str, ItemPath] | None
+    leaves: dict[str, str]
+    nodes: dict[str, Node]
+
+
+def list_items(tree: Node, leaves: Mapping[str, tuple[str, tuple[int, ...]]], *, flattened: bool) -> Items:
+    """**Pure.** Divides a tree into items, as torch does: its own function does it.
+
+    Args:
+        tree: The node of the tree.
+        leaves: Type and shape of each leaf.
+        flattened: Whether it is to be divided below the keys of the state itself.
+
+    Raises:
+        FormatError: If it is malformed.
+    """
+    outline = _Outline(leaves)
+    state = outline.decode(tree)
+    if flattened:
+        items, paths = flatten_state_dict(state)
+    else:
+        items, paths = state, None
+    found = {name: outline.leaf_of.get(id(value), "") for name, value in items.items()}
+    nodes = {name: find_node(tree, find_path(paths, name)) for name, leaf in found.items() if not leaf}
+    return Items(paths, found, nodes)
+
+
+def find_node(tree: Node, path: ItemPath) -> Node:
+    """**Pure.** The node of an item."""
+    for part in path:
+        if type(tree) is dict and "$" in tree:
+            tree = next(node for key, node in tree["v"] if Decoder().decode(key) == part)
+        else:
+            tree = tree[part]
+    return tree
+
+
+class _Outline(Decoder):
+    """Makes a tree in which every tensor has its shape alone, and what needs a type of the program is left out.
+
+    Attributes:
+        leaf_of: The leaf of each tensor, by its identity.
+    """
+
+    def __init__(self, leaves: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        super().__init__(lambda tag: Codec(object, tag, _same, _same))
+        self._leaves = leaves
+        self._made: list[torch.Tensor] = []  # Their identities stay their own.
+        self.leaf_of: dict[int, str] = {}
+
+    def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
+        if library != "torch":
+            return None
+        dtype, shape = self._leaves[leaf]
+        self._made.append(torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta"))
+        self.leaf_of[id(self._made[-1])] = leaf
+        return self._made[-1]
+
+    def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
+        return None
+
+    def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
+        return None
+
+    def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
+        return None
+
+    def unknown_type(self, name: str, live: Any, path: str) -> Any:
+        return None
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def list_leaves(indexes: tuple[Index, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """**Pure.** Type and shape of each leaf of a step."""
+    return {leaf: form for index in indexes for leaf, form in index.list_leaves().items()}

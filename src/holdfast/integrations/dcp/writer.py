@@ -1,0 +1,359 @@
+"""`StorageWriter`: what `dcp.save` and `dcp.async_save` write becomes a step of holdfast, verified and durable.
+
+The protocol of `torch.distributed.checkpoint` is the whole conversation of the workers: with the plan each learns where
+to write, then it writes a data file and an index of its own, and the coordinator, who gets what all have written,
+commits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from torch.distributed.checkpoint import storage as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.futures import Future
+
+from holdfast.catalog import Catalog, exists, read_catalog
+from holdfast.errors import HoldfastError, NotFoundError, StorageError, UsageError
+from holdfast.format.encoding import MAX_DEPTH, Encoder, unsupported
+from holdfast.format.index import MAX_INDEX_BYTES, BoxRecord, ElsewhereRecord, Index
+from holdfast.format.index_checks import decode_index, find_cover_problem
+from holdfast.format.names import MAX_STEP, StepName, index_name, join
+from holdfast.format.records import Worker, WorkerRecord, list_features
+from holdfast.format.scalars import Node
+from holdfast.format.shapes import Box, StridesRecord, find_box_problem
+from holdfast.integrations.dcp.state_tree import TREE, find_path, join_nodes, leaf_name, list_leaves, tensor_node
+from holdfast.numbers import check_whole
+from holdfast.policies import All, RetentionPolicy
+from holdfast.save.commit.run_writer import RunWriter
+from holdfast.save.copy.image import HostBuffer, Stager
+from holdfast.save.records import Origin, Receipts
+from holdfast.save.write.writer import WholeStepFiles, write_index
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, spec_of
+from holdfast.state.registry import backend_of, sharder_of_type
+from holdfast.storage import Storage, open_storage
+from holdfast.storage.worker_pool import WorkerPool
+
+_THREADS: Final = 4
+_METADATA: Final = "torch.distributed.checkpoint"
+FLATTENED: Final = "flattened"
+"""In the metadata of a step: whether its items are what stands below the keys of the state, or these themselves."""
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where one worker writes; it travels with the plan."""
+
+    name: StepName
+    worker: Worker
+
+
+class _ItemsWritten(msgspec.Struct, frozen=True):
+    """What one worker has written; it travels with the results.
+
+    Attributes:
+        record: Its files.
+        nodes: The node of each item that it had.
+    """
+
+    record: WorkerRecord
+    nodes: bytes
+
+
+class StorageWriter(dcp.StorageWriter):
+    """Writes what `dcp.save` and `dcp.async_save` save as a step of holdfast.
+
+    Example:
+        ```python
+        writer = hf.dcp.StorageWriter("runs/a", keep=hf.Latest(3))
+        dcp.save({"model": model, "optim": optimizer_state}, storage_writer=writer)
+        ```
+
+    A step appears whole or not at all, is durable when the save ends, and every byte of it has a digest. It is one
+    tree, as `hf.save` writes one: `holdfast list`, `show`, `verify` and `export` take it. Values that are no tensors
+    are stored as data: one without a codec is refused by its name, and nothing is pickled.
+
+    Use one writer for a run, one save after the other: wait for the future of `async_save` before the next one.
+
+    Attributes:
+        step: The number of the next step that is saved; set it before a save, or leave it.
+        saved_step: The step that was committed last, with the worker that coordinates (rank 0); else None.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Storage | None = None,
+        *,
+        step: int | None = None,
+        keep: RetentionPolicy | None = None,
+    ) -> None:
+        """Writes nothing yet.
+
+        Args:
+            path: The run's directory, which is made for it; a URL, or an open storage. A `checkpoint_id` that is given
+                to `dcp.save` counts in its place.
+            step: The number of the next step that is saved; None for the one after the newest, from 0 on. Steps of this
+                number or above that are there are given up: the run goes on from the one before.
+            keep: What stays when a step has been saved; None for everything.
+
+        Raises:
+            UsageError: If the step is no number that a step can have.
+        """
+        self.step = None if step is None else check_whole("step", step, most=MAX_STEP)
+        self.saved_step: int | None = None
+        self._keep = keep or All()
+        self._location = path
+        self._storage: Storage | None = None
+        self._line: RunWriter | None = None
+        self._name: StepName | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A save begins."""
+        if checkpoint_id is not None:
+            self._location = checkpoint_id
+            self._storage = self._line = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Opens the place.
+
+        Raises:
+            UsageError: If there is none, or the workers are not to speak with each other.
+        """
+        if self._location is None:
+            raise UsageError("it was not said where to save", hint='Give the path: hf.dcp.StorageWriter("runs/a").')
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "dcp.save(use_collectives=False) makes a checkpoint for each worker, which holdfast does not",
+                hint="Leave it out: all workers write one step together.",
+            )
+        if self._storage is None:
+            self._storage = open_storage(self._location)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leaves the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """**Blocks.** Names the step, and says to each worker where it writes.
+
+        Raises:
+            FencedError: If another job has begun to save here since this writer did.
+            StorageError: If the place fails.
+        """
+        storage = self._open()
+        if self._line is None:
+            self._line = RunWriter(storage, self._keep, reuse_space=False)
+        catalog = read_catalog(storage)
+        newest = -1 if catalog.newest is None else catalog.newest.step
+        step = newest + 1 if self.step is None else check_whole("step", self.step, most=MAX_STEP)
+        if step <= newest:
+            self._line.leave_generation()
+        self._name, _ = self._line.open(_choose_origin(catalog, step), step)
+        return [
+            dataclasses.replace(plan, storage_data=_Place(self._name, Worker(rank, len(plans))))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[dcp.WriteResult]]:
+        """**Blocks.** Writes this worker's items, and makes them last.
+
+        Raises:
+            UnsupportedValueError: If something cannot be stored; it says where that stands.
+            UsageError: If the planner is of a kind that cannot be served.
+            StorageError: If the place fails.
+        """
+        storage, place = self._open(), plan.storage_data
+        if getattr(planner, "_enable_plan_caching", False) or type(place) is not _Place:
+            raise UsageError(
+                f"the plans of this {type(planner).__name__} come from an earlier save, and say where that one was",
+                hint="Make it with enable_plan_caching=False.",
+            )
+        if exists(storage, place.name.manifest_path):
+            raise UsageError(f"{place.name.directory} is committed already", hint="Use a new planner for each save.")
+        collected = _Collector(place.worker)
+        for item in plan.items:
+            collected.take(item, planner, plan.planner_data)
+        staging = Stager(HostBuffer()).stage(collected.captured(), place.name.step)
+        pool = WorkerPool(_THREADS, "holdfast-dcp")
+        pool.start()
+        try:
+            pool.run(staging.copies_now())
+            files = WholeStepFiles(staging.snapshot, storage, place.name)
+            try:
+                receipts = files.finish(pool)
+            finally:
+                files.abandon()
+        finally:
+            pool.end()
+        written = _ItemsWritten(receipts.workers[0], msgspec.json.encode(collected.nodes))
+        result: Future[list[dcp.WriteResult]] = Future()
+        result.set_result([dcp.WriteResult(MetadataIndex(TREE), receipts.size_bytes, written)])
+        return result
+
+    def finish(self, metadata: Metadata, results: list[list[dcp.WriteResult]]) -> None:
+        """**Blocks.** Commits the step, which all workers have written, and removes what is not kept any more.
+
+        Raises:
+            UsageError: If the workers do not write to the same place, or lack a part of a tensor.
+            FencedError: If another job has begun to save here meanwhile.
+            StorageError: If the place fails.
+        """
+        storage, line, name = self._open(), self._line, self._name
+        assert line is not None, "prepare_global_plan() comes first"
+        assert name is not None, "prepare_global_plan() comes first"
+        try:
+            receipts = self._complete(storage, name, [written[0].storage_data for written in results], metadata)
+            notes = {"written_by": _METADATA, FLATTENED: metadata.planner_data is not None}
+            line.commit(receipts, name, {}, notes)
+        except BaseException as error:
+            try:
+                line.give_up(name)
+            except HoldfastError as left:
+                error.add_note(f"What was written is still there, and is no checkpoint: {left}")
+            raise
+        line.clean(name, {})
+        self.saved_step, self.step = name.step, None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path, or a URL."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def _open(self) -> Storage:
+        assert self._storage is not None, "set_up_storage_writer() comes first"
+        return self._storage
+
+    def _complete(
+        self, storage: Storage, name: StepName, shares: Sequence[_ItemsWritten], metadata: Metadata
+    ) -> Receipts:
+        """**Blocks.** Looks at what all have written, and puts the whole tree into the first worker's index."""
+        nodes: dict[str, Node] = {}
+        for share in shares:
+            nodes |= msgspec.json.decode(share.nodes)
+        tree = join_nodes({find_path(metadata.planner_data, item): node for item, node in nodes.items()})
+        first, *others = (_read_back(storage, name, rank, len(shares)) for rank in range(len(shares)))
+        first = msgspec.structs.replace(first, objects={TREE: tree}, elsewhere=tuple(_list_elsewhere(first, others)))
+        problem = find_cover_problem([first, *others])
+        if problem:
+            raise UsageError(problem, hint="Save from all workers that hold a part of it, in one process group.")
+        # It is written anew: no file is ever changed.
+        storage.remove(join(name.directory, index_name(0, len(shares))))
+        (record,) = write_index(first, storage, name.directory).workers
+        features = {feature for index in (first, *others) for feature in list_features(index)}
+        return Receipts((record, *(share.record for share in shares[1:])), (), tuple(features))
+
+
+def _choose_origin(catalog: Catalog, step: int) -> Origin:
+    """From where the run goes on: the newest step before this one."""
+    return Origin(max((name for name in catalog.living if name.step < step), default=None), catalog.generation)
+
+
+def _read_back(storage: Storage, name: StepName, rank: int, world_size: int) -> Index:
+    path = join(name.directory, index_name(rank, world_size))
+    try:
+        return decode_index(storage.read(path, MAX_INDEX_BYTES), path=path, step=name.step)
+    except NotFoundError as error:
+        raise StorageError(
+            f"{storage.url}: what worker {rank} has written to {path} is not there for worker 0",
+            path=path,
+            hint="All workers have to write to one place, such as a file system that their machines share.",
+        ) from error
+
+
+def _list_elsewhere(own: Index, others: Sequence[Index]) -> list[ElsewhereRecord]:
+    """The leaves of which others have written a part, or all."""
+    wholes = own.list_leaves().keys() - {box.leaf or box.name for box in own.boxes}
+    ranks: dict[str, list[int]] = {}
+    for index in others:
+        for leaf in index.list_leaves():
+            if leaf not in wholes:
+                ranks.setdefault(leaf, []).append(index.rank)
+    forms = list_leaves(tuple(others))
+    return [ElsewhereRecord(leaf, *forms[leaf], tuple(held)) for leaf, held in ranks.items()]
+
+
+class _Collector(Encoder):
+    """Takes the items of one worker: values are written down at once, arrays are named.
+
+    Attributes:
+        nodes: The node of each item.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self._worker = worker
+        self._columns = Captured([], [], [], [], [], {})
+        self._boxes: list[BoxRecord] = []
+        self._strides: list[StridesRecord] = []
+        self._names: set[str] = set()
+        self.nodes: dict[str, Node] = {}
+
+    def captured(self) -> Captured:
+        """All that was taken."""
+        return msgspec.structs.replace(
+            self._columns, worker=self._worker, boxes=tuple(self._boxes), strides=tuple(self._strides)
+        )
+
+    def take(self, item: WriteItem, planner: SavePlanner, paths: object) -> None:
+        """Takes an item."""
+        name = item.index.fqn
+        way = find_path(paths, name)
+        leaf = leaf_name(way)
+        if len(way) > MAX_DEPTH:
+            raise unsupported(leaf, f"something nested more than {MAX_DEPTH} deep", "Make the state flatter.")
+        if item.type is WriteItemType.BYTE_IO:
+            look_up = getattr(planner, "lookup_object", None)
+            if look_up is None:
+                raise UsageError(
+                    f"{type(planner).__name__} does not hand out values, but what it has pickled",
+                    hint="Derive the planner from torch's DefaultSavePlanner.",
+                )
+            self.nodes[name] = self.encode(look_up(item.index), leaf, len(way))
+            return
+        tensor: Any = planner.resolve_data(item)
+        backend, data = backend_of(tensor), item.tensor_data
+        assert backend is not None, "resolve_data() gives tensors"
+        assert data is not None, "the planner says what a tensor is a part of"
+        spec = backend.spec(tensor, leaf)
+        offsets = tuple(data.chunk.offsets)
+        shape = tuple(data.size)
+        problem = find_box_problem(Box(offsets, spec.shape), shape)
+        if problem:
+            raise unsupported(leaf, f"a part that cannot be one ({problem})", "The planner says where it lies.")
+        array = leaf if leaf not in self._names else f"{leaf}~b{len(self._boxes)}"
+        if spec.shape != shape:
+            self._boxes.append(BoxRecord(array, "" if array == leaf else leaf, shape, offsets))
+        self._add(array, spec, tensor, backend)
+        self.nodes[name] = tensor_node(leaf)
+
+    def special(self, value: Any, path: str, depth: int) -> Node | None:
+        """The node of an array within a value."""
+        backend = None if sharder_of_type(type(value)) else backend_of(value)
+        if backend is None:
+            return None
+        name, number = path, 2
+        while name in self._names:
+            name = f"{path}~{number}"
+            number += 1
+        self._add(name, backend.spec(value, path), value, backend)
+        return {"$": "array", "k": backend.name, "v": name}
+
+    def coded(self, made: Any, path: str, depth: int) -> Node:
+        """The node of what a codec has made of a value; arrays may stand in it."""
+        return self.encode_apart(made, path, depth)
+
+    def _add(self, name: str, spec: ArraySpec, array: Any, backend: ArrayBackend) -> None:
+        if spec.quantizer is not None:
+            raise unsupported(name, "a quantized tensor", "Store its int_repr(), and scale and zero point beside it.")
+        if spec.strides is not None and not any(box.name == name for box in self._boxes[-1:]):
+            self._strides.append(StridesRecord(name, spec.strides))
+        self._names.add(name)
+        self._columns.names.append(name)
+        self._columns.specs.append(spec_of(spec.dtype, spec.shape))
+        self._columns.arrays.append(array)
+        self._columns.addresses.append(backend.address(array))
+        self._columns.backends.append(backend)
