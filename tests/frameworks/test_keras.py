@@ -162,12 +162,12 @@ def test_a_backup_for_preemption_alone_is_taken_up(tmp_path: Path) -> None:
 
 READ_AGAIN = ("generator", "stream of unknown length")
 LOADED_AHEAD = {
-    "loader with workers": 16,
-    "loader with lasting workers": 16,
+    "loader with workers": 48,
+    "loader with lasting workers": 48,
     "dataset with threads": 2,
     "dataset with processes": 2,
 }
-"""How much more or less workers have loaded of what `fit` has no use for: it looks at one batch before it begins."""
+"""How much more or less workers have loaded of what `fit` has no use for: before it begins, and after each epoch."""
 
 
 @pytest.mark.parametrize(
