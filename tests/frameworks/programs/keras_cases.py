@@ -5,9 +5,12 @@ python keras_cases.py DIRECTORY [CASE...]: a line of JSON for each case. KERAS_B
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -27,41 +30,54 @@ class InterruptedFitError(Exception):
     """The machine is gone."""
 
 
+class Loads:
+    """Counts what a data set loads, in workers too: each load is a byte in a file."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile("ab", buffering=0)  # noqa: SIM115 - it goes with this object
+
+    def note(self) -> None:
+        self._file.write(b".")
+
+    def count(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+
 class Recorder(keras.callbacks.Callback):
-    """Notes the figures of each step, and interrupts training behind one of them."""
+    """Notes the figures of each step, and interrupts training behind one of them.
+
+    Attributes:
+        trained: How many steps the present `fit` has trained. What a callback has of its class is not kept.
+    """
+
+    trained = 0
 
     def __init__(self, last: int | None) -> None:
         super().__init__()
-        self.last, self.seen = last, 0
+        self.last = last
         self.steps: list[Any] = []
-        self.begins: list[int] = []
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.begins.append(epoch)
+        Recorder.trained = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps.append([batch, float(logs["loss"]).hex(), float(logs["mae"]).hex()])
-        self.seen += 1
-        if self.seen == self.last:
+        Recorder.trained += 1
+        if Recorder.trained == self.last:
             raise InterruptedFitError
 
 
 class Rows(keras.utils.PyDataset):
-    """Batches whose order it shuffles itself, at the end of each epoch; notes which it loads."""
-
-    loaded: list[int]
+    """Batches whose order it shuffles itself, at the end of each epoch."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.order = np.arange(ROWS)
-        self.log: Any = print  # Not a value that could be kept.
-        Rows.loaded = []
+        self.loads = Loads()  # Not a value that could be kept.
 
     def __len__(self) -> int:
         return BATCHES
 
     def __getitem__(self, index: int) -> Any:
-        Rows.loaded.append(index)
+        self.loads.note()
         rows = self.order[index * BATCH : (index + 1) * BATCH]
         return INPUTS[rows], TARGETS[rows]
 
@@ -76,18 +92,30 @@ def arrays(**options: Any) -> dict[str, Any]:
 def make_loader(**options: Any) -> dict[str, Any]:
     import torch
 
+    loads = Loads()
+
     class Samples(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
             return ROWS
 
         def __getitem__(self, index: int) -> Any:
-            Rows.loaded.append(index)
+            loads.note()
             return INPUTS[index], TARGETS[index]
 
-    Rows.loaded = []
     generator = torch.Generator().manual_seed(5) if options.pop("own", False) else None
     loader: Any = torch.utils.data.DataLoader(Samples(), batch_size=BATCH, shuffle=True, generator=generator, **options)
+    loader.loads = loads
     return {"x": loader}
+
+
+def make_stream() -> dict[str, Any]:
+    import torch
+
+    class Samples(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(zip(INPUTS, TARGETS, strict=True))
+
+    return {"x": torch.utils.data.DataLoader(Samples(), batch_size=BATCH)}
 
 
 def stream() -> Any:
@@ -103,25 +131,43 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "weighted": lambda: arrays(sample_weight=np.linspace(0.5, 1.5, ROWS)),
     "fewer steps than batches": lambda: arrays(steps_per_epoch=4),
     "dataset": lambda: {"x": Rows()},
-    "dataset with threads": lambda: {"x": Rows(workers=2)},
-    "dataset with processes": lambda: {"x": Rows(workers=2, use_multiprocessing=True)},
+    "dataset with threads": lambda: {"x": Rows(workers=2, max_queue_size=1)},
+    "dataset with processes": lambda: {"x": Rows(workers=2, max_queue_size=1, use_multiprocessing=True)},
     "dataset, fewer steps": lambda: {"x": Rows(), "steps_per_epoch": 4},
     "loader": make_loader,
     "loader with a generator": lambda: make_loader(own=True),
-    "loader with workers": lambda: make_loader(num_workers=2),
-    "loader with lasting workers": lambda: make_loader(num_workers=2, persistent_workers=True),
+    "loader with workers": lambda: make_loader(num_workers=2, prefetch_factor=1),
+    "loader with lasting workers": lambda: make_loader(num_workers=2, prefetch_factor=1, persistent_workers=True),
     "loader, fewer steps": lambda: {**make_loader(), "steps_per_epoch": 4},
+    "stream of unknown length": make_stream,
     "generator": lambda: {"x": stream(), "steps_per_epoch": BATCHES},
 }
 """By name, what makes the data of a `fit`."""
 
 
-def make_model() -> Any:
-    model = keras.Sequential(
+def make_torch_layers() -> list[Any]:
+    """With torch, a module of its own that has buffers."""
+    if keras.backend.backend() != "torch":
+        return []
+    import torch
+
+    return [keras.layers.TorchModuleWrapper(torch.nn.BatchNorm1d(8))]
+
+
+def read_buffers(model: Any) -> list[str]:
+    """The buffers of modules of torch."""
+    if keras.backend.backend() != "torch":
+        return []
+    return [each.numpy().tobytes().hex() for layer in model.layers for each in layer.buffers()]
+
+
+def make_model(kind: Any = keras.Sequential) -> Any:
+    model = kind(
         [
             keras.layers.Input((4,)),
             keras.layers.Dense(8, activation="relu"),
             keras.layers.BatchNormalization(),
+            *make_torch_layers(),
             keras.layers.Dropout(0.5),
             keras.layers.Dense(1),
         ]
@@ -139,7 +185,7 @@ def make_callbacks() -> list[Any]:
 
 
 def run(directory: Path | None, make: Callable[[], dict[str, Any]], last: int | None, every: int) -> Any:
-    """Trains; returns the figures of each step, and all that there is at the end."""
+    """Trains; returns all that there is at the end, and how much of the data was loaded."""
     keras.utils.set_random_seed(7)
     model, recorder, callbacks, data = make_model(), Recorder(last), make_callbacks(), make()
     own = [] if directory is None else [hf.keras.Resumable(directory, save_every=hf.Steps(every), quiet=True)]
@@ -154,56 +200,54 @@ def run(directory: Path | None, make: Callable[[], dict[str, Any]], last: int | 
             callbacks=[callbacks[0], *own, *callbacks[1:], recorder],
         )
     except InterruptedFitError:
-        Rows.loaded = []
         return None
-    return recorder, {
+    loads = getattr(data["x"], "loads", None)
+    return {
+        "steps": recorder.steps,
         "weights": [weight.tobytes().hex() for weight in model.get_weights()],
         "optimizer": [
             np.asarray(keras.ops.convert_to_numpy(each)).tobytes().hex() for each in model.optimizer.variables
         ],
+        "buffers": read_buffers(model),
         "history": {name: [float(each).hex() for each in values] for name, values in model.history.history.items()},
         "epochs": model.history.epoch,
         "best": [callbacks[0].best, callbacks[0].wait, callbacks[0].best_epoch],
         "plateau": [callbacks[1].best, callbacks[1].wait, callbacks[1].cooldown_counter],
         "random": [random.random(), float(np.random.rand())],
         "initial epoch": model._initial_epoch,
-    }
+    }, 0 if loads is None else loads.count()
 
 
 def try_case(directory: Path, name: str) -> dict[str, Any]:
     """Compares one kind of data without a run, with one, and interrupted at several places."""
     make = CASES[name]
-    plain = run(None, make, None, 1)
-    untouched = run(directory / "untouched", make, None, 2)
-    found = {"as without": plain[1] == untouched[1] and plain[0].steps == untouched[0].steps}
-    per_epoch = len(untouched[0].steps) // EPOCHS
-    for last, every in ((per_epoch + 3, 2), (per_epoch + 1, per_epoch), (per_epoch, 1), (2 * per_epoch + 2, 1), (2, 1)):
+    plain, _ = run(None, make, None, 1)
+    untouched, all_loads = run(directory / "untouched", make, None, 2)
+    found: dict[str, Any] = {"case": name, "is as without": plain == untouched, "interrupted": []}
+    steps = len(untouched["steps"])
+    per_epoch = steps // EPOCHS
+    for last, every in ((per_epoch, 1), (per_epoch + 1, per_epoch), (2 * per_epoch + 3, 2)):
         place = directory / f"at {last}"
         assert run(place, make, last, every) is None
-        if Rows.loaded:
-            Rows.loaded = []
-        recorder, end = run(place, make, None, every)
-        begun = (last - 1) // every * every  # The step that was interrupted was not complete.
-        if (last - 1) % per_epoch == 0 and every == 1 and last - 1 > 0:
-            begun = last - 1
-        found[f"at {last}"] = end == untouched[1] and recorder.steps == untouched[0].steps
-        found[f"resumed at {last}"] = recorder.seen == len(recorder.steps) and begun
-        found[f"loaded at {last}"] = len(Rows.loaded)
+        gc.collect()  # The workers of what was interrupted end.
+        end, loads = run(place, make, None, every)
+        unit = per_epoch if name == "stream of unknown length" else 1  # What a step is.
+        found["interrupted"].append(
+            {
+                "differs": [part for part in end if end[part] != untouched[part]],
+                "begun behind": steps - Recorder.trained,
+                # The step that was interrupted was not complete.
+                "saved behind": (last - 1) // unit // every * every * unit,
+                "spared loads": all_loads - loads,
+            }
+        )
     return found
 
 
 def main() -> None:
     directory = Path(sys.argv[1])
     for number, name in enumerate(sys.argv[2:] or CASES):
-        Rows.loaded = []
-        try:
-            found = try_case(directory / str(number), name)
-        except Exception as error:
-            import traceback
-
-            traceback.print_exc()
-            found = {"error": repr(error)}
-        print(json.dumps({"case": name, **found}), flush=True)
+        print(json.dumps(try_case(directory / str(number), name)), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import keras_cases
+import torch
 
 import holdfast as hf
 
@@ -89,6 +90,34 @@ def main() -> None:
     fit(keras_cases.make_model(), [stopped], 5, Epochs(stop=1))
     left = fit(keras_cases.make_model(), [hf.keras.Resumable(directory / "stopped", quiet=True)], 5)
     print(json.dumps({"stopped early, it stays so": len(left), "more epochs go on": on}))
+    weights = []
+    for _ in range(2):
+        # The loss falls, so the first epoch stays the best.
+        model = keras_cases.make_model()
+        early = keras.callbacks.EarlyStopping("loss", mode="max", patience=2, restore_best_weights=True)
+        fit(model, [early, hf.keras.Resumable(directory / "best", save_every="epoch", quiet=True)], 9)
+        weights.append([weight.tobytes() for weight in model.get_weights()])
+    keep = hf.Latest(1) | hf.Best("loss", mode="max")
+    fit(
+        keras_cases.make_model(), [hf.keras.Resumable(directory / "keep", save_every="epoch", keep=keep, quiet=True)], 4
+    )
+    steps = [int(path.name.split("-")[1].split(".")[0]) for path in (directory / "keep").glob("step-*")]
+    place_of_its_own = False
+    data = keras_cases.make_loader()["x"].dataset
+    loader = torch.utils.data.DataLoader(data, batch_sampler=hf.ResumableSampler(data, batch_size=8))
+    try:
+        keras_cases.make_model().fit(loader, verbose=0, callbacks=[hf.keras.Resumable(directory / "own")])
+    except hf.errors.UsageError:
+        place_of_its_own = True
+    print(
+        json.dumps(
+            {
+                "best weights are put back again": weights[0] == weights[1],
+                "steps kept": sorted(steps),
+                "a loader with a place of its own is refused": place_of_its_own,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

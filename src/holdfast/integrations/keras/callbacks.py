@@ -61,9 +61,15 @@ class Resumable(keras.callbacks.Callback):
                 one more object to keep, by name.
 
         Raises:
-            UsageError: If an argument is wrong. It is a `ValueError`.
+            UsageError: If an argument is wrong, or the backend is neither torch nor JAX. It is a `ValueError`.
         """
         super().__init__()
+        backend = keras.backend.backend()
+        if backend not in ("torch", "jax"):
+            raise UsageError(
+                f"Keras runs with the backend {backend}, with which a resumed fit is not the same bit for bit",
+                hint="Set KERAS_BACKEND to torch or jax, or use keras.callbacks.BackupAndRestore.",
+            )
         if not directory:
             raise UsageError("the directory is empty", hint="Give the path of the run's directory.")
         saves = FitSaves(at_epochs=True) if save_every == "epoch" else save_every
@@ -96,7 +102,7 @@ class Resumable(keras.callbacks.Callback):
         """Takes the last place among the callbacks, where it restores when all others have begun."""
         end_left_fits()
         callbacks, iterator = find_fit(self._model)
-        _check_alone(self._model)
+        _check_alone()
         fit = FitRun(callbacks, iterator, self._make_run, self._saves, self._others, self._at_end)
         fit.set_model(self._model)
         fit.set_params(self.params)
@@ -147,7 +153,7 @@ class BackupAndRestore(Resumable):
                 code 42. Without it such a signal ends the process as ever.
 
         Raises:
-            UsageError: If an argument is wrong. It is a `ValueError`.
+            UsageError: If an argument is wrong, or the backend is neither torch nor JAX. It is a `ValueError`.
         """
         if not backup_dir:
             raise UsageError("Empty `backup_dir` argument passed")
@@ -184,16 +190,14 @@ def _delete(directory: str | os.PathLike[str], has_trained: bool) -> None:
         raise problem
 
 
-def _check_alone(model: Any) -> None:
+def _check_alone() -> None:
     """Refuses jobs of several processes.
 
     Raises:
         UsageError: If this is one.
     """
-    distribution = keras.distribution.distribution()
-    replicas = getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1)
-    if getattr(distribution, "_is_multi_process", False) or replicas > 1:
+    if getattr(keras.distribution.distribution(), "_is_multi_process", False):
         raise UsageError(
-            "several processes or replicas train this model together, and their data cannot be taken up by each alone",
+            "several processes train this model together, and their data cannot be taken up by each alone",
             hint="Train in one process; with JAX it may have several devices.",
         )

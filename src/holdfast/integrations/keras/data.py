@@ -61,11 +61,8 @@ class Listener(Protocol):
     def take_up(self) -> None:
         """The data stands where it stood when training was interrupted."""
 
-    def end_step(self) -> None:
-        """A batch is trained, all callbacks have seen that, and another one comes."""
-
-    def end_batches(self) -> None:
-        """All batches are trained."""
+    def end_step(self, *, is_last: bool) -> None:
+        """A batch is trained, and all callbacks have seen that; the epoch has more of them, if it is not the last."""
 
     def stand_still(self) -> Iterator[Any]:
         """Gives `fit` what looks like a step and trains nothing."""
@@ -162,9 +159,9 @@ class Feed:
             item = next(steps, _NOTHING)
             if item is not _NOTHING:
                 self.place = place
-                self._listener.end_step()
+                self._listener.end_step(is_last=False)
         self.place = replace(self.place, step=step, is_complete=True, taken=iterator._steps_seen)
-        self._listener.end_batches()
+        self._listener.end_step(is_last=True)
 
     def _get_iterator(self) -> Any:
         """In the place of `EpochIterator._get_iterator`: notes with which random numbers a pass begins."""
@@ -207,9 +204,9 @@ class _Source:
         remark: Why a resumed epoch is slow, or not exact; empty if it is neither.
     """
 
-    def __init__(self, adapter: Any, name: str) -> None:
+    def __init__(self, adapter: Any, name: str = "") -> None:
         self._adapter: Any = weakref.proxy(adapter)
-        self.remark = (
+        self.remark = name and (
             f"{name} can only be read from its beginning: within an epoch, a resumed run reads again what was trained "
             "before, and leaves it out. Arrays, a keras.utils.PyDataset and a torch DataLoader of a map-style dataset "
             "are taken up at once"
@@ -244,10 +241,7 @@ class _Source:
             taken: How many to leave out.
             draw: Called between that and the first look at the batches.
         """
-        made = make()
-        if keras.backend.backend() == "tensorflow":
-            return made.skip(taken)
-        batches = iter(made)
+        batches = iter(make())
         draw()
         for _ in range(taken):
             next(batches)
@@ -257,19 +251,8 @@ class _Source:
 class _Arrays(_Source):
     """Arrays that are cut into batches by their indices."""
 
-    def __init__(self, adapter: Any) -> None:
-        super().__init__(adapter, "")
-        self.remark = ""
-        if keras.backend.backend() == "tensorflow" and adapter._shuffle:
-            self.remark = (
-                "TensorFlow draws the order of shuffled arrays from a generator that cannot be read: a resumed run "
-                "trains its epochs in another order. Use fit(shuffle=False), or a keras.utils.PyDataset"
-            )
-
     def take_up(self, make: Callable[[], Any], taken: int, draw: Callable[[], None]) -> Any:
         """See `_Source`."""
-        if keras.backend.backend() == "tensorflow":
-            return super().take_up(make, taken, draw)
         if keras.backend.backend() == "torch":
             return begin_behind(make(), taken, draw)
         adapter = self._adapter
@@ -426,8 +409,7 @@ class _Dataset(_Source):
     """A `keras.utils.PyDataset`."""
 
     def __init__(self, adapter: Any) -> None:
-        super().__init__(adapter, "")
-        self.remark = ""
+        super().__init__(adapter)
         self._dataset = adapter.py_dataset
         has_state = hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")
         self._own = self._dataset if has_state else None

@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import SaveFailedError, StorageError, UsageError
 from holdfast.integrations.keras.data import Feed, PlaceInData, make_step
-from holdfast.integrations.keras.state import CallbackStates, Kept, Variables, copy_small, put_back
+from holdfast.integrations.keras.state import CallbackStates, Kept, Variables, copy_small, list_buffers, put_back
 from holdfast.policies import SavePolicy
 from holdfast.policies.saving import SaveDecision, SaveMoment
 from holdfast.run import Run
@@ -132,6 +132,8 @@ class FitRun(keras.callbacks.Callback):
         self._run: Run | None = None
         self._epoch, self._per_step = 0, int(iterator.steps_per_execution)
         self._is_stopped = self._has_trained = False
+        # The figures of the last step, which a train_step of the user's own may name otherwise than the metrics.
+        self._logs: dict[str, Any] = {}
         # What was stored of callbacks and data, and small variables: put back when the callbacks have begun the epoch.
         self._restored: dict[str, Any] | None = None
         self._copies: list[tuple[Any, Any]] = []
@@ -178,6 +180,10 @@ class FitRun(keras.callbacks.Callback):
         """Takes note of the epoch."""
         self._epoch = epoch
         self._model._initial_epoch = self._initial_epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Takes note of the step's figures."""
+        self._logs = dict(logs or {})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Counts the last step of the epoch, with what callbacks have made of it."""
@@ -259,22 +265,18 @@ class FitRun(keras.callbacks.Callback):
             self._feed.write_random(self._random)
         self._restored = self._random = None
 
-    def end_step(self) -> None:
-        """Counts a step; the last one of an epoch counts when the epoch has ended."""
-        if self._run is not None and self._feed.counts_batches:
-            with self._leaving():
-                self._count()
-
-    def end_batches(self) -> None:
-        """Does not wait for the end of the epoch, if the job is to leave."""
-        if self._run is not None and self._run.should_stop():
+    def end_step(self, *, is_last: bool) -> None:
+        """Counts a step; the last one of an epoch counts when the epoch has ended, unless the job is to leave."""
+        if self._run is not None and (self._run.should_stop() if is_last else self._feed.counts_batches):
             with self._leaving():
                 self._count()
 
     def stand_still(self) -> Iterator[Any]:
         """The epoch is trained already, and its end is to come: `fit` gets there by a step in which nothing runs."""
         model, callbacks = self._model, self._callbacks()
-        figures = model.get_metrics_result()
+        if self._restored is not None:
+            self._logs = dict(self._restored["logs"])
+        figures = self._logs
         function = model.train_function
         is_jax = keras.backend.backend() == "jax"
         model.train_function = lambda *state: (figures, state[0]) if is_jax else figures
@@ -299,7 +301,7 @@ class FitRun(keras.callbacks.Callback):
             "optimizer": Variables(model, optimizer),
             "metrics": Variables(model, model.metrics_variables),
         }
-        if keras.backend.backend() == "torch" and (buffers := [one for _, one in model.named_buffers()]):
+        if keras.backend.backend() == "torch" and (buffers := list_buffers(model)):
             objects["buffers"] = buffers
         objects |= {"fit": Kept(self._read, self._write), **self._others, "rng": RNG()}
         return Checkpoint(**objects)
@@ -314,6 +316,7 @@ class FitRun(keras.callbacks.Callback):
             "epoch": self._epoch,
             "place": asdict(place),
             "is_stopped": self._is_stopped,
+            "logs": {str(name): float(value) for name, value in self._logs.items() if isinstance(value, Real)},
             "callbacks": self._states.read(),
             "data": self._feed.source.read(),
             "own_random": [one.get_state() for one in self._feed.source.generators()],

@@ -49,6 +49,15 @@ class Variables:
                 variable.assign(arrays[name])
 
 
+def list_buffers(model: Any) -> list[Any]:
+    """With torch, the buffers of modules of its own, each once.
+
+    The layers of a model that Keras has put together are no children of it for torch.
+    """
+    found = {id(one): one for layer in model._flatten_layers() for one in layer.buffers()}
+    return list(found.values())
+
+
 def _name(number: int, variable: Any) -> str:
     path = str(variable.path or variable.name)
     return f"{number}." + re.sub(r"_\d+(?=[._]|$)", "", path.replace("/", "."))
@@ -73,11 +82,7 @@ def _find_pending(model: Any) -> dict[int, Any]:
 
 
 def _live_array(variable: Any) -> Any:
-    if keras.backend.backend() == "torch":
-        return variable.value.detach()
-    if keras.backend.backend() == "jax":
-        return variable.value
-    return keras.ops.convert_to_numpy(variable.value)
+    return variable.value.detach() if keras.backend.backend() == "torch" else variable.value
 
 
 class _VariablesAdapter(Adapter):
