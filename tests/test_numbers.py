@@ -137,6 +137,7 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "resumable threads": (lambda p, v: hf.resumable(p, x=1, threads=v), FROM_ONE),
     "resumable reserve_bytes": (lambda p, v: hf.resumable(p, x=1, reserve_bytes=v), COUNTS),
     "resumable liveness_seconds": (lambda p, v: hf.resumable(p, x=1, liveness_seconds=v), SECONDS),
+    "Run.begin_at step": (lambda p, v: use_run(p, lambda run: run.begin_at(v)), COUNTS),
     "Run.steps total": (lambda p, v: use_run(p, lambda run: run.steps(v)), COUNTS),
     "PreemptionCheckpointHandler.steps total": (lambda p, v: use_handler(p, lambda h: h.steps(v)), COUNTS),
     "TerminationConfig grace_period": (lambda _, v: hf.TerminationConfig(grace_period=v), (-1, NAN, INF)),
@@ -269,7 +270,7 @@ def test_a_number_that_cannot_be_meant_is_out_of_range(tmp_path: Path, name: str
 def test_what_is_not_a_number_is_another_usage_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError) as raised:
         TABLE[name][0](tmp_path, "3")
-    assert not isinstance(raised.value, ValueError)
+    assert not isinstance(raised.value, OutOfRangeError)
 
 
 def list_numeric_arguments() -> Iterator[tuple[str, str]]:

@@ -52,7 +52,7 @@ def compiled() -> Iterator[None]:
 
 
 def start(backend: str, program: str | Path, *arguments: object) -> subprocess.Popen[Any]:
-    command = [sys.executable, PROGRAMS / program, *map(str, arguments)]
+    command = [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
     pipe = subprocess.PIPE
     # The interpreter that is forked imports Keras, which looks at the variable then.
     with mock.patch.dict(os.environ, KERAS_BACKEND=backend, OMP_NUM_THREADS="1"):
