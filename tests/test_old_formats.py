@@ -39,7 +39,7 @@ LAW = DATA.parent.parent / "docs" / "reference" / "format.md"
 RUNS = [DATA / "v1"]
 STEP = "step-000000003.g0002"
 
-LATER_TAGS = ["tensor_subclass", "zoneinfo"]
+LATER_TAGS = ["live", "pytree", "tensor_subclass", "zoneinfo"]
 """Tags that came after the first checkpoints of version 1."""
 
 # Types of the program: their stored names do not depend on where this file lies.

@@ -69,8 +69,8 @@ def command(
     if not (off_line or unfinished or lost or named):
         raise UsageError(
             f"what is to be removed from {target.location}?",
-            hint="Give --off-line, --unfinished (with --job-is-dead also the spare file), --lost or --steps A,B; "
-            f"`holdfast list --all {target.location}` shows what each would find.",
+            hint="Give --off-line, --unfinished (with --job-is-dead also the spare file), --lost (steps whose manifest "
+            f"is gone) or --steps A,B; `holdfast list --all {target.location}` shows what each would find.",
         )
     if job_is_dead and not unfinished:
         raise UsageError("--job-is-dead means nothing without --unfinished")
