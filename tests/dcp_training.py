@@ -77,13 +77,13 @@ def save_all(directory: Path) -> None:
         dist.barrier()
         planner = Killed() if dist.get_rank() == 1 else dcp.DefaultSavePlanner()
         dcp.save({"app": training}, storage_writer=writer, planner=planner)
-        raise AssertionError("nobody was killed")
+        raise AssertionError("no process was killed")
     if start == "1":
         dcp.load({"app": training}, storage_reader=hf.dcp.StorageReader(run))
         assert training.seen == 3
         training.go(3)
         dcp.save({"app": training}, storage_writer=KilledAtEnd(run))
-        raise AssertionError("nobody was killed")
+        raise AssertionError("no process was killed")
 
 
 def refuse(training: Training, writer: Any) -> None:

@@ -84,7 +84,7 @@ def fail(session: TorchrunSession) -> None:
 
 
 def end(session: TorchrunSession, directory: str, number: str) -> None:
-    """A worker gets a signal amid a task."""
+    """A worker gets a signal in the middle of a task."""
 
     def work(workspace: Workspace) -> None:
         if workspace.epoch == 5:

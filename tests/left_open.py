@@ -16,7 +16,7 @@ from holdfast.preemption.sources.signals import Signals
 
 _END_SECONDS: Final = 5.0
 
-# What earlier tests have left open: each is told once.
+# What earlier tests have left open: each is reported once.
 _told: list[object] = []
 
 

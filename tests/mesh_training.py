@@ -143,7 +143,7 @@ def main(mode: str, layout: str, directory: str, death: str = "") -> None:
                 save_file(expected, file)
             dist.barrier()
             run_job(layout, run, death)
-            raise AssertionError("nobody was killed")
+            raise AssertionError("no process was killed")
         compare(run_job(layout, run, ""), load_file(file))
         say({"ended": dist.get_rank()})
     else:

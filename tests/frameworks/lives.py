@@ -46,7 +46,7 @@ class Life:
         )
 
     def wait_steps(self, count: int, beginning: str = '{"step"') -> None:
-        """Reads until so many steps are told, or the program ends."""
+        """Reads until so many steps are reported, or the program ends."""
         found = 0
         assert self.process.stdout is not None
         while found < count and (line := self.process.stdout.readline()):

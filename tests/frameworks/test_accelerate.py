@@ -62,7 +62,7 @@ def test_asked_to_leave_twice_it_trains_no_step_again(tmp_path: Path) -> None:
         lives[-1].send(signal.SIGTERM)
         assert lives[-1].end() == 42, lives[-1].errors
     lives.append(train(tmp_path / "asked"))
-    # A step is told after it has counted: the last one of a life that was asked to leave is not.
+    # A step is printed after it has counted: the last one of a life that was asked to leave is not.
     expected = set(untouched.lines)
     assert all(line in expected for life in lives for line in life.lines)
     assert lives[-1].lines[-1] == untouched.lines[-1]

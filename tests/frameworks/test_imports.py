@@ -72,7 +72,7 @@ def test_a_plain_loop_goes_on_from_a_lightning_file(tmp_path: Path) -> None:
         max_steps=7, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
         callbacks=[SaveAtSix()],
     )  # fmt: skip
-    # A setting of a class of the program, as users have them, is in nobody's way.
+    # A setting of a class of the program, as users have them, is no hindrance.
     module = Module(Path("a"))
     trainer.fit(module, data)
 

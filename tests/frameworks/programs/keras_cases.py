@@ -187,6 +187,9 @@ def make_callbacks() -> list[Any]:
 def run(directory: Path | None, make: Callable[[], dict[str, Any]], last: int | None, every: int) -> Any:
     """Trains; returns all that there is at the end, and how much of the data was loaded."""
     keras.utils.set_random_seed(7)
+    import torch
+
+    torch.manual_seed(7)  # Keras seeds torch with its torch backend alone, and loaders draw their order from it.
     model, recorder, callbacks, data = make_model(), Recorder(last), make_callbacks(), make()
     own = [] if directory is None else [hf.keras.Resumable(directory, save_every=hf.Steps(every), quiet=True)]
     validation = (INPUTS[:9], TARGETS[:9])

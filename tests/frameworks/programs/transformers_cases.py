@@ -1,4 +1,4 @@
-"""Ordinary mistakes with the Trainer of Hugging Face and with accelerate; prints what comes of each.
+"""Ordinary mistakes with the Trainer of Hugging Face and with accelerate; prints the result of each.
 
 python transformers_cases.py DIRECTORY: a line of JSON for each case.
 """

@@ -141,7 +141,7 @@ class BackupAndRestore(Resumable):
     ) -> None:
         """Looks at nothing in the directory before `fit` begins.
 
-        A backup that fails, since the disk is full say, is told of, and training goes on; the one before stays.
+        A backup that fails, as on a full disk, is a warning, and training goes on; the one before stays.
 
         Args:
             backup_dir: A directory for the backups of this `fit`. What else lies there stays.

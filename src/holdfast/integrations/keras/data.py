@@ -53,7 +53,7 @@ class PlaceInData(msgspec.Struct):
 
 
 class Listener(Protocol):
-    """What is told of the way through an epoch."""
+    """What is known of the way through an epoch."""
 
     def begin_batches(self) -> None:
         """The callbacks have begun the epoch, and no batch is taken yet."""

@@ -316,7 +316,7 @@ class CommitProtocol:
     def forget(self, *, is_newest: bool) -> None:
         """The leader deletes all that was said: whoever lives reads it no more.
 
-        If it has come to no other save since, whoever was taken for dead, and comes to this one after all, learns that
+        If it has come to no other save since, a worker taken for dead that comes to this one after all learns that
         it is too late, and how it ended.
         """
         if is_newest:

@@ -227,8 +227,8 @@ class LocalReader:
     """One file, read in pieces by any number of threads; see `FileReader`.
 
     A large piece that the page cache does not hold is read past it by the compiled function, which is several times
-    faster on the disks that were measured; any other one through it. Both see the same bytes: nobody writes into a file
-    that is being read.
+    faster on the disks that were measured; any other one through it. Both see the same bytes: a file that is read is
+    not written any more.
 
     Attributes:
         size_bytes: The file's size when it was opened.
