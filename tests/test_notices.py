@@ -907,6 +907,29 @@ def test_a_forked_child_is_left_alone() -> None:
     assert ended.stdout.split() == ["15", "[]", "[]"], ended.stderr
 
 
+def test_a_child_ended_as_soon_as_it_is_forked_rings_for_itself_alone() -> None:
+    program = """if True:
+        import os
+        import signal
+
+        # Before anything of holdfast has run in the child.
+        os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+        from holdfast.preemption.sources.signals import Signals
+        from holdfast.preemption.sources.wakeup import Wakeup
+
+        Signals().open(lambda notice: True)
+        bell = Wakeup()
+        bell.take_signals()
+        if not (child := os.fork()):
+            os._exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), bell.listen(0.2))
+        print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout.splitlines() == ["-15 []", "[]"], ended.stderr
+
+
 # The bell.
 
 
