@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import keras
 import numpy as np
+import torch
 
 import holdfast as hf
 
@@ -65,12 +66,30 @@ class Recorder(keras.callbacks.Callback):
             raise InterruptedFitError
 
 
+class Sums(keras.callbacks.Callback):
+    """Changes what it holds where it is, and has at times again what it began with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.tensor = np.zeros(70_000), torch.zeros(2)
+        self.begun, self.is_new = 0, False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.is_new = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.begun, self.is_new = self.begun + self.is_new, False
+        self.large[batch::7] += float(logs["loss"])
+        self.tensor += float(logs["loss"])
+
+
 class Rows(keras.utils.PyDataset):
     """Batches whose order it shuffles itself, at the end of each epoch."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.order = np.arange(ROWS)
+        self.order = np.arange(70_000)  # More than are copied at each save.
+        self.random, self.shift = np.random.default_rng(3), 0
         self.loads = Loads()  # Not a value that could be kept.
 
     def __len__(self) -> int:
@@ -78,11 +97,27 @@ class Rows(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         self.loads.note()
-        rows = self.order[index * BATCH : (index + 1) * BATCH]
+        rows = (self.order[index * BATCH : (index + 1) * BATCH] + self.shift) % ROWS
         return INPUTS[rows], TARGETS[rows]
 
     def on_epoch_end(self) -> None:
         np.random.shuffle(self.order)
+        self.shift = int(self.random.integers(ROWS))
+
+
+class Turns(torch.utils.data.Sampler[int]):
+    """Another order in each epoch, which it counts."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Any:
+        order = np.random.default_rng(self.epoch).permutation(ROWS)
+        self.epoch += 1
+        return iter(order.tolist())
 
 
 def arrays(**options: Any) -> dict[str, Any]:
@@ -90,8 +125,6 @@ def arrays(**options: Any) -> dict[str, Any]:
 
 
 def make_loader(**options: Any) -> dict[str, Any]:
-    import torch
-
     loads = Loads()
 
     class Samples(torch.utils.data.Dataset[Any]):
@@ -103,14 +136,13 @@ def make_loader(**options: Any) -> dict[str, Any]:
             return INPUTS[index], TARGETS[index]
 
     generator = torch.Generator().manual_seed(5) if options.pop("own", False) else None
-    loader: Any = torch.utils.data.DataLoader(Samples(), batch_size=BATCH, shuffle=True, generator=generator, **options)
+    options = {"batch_size": BATCH, "shuffle": "sampler" not in options, "generator": generator, **options}
+    loader: Any = torch.utils.data.DataLoader(Samples(), **options)
     loader.loads = loads
     return {"x": loader}
 
 
 def make_stream() -> dict[str, Any]:
-    import torch
-
     class Samples(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(zip(INPUTS, TARGETS, strict=True))
@@ -136,8 +168,11 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "dataset, fewer steps": lambda: {"x": Rows(), "steps_per_epoch": 4},
     "loader": make_loader,
     "loader with a generator": lambda: make_loader(own=True),
-    "loader with workers": lambda: make_loader(num_workers=2, prefetch_factor=1),
-    "loader with lasting workers": lambda: make_loader(num_workers=2, prefetch_factor=1, persistent_workers=True),
+    "loader with a sampler": lambda: make_loader(sampler=Turns()),
+    "loader with workers": lambda: make_loader(batch_size=4, num_workers=2, prefetch_factor=1),
+    "loader with lasting workers": lambda: make_loader(
+        batch_size=4, num_workers=2, prefetch_factor=1, persistent_workers=True
+    ),
     "loader, fewer steps": lambda: {**make_loader(), "steps_per_epoch": 4},
     "stream of unknown length": make_stream,
     "generator": lambda: {"x": stream(), "steps_per_epoch": BATCHES},
@@ -149,8 +184,6 @@ def make_torch_layers() -> list[Any]:
     """With torch, a module of its own that has buffers."""
     if keras.backend.backend() != "torch":
         return []
-    import torch
-
     return [keras.layers.TorchModuleWrapper(torch.nn.BatchNorm1d(8))]
 
 
@@ -178,7 +211,7 @@ def make_model(kind: Any = keras.Sequential) -> Any:
 
 def make_callbacks() -> list[Any]:
     return [
-        keras.callbacks.EarlyStopping(monitor="val_loss", patience=20, restore_best_weights=True),
+        keras.callbacks.EarlyStopping(monitor="val_loss", patience=20, min_delta=0.5, restore_best_weights=True),
         keras.callbacks.ReduceLROnPlateau(monitor="val_loss", patience=1, factor=0.5, cooldown=1),
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
     ]
@@ -187,12 +220,10 @@ def make_callbacks() -> list[Any]:
 def run(directory: Path | None, make: Callable[[], dict[str, Any]], last: int | None, every: int) -> Any:
     """Trains; returns all that there is at the end, and how much of the data was loaded."""
     keras.utils.set_random_seed(7)
-    import torch
-
     torch.manual_seed(7)  # Keras seeds torch with its torch backend alone, and loaders draw their order from it.
     model, recorder, callbacks, data = make_model(), Recorder(last), make_callbacks(), make()
     own = [] if directory is None else [hf.keras.Resumable(directory, save_every=hf.Steps(every), quiet=True)]
-    validation = (INPUTS[:9], TARGETS[:9])
+    validation, sums = (INPUTS[:9], TARGETS[:9]), Sums()
     try:
         # Where it stands among the others does not matter.
         model.fit(
@@ -200,7 +231,7 @@ def run(directory: Path | None, make: Callable[[], dict[str, Any]], last: int | 
             epochs=EPOCHS,
             verbose=0,
             validation_data=validation,
-            callbacks=[callbacks[0], *own, *callbacks[1:], recorder],
+            callbacks=[callbacks[0], *own, *callbacks[1:], sums, recorder],
         )
     except InterruptedFitError:
         return None
@@ -216,6 +247,7 @@ def run(directory: Path | None, make: Callable[[], dict[str, Any]], last: int | 
         "epochs": model.history.epoch,
         "best": [callbacks[0].best, callbacks[0].wait, callbacks[0].best_epoch],
         "plateau": [callbacks[1].best, callbacks[1].wait, callbacks[1].cooldown_counter],
+        "sums": [sums.begun, sums.large[:7].tolist(), sums.tensor.tolist()],
         "random": [random.random(), float(np.random.rand())],
         "initial epoch": model._initial_epoch,
     }, 0 if loads is None else loads.count()
@@ -227,7 +259,8 @@ def try_case(directory: Path, name: str) -> dict[str, Any]:
     plain, _ = run(None, make, None, 1)
     untouched, all_loads = run(directory / "untouched", make, None, 2)
     found: dict[str, Any] = {"case": name, "is as without": plain == untouched, "interrupted": []}
-    steps = len(untouched["steps"])
+    steps, loader = len(untouched["steps"]), make()["x"]
+    size = loader.batch_size if name.startswith("loader") else 1
     per_epoch = steps // EPOCHS
     for last, every in ((per_epoch, 1), (per_epoch + 1, per_epoch), (2 * per_epoch + 3, 2)):
         place = directory / f"at {last}"
@@ -235,13 +268,16 @@ def try_case(directory: Path, name: str) -> dict[str, Any]:
         gc.collect()  # The workers of what was interrupted end.
         end, loads = run(place, make, None, every)
         unit = per_epoch if name == "stream of unknown length" else 1  # What a step is.
+        # The step that was interrupted was not complete.
+        saved = (last - 1) // unit // every * every * unit
+        passes, batches = divmod(saved, len(loader) if size > 1 else BATCHES)
         found["interrupted"].append(
             {
                 "differs": [part for part in end if end[part] != untouched[part]],
                 "begun behind": steps - Recorder.trained,
-                # The step that was interrupted was not complete.
-                "saved behind": (last - 1) // unit // every * every * unit,
+                "saved behind": saved,
                 "spared loads": all_loads - loads,
+                "loads of what was trained": ROWS * passes + size * batches if size > 1 else saved,
             }
         )
     return found

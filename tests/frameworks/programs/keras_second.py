@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,16 @@ def main() -> None:
             }
         )
     )
+    logs = []
+    for name, own, fail in (("plain", [], None), ("kept", [directory / "log"], 1), ("kept", [directory / "log"], None)):
+        log = directory / f"{name}.csv"
+        # The save is of the first epoch, and the log has the row of that epoch when training is interrupted.
+        runs = [hf.keras.Resumable(one, save_every=hf.Steps(4), quiet=True) for one in own]
+        keras.utils.set_random_seed(7)
+        with suppress(keras_cases.InterruptedFitError):
+            fit(keras_cases.make_model(), [keras.callbacks.CSVLogger(str(log)), *runs], 3, Epochs(fail=fail))
+        logs.append(log.read_text())
+    print(json.dumps({"a log whose rows are trained again is as without": logs[0] == logs[2] != logs[1]}))
 
 
 if __name__ == "__main__":

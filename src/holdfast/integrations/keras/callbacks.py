@@ -180,10 +180,12 @@ class BackupAndRestore(Resumable):
         )
         self.backup_dir, self.save_freq = backup_dir, save_freq
         self.double_checkpoint, self.delete_checkpoint = double_checkpoint, delete_checkpoint
-        self._at_end = partial(_delete, backup_dir) if delete_checkpoint else None
+        self._at_end = partial(_end, backup_dir, delete_checkpoint)
 
 
-def _delete(directory: str | os.PathLike[str], has_trained: bool) -> None:
+def _end(directory: str | os.PathLike[str], deletes: bool) -> None:
+    if not deletes:
+        return
     storage = open_storage(directory)
     clearing = clear_run(storage, read_catalog(storage).generation)
     for problem in clearing.problems:

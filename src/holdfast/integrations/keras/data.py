@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from queue import Empty
 from typing import Any, Final, Protocol
 
 import keras
@@ -301,13 +302,14 @@ class _Loader(_Source):
             )
         if self._is_by_index:
             self.remark = ""
+        self._owners = [*own, getattr(self._loader.batch_sampler, "sampler", None)]
+        samplers = {id(one): one for one in self._owners[1:] if hasattr(one, "__dict__")}
+        self._samplers = [_SamplerState(one) for one in samplers.values()]
 
     def generators(self) -> list[Any]:
-        """See `_Source`."""
-        batch_sampler = self._loader.batch_sampler
-        owners = (self._loader, self._loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(one): one for one in found if hasattr(one, "get_state")}.values())
+        """See `_Source`: with what samplers count by themselves."""
+        found = [getattr(owner, "generator", None) for owner in self._owners]
+        return [*{id(one): one for one in found if hasattr(one, "get_state")}.values(), *self._samplers]
 
     def is_renewed(self) -> bool:
         """See `_Source`."""
@@ -332,6 +334,14 @@ class _Loader(_Source):
             return batches
         self._adapter._dataloader = _Once(self._adapter, self._loader, batches)
         return make()
+
+
+class _SamplerState:
+    """The attributes of a sampler, such as an epoch that it counts, by the names of those of torch's generators."""
+
+    def __init__(self, sampler: Any) -> None:
+        attributes = Attributes(sampler)
+        self.get_state, self.set_state = attributes.read, attributes.write
 
 
 class _Once:
@@ -416,7 +426,11 @@ class _Dataset(_Source):
         self._attributes = Attributes(self._dataset)
         if adapter.enqueuer is not None:
             # To build the model, `fit` has looked at a batch; what workers have loaded then would be trained first.
-            adapter.enqueuer.ready_queue.queue.clear()
+            # On a slow machine Keras leaves some of it among what is still being loaded.
+            for queue in (adapter.enqueuer.ready_queue, adapter.enqueuer.future_queue):
+                with suppress(Empty):
+                    while True:
+                        queue.get_nowait()
 
     def read(self) -> dict[str, Any]:
         """See `_Source`: with attributes that change, such as an order that is shuffled at the end of an epoch."""

@@ -111,7 +111,7 @@ class FitRun(keras.callbacks.Callback):
         make_run: Callable[[Checkpoint], Run],
         saves: object,
         others: dict[str, object],
-        at_end: Callable[[bool], None] | None,
+        at_end: Callable[[], None] | None,
     ) -> None:
         """Begins with `on_train_begin`.
 
@@ -121,7 +121,7 @@ class FitRun(keras.callbacks.Callback):
             make_run: Makes the run that keeps the objects.
             saves: The policy by which it saves.
             others: What else to keep.
-            at_end: Called when training has ended and the run is left, with whether anything was trained.
+            at_end: Called when training has ended and the run is left, whether or not its last save has failed.
         """
         super().__init__()
         self._callbacks: Callable[[], Any] = weakref.ref(callbacks)
@@ -131,7 +131,7 @@ class FitRun(keras.callbacks.Callback):
         self.iterator: Callable[[], Any] = weakref.ref(iterator)
         self._run: Run | None = None
         self._epoch, self._per_step = 0, int(iterator.steps_per_execution)
-        self._is_stopped = self._has_trained = False
+        self._is_stopped = False
         # The figures of the last step, which a train_step of the user's own may name otherwise than the metrics.
         self._logs: dict[str, Any] = {}
         # What was stored of callbacks and data, and small variables: put back when the callbacks have begun the epoch.
@@ -234,10 +234,10 @@ class FitRun(keras.callbacks.Callback):
         if self._at_end is None:
             run.__exit__(None, None, None)
             return
-        # What is to be deleted need not be saved.
+        # A backup that failed was a warning; what is trained is not lost for it.
         with suppress(SaveFailedError, StorageError):
             run.__exit__(None, None, None)
-        self._at_end(self._has_trained)
+        self._at_end()
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Ends the run after an error; harmless twice."""
@@ -343,7 +343,6 @@ class FitRun(keras.callbacks.Callback):
                 break
         if isinstance(self._saves, FitSaves):
             self._saves.note(self._per_step, ends_epoch=ends_epoch)
-        self._has_trained = True
         self._run.finish_step()
 
     def _leaving(self) -> _Leaving:

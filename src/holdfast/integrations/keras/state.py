@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import keras
 import numpy as np
 
+from holdfast.errors import UnsupportedValueError
+from holdfast.format.digests import digest
 from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, StateAdapter
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import backend_of, register_adapter
@@ -20,6 +23,10 @@ SMALL_ELEMENTS: Final = 65_536
 
 _SKIPPED: Final = frozenset({"_model", "model", "params", "validation_data"})
 """What Keras itself gives to each callback."""
+
+_LOOKED_AT_BYTES: Final = 1 << 24
+_LOOKED_AT_ELEMENTS: Final = 1 << 14
+"""Arrays of at most so many bytes are read to see whether they have changed, and so many elements of larger ones."""
 
 _SCALARS: Final = (type(None), bool, int, float, complex, str, bytes)
 
@@ -132,31 +139,109 @@ class Attributes:
     def __init__(self, obj: Any) -> None:
         """Notes what they are now."""
         self.obj = obj
-        self._began = self._list()
+        self._began = {name: _note(value) for name, value in self._list().items()}
 
     def read(self) -> dict[str, Any]:
-        """Those that have changed; lists and dicts are copied, and arrays are not."""
+        """Those that have changed; lists and dicts are copied, and large arrays are not."""
         began = self._began
         return {
             name: value for name, value in self._list().items() if name not in began or not _is_same(value, began[name])
         }
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Puts them back."""
+        """Puts them back; what had not changed is again what it was when training began."""
+        present = self._list()
+        for name, began in self._began.items():
+            if name in present and name not in values and not _is_same(present[name], began) and not _holds_seen(began):
+                self._put(name, began)
         for name, value in values.items():
-            setattr(self.obj, name, copy.copy(value))
+            # What compares figures is no value; Keras makes it anew at the next epoch's end, and turns the sign then.
+            if name != "min_delta" or getattr(self.obj, "monitor_op", name) is not None:
+                self._put(name, value)
+
+    def _put(self, name: str, value: Any) -> None:
+        if type(value) is not dict or value.keys() != {_RANDOM}:
+            setattr(self.obj, name, copy.deepcopy(value))
+            return
+        generator = getattr(self.obj, name, None)
+        if (found := _find_random(generator)) is not None:
+            found.write(generator, value[_RANDOM])
 
     def _list(self) -> dict[str, Any]:
         found = {}
         for name, value in vars(self.obj).items():
             if name not in _SKIPPED:
-                kept = _copy_plain(value)
+                generator = _find_random(value)
+                kept = _copy_plain(value if generator is None else {_RANDOM: generator.read(value)})
                 if kept is not _NO_VALUE:
                     found[name] = kept
         return found
 
 
 _NO_VALUE: Final = object()
+
+_RANDOM: Final = "state of a random generator"
+
+
+class _Random(NamedTuple):
+    """How the state of a kind of random generators is read and put back."""
+
+    kind: Any
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+
+_GENERATORS: Final = (
+    _Random(
+        np.random.Generator,
+        lambda one: one.bit_generator.state,
+        lambda one, state: setattr(one.bit_generator, "state", state),
+    ),
+    _Random(np.random.RandomState, lambda one: one.get_state(), lambda one, state: one.set_state(state)),
+    _Random(random.Random, lambda one: one.getstate(), lambda one, state: one.setstate(state)),
+)
+
+
+def _find_random(value: Any) -> _Random | None:
+    return next((one for one in _GENERATORS if isinstance(value, one.kind)), None)
+
+
+class _Seen(NamedTuple):
+    """An array that is too large to be copied, or counts its changes, and what says whether it has changed."""
+
+    array: Any
+    look: object
+
+
+def _look(array: Any) -> object:
+    if not isinstance(array, np.ndarray):
+        backend = backend_of(array)
+        return None if backend is None else backend.version(array)
+    is_small = array.nbytes <= _LOOKED_AT_BYTES
+    values = array if is_small else array.flat[:: -(-array.size // _LOOKED_AT_ELEMENTS)]
+    return digest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+def _note(value: Any) -> Any:
+    """What `_is_same` compares a later value with."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_note, value))
+    if type(value) is dict:
+        return {key: _note(part) for key, part in value.items()}
+    if isinstance(value, np.generic) or backend_of(value) is None or _is_small(value):
+        return value
+    return _Seen(value, _look(value))
+
+
+def _holds_seen(noted: Any) -> bool:
+    if isinstance(noted, _Seen):
+        return True
+    parts = noted.values() if isinstance(noted, dict) else noted if isinstance(noted, list | tuple) else ()
+    return any(map(_holds_seen, parts))
+
+
+def _is_small(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.size <= SMALL_ELEMENTS
 
 
 def _copy_plain(value: Any) -> Any:
@@ -171,26 +256,30 @@ def _copy_plain(value: Any) -> Any:
             return _NO_VALUE
         named = {key: _copy_plain(part) for key, part in value.items()}
         return _NO_VALUE if any(part is _NO_VALUE for part in named.values()) else named
-    is_array = backend_of(value) is not None and getattr(value, "dtype", None) != np.dtype(object)
-    if not is_array:
+    backend = backend_of(value)
+    if backend is None:
+        return _NO_VALUE
+    try:
+        backend.spec(value, "")
+    except UnsupportedValueError:
         return _NO_VALUE
     # An array that is changed where it is would else seem to be as it was.
-    return value.copy() if isinstance(value, np.ndarray) and value.size <= SMALL_ELEMENTS else value
+    return value.copy() if _is_small(value) else value
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values of `_copy_plain` are equal, type by type."""
-    if value is other:
-        return True
-    if type(value) is not type(other):
+def _is_same(value: Any, noted: Any) -> bool:
+    """Whether a value of `_copy_plain` is equal to one of `_note`, type by type."""
+    if isinstance(noted, _Seen):
+        return value is noted.array and _look(value) == noted.look
+    if type(value) is not type(noted):
         return False
     if isinstance(value, list | tuple):
-        return len(value) == len(other) and all(map(_is_same, value, other))
+        return len(value) == len(noted) and all(map(_is_same, value, noted))
     if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_is_same(part, other[key]) for key, part in value.items())
+        return value.keys() == noted.keys() and all(_is_same(part, noted[key]) for key, part in value.items())
     if isinstance(value, np.ndarray):
-        return value.dtype == other.dtype and np.array_equal(value, other)
-    return bool(value == other) if isinstance(value, (*_SCALARS, np.generic)) else False
+        return value.dtype == noted.dtype and np.array_equal(value, noted)
+    return bool(value == noted) if isinstance(value, (*_SCALARS, np.generic)) else False
 
 
 class CallbackStates:
@@ -237,6 +326,9 @@ def _cut_file(callback: Any, written_bytes: int | None) -> None:
     if written_bytes is None or not isinstance(callback, keras.callbacks.CSVLogger):
         return
     file = callback.csv_file
-    if file is not None and not file.closed and file.seek(0, 2) > written_bytes:
+    if file is None or file.closed:
+        return
+    if file.seek(0, 2) > written_bytes:
         file.truncate(written_bytes)
-        file.seek(0, 2)
+    # It has looked for the line of names before the rows were taken away.
+    callback.append_header = file.seek(0, 2) == 0
