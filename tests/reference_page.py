@@ -100,8 +100,8 @@ _DCP: Final = {
 }
 _INTERNAL: Final = {
     "Resumable": {
-        *("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_log"),
-        *("setup", "teardown", "on_exception", "on_validation_end", "set_model"),
+        *("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_log", "on_prediction_step"),
+        *("setup", "teardown", "on_exception", "on_validation_batch_start", "on_validation_end", "set_model"),
     },
     "HoldfastCheckpointIO": {"save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"},
     **dict.fromkeys(("StorageWriter", "StorageReader"), _DCP),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import preloaded
@@ -93,9 +94,12 @@ def live(program: str | Path, *options: str | Path, preload: tuple[str, ...]) ->
 
 
 def live_together(
-    program: str, *options: str | Path, preload: tuple[str, ...], kill_after: int | None = None
+    program: str, *options: str | Path, preload: tuple[str, ...], kill_after: int | None = None, ends_with: int = 0
 ) -> tuple[Life, Life]:
-    """Two workers of one job, as torchrun would start them; the second one is killed after so many steps."""
+    """Two workers of one job, as torchrun would start them; the second one is killed after so many steps.
+
+    Unless it is, both end with the exit code `ends_with`.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -107,7 +111,7 @@ def live_together(
         second.wait_steps(kill_after)
         second.send(signal.SIGKILL)
     codes = [second.end(), first.end()]
-    assert kill_after is not None or codes == [0, 0], first.errors + second.errors
+    assert kill_after is not None or codes == [ends_with] * 2, first.errors + second.errors
     assert kill_after is None or all(codes)
     return first, second
 
@@ -120,3 +124,33 @@ def check_same(lives: Sequence[Life], untouched: Life) -> None:
         assert not strange, f"life {number}: {strange[:3]}"
     assert lives[-1].lines[-1] == untouched.lines[-1]
     assert expected == {line for life in lives for line in life.lines}
+
+
+def interrupt(begin: Callable[[], Life], signals: Sequence[int], first: int, last: int) -> list[Life]:
+    """Lives that follow each other, each ended by a signal after `first` to `last` steps; prints the seed."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")  # noqa: T201
+    moments = random.Random(seed)
+    lives = []
+    for number in signals:
+        life = begin()
+        life.wait_steps(moments.randint(first, last))
+        life.send(number)
+        # It may have come to its end meanwhile.
+        assert life.end() in (0, 42 if number == signal.SIGTERM else -number), life.errors
+        lives.append(life)
+    return lives
+
+
+def check_example(name: str, directory: Path, preload: tuple[str, ...], beginning: str) -> None:
+    """An example that is killed after two lines that begin so, and begun again, ends as an untouched one."""
+    example = PROGRAMS.parents[2] / "examples" / name
+    untouched = live(example, directory / "untouched", preload=preload)
+    killed = Life(example, directory / "killed", preload=preload)
+    killed.wait_steps(2, beginning)
+    killed.send(signal.SIGKILL)
+    killed.end()
+    after = live(example, directory / "killed", preload=preload)
+    assert "resumed" in after.errors
+    assert after.last == untouched.last
+    assert after.last.startswith("step 630: loss ")

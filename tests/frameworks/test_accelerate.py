@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 from pathlib import Path
 
 import pytest
-from lives import Life, check_same, live, live_together
+from lives import Life, check_same, interrupt, live, live_together
 
 import preloaded
 
@@ -40,27 +39,13 @@ def begin(*options: str | Path) -> Life:
 )
 def test_killed_at_any_moment_it_ends_as_an_untouched_run(tmp_path: Path, options: tuple[str, ...]) -> None:
     untouched = train(tmp_path / "untouched", *options)
-    seed = random.randrange(10**6)
-    print("seed", seed)  # noqa: T201
-    moments = random.Random(seed)
-    lives = []
-    for _ in range(5):
-        lives.append(begin(tmp_path / "killed", *options))
-        lives[-1].wait_steps(moments.randint(1, 9))
-        lives[-1].send(signal.SIGKILL)
-        lives[-1].end()
-    lives.append(train(tmp_path / "killed", *options))
-    check_same(lives, untouched)
+    lives = interrupt(lambda: begin(tmp_path / "killed", *options), [signal.SIGKILL] * 5, 1, 8)
+    check_same([*lives, train(tmp_path / "killed", *options)], untouched)
 
 
 def test_asked_to_leave_twice_it_trains_no_step_again(tmp_path: Path) -> None:
     untouched = train(tmp_path / "untouched")
-    lives = []
-    for steps in (6, 11):
-        lives.append(begin(tmp_path / "asked"))
-        lives[-1].wait_steps(steps)
-        lives[-1].send(signal.SIGTERM)
-        assert lives[-1].end() == 42, lives[-1].errors
+    lives = interrupt(lambda: begin(tmp_path / "asked"), [signal.SIGTERM] * 2, 3, 10)
     lives.append(train(tmp_path / "asked"))
     # A step is printed after it has counted: the last one of a life that was asked to leave is not.
     expected = set(untouched.lines)
@@ -68,6 +53,14 @@ def test_asked_to_leave_twice_it_trains_no_step_again(tmp_path: Path) -> None:
     assert lives[-1].lines[-1] == untouched.lines[-1]
     steps_told = [line for life in lives for line in life.lines if line.startswith('{"step"')]
     assert len(steps_told) == len(set(steps_told)) == 42 - 2
+
+
+def test_a_notice_in_an_evaluation_in_a_block_ends_the_job_at_once(tmp_path: Path) -> None:
+    untouched = train(tmp_path / "untouched")
+    left = begin(tmp_path / "asked", "--leaves-in=1")
+    assert left.end() == 42, left.errors
+    check_same([left, train(tmp_path / "asked")], untouched)
+    assert left.lines[-1].startswith('{"epoch": 1, ')
 
 
 @pytest.mark.parametrize(

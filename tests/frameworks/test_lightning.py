@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import re
 import resource
 import signal
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import PROGRAMS, Life, check_same, live, live_together
+from lives import PROGRAMS, Life, check_example, check_same, interrupt, live, live_together
 
 import holdfast as hf
 import preloaded
@@ -23,13 +21,13 @@ import torch
 import torch.distributed.run
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from holdfast.errors import MismatchError, SaveFailedError, StorageError, StorageFullError, UsageError
+from holdfast.events import Warned
 
 PROGRAM = "lightning_fit.py"
 VARIANTS = ["plain", "accumulation", "several", "workers", "own", "reload", "callbacks", "manual", "plateau", "stream"]
-SEED = int(os.environ.get("HOLDFAST_SEED", random.randrange(10_000)))
 
 
 PRELOAD = (*preloaded.TRAINING, "lightning.pytorch", "torchmetrics.regression", "holdfast.integrations.lightning.fit")
@@ -39,46 +37,70 @@ def fit(*options: str | Path) -> Life:
     return live(PROGRAM, *options, preload=PRELOAD)
 
 
-def fit_until(number: signal.Signals, steps: int, *options: str | Path) -> Life:
-    """A fit that gets a signal after so many steps."""
-    life = Life(PROGRAM, *options, preload=PRELOAD)
-    life.wait_steps(steps)
-    life.send(number)
-    expected = 42 if number == signal.SIGTERM else -number
-    assert life.end() == expected, life.errors
-    return life
+def begin(*options: str | Path) -> Life:
+    return Life(PROGRAM, *options, preload=PRELOAD)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_fit_that_is_killed_and_stopped_ends_as_an_untouched_one(tmp_path: Path, variant: str) -> None:
-    draw = random.Random(f"{SEED} {variant}")
-    print(f"HOLDFAST_SEED={SEED}")  # noqa: T201
     untouched = fit(tmp_path / "untouched", variant)
-    killed = fit_until(signal.SIGKILL, draw.randint(4, 20), tmp_path / "other", variant)
-    stopped = fit_until(signal.SIGTERM, draw.randint(2, 12), tmp_path / "other", variant)
+    lives = interrupt(lambda: begin(tmp_path / "other", variant), [signal.SIGKILL, signal.SIGTERM], 2, 14)
     resumed = fit(tmp_path / "other", variant)
-    check_same([killed, stopped, resumed], untouched)
-    assert len(stopped.lines) + len(resumed.lines) < len(untouched.lines) + 2
+    check_same([*lives, resumed], untouched)
+    assert len(lives[-1].lines) + len(resumed.lines) < len(untouched.lines) + 2
 
 
 def test_five_kills_and_two_stops_leave_no_trace(tmp_path: Path) -> None:
-    draw = random.Random(f"{SEED} moments")
-    print(f"HOLDFAST_SEED={SEED}")  # noqa: T201
     untouched = fit(tmp_path / "untouched", "callbacks")
-    signals = [*[signal.SIGKILL] * 5, *[signal.SIGTERM] * 2]
-    draw.shuffle(signals)
-    lives = [fit_until(number, draw.randint(2, 8), tmp_path / "other", "callbacks") for number in signals]
+    signals = [*[signal.SIGKILL] * 3, signal.SIGTERM, *[signal.SIGKILL] * 2, signal.SIGTERM]
+    lives = interrupt(lambda: begin(tmp_path / "other", "callbacks"), signals, 2, 8)
     check_same([*lives, fit(tmp_path / "other", "callbacks")], untouched)
 
 
+def leave_in(validation: int, directory: Path, variant: str) -> Life:
+    """A fit that is asked to leave in the first batch of the validation after so many steps."""
+    life = begin(directory, variant, "-1", str(validation))
+    assert life.end() == 42, life.errors
+    assert find_last_validated(life) == (validation, 0)
+    return life
+
+
+def find_last_validated(life: Life) -> tuple[int, int]:
+    """After how many steps the last validation was, and what batch of it was the last."""
+    step, batch = re.findall(r"validated (\d+)/(\d+)", life.errors)[-1]
+    return int(step), int(batch)
+
+
+@pytest.mark.parametrize(
+    ("variant", "validations"), [("callbacks", (5, 30)), ("plateau", (9, 36)), ("shuffled", (7, 14))]
+)
+def test_a_notice_in_validation_is_heard_at_the_next_batch_of_it(
+    tmp_path: Path, variant: str, validations: tuple[int, ...]
+) -> None:
+    untouched = fit(tmp_path / "untouched", variant)
+    lives = [leave_in(validation, tmp_path / "other", variant) for validation in validations]
+    check_same([*lives, fit(tmp_path / "other", variant)], untouched)
+    steps = [line for life in lives for line in life.lines]
+    assert len(steps) == len(set(steps)) == validations[-1]
+
+
+def test_a_notice_in_the_sanity_check_ends_the_job_at_once(tmp_path: Path) -> None:
+    left = leave_in(0, tmp_path, "plain")
+    assert not left.lines
+    assert fit(tmp_path, "plain").lines
+
+
 @pytest.mark.parametrize("variant", ["ddp", "parallel"])
-def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path, variant: str) -> None:
+def test_two_workers_that_are_killed_and_leave_end_as_if_untouched(tmp_path: Path, variant: str) -> None:
     untouched = live_together(PROGRAM, tmp_path / "untouched", variant, preload=PRELOAD)
     killed = live_together(PROGRAM, tmp_path / "killed", variant, preload=PRELOAD, kill_after=10)
+    left = live_together(PROGRAM, tmp_path / "killed", variant, "-1", "24", preload=PRELOAD, ends_with=42)
     after = live_together(PROGRAM, tmp_path / "killed", variant, preload=PRELOAD)
     for rank in range(2):
-        check_same([killed[rank], after[rank]], untouched[rank])
-        assert after[rank].first_step() != untouched[rank].first_step()
+        check_same([killed[rank], left[rank], after[rank]], untouched[rank])
+        assert left[rank].first_step() != untouched[rank].first_step()
+        assert find_last_validated(left[rank]) in [(24, batch) for batch in range(5)]
+    assert find_last_validated(left[0]) == find_last_validated(left[1])
 
 
 def test_a_fit_that_torchrun_starts_again_ends_as_if_untouched(tmp_path: Path) -> None:
@@ -92,16 +114,7 @@ def test_a_fit_that_torchrun_starts_again_ends_as_if_untouched(tmp_path: Path) -
 
 
 def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
-    untouched = live(example, tmp_path / "untouched", preload=PRELOAD)
-    killed = Life(example, tmp_path / "killed", preload=PRELOAD)
-    killed.wait_steps(2, "epoch")
-    killed.send(signal.SIGKILL)
-    killed.end()
-    after = live(example, tmp_path / "killed", preload=PRELOAD)
-    assert "resumed" in after.errors
-    assert after.last == untouched.last
-    assert after.last.startswith("step 630: loss ")
+    check_example("lightning_trainer.py", tmp_path, PRELOAD, "epoch")
 
 
 class Line(LightningModule):
@@ -151,6 +164,41 @@ def test_a_fit_that_is_done_trains_nothing_when_it_is_started_again(tmp_path: Pa
     trainer.fit(second, make_loader())
     assert trainer.global_step == 4
     assert torch.equal(first.layer.weight, second.layer.weight)
+
+
+def test_a_new_run_begins_at_the_step_of_the_file_that_it_is_given(tmp_path: Path) -> None:
+    first = make_trainer()
+    first.fit(Line(), make_loader())
+    first.save_checkpoint(tmp_path / "file.ckpt")
+    for epochs in (2, 3):
+        trainer = make_trainer(hf.lightning.Resumable(tmp_path / "run"), epochs=epochs)
+        trainer.fit(Line(), make_loader(), ckpt_path=str(tmp_path / "file.ckpt"))
+        assert trainer.global_step == 4 * epochs
+        assert max((tmp_path / "run").glob("step-*")).name.startswith(f"step-{4 * epochs:09d}")
+
+
+def test_two_streams_that_are_cycled_are_warned_of_at_the_start(tmp_path: Path) -> None:
+    class Both(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["long"], batch_idx)
+
+    told: list[Warned] = []
+    keep_warned = lambda event: told.append(event) if isinstance(event, Warned) else None  # noqa: E731
+    trainer = make_trainer(hf.lightning.Resumable(tmp_path, sinks=[keep_warned]))
+    trainer.fit(Both(), {"long": make_loader(), "endless": DataLoader(Ones())})
+    assert any("does not say how many batches it has" in each.text for each in told)
+
+
+class Ones(IterableDataset[Any]):
+    """Two samples; it has no length."""
+
+    def __iter__(self) -> Any:
+        return iter([torch.ones(2)] * 2)
+
+
+def test_statistics_of_each_worker_are_refused_where_a_model_is_divided(tmp_path: Path) -> None:
+    both = live_together(PROGRAM, tmp_path, "statistics", preload=PRELOAD, ends_with=1)
+    assert all("net.1 is a BatchNorm1d, whose statistics are others on each worker" in life.errors for life in both)
 
 
 def test_a_model_that_has_changed_is_refused_and_names_the_tensor(tmp_path: Path) -> None:
@@ -221,7 +269,13 @@ def test_lightning_has_its_own_methods_back_after_a_fit(tmp_path: Path) -> None:
     trainer = make_trainer(hf.lightning.Resumable(tmp_path / "run"))
     trainer.fit(Line(), make_loader())
     loop = trainer.fit_loop
-    for owner in (loop, loop.epoch_loop, trainer._checkpoint_connector, trainer._signal_connector):
+    for owner in (
+        loop,
+        loop.epoch_loop,
+        loop.epoch_loop.val_loop,
+        trainer._checkpoint_connector,
+        trainer._signal_connector,
+    ):
         assert not [name for name, value in vars(owner).items() if callable(value) and hasattr(type(owner), name)]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
+import re
 import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import Life, check_same, live, live_together
+from lives import Life, check_example, check_same, interrupt, live, live_together
 
 import holdfast as hf
 import preloaded
@@ -32,6 +32,12 @@ def train(*options: str | Path) -> Life:
     return live(PROGRAM, *options, preload=PRELOAD)
 
 
+def find_last_evaluated(life: Life) -> tuple[int, int]:
+    """After how many steps the last evaluation was, and how many batches of it were evaluated."""
+    step, batches = re.findall(r"evaluated (\d+)/(\d+)", life.errors)[-1]
+    return int(step), int(batches)
+
+
 def begin(*options: str | Path, program: str | Path = PROGRAM) -> Life:
     return Life(program, *options, preload=PRELOAD)
 
@@ -39,43 +45,52 @@ def begin(*options: str | Path, program: str | Path = PROGRAM) -> Life:
 @pytest.mark.parametrize("options", [(), ("--workers=2", "--accumulate=2", "--evaluate=steps")], ids=["plain", "rich"])
 def test_killed_at_any_moment_it_ends_as_an_untouched_run(tmp_path: Path, options: tuple[str, ...]) -> None:
     untouched = train(tmp_path / "untouched", *options)
-    seed = random.randrange(10**6)
-    print("seed", seed)  # noqa: T201
-    moments = random.Random(seed)
-    lives = []
-    for _ in range(5):
-        lives.append(begin(tmp_path / "killed", *options))
-        lives[-1].wait_steps(moments.randint(1, 9))
-        lives[-1].send(signal.SIGKILL)
-        lives[-1].end()
-    lives.append(train(tmp_path / "killed", *options))
-    check_same(lives, untouched)
+    lives = interrupt(lambda: begin(tmp_path / "killed", *options), [signal.SIGKILL] * 5, 1, 8)
+    check_same([*lives, train(tmp_path / "killed", *options)], untouched)
 
 
 def test_asked_to_leave_twice_it_trains_no_step_again(tmp_path: Path) -> None:
     untouched = train(tmp_path / "untouched")
-    lives = []
-    for steps in (6, 11):
-        lives.append(begin(tmp_path / "asked"))
-        lives[-1].wait_steps(steps)
-        lives[-1].send(signal.SIGTERM)
-        assert lives[-1].end() == 42, lives[-1].errors
+    lives = interrupt(lambda: begin(tmp_path / "asked"), [signal.SIGTERM] * 2, 3, 10)
     lives.append(train(tmp_path / "asked"))
     check_same(lives, untouched)
     steps_told = [line for life in lives for line in life.lines if line.startswith('{"step"')]
     assert len(steps_told) == len(set(steps_told)) == 42
 
 
+@pytest.mark.parametrize(
+    ("options", "evaluations"),
+    [((), (14, 42)), (("--evaluate=steps", "--accumulate=2"), (5, 20)), (("--evaluate=steps", "--patience=2"), (20,))],
+    ids=["epochs", "steps", "stopping"],
+)
+def test_a_notice_in_an_evaluation_is_heard_at_the_next_batch_of_it(
+    tmp_path: Path, options: tuple[str, ...], evaluations: tuple[int, ...]
+) -> None:
+    untouched = train(tmp_path / "untouched", *options)
+    lives = []
+    for steps in evaluations:
+        lives.append(begin(tmp_path / "asked", *options, f"--leaves-in={steps}"))
+        assert lives[-1].end() == 42, lives[-1].errors
+        assert find_last_evaluated(lives[-1]) == (steps, 1)
+    lives.append(train(tmp_path / "asked", *options))
+    check_same(lives, untouched)
+    steps_told = [line for life in lives for line in life.lines if line.startswith('{"step"')]
+    assert len(steps_told) == len(set(steps_told))
+
+
 @pytest.mark.parametrize("options", [(), ("--fsdp",)], ids=["DDP", "FSDP2"])
-def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_two_workers_that_are_killed_and_leave_end_as_if_untouched(tmp_path: Path, options: tuple[str, ...]) -> None:
     untouched = live_together(PROGRAM, tmp_path / "untouched", *options, preload=PRELOAD)
     states = {json.loads(life.first_step())["parameters"] for life in untouched}
     assert len(states) == (2 if options else 1)
     killed = live_together(PROGRAM, tmp_path / "killed", *options, preload=PRELOAD, kill_after=10)
+    asked = (*options, "--leaves-in=14")
+    left = live_together(PROGRAM, tmp_path / "killed", *asked, preload=PRELOAD, ends_with=42)
     after = live_together(PROGRAM, tmp_path / "killed", *options, preload=PRELOAD)
     for rank in range(2):
-        check_same([killed[rank], after[rank]], untouched[rank])
-        assert after[rank].first_step() != untouched[rank].first_step()
+        check_same([killed[rank], left[rank], after[rank]], untouched[rank])
+        assert left[rank].first_step() != untouched[rank].first_step()
+        assert find_last_evaluated(left[rank]) in [(14, 1), (14, 2)]
 
 
 def test_a_training_that_has_ended_trains_nothing_when_it_is_begun_again(tmp_path: Path) -> None:
@@ -98,16 +113,7 @@ def test_a_training_that_was_stopped_early_stays_so(tmp_path: Path) -> None:
 
 
 def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
-    untouched = live(example, tmp_path / "untouched", preload=PRELOAD)
-    killed = begin(tmp_path / "killed", program=example)
-    killed.wait_steps(2, "{'loss'")
-    killed.send(signal.SIGKILL)
-    killed.end()
-    after = live(example, tmp_path / "killed", preload=PRELOAD)
-    assert "resumed" in after.errors
-    assert after.last == untouched.last
-    assert after.last.startswith("step 630: loss ")
+    check_example("transformers_trainer.py", tmp_path, PRELOAD, "{'loss'")
 
 
 def test_a_second_call_of_train_is_left_alone_with_a_warning(tmp_path: Path) -> None:
@@ -142,12 +148,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         ("kept already", "UsageError: model is an object of the Trainer's, and is kept already"),
         ("DeepSpeed", "UnsupportedValueError: jobs of accelerate's kind DEEPSPEED cannot be saved"),
         ("FSDP1", "UnsupportedValueError: FSDP1 has a flat piece of the parameters on each worker"),
+        ("tensor parallel", "UnsupportedValueError: a parallelism_config with tp_size=2 divides the job in a way that"),
         ("batch size", "UsageError: auto_find_batch_size=True begins the training again"),
         ("changed model", "wrong shape: model/layers.0.weight: stored [8, 4], live [16, 4]"),
         ("other run", "MismatchError: step 1 does not fit the live objects (nothing was changed)"),
         ("added later", "UsageError: hf.transformers.Resumable was added after the Trainer was made"),
         ("loop, DeepSpeed", "UnsupportedValueError: jobs of accelerate's kind DEEPSPEED cannot be saved"),
         ("loop, FSDP1", "UnsupportedValueError: FSDP1 has a flat piece of the parameters on each worker"),
+        ("loop, tensor parallel", "UnsupportedValueError: a parallelism_config with tp_size=2 divides the job"),
         ("loop, prepared nothing", "UsageError: the accelerator has prepared nothing yet"),
         ("loop, prepared name", "UsageError: model is what the accelerator has prepared"),
     ],

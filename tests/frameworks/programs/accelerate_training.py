@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
+import os
 import random
-import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import accelerate
 import numpy as np
 import torch
 from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin
+from telling import ask_to_leave, digest, digest_generators, tell
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import holdfast as hf
@@ -65,26 +65,6 @@ class Average:
         self.loss = state["loss"]
 
 
-def digest(*parts: object) -> str:
-    """A digest of tensors and plain values."""
-    content = hashlib.sha256()
-    for part in parts:
-        part = part.to_local() if hasattr(part, "to_local") else part
-        content.update(part.detach().numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
-    return content.hexdigest()[:16]
-
-
-def _numpy_state() -> Any:
-    state: Any = np.random.get_state()
-    return state[1].tolist()
-
-
-def tell(**record: object) -> None:
-    """Writes one line at once."""
-    sys.stdout.write(json.dumps(record) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     """Trains."""
     parser = argparse.ArgumentParser()
@@ -97,7 +77,10 @@ def main() -> None:
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--leaves-in", type=int, default=-1)
     given = parser.parse_args()
+    if "RANK" in os.environ:
+        hf.init_process_group("gloo")
     configuration = DataLoaderConfiguration(
         dispatch_batches=given.dispatch or None,
         split_batches=given.split,
@@ -147,9 +130,14 @@ def main() -> None:
                         seen=indices.tolist(),
                         rate=scheduler.get_last_lr(),
                         state=digest(*layers.parameters(), *momenta),
-                        generators=digest(random.getstate(), _numpy_state(), torch.get_rng_state()),
+                        generators=digest_generators(),
                     )
             tell(epoch=epoch, worker=rank, drawn=torch.rand(1).item())
+            with run.checkpointable():
+                # As long as an evaluation may take.
+                if epoch == given.leaves_in:
+                    ask_to_leave(run)
+                    threading.Event().wait()
     tell(ended=run.step, worker=rank)
 
 

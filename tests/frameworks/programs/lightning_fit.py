@@ -1,7 +1,8 @@
 """A fit that is killed and resumed by the tests: prints a digest of everything after each batch.
 
-Run it as `python lightning_fit.py DIRECTORY VARIANT [DIES_AFTER]`: under torchrun, worker 1 kills itself after so many
-batches, once.
+Run it as `python lightning_fit.py DIRECTORY VARIANT [DIES_AFTER [LEAVES_IN]]`: under torchrun, worker 1 kills itself
+after so many batches, once; and the last worker is asked to leave in the validation after so many batches, or in the
+one before training, if that is 0.
 """
 
 import hashlib
@@ -19,7 +20,9 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from telling import ask_to_leave
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -133,9 +136,9 @@ class Manual(LightningModule):
 class Divided(LightningModule):
     """Each worker has a part of each parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 7), nn.LayerNorm(7), nn.Dropout(0.2), nn.ReLU(), nn.Linear(7, 1))
+        self.net = nn.Sequential(nn.Linear(4, 7), norm, nn.Dropout(0.2), nn.ReLU(), nn.Linear(7, 1))
 
     def configure_model(self) -> None:
         mesh = self.device_mesh
@@ -182,8 +185,8 @@ class Data(LightningDataModule):
 class Tell(Callback):
     """Prints a line for each batch, after all else has been done for it."""
 
-    def __init__(self, dies_after: int) -> None:
-        self.dies_after = dies_after
+    def __init__(self, dies_after: int, leaves_in: int) -> None:
+        self.dies_after, self.leaves_in = dies_after, leaves_in
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -194,6 +197,13 @@ class Tell(Callback):
         print(json.dumps({"step": trainer.fit_loop.total_batch_idx, "digest": digest(told)}), flush=True)
         if trainer.global_rank == 1 and trainer.fit_loop.total_batch_idx == self.dies_after:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        batches = 0 if trainer.sanity_checking else trainer.fit_loop.total_batch_idx + 1
+        print(f"validated {batches}/{batch_idx}", file=sys.stderr)
+        if batches == self.leaves_in and batch_idx == 0:
+            run = next(each.run for each in trainer.callbacks if isinstance(each, hf.lightning.Resumable))
+            ask_to_leave(run, gets_signal=trainer.global_rank == trainer.world_size - 1)
 
 
 def digest(value: Any) -> str:
@@ -240,7 +250,7 @@ def make(variant: str, directory: Path) -> tuple[Any, dict[str, Any], dict[str, 
     """The model, and what the trainer and `fit` are given."""
     data = Samples()
     loader: Any = DataLoader(data, batch_size=BATCH, shuffle=True)
-    validation = DataLoader(Samples(8), batch_size=4)
+    validation = DataLoader(Samples(16), batch_size=4)
     model: LightningModule = Model(plateau=variant == "plateau")
     options: dict[str, Any] = {"max_epochs": 4, "enable_checkpointing": False}
     callbacks: list[Any] = []
@@ -254,13 +264,19 @@ def make(variant: str, directory: Path) -> tuple[Any, dict[str, Any], dict[str, 
         options |= {"enable_checkpointing": True, "val_check_interval": 5}
     elif variant == "accumulation":
         options |= {"accumulate_grad_batches": 4, "val_check_interval": 7, "max_steps": 14, "max_epochs": -1}
+        scaler = torch.amp.GradScaler("cpu", growth_interval=5)
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     elif variant == "plateau":
-        options |= {"limit_train_batches": 9, "limit_val_batches": 1, "precision": "bf16-mixed"}
+        options |= {"limit_train_batches": 9, "limit_val_batches": 2, "precision": "bf16-mixed"}
     elif variant == "workers":
         generator = torch.Generator().manual_seed(3)
         loader = DataLoader(
             data, batch_size=BATCH, shuffle=True, num_workers=2, persistent_workers=True, generator=generator
         )
+    elif variant == "shuffled":
+        generator = torch.Generator().manual_seed(4)
+        validation = DataLoader(Samples(16), batch_size=4, shuffle=True, generator=generator)
+        options |= {"val_check_interval": 7, "limit_val_batches": 3, "num_sanity_val_steps": 0}
     elif variant == "stream":
         loader = DataLoader(Stream(), batch_size=BATCH)
     elif variant == "several":
@@ -276,9 +292,11 @@ def make(variant: str, directory: Path) -> tuple[Any, dict[str, Any], dict[str, 
     elif variant == "own":
         loader = hf.ResumableDataLoader(data, batch_size=BATCH, seed=3)
     elif variant == "ddp":
+        validation = DataLoader(Samples(48), batch_size=4)
         options |= {"strategy": "ddp", "devices": 2, "val_check_interval": 4}
-    elif variant == "parallel":
-        model = Divided()
+    elif variant in ("parallel", "statistics"):
+        model = Divided(nn.BatchNorm1d(7) if variant == "statistics" else nn.LayerNorm(7))
+        validation = DataLoader(Samples(48), batch_size=4)
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         options |= {"strategy": strategy, "devices": 2, "gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
     fit = {"train_dataloaders": loader, "val_dataloaders": None if variant in ("manual", "several") else validation}
@@ -300,15 +318,18 @@ class Two(Model):
 def main() -> None:
     directory, variant = Path(sys.argv[1]), sys.argv[2]
     dies_after = int(sys.argv[3]) if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else -1
+    leaves_in = int(sys.argv[4]) if len(sys.argv) > 4 else -1
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     seed_everything(5, verbose=False)
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        hf.init_process_group("gloo")
     model, options, fit = make(variant, directory)
     callbacks = [
         hf.lightning.Resumable(directory / "run", save_every=hf.Steps(3)),
         *options.pop("callbacks"),
-        Tell(dies_after),
+        Tell(dies_after, leaves_in),
     ]
     trainer = Trainer(
         callbacks=callbacks,

@@ -39,8 +39,17 @@ class DeepSpeedTrainer(DividedTrainer):
     kind = "DEEPSPEED"
 
 
+class TensorParallelTrainer(DividedTrainer):
+    """One that divides the tensors of its model."""
+
+    kind = "TENSORS"
+
+
 def divide(accelerator: Any, kind: str) -> None:
     """Says of an accelerator what it says itself on several GPUs."""
+    if kind == "TENSORS":
+        accelerator.state.parallelism_config = accelerate.ParallelismConfig(tp_size=2)
+        return
     accelerator.state.distributed_type = DistributedType[kind]
     if kind == "FSDP":
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
@@ -140,7 +149,7 @@ def long_log(directory: Path) -> Any:
     other = TrainerWorker(again)
     again._total_loss_scalar = 0.0  # As its loop begins.
     other.load_state_dict(state)
-    other.apply(is_finished=True)
+    other.apply()
     own = other.state_dict()["log"]
     return {
         "reads": sorted({each.reads for each in figures}),
@@ -175,6 +184,7 @@ CASES: Final[dict[str, Callable[[Path], Any]]] = {
     "kept already": lambda place: make(place, callback=hf.transformers.Resumable(place, model=Model())).train(),
     "DeepSpeed": lambda place: make(place, DeepSpeedTrainer),
     "FSDP1": lambda place: make(place, DividedTrainer),
+    "tensor parallel": lambda place: make(place, TensorParallelTrainer),
     "batch size": lambda place: make(place, auto_find_batch_size=True),
     "changed model": changed_model,
     "other run": other_run,
@@ -184,6 +194,7 @@ CASES: Final[dict[str, Callable[[Path], Any]]] = {
     "long log": long_log,
     "loop, DeepSpeed": lambda place: divided_loop(place, "DEEPSPEED"),
     "loop, FSDP1": lambda place: divided_loop(place, "FSDP"),
+    "loop, tensor parallel": lambda place: divided_loop(place, "TENSORS"),
     "loop, prepared nothing": prepared_nothing,
     "loop, prepared name": prepared_name,
 }

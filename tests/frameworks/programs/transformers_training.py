@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from telling import ask_to_leave, digest, digest_generators, tell
 from torch.utils.data import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -55,15 +55,6 @@ class Model(torch.nn.Module):
         return {"loss": 0.01 * (found - labels).pow(2).mean(), "logits": found}
 
 
-def digest(*parts: object) -> str:
-    """A digest of tensors, arrays and plain values."""
-    content = hashlib.sha256()
-    for part in parts:
-        part = part.to_local() if hasattr(part, "to_local") else part
-        content.update(part.detach().numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
-    return content.hexdigest()[:16]
-
-
 class ShardingTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """One whose accelerator shards the model; on processors alone it heeds no plugin."""
 
@@ -78,8 +69,9 @@ class ShardingTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 class Teller(TrainerCallback):  # type: ignore[misc]
     """Writes a line for each step and for each log."""
 
-    def __init__(self, stopping: EarlyStoppingCallback) -> None:
-        self.stopping = stopping
+    def __init__(self, stopping: EarlyStoppingCallback, resumable: Any, leaves_in: int) -> None:
+        self.stopping, self.resumable, self.leaves_in = stopping, resumable, leaves_in
+        self.evaluated = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Tells of the state."""
@@ -93,27 +85,27 @@ class Teller(TrainerCallback):  # type: ignore[misc]
             parameters=digest(*model.state_dict().values()),
             optimizer=digest(*momenta, *(group["lr"] for group in optimizer.param_groups)),
             scheduler=digest(scheduler.last_epoch, scheduler.get_last_lr()),
-            generators=digest(random.getstate(), _numpy_state(), torch.get_rng_state()),
+            generators=digest_generators(),
             patience=self.stopping.early_stopping_patience_counter,
             best=state.best_metric,
             logged=len(state.log_history),
         )
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Asks the job to leave, in the first batch of the evaluation after so many steps."""
+        self.evaluated += 1
+        sys.stderr.write(f"evaluated {state.global_step}/{self.evaluated}\n")
+        if state.global_step == self.leaves_in and self.evaluated == 1:
+            ask_to_leave(self.resumable._session._run, gets_signal=args.process_index == args.world_size - 1)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Counts anew."""
+        self.evaluated = 0
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Tells of what was logged, without times."""
         kept = {name: value for name, value in logs.items() if "runtime" not in name and "per_second" not in name}
         tell(log=state.global_step, worker=args.process_index, **kept)
-
-
-def _numpy_state() -> Any:
-    state: Any = np.random.get_state()
-    return state[1].tolist()
-
-
-def tell(**record: object) -> None:
-    """Writes one line at once."""
-    sys.stdout.write(json.dumps(record) + "\n")
-    sys.stdout.flush()
 
 
 def main() -> None:
@@ -128,7 +120,10 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--leaves-in", type=int, default=-1)
     given = parser.parse_args()
+    if "RANK" in os.environ:
+        hf.init_process_group("gloo")
     # What the program draws besides the Trainer is to be the same in each life.
     random.seed(1)
     stopping = EarlyStoppingCallback(given.patience)
@@ -154,12 +149,13 @@ def main() -> None:
     )
     stopping.on_train_begin = lambda *_, **__: None
     torch.manual_seed(1)
+    resumable = hf.transformers.Resumable(given.directory, save_every=hf.Steps(4))
     trainer = (ShardingTrainer if given.fsdp else Trainer)(
         Model(),
         arguments,
         train_dataset=Stream() if given.stream else Samples(),
         eval_dataset=Samples(),
-        callbacks=[stopping, Teller(stopping), hf.transformers.Resumable(given.directory, save_every=hf.Steps(4))],
+        callbacks=[stopping, Teller(stopping, resumable, given.leaves_in), resumable],
     )
     result = trainer.train()
     tell(

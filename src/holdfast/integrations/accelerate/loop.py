@@ -21,6 +21,8 @@ from holdfast.state import RNG, PerWorker
 from holdfast.storage import Storage
 
 _SUPPORTED: Final = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP"}
+_OTHER_DIVISIONS: Final = ("dp_replicate_size", "tp_size", "cp_size", "sp_size")
+"""What a `ParallelismConfig` may divide the job by besides `dp_shard_size`."""
 
 
 def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **options: Any) -> Run:
@@ -92,6 +94,14 @@ def check_strategy(accelerator: Any) -> None:
             f"jobs of accelerate's kind {kind.name} cannot be saved",
             path="accelerator",
             hint="Use one process, several with DDP, or FSDP with fsdp_version=2; or that framework's own checkpoints.",
+        )
+    config = getattr(accelerator, "parallelism_config", None)
+    divisions = {name: getattr(config, name, None) or 1 for name in _OTHER_DIVISIONS}
+    if found := ", ".join(f"{name}={size}" for name, size in divisions.items() if size > 1):
+        raise UnsupportedValueError(
+            f"a parallelism_config with {found} divides the job in a way that cannot be saved",
+            path="accelerator",
+            hint="Use DDP, or FSDP with fsdp_version=2 and dp_shard_size alone; or that framework's own checkpoints.",
         )
 
 

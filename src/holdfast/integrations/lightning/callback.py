@@ -102,6 +102,17 @@ class Resumable(Callback):
             self._fit.forget()
         self._fit = Fit(trainer, self._directory, self._options)
 
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called by Lightning. Leaves, if the job is to leave.
+
+        Raises:
+            SystemExit: When the job leaves.
+        """
+        if self._fit is not None:
+            self._fit.begin_validation_batch()
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called by Lightning."""
         if self._fit is not None and not trainer.sanity_checking:

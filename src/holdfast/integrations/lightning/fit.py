@@ -8,11 +8,17 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import MethodType
-from typing import Any
+from typing import Any, Final
 
+import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader
 
 from holdfast.checkpoint import Checkpoint
@@ -28,11 +34,15 @@ from holdfast.integrations.lightning.trainer_state import (
     read_trainer,
 )
 from holdfast.integrations.lightning.trees import KeptTree, OwnTree
-from holdfast.integrations.torch.places import DataPlace, has_state
+from holdfast.integrations.torch.evaluations import Evaluation
+from holdfast.integrations.torch.places import DataPlace, has_state, read_parts, write_parts
 from holdfast.run import Run, resumable
 from holdfast.state import RNG
 from holdfast.state.data.sampler import ResumableSampler
 from holdfast.storage import Storage
+
+# Older versions average no weights.
+_AVERAGING: Final[Any] = getattr(lightning_callbacks, "WeightAveraging", ())
 
 
 class Fit:
@@ -59,6 +69,11 @@ class Fit:
         self._progress: dict[str, Any] | None = None
         self._places: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None
+        # While a validation runs: what there was before it, which is saved if the job leaves; whether it has been left,
+        # or was by the process before.
+        self._evaluation: Evaluation | None = None
+        self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._is_counted = self._is_to_validate = False
         self._undo: list[Callable[[], object]] = []
         loop = trainer.fit_loop
         self._replace(trainer._checkpoint_connector, "restore_training_state", self._restore)
@@ -70,6 +85,7 @@ class Fit:
         self._replace(loop.epoch_loop, "reset", self._reset_epoch)
         self._replace(loop.epoch_loop, "on_run_start", self._begin_epoch)
         self._replace(loop.epoch_loop, "on_advance_end", self._end_batch)
+        self._replace(loop.epoch_loop.val_loop, "run", self._validate)
 
     def end(self, error: BaseException | None) -> None:
         """**Blocks.** Leaves the run, unless training has left it already, and puts Lightning's methods back.
@@ -104,6 +120,7 @@ class Fit:
     def _restore(self, original: Callable[[], None]) -> None:
         original()  # With `ckpt_path`, a new run begins from there.
         trainer = self._trainer
+        _check_statistics(trainer)
         objects: dict[str, Any] = {"model": trainer.lightning_module}
         objects |= _name_all("optimizer", trainer.optimizers)
         objects |= _name_all("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
@@ -112,11 +129,13 @@ class Fit:
         run.__enter__()
         self.run = run
         if self._trained.loaded is None:
+            if trainer.global_step and trainer.lightning_module.automatic_optimization:
+                run.begin_at(trainer.global_step)
             return
         state, self._trained.loaded = self._trained.loaded, None
         load_trainer(trainer, state)
         load_progress(trainer, state["progress"])
-        self._is_in_epoch = state["is_in_epoch"]
+        self._is_in_epoch, self._is_to_validate = state["is_in_epoch"], state.get("is_validating", False)
         self._progress, self._random = state["progress"], RNG().state_dict()
         _ = run.step  # The loops of the trainer begin there.
         self._places, self._own.loaded = self._own.loaded, None
@@ -130,6 +149,12 @@ class Fit:
         stored = [None] * len(combined.flattened) if self._places is None else self._places["loaders"]
         self._close_loaders()
         combined.flattened = [_copy_plain(loader) for loader in combined.flattened]
+        if len(combined.flattened) > 1 and combined._mode == "max_size_cycle" and _has_no_length(combined):
+            self._warn(
+                "one of several loaders does not say how many batches it has, and Lightning begins the shorter ones "
+                "again until all have ended: after a restart within an epoch, that one may have more batches than it "
+                "would have had. Give that loader's dataset a __len__, or set limit_train_batches"
+            )
         self._followed = [self._follow(loader, combined) for loader in combined.flattened]
         for loader, place, state in zip(combined.flattened, self._followed, stored, strict=False):
             if place is not None and state is not None:
@@ -149,8 +174,8 @@ class Fit:
             return None
         # Lightning takes a batch ahead where it does not know how many there are. If a loader has a state of its own,
         # that batch is kept.
-        is_ahead = sized_len(_SUPPORTED_MODES[combined._mode]["iterator"](combined.flattened, combined.limits)) is None
-        place = DataPlace(loader, combined, int(is_ahead and not any(map(has_state, combined.flattened))))
+        is_ahead = _has_no_length(combined) and not any(map(has_state, combined.flattened))
+        place = DataPlace(loader, combined, int(is_ahead))
         if place.caveat:
             self._warn(place.caveat)
         return place
@@ -207,6 +232,15 @@ class Fit:
                 fetcher.batches = [*self._places["ahead"], *fetcher.batches]
             self._settle()
         self._is_in_epoch = True
+        if self._is_to_validate:
+            # The process before has left in the validation that ends this step, and has counted it.
+            self._is_to_validate, self._is_counted = False, True
+            loop = self._trainer.fit_loop.epoch_loop
+            loop._should_check_val_fx = lambda _: True
+            try:
+                loop.on_advance_end(fetcher)
+            finally:
+                del loop._should_check_val_fx
 
     def _settle(self) -> None:
         """Applies what hooks, loaders and Lightning's own restart may have disturbed, last of all the generators."""
@@ -222,6 +256,7 @@ class Fit:
             load_logged(trainer, own["logged"])
             load_metrics(trainer.lightning_module, own["metrics"])
             load_gradients(trainer.lightning_module, own["gradients"])
+            self._load_validation(own.get("validation", []))
         if self._random is not None:
             RNG().load_state_dict(self._random)
         self._progress = self._places = self._random = None
@@ -235,10 +270,60 @@ class Fit:
             return
         if trainer.lightning_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate():
             return
+        if self._is_counted:
+            self._is_counted = False
+            return
         if self.has_validated:
             self.has_validated = False
             run.report(**{name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1})
         run.finish_step()
+
+    def _validate(self, original: Callable[[], Any]) -> Any:
+        trainer, run, loop = self._trainer, self.run, self._trainer.fit_loop.epoch_loop
+        is_within_step = trainer.lightning_module.automatic_optimization and loop._should_accumulate()
+        if run is None or trainer.sanity_checking or self._is_counted or is_within_step:
+            return original()
+        loop.val_loop.setup_data()
+        shared, own = self._read_shared(), self._read_own()
+        # Callbacks hand out what they go on with, and metrics may be those of the validation, too.
+        shared["callbacks"] = tree_map(lambda value: value, shared["callbacks"])
+        own["metrics"] = tree_map_only(torch.Tensor, torch.clone, own["metrics"])
+        self._before = {**shared, "is_validating": True}, own
+        batches = sum(loop.val_loop.max_batches) if loop.val_loop._combined_loader is not None else 0
+        self._evaluation = Evaluation(run, trainer.lightning_module, trainer.strategy.root_device, batches)
+        try:
+            return original()
+        finally:
+            self._evaluation = self._before = None
+
+    def begin_validation_batch(self) -> None:
+        """Leaves from within the validation, if the job is to leave: a restart validates anew.
+
+        Raises:
+            SystemExit: When the job leaves.
+        """
+        evaluation, run, trainer = self._evaluation, self.run, self._trainer
+        if evaluation is None or run is None or not evaluation.is_to_leave():
+            return
+        self._evaluation = None
+        averages = [callback for callback in trainer.callbacks if isinstance(callback, _AVERAGING)]
+        self._exchange(averages, "end")
+        if evaluation.has_own_weights():
+            with evaluation.stepped_back():
+                run.finish_step()
+            self._is_counted = True
+        else:
+            run._loop.warn(
+                "the job is to leave, and waits for the end of the validation: that has changed the weights, to "
+                "average them, say, and puts them back itself"
+            )
+        # The job stays.
+        self._exchange(averages, "start")
+
+    def _exchange(self, averages: list[Any], moment: str) -> None:
+        """Has callbacks exchange the weights with the averaged ones, or put them back."""
+        for callback in averages:
+            getattr(callback, f"on_validation_epoch_{moment}")(self._trainer, self._trainer.lightning_module)
 
     def _end_fit(self, original: Callable[[], None]) -> None:
         original()
@@ -250,9 +335,13 @@ class Fit:
     # What is kept beside model, optimizers, schedulers and generators.
 
     def _read_shared(self) -> dict[str, Any]:
+        if self._before is not None:
+            return self._before[0]
         return read_trainer(self._trainer, is_in_epoch=self._is_in_epoch)
 
     def _read_own(self) -> dict[str, Any]:
+        if self._before is not None:
+            return self._before[1]
         trainer, loop = self._trainer, self._trainer.fit_loop
         module = trainer.lightning_module
         combined, fetcher = loop._combined_loader, loop._data_fetcher
@@ -270,11 +359,48 @@ class Fit:
             "logged": read_logged(trainer),
             "metrics": read_metrics(module),
             "gradients": {} if module.automatic_optimization else read_gradients(module),
+            "validation": [read_parts(loader) for loader in self._list_validation()],
         }
+
+    def _list_validation(self) -> list[Any]:
+        combined = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        return [] if combined is None else combined.flattened
+
+    def _load_validation(self, parts: list[Any]) -> None:
+        """Puts loaders of validation to where they were: their own generators, and what their samplers count."""
+        if any(map(any, parts)):
+            trainer = self._trainer
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+            for loader, states in zip(self._list_validation(), parts, strict=False):
+                write_parts(loader, states)
 
     def _warn(self, text: str) -> None:
         if self.run is not None:
             self.run.manager.emit(Warned(text=text))
+
+
+def _has_no_length(combined: Any) -> bool:
+    """Whether it is not known before its end how many batches an epoch has."""
+    return sized_len(_SUPPORTED_MODES[combined._mode]["iterator"](combined.flattened, combined.limits)) is None
+
+
+def _check_statistics(trainer: Any) -> None:
+    """Makes sure that no worker has statistics of its own within the model.
+
+    Raises:
+        UsageError: If one has.
+    """
+    if not isinstance(trainer.strategy, ModelParallelStrategy) or trainer.world_size == 1:
+        return
+    for name, module in trainer.lightning_module.named_modules():
+        if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm) and module.track_running_stats:
+            raise UsageError(
+                f"{name} is a {type(module).__name__}, whose statistics are others on each worker with "
+                "ModelParallelStrategy, so they cannot be kept as one",
+                hint="Use LayerNorm, GroupNorm or torch.nn.SyncBatchNorm; or DDP.",
+            )
 
 
 def _copy_plain(loader: Any) -> Any:

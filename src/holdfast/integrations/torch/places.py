@@ -128,7 +128,7 @@ class DataPlace:
         iteration = getattr(self._owner, "iteration", self._begun_iteration)
         if self._restored is not None and self._begin is None:
             return dict(self._restored)  # Nothing was taken since it was restored.
-        state = {"iteration": iteration, "parts": self._read_parts()}
+        state = {"iteration": iteration, "parts": read_parts(self._loader)}
         has_ended = self._has_ended or bool(getattr(self._owner, "end_of_dataloader", False))
         if self._begin is None or iteration != self._begun_iteration:
             return {**state, "begin": None, "taken": 0, "ended": False, "stream": None}
@@ -141,7 +141,7 @@ class DataPlace:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes note of the place for the next epoch that begins."""
-        self._write_parts(state["parts"])
+        write_parts(self._loader, state["parts"])
         self._restored, self._begin = state, None
         self.resumes = state["begin"] is not None
         if hasattr(self._owner, "iteration"):
@@ -178,13 +178,13 @@ class DataPlace:
         self._has_ended, self._stream_states = False, []
         self._begun_iteration = getattr(self._owner, "iteration", 0)
         if state is None:
-            self._begin, self._fetched = {**_read_generators(), "parts": self._read_parts()}, 0
+            self._begin, self._fetched = {**_read_generators(), "parts": read_parts(self._loader)}, 0
             return self._follow(self._open(0))
         self.on_resume()
         now = _read_generators()
         self._begin, self._fetched = dict(state["begin"]), state["taken"]
         _write_generators(self._begin)
-        self._write_parts(self._begin["parts"])
+        write_parts(self._loader, self._begin["parts"])
         batches = self._open(self._fetched, state)
         _write_generators(now)
         if state["ended"] and hasattr(self._owner, "iteration"):
@@ -257,26 +257,6 @@ class DataPlace:
             self._fetched += 1
             yield batch
 
-    def _read_parts(self) -> list[dict[str, Any]]:
-        states = []
-        for part in _list_parts(self._loader):
-            state = {name: getattr(part, name) for name in _COUNTERS if type(getattr(part, name, None)) is int}
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):
-                state["generator"] = generator.get_state().numpy().tobytes()
-            states.append(state)
-        return states
-
-    def _write_parts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        for part, state in zip(_list_parts(self._loader), states, strict=False):
-            for name, value in state.items():
-                if name != "generator":
-                    setattr(part, name, value)
-                    continue
-                if not isinstance(part.generator, torch.Generator):
-                    part.generator = torch.Generator()
-                part.generator.set_state(_tensor_of(value))
-
 
 class _FollowedLoader(DataLoader[Any]):
     """A plain loader that tells its `DataPlace` of each batch."""
@@ -290,6 +270,30 @@ class _FollowedLoader(DataLoader[Any]):
 def has_state(obj: object) -> bool:
     """Whether an object can say where it is, and go there."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+
+
+def read_parts(loader: Any) -> list[dict[str, Any]]:
+    """Returns what a loader and its samplers count, and the states of the generators that are their own."""
+    states = []
+    for part in _list_parts(loader):
+        state = {name: getattr(part, name) for name in _COUNTERS if type(getattr(part, name, None)) is int}
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            state["generator"] = generator.get_state().numpy().tobytes()
+        states.append(state)
+    return states
+
+
+def write_parts(loader: Any, states: Sequence[Mapping[str, Any]]) -> None:
+    """Puts back what `read_parts` returned."""
+    for part, state in zip(_list_parts(loader), states, strict=False):
+        for name, value in state.items():
+            if name != "generator":
+                setattr(part, name, value)
+                continue
+            if not isinstance(part.generator, torch.Generator):
+                part.generator = torch.Generator()
+            part.generator.set_state(_tensor_of(value))
 
 
 def _list_parts(loader: Any) -> list[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
 from holdfast.integrations.accelerate.loop import check_strategy, follow, unwrap
+from holdfast.integrations.torch.evaluations import Evaluation
 from holdfast.integrations.torch.places import DataPlace, has_state
 from holdfast.integrations.transformers.progress import TrainerProgress, TrainerWorker
 from holdfast.manager import CheckpointManager
@@ -150,19 +153,30 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._session is not None:
             self._session.report(logs or {})
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leaves from within an evaluation, if the job is to leave: a restart evaluates anew.
+
+        Raises:
+            SystemExit: When the job leaves.
+        """
+        if self._session is not None:
+            self._session.end_evaluation_batch()
+
     def _train(self, begin: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         step: int | None = None
         is_finished: bool | None = None
+        is_stopped = False
         given = named.pop("resume_from_checkpoint", None)
         while True:
             progress = self._peek(step)
             with ExitStack() as stack:
-                session = self._session = _Session(self._trainer, self._open_run, stack, progress, is_finished)
+                session = _Session(self._trainer, self._open_run, stack, progress, is_finished, is_stopped=is_stopped)
+                self._session = session
                 stack.callback(self._leave)
                 try:
                     return begin(*positional, resume_from_checkpoint=session.prepare(given), **named)
                 except _BeginAgain as found:
-                    step, is_finished = found.step, found.is_finished
+                    step, is_finished, is_stopped = found.step, found.is_finished, found.is_stopped
 
     def _leave(self) -> None:
         self._session = None
@@ -186,9 +200,9 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
 class _BeginAgain(Exception):  # noqa: N818 - no error
     """The Trainer's loop has begun at another step than the one that was restored, and is begun again there."""
 
-    def __init__(self, step: int, *, is_finished: bool) -> None:
+    def __init__(self, step: int, *, is_finished: bool, is_stopped: bool = False) -> None:
         super().__init__(step)
-        self.step, self.is_finished = step, is_finished
+        self.step, self.is_finished, self.is_stopped = step, is_finished, is_stopped
 
 
 class _Session:
@@ -201,9 +215,11 @@ class _Session:
         stack: ExitStack,
         progress: TrainerProgress | None,
         is_finished: bool | None,
+        *,
+        is_stopped: bool,
     ) -> None:
         self._trainer, self._open_run, self._stack, self._progress = trainer, open_run, stack, progress
-        self._is_finished = is_finished
+        self._is_finished, self._is_stopped = is_finished, is_stopped
         if is_finished is None:
             self._is_finished = progress is not None and progress.is_finished(int(progress.fields["max_steps"]))
         self._run: Run | None = None
@@ -211,7 +227,11 @@ class _Session:
         self._loader: Any = None
         self._is_place_kept = False
         self._counted = 0
-        self._worker = TrainerWorker(trainer)
+        self._worker, self._live = TrainerWorker(trainer), TrainerProgress(trainer)
+        # Of the step that ends: gives by name with what the Trainer ends it, and its evaluation.
+        self._bind: Callable[[], dict[str, Any]] = dict
+        self._evaluation: Evaluation | None = None
+        self._run_stack = ExitStack()
         self._generators: dict[str, Any] | None = None
         self.is_epoch_over = False
 
@@ -220,6 +240,7 @@ class _Session:
         trainer, stack, progress = self._trainer, self._stack, self._progress
         stack.enter_context(_replaced(trainer, "get_train_dataloader", self._get_loader))
         stack.enter_context(_replaced(trainer, "_maybe_log_save_evaluate", self._end_step))
+        stack.enter_context(_replaced(trainer, "_evaluate", self._evaluate))
         if progress is None:
             return given
         if given is not None:
@@ -230,9 +251,9 @@ class _Session:
             hook = self._put_generators_back if name == "_load_rng_state" else _do_nothing
             stack.enter_context(_replaced(trainer, name, lambda _, *__, hook=hook, **___: hook()))
         stack.enter_context(_replaced(trainer_module, "skip_first_batches", self._skip_batches))
-        if trainer.args.eval_on_start:
-            stack.callback(setattr, trainer.args, "eval_on_start", True)
-            trainer.args.eval_on_start = False
+        # If the process before has left in an evaluation, this one begins with it.
+        stack.callback(setattr, trainer.args, "eval_on_start", trainer.args.eval_on_start)
+        trainer.args.eval_on_start = progress.unfinished is not None
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         fields = {**progress.fields, **({"global_step": _BEYOND_ANY} if self._is_finished else {})}
         (Path(folder) / trainer_module.TRAINER_STATE_NAME).write_text(json.dumps(fields))
@@ -240,28 +261,28 @@ class _Session:
 
     def enter(self) -> None:
         """Restores, when all that is restored is there; the Trainer is about to begin its first epoch."""
-        trainer = self._trainer
-        progress = TrainerProgress(trainer)
+        trainer, progress = self._trainer, self._live
         run = self._run = self._open_run(self._list_objects(progress))
         if self._place is not None and self._place.caveat:
             run.manager.emit(Warned(text=self._place.caveat))
-        leave = ExitStack()
-        self._stack.push(leave)
-        leave.enter_context(run)
+        self._stack.push(self._run_stack)
+        self._run_stack.enter_context(run)
         if run.restored is None:
             if trainer.state.global_step:
                 run.begin_at(trainer.state.global_step)
             self._counted = trainer.state.global_step
             return
         state, args = trainer.state, trainer.args
-        is_finished = progress.is_finished(state.max_steps)
+        is_finished = self._is_stopped or progress.is_finished(state.max_steps)
         begun_at = None if self._progress is None else self._progress.global_step
         if progress.global_step != begun_at or is_finished != self._is_finished:
-            leave.close()
+            self._run_stack.close()
             raise _BeginAgain(run.restored.step, is_finished=is_finished)
         self._generators = RNG().state_dict()
         progress.apply(trainer)
-        self._worker.apply(is_finished=is_finished)
+        self._worker.apply()
+        if progress.unfinished is None:
+            self._worker.apply_loss(is_finished=is_finished)
         state.compute_steps(args, state.max_steps)
         self._counted = state.global_step
 
@@ -320,11 +341,12 @@ class _Session:
 
         The last step of an epoch counts when the epoch has ended, so that what is done there belongs to it.
         """
+        self._bind = lambda: dict(inspect.signature(original).bind(*positional, **named).arguments)
+        self._worker.see_loss(named["tr_loss"] if "tr_loss" in named else positional[0])
         result = original(*positional, **named)
         trainer, run = self._trainer, self._run
         if run is None or trainer.state.global_step <= self._counted:
             return result
-        self._worker.see_loss(*positional, **named)
         control = trainer.control
         is_stopping = control.should_epoch_stop or control.should_training_stop
         if (is_stopping or self._has_epoch_ended()) and not self.is_epoch_over:
@@ -335,6 +357,76 @@ class _Session:
             # What comes now, such as loading the best model, is not part of the training.
             run._loop.save_last()
         return result
+
+    def _evaluate(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        trainer, run = self._trainer, self._run
+        if self._live.unfinished is not None and self._generators is not None:
+            return self._end_restored_step(*positional)
+        if run is None or trainer.state.global_step <= self._counted:
+            return original(*positional, **named)
+        ending = self._bind()
+        norm = ending["grad_norm"]
+        self._live.begin_evaluation(
+            {
+                "ends_epoch": not self.is_epoch_over and self._has_epoch_ended(),
+                "epoch": ending["epoch"],
+                "grad_norm": None if norm is None else float(norm),
+                "learning_rate": ending.get("learning_rate"),
+            }
+        )
+        self._worker.begin_evaluation()
+        self._evaluation = Evaluation(run, trainer.model, trainer.args.device)
+        try:
+            return original(*positional, **named)
+        finally:
+            self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        self._evaluation = None
+        self._live.end_evaluation()
+        self._worker.end_evaluation()
+
+    def end_evaluation_batch(self) -> None:
+        """Leaves, if the job is to leave, with the step as it was before its evaluation.
+
+        Raises:
+            SystemExit: When the job leaves.
+        """
+        evaluation, run = self._evaluation, self._run
+        if evaluation is None or run is None or not evaluation.is_to_leave():
+            return
+        self._evaluation = None
+        if not evaluation.has_own_weights():
+            run._loop.warn(
+                "the job is to leave, and waits for the end of the evaluation, which has changed the weights"
+            )
+            return
+        self._counted = self._trainer.state.global_step
+        with evaluation.stepped_back():
+            run.finish_step()
+        self._end_evaluation()  # The job stays.
+
+    def _end_restored_step(self, trial: Any, ignored: Any) -> None:
+        """Ends the step that was restored: evaluates, and ends its epoch if it was the last one of that."""
+        trainer, ending = self._trainer, self._live.unfinished
+        assert ending is not None  # Asked by the caller.
+        ends_epoch = ending.pop("ends_epoch")
+        RNG().load_state_dict(self._generators or {})
+        self._generators = None
+        self._live.apply_control(trainer)
+        loss = getattr(trainer, "_tr_loss", self._worker.loss)
+        ending |= {"model": trainer.model_wrapped, "trial": trial, "ignore_keys_for_eval": ignored}
+        self._live.end_evaluation()
+        trainer._maybe_log_save_evaluate(loss, start_time=time.time(), **ending)
+        if ends_epoch:
+            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+            trainer._maybe_log_save_evaluate(loss, start_time=time.time(), **ending)
+        self._worker.apply_loss(is_finished=bool(self._is_finished))
+        self._generators = RNG().state_dict()
+        if trainer.control.should_training_stop and not self._is_finished:
+            # The Trainer would take a step before it looks.
+            self._run_stack.close()
+            raise _BeginAgain(trainer.state.global_step, is_finished=True, is_stopped=True)
 
     def _has_epoch_ended(self) -> bool:
         ended = getattr(self._loader, "end_of_dataloader", None)

@@ -28,6 +28,7 @@ class TrainerProgress:
 
     Attributes:
         fields: The fields of `TrainerState`.
+        unfinished: While the step ends with an evaluation, what a restart needs in order to end it; else None.
     """
 
     def __init__(self, trainer: Any = None) -> None:
@@ -36,6 +37,8 @@ class TrainerProgress:
         self._stored: dict[str, Any] = {}
         self._files = {} if trainer is None else describe_model(trainer.model)
         self.fields: dict[str, Any] = {}
+        self.unfinished: dict[str, Any] | None = None
+        self._held: dict[str, Any] | None = None
 
     @property
     def global_step(self) -> int:
@@ -49,6 +52,8 @@ class TrainerProgress:
 
     def state_dict(self) -> dict[str, Any]:
         """The progress as JSON, whose numbers are read as they were written."""
+        if self._held is not None:
+            return self._held
         trainer = self._trainer
         fields = {
             field.name: getattr(trainer.state, field.name)
@@ -63,6 +68,7 @@ class TrainerProgress:
             "fields": fields,
             "control": trainer.control.state(),
             "counters": {name: getattr(trainer, name) for name in _COUNTERS if hasattr(trainer, name)},
+            "unfinished": self.unfinished,
         }
         return {"progress": dump(progress), "files": self._files}
 
@@ -70,6 +76,16 @@ class TrainerProgress:
         """Takes note of it; `apply` puts it into the Trainer."""
         self._stored = json.loads(state["progress"])
         self.fields = self._stored["fields"]
+        self.unfinished = self._stored.get("unfinished")
+
+    def begin_evaluation(self, unfinished: dict[str, Any]) -> None:
+        """An evaluation ends the step: what is saved until it is over is what there is now."""
+        self.unfinished = unfinished
+        self._held = self.state_dict()
+
+    def end_evaluation(self) -> None:
+        """The evaluation is over."""
+        self.unfinished = self._held = None
 
     def apply(self, trainer: Any) -> None:
         """Puts it into the Trainer, whose loop is about to begin."""
@@ -88,11 +104,17 @@ class TrainerProgress:
                     setattr(callback, name, value)
         trainer.state.stateful_callbacks = self.fields["stateful_callbacks"]
 
+    def apply_control(self, trainer: Any) -> None:
+        """Has the Trainer do what it was about to do when it began the evaluation."""
+        for name, value in self._stored["control"]["args"].items():
+            setattr(trainer.control, name, value)
+
 
 class TrainerWorker:
     """What each worker has of its own: its place in the data, its part of the loss, the log with its times.
 
     Attributes:
+        loss: After a restart, the loss that is not logged yet, where the Trainer itself has no place for it.
         place: The place in the data; None before the loader is made.
     """
 
@@ -101,14 +123,18 @@ class TrainerWorker:
         self._stored: Mapping[str, Any] | None = None
         self._seen_loss: Any = None
         self._log = _Log()
+        self._held: dict[str, Any] | None = None
+        self.loss: Any = None
         self.place: DataPlace | None = None
 
-    def see_loss(self, *positional: Any, **named: Any) -> None:
+    def see_loss(self, loss: Any) -> None:
         """Takes note of the loss that is logged next: the Trainer of version 4 has it in its loop alone."""
-        self._seen_loss = named.get("tr_loss", positional[0] if positional else None)
+        self._seen_loss = loss
 
     def state_dict(self) -> dict[str, Any]:
         """The progress of this worker."""
+        if self._held is not None:
+            return self._held
         trainer = self._trainer
         loss = getattr(trainer, "_tr_loss", self._seen_loss)
         return {
@@ -124,8 +150,16 @@ class TrainerWorker:
         if self.place is not None and state["place"] is not None:
             self.place.load_state_dict(state["place"])
 
-    def apply(self, *, is_finished: bool) -> None:
-        """Puts it into the Trainer, whose loop is about to begin, or to end at once."""
+    def begin_evaluation(self) -> None:
+        """An evaluation ends the step: what is saved until it is over is what there is now."""
+        self._held = self.state_dict()
+
+    def end_evaluation(self) -> None:
+        """The evaluation is over."""
+        self._held = None
+
+    def apply(self) -> None:
+        """Puts it into the Trainer, whose loop is about to begin."""
         trainer, state = self._trainer, self._stored
         if state is None:
             return  # The number of workers has changed.
@@ -133,20 +167,24 @@ class TrainerWorker:
         trainer.current_flos = state["flos"]
         if hasattr(trainer, "_tr_loss"):
             trainer._tr_loss.fill_(state["loss"])
-        elif is_finished:
-            trainer._total_loss_scalar += state["loss"]
         else:
-            self._add_to_first_loss(state["loss"])
+            self.loss = torch.tensor(state["loss"])
 
-    def _add_to_first_loss(self, loss: float) -> None:
-        """The loop of version 4 begins with 0 and adds what each step returns: the first one returns the sum."""
-        trainer = self._trainer
+    def apply_loss(self, *, is_finished: bool) -> None:
+        """Hands the loss to the loop of version 4, which is about to take a step, or to end at once."""
+        trainer, loss = self._trainer, self.loss
+        if loss is None:
+            return
+        if is_finished:
+            trainer._total_loss_scalar += loss.item()
+            return
         step = trainer.training_step
 
         def first_step(*positional: Any, **named: Any) -> Any:
+            # That loop begins with 0 and adds what each step returns: the first one returns the sum.
             del trainer.training_step
             found = step(*positional, **named)
-            return torch.tensor(loss, device=found.device) + found
+            return loss.to(found.device) + found
 
         trainer.training_step = first_step
 
