@@ -1,11 +1,12 @@
 """One of the processes of a job of JAX's distributed service, which saves or restores arrays divided over all of them.
 
-Two of them save; any number restores.
+Two of them save; any number restores. `trees` saves and loads without a manager.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -88,20 +89,58 @@ def restore(directory: str) -> None:
         manager.save(3).wait_committed()
 
 
+def save_trees(directory: str, rank: int) -> None:
+    tree = {"rows": divide(VALUES, "a"), "host": np.full(5, 7.0), "free": make_free(7)}
+    hf.save(directory, tree)
+    expect(hf.errors.StepExistsError, "holds a tree already", lambda: hf.save(directory, tree))
+    hf.save(directory, {**tree, "rows": tree["rows"] * 2}, overwrite=True)
+    columns = NamedSharding(tree["rows"].sharding.mesh, PartitionSpec(None, "a"))
+    shape = jax.ShapeDtypeStruct(VALUES.shape, VALUES.dtype, sharding=columns)
+    found = hf.load(directory, like={"rows": shape, "host": np.zeros(5), "free": make_free(0)})
+    assert found["rows"].sharding == columns
+    check_shards(found["rows"], 2)
+    check_free(found["free"])
+    assert np.array_equal(hf.load(directory)["rows"], 2 * VALUES)
+    wrong = {"rows": jax.ShapeDtypeStruct((6, 6), VALUES.dtype)}
+    expect(hf.errors.MismatchError, "tree/rows", lambda: hf.load(directory, like=wrong))
+    # What is this process's own needs no other.
+    own = f"{directory}-{rank}"
+    hf.save(own, {"host": np.full(2, rank)}, cluster="alone")
+    assert hf.load(own, cluster="alone")["host"].tolist() == [rank] * 2
+    expect(hf.errors.UnsupportedValueError, "tree/rows", lambda: hf.save(f"{own}-part", tree, cluster="alone"))
+
+
+def expect(kind: type[Exception], words: str, call: Callable[[], object]) -> None:
+    told = ""
+    try:
+        call()
+    except kind as error:
+        told = str(error)
+    assert words in told, told
+
+
+def check_shards(array: Any, factor: int) -> None:
+    for shard in array.addressable_shards:
+        assert np.array_equal(np.asarray(shard.data), factor * VALUES[shard.index])
+
+
 def check(checkpoint: hf.Checkpoint, rows: int) -> None:
     for name, factor in (("rows", rows), ("columns", 1), ("both", 1)):
-        for shard in checkpoint[name].addressable_shards:
-            assert np.array_equal(np.asarray(shard.data), factor * VALUES[shard.index])
+        check_shards(checkpoint[name], factor)
     assert checkpoint["host"].tolist() == [7] * 5
+    check_free(checkpoint["free"])
+    # Before a restore this works, and so it must after it.
+    jax.jit(lambda rows, free: (rows * free["rate"], free["count"] + 1))(checkpoint["rows"], checkpoint["free"])
+
+
+def check_free(free: Any) -> None:
     for name, expected in make_free(7).items():
-        found = checkpoint["free"][name]
+        found = free[name]
         assert (found.dtype, found.sharding, found.committed) == (expected.dtype, expected.sharding, expected.committed)
         if name in ("key", "keys"):
             found, expected = jax.random.key_data(found), jax.random.key_data(expected)
         assert found.weak_type == expected.weak_type
         assert np.array_equal(found, expected)
-    # Before a restore this works, and so it must after it.
-    jax.jit(lambda rows, free: (rows * free["rate"], free["count"] + 1))(checkpoint["rows"], checkpoint["free"])
 
 
 def main(address: str, rank: str, count: str, mode: str, directory: str) -> None:
@@ -110,6 +149,8 @@ def main(address: str, rank: str, count: str, mode: str, directory: str) -> None
     assert jax.process_count() == int(count)
     if mode == "save":
         save(directory, int(rank))
+    elif mode == "trees":
+        save_trees(directory, int(rank))
     else:
         restore(directory)
     multihost_utils.sync_global_devices("done")

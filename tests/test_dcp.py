@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType  # noqa: E402
 
 import holdfast as hf  # noqa: E402
 import preloaded  # noqa: E402
@@ -65,6 +69,15 @@ def make(seed: int) -> tuple[nn.Module, Any]:
     net(torch.randn(4, 6)).sum().backward()
     optimizer.step()
     return net, optimizer
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone, without which torch starts no other process to save."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def save(run: Any, state: dict[str, Any], **options: Any) -> hf.dcp.StorageWriter:
@@ -188,6 +201,79 @@ def test_a_planner_that_does_not_flatten_is_served(tmp_path: Path) -> None:
     assert str(planner.state_dict) == str(state)
 
 
+def test_planners_that_cache_their_plans_write_each_step_anew(tmp_path: Path) -> None:
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    writer = hf.dcp.StorageWriter(tmp_path)
+    states = [{"x": torch.full((4,), number), "step": number} for number in range(3)]
+    states.append({**states[2], "y": torch.ones(2)})
+    for number, state in enumerate(states):
+        # As a program keeps it, or makes it for each save: torch keeps the plans with the class.
+        planner = planner if number % 2 else dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=writer, planner=planner)
+    assert len(dcp.DefaultSavePlanner._cached_final_save_plan) == 1
+    for number, state in enumerate(states):
+        back = {name: torch.zeros_like(value) if name != "step" else 0 for name, value in state.items()}
+        load(tmp_path, back, step=number)
+        assert str(back) == str(state)
+    assert load(tmp_path / read_catalog(LocalStorage(tmp_path)).living[0].directory, {"step": 0}).latest_step() == 0
+
+
+def test_the_newest_step_is_known_before_it_is_loaded(tmp_path: Path) -> None:
+    reader = hf.dcp.StorageReader(tmp_path)
+    assert reader.latest_step() is None
+    save(tmp_path, {"x": 1}, step=7)
+    assert reader.latest_step() == 7
+    (tmp_path / read_catalog(LocalStorage(tmp_path)).living[0].manifest_path).unlink()
+    with pytest.raises(errors.NoWholeCheckpointError):
+        reader.latest_step()
+
+
+def test_a_number_set_during_a_save_is_that_of_the_next(tmp_path: Path) -> None:
+    writer = hf.dcp.StorageWriter(tmp_path, step=5)
+
+    class Later(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            writer.step = 10
+            return super().resolve_data(write_item)
+
+    dcp.save({"x": torch.ones(2)}, storage_writer=writer, planner=Later())
+    for _ in range(2):
+        dcp.save({"x": torch.ones(2)}, storage_writer=writer)
+    assert steps_of(tmp_path) == [5, 10, 11]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("group")
+def test_another_process_saves_what_shares_its_memory(tmp_path: Path) -> None:
+    """As torchtitan does it: torch copies into shared memory, and a process that it starts calls the writer."""
+    writer = hf.dcp.StorageWriter(tmp_path, step=10, keep=hf.Latest(2))
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
+    )
+    stager = DefaultStager(options)
+    weights = torch.arange(1000.0)
+    save(tmp_path, {"weights": weights})
+    for number in range(3):
+        answer: Any = dcp.async_save(
+            {"weights": weights, "number": number},
+            storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=stager,
+        )
+        answer.staging_completion.result()
+        weights += 1
+        answer.upload_completion.result()
+        writer.step = {0: None, 1: 20}.get(number)
+    stager.close()
+    dcp.save({"weights": weights, "number": 3}, storage_writer=writer)
+    assert steps_of(tmp_path) == [20, 21]
+    for step, number in ((20, 2), (21, 3)):
+        back = {"weights": torch.zeros(1000), "number": 0}
+        load(tmp_path, back, step=step)
+        assert torch.equal(back["weights"], torch.arange(1000.0) + number)
+        assert back["number"] == number
+
+
 def test_steps_are_numbered_and_a_lower_number_begins_a_line(tmp_path: Path) -> None:
     writer = hf.dcp.StorageWriter(tmp_path, step=10)
     for number in range(3):
@@ -278,9 +364,6 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path) -> None:
-    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-    with pytest.raises(CheckpointException, match="enable_plan_caching=False"):
-        dcp.save({"x": 1}, storage_writer=hf.dcp.StorageWriter(tmp_path), planner=planner)
     with pytest.raises(errors.UsageError, match="use_collectives"):
         dcp.save({"x": 1}, storage_writer=hf.dcp.StorageWriter(tmp_path), use_collectives=False)
     with pytest.raises(CheckpointException, match="it was not said where to save"):
@@ -298,7 +381,7 @@ def test_a_writer_that_another_job_has_followed_is_fenced_off(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_workers_are_killed_in_saves_and_others_load_them(tmp_path: Path) -> None:
-    launch = python(ROOT / "tests" / "elastic.py", "dcp_training", "2", "2", "save", tmp_path)
+    launch = python(ROOT / "tests" / "elastic.py", "dcp_job", "2", "2", "save", tmp_path)
     launch += ["--", "1", "0", "check", tmp_path, "--", "2", "0", "check", tmp_path]
     with Workers(tmp_path) as workers:
         number = workers.start(launch, {"OMP_NUM_THREADS": "1"}, preloaded.TrainingPopen)

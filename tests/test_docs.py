@@ -189,14 +189,14 @@ def shown_signatures() -> Iterator[tuple[str, ast.arguments]]:
 
 
 def test_each_signature_on_the_page_of_the_interface_is_the_true_one() -> None:
-    compared = 0
+    compared, missing = 0, [name for name in ("ray", "torch") if importlib.util.find_spec(name) is None]
     for title, shown in shown_signatures():
         owner, _, method = title.removeprefix("jobs.").removeprefix("storage.").partition(".")
-        if owner == "RaySession" and importlib.util.find_spec("ray") is None:
+        if {"RaySession": "ray", "StorageReader": "torch"}.get(owner, "") in missing:
             continue
         if owner == "keras" or (owner in hf._MODULES and importlib.util.find_spec(owner) is None):
             continue  # Keras is imported in processes of the tests' own, each with a backend.
-        homes = (hf, hf.jobs, importlib.import_module("holdfast.storage"))
+        homes = (hf, hf.jobs, importlib.import_module("holdfast.storage"), hf.dcp)
         thing = next(getattr(home, owner) for home in homes if hasattr(home, owner))
         called = getattr(thing, method) if method else thing
         module = vars(sys.modules[inspect.unwrap(called).__module__])

@@ -64,6 +64,17 @@ def test_an_epoch_job_killed_once_ends_the_same(tmp_path: Path) -> None:
     assert {line for line in after if line.startswith("epoch 8,")} <= set(untouched)
 
 
+def test_killed_once_what_dcp_has_saved_goes_on_exactly(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    untouched = train(tmp_path / "untouched", example="dcp_training.py")
+    before = train(tmp_path / "killed", example="dcp_training.py", kill_at="step 200:")
+    after = train(tmp_path / "killed", example="dcp_training.py")
+    assert untouched[-1].startswith("step 600: loss ")
+    assert before == untouched[: len(before)]
+    # The save of step 100 had ended before that of step 150 began. The child may have got further than it was heard.
+    assert after in [untouched[steps // 50 :] for steps in range(100, 600, 50)]
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_worker_killed_the_job_ends_the_same(tmp_path: Path) -> None:

@@ -307,6 +307,17 @@ def test_a_job_without_what_was_left_out_goes_on(tmp_path: Path) -> None:
     assert (model["w"].tolist(), more) == ([1, 1], {"epoch": 3, "args": {1: {2}}})
 
 
+def test_all_of_a_file_becomes_one_object_under_a_name(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
+    assert call_json("import", tmp_path / "a.pt", tmp_path / "run", "--rename", ".=state")["objects"] == ["state"]
+    state: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "epoch": 0}
+    with hf.resumable(tmp_path / "run", state=state) as run:
+        assert run.step == 0
+    assert (state["model"]["w"].tolist(), state["epoch"]) == ([1, 1], 3)
+    code, text = complaint("import", tmp_path / "a.pt", tmp_path / "other", "--rename", ".=a", "--rename", "model=b")
+    assert (code, "nothing of the name 'model'" in text) == (2, True), text
+
+
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -319,6 +330,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         ((tmp_path / "old.pt", tmp_path / "new"), 2, "before version 1.6"),
         ((tmp_path / "text", tmp_path / "new"), 2, "nothing that can be imported"),
         ((tmp_path / "empty", tmp_path / "new"), 2, "nothing that can be imported"),
+        ((tmp_path / "run", tmp_path / "new"), 2, "It is a run of holdfast"),
         ((tmp_path / "a.pt", tmp_path / "new", "--step", "-1"), 2, "Invalid value for '--step'"),
     ):
         found, said = complaint("import", *arguments)

@@ -439,6 +439,16 @@ def test_two_processes_save_and_three_or_one_restore(tmp_path: Path) -> None:
     assert read_catalog(storage).living[-1].step == 3
 
 
+@pytest.mark.slow
+def test_two_processes_save_a_tree_and_others_load_it(tmp_path: Path) -> None:
+    run_processes(2, "trees", tmp_path)
+    assert len(list((tmp_path / "run").glob("step-*"))) == 1
+    whole = jax.ShapeDtypeStruct((6, 12), jnp.float32, sharding=placing((2, 2), "b", "a"))
+    found = hf.load(tmp_path / "run", like={"rows": whole, "host": None, "free": None})
+    assert found["rows"].sharding == whole.sharding
+    assert np.array_equal(found["rows"], 2 * np.arange(72.0).reshape(6, 12))
+
+
 def test_a_loop_that_saves_what_it_began_with_is_warned(tmp_path: Path) -> None:
     """Arrays of JAX cannot be changed: what is trained has to be put into the checkpoint again and again."""
     warnings: list[str] = []

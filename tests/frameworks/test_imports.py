@@ -148,6 +148,43 @@ def test_a_plain_loop_goes_on_from_a_trainer_folder(tmp_path: Path) -> None:
     assert equal_states(optimizer.state_dict()["state"], trainer.optimizer.state_dict()["state"])
     assert scheduler.state_dict() == trainer.lr_scheduler.state_dict()
 
+    # A large model is written in several files.
+    (source / "model.safetensors").unlink()
+    trainer.model.save_pretrained(source, max_shard_size="2KB")
+    assert call_json("import", source, tmp_path / "large")["objects"] == ["model", "optimizer", "scheduler"]
+    fresh = transformers.GPT2LMHeadModel(config)
+    with hf.CheckpointManager(tmp_path / "large", hf.Checkpoint(model=fresh)) as manager:
+        manager.restore(only="model")
+    assert equal_states(fresh.state_dict(), trainer.model.state_dict())
+
+
+def test_an_adapter_of_a_trainer_folder_goes_into_a_new_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    options = transformers.TrainingArguments(
+        tmp_path / "out", max_steps=2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    rows = [{"input_ids": torch.arange(8) + row, "labels": torch.arange(8) + row} for row in range(8)]
+
+    def make_trainer() -> Any:
+        lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora)
+        return transformers.Trainer(model, options, train_dataset=rows)
+
+    trainer, other = make_trainer(), make_trainer()
+    trainer.train()
+    document = call_json("import", tmp_path / "out" / "checkpoint-2", tmp_path / "run")
+    assert document["objects"] == ["adapter", "optimizer", "scheduler"]
+    other.create_optimizer_and_scheduler(2)
+    adapter = peft.get_peft_model_state_dict(other.model)
+    with hf.resumable(
+        tmp_path / "run", adapter=adapter, optimizer=other.optimizer, scheduler=other.lr_scheduler
+    ) as run:
+        assert run.step == 2
+    assert equal_states(peft.get_peft_model_state_dict(other.model), peft.get_peft_model_state_dict(trainer.model))
+    assert equal_states(other.optimizer.state_dict()["state"], trainer.optimizer.state_dict()["state"])
+
 
 def test_arrays_of_an_orbax_manager_come_back(tmp_path: Path) -> None:
     jax = pytest.importorskip("jax")
@@ -206,6 +243,67 @@ def test_state_of_optax_in_orbax_fills_tuples_of_the_program(tmp_path: Path) -> 
             run.checkpoint["params"], run.checkpoint["state"] = step(found["params"], found["state"])
             run.finish_step()
         params, state = step(params, state)
+
+
+def test_objects_of_flax_in_orbax_fill_those_of_the_program(tmp_path: Path) -> None:
+    """A `TrainState` of Linen, and a module of NNX with its optimizer and its streams of random numbers."""
+    jax = pytest.importorskip("jax")
+    orbax = pytest.importorskip("orbax.checkpoint")
+    optax = pytest.importorskip("optax")
+    nnx = pytest.importorskip("flax.nnx")
+    from flax.training.train_state import TrainState
+
+    adamw = optax.adamw(0.1)
+
+    def make_state(start: float) -> Any:
+        return TrainState.create(apply_fn=len, params={"w": jax.numpy.full(3, start)}, tx=adamw)
+
+    def make_module(seed: int) -> tuple[Any, Any]:
+        rngs = nnx.Rngs(seed)
+        layers = [nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)]
+        module = nnx.Sequential(*layers)
+        return module, nnx.Optimizer(module, adamw, wrt=nnx.Param)
+
+    def step(state: Any, module: Any, optimizer: Any) -> Any:
+        inputs = jax.numpy.arange(8.0).reshape(4, 2)
+        optimizer.update(module, nnx.grad(lambda module: (module(inputs) ** 2).mean())(module))
+        return state.apply_gradients(grads=jax.tree.map(jax.numpy.cos, state.params))
+
+    state, (module, optimizer) = make_state(1.0), make_module(1)
+    state = step(state, module, optimizer)
+    items = {"state": state, "module": nnx.state(module), "optimizer": nnx.state(optimizer)}
+    with orbax.CheckpointManager(tmp_path / "items") as manager:
+        saved = {name: orbax.args.StandardSave(item) for name, item in items.items()}
+        manager.save(1, args=orbax.args.Composite(**saved))
+        manager.wait_until_finished()
+    with orbax.CheckpointManager(tmp_path / "one") as manager:
+        manager.save(1, args=orbax.args.StandardSave(state))
+        manager.wait_until_finished()
+
+    assert call_json("import", tmp_path / "one", tmp_path / "run")["objects"] == ["step", "params", "opt_state"]
+    whole = call_json("import", tmp_path / "one", tmp_path / "whole", "--rename", ".=state")
+    assert whole["objects"] == ["state"]
+    with hf.resumable(tmp_path / "whole", state=make_state(0.0)) as run:
+        assert all(map(jax.numpy.array_equal, jax.tree.leaves(run.checkpoint.state), jax.tree.leaves(state)))
+    assert sorted(call_json("import", tmp_path / "items", tmp_path / "all")["objects"]) == sorted(items)
+    other, (another, steps) = make_state(0.0), make_module(2)
+    with hf.resumable(tmp_path / "all", state=other, module=another, optimizer=steps) as run:
+        assert run.step == 1
+        other = run.checkpoint.state = step(run.checkpoint.state, another, steps)
+    state = step(state, module, optimizer)
+    assert jax.tree.structure(other) == jax.tree.structure(state)
+    found = jax.tree.leaves([other, nnx.state(another), nnx.state(steps)])
+    expected = jax.tree.leaves([state, nnx.state(module), nnx.state(optimizer)])
+    assert len(found) == len(expected)
+    assert all(map(same_array, found, expected))
+
+
+def same_array(one: Any, other: Any) -> bool:
+    import jax
+
+    if isinstance(one, jax.Array) and jax.numpy.issubdtype(one.dtype, jax.dtypes.prng_key):
+        one, other = jax.random.key_data(one), jax.random.key_data(other)
+    return bool(jax.numpy.array_equal(one, other))
 
 
 def test_nothing_in_a_hostile_lightning_file_is_called(tmp_path: Path) -> None:

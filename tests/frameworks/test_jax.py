@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,13 @@ import pytest
 from flax import nnx, struct
 from flax.core import freeze
 from flax.training.train_state import TrainState
+from lives import Life, check_same, live
 
 import holdfast as hf
+import preloaded
 from holdfast import errors
+
+PRELOAD = (*preloaded.HOLDFAST, *preloaded.JAX, "equinox", "flax.nnx", "optax", "holdfast.integrations.jax.nnx")
 
 
 class Net(eqx.Module):
@@ -148,41 +154,32 @@ def test_a_model_of_another_structure_is_refused_by_leaf(name: str, tmp_path: Pa
         hf.load(tmp_path / "model", like=large)
 
 
-def train(directory: Path, total: int, stop_at: int | None = None) -> tuple[list[float], list[Any]]:
-    model = Model(1)
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
-    net = Net(1)
-    state = TRANSFORMATION_OF_ONE.init(eqx.filter(net, eqx.is_inexact_array))
-    losses: list[float] = []
-
-    @nnx.jit
-    def step_nnx(model: Any, optimizer: Any, inputs: Any) -> Any:
-        loss, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(inputs) ** 2))(model)
-        optimizer.update(model, gradients)
-        return loss
-
-    @eqx.filter_jit
-    def step_equinox(net: Any, state: Any) -> Any:
-        gradients = eqx.filter_grad(lambda net: jnp.sum(net.layers[0].weight ** 2))(net)
-        updates, state = TRANSFORMATION_OF_ONE.update(gradients, state)
-        return eqx.apply_updates(net, updates), state
-
-    objects = {"model": model, "optimizer": optimizer, "net": net, "state": state}
-    with hf.resumable(directory, **objects, save_every=hf.Steps(4), quiet=True) as run:
-        for step in run.steps(total):
-            if step == stop_at:
-                raise KeyError
-            losses.append(float(step_nnx(model, optimizer, jnp.full((4, 2), step / 10))))
-            run.checkpoint.net, run.checkpoint.state = step_equinox(run.checkpoint.net, run.checkpoint.state)
-        return losses, leaves_of([nnx.state(model), nnx.state(optimizer), run.checkpoint.net, run.checkpoint.state])
+def train(*options: str | Path) -> Life:
+    return live("jax_loop.py", *options, preload=PRELOAD)
 
 
-def test_a_loop_goes_on_exactly_with_modules_of_both(tmp_path: Path) -> None:
-    losses, leaves = train(tmp_path / "untouched", 14)
-    with pytest.raises(KeyError):
-        train(tmp_path / "stopped", 14, stop_at=10)
-    resumed, found = train(tmp_path / "stopped", 14)
-    assert resumed == losses[-len(resumed) :]
-    assert len(resumed) < 14
-    for one, other in zip(found, leaves, strict=True):
-        assert np.array_equal(one, other)
+def test_killed_five_times_and_stopped_twice_it_ends_as_untouched(tmp_path: Path) -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)  # noqa: T201
+    draw = random.Random(seed)
+    untouched = train(tmp_path / "untouched")
+    lives = []
+    for number in draw.sample([signal.SIGKILL] * 5 + [signal.SIGTERM] * 2, 7):
+        lives.append(Life("jax_loop.py", tmp_path / "other", preload=PRELOAD))
+        lives[-1].wait_steps(draw.randint(2, 8))
+        lives[-1].send(number)
+        assert lives[-1].end() == (42 if number == signal.SIGTERM else -number), lives[-1].errors
+    check_same([*lives, train(tmp_path / "other")], untouched)
+
+
+def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "jax_training.py"
+    untouched = live(example, tmp_path / "untouched", preload=PRELOAD)
+    killed = Life(example, tmp_path / "killed", preload=PRELOAD)
+    killed.wait_steps(3, "step")
+    killed.send(signal.SIGKILL)
+    killed.end()
+    after = live(example, tmp_path / "killed", preload=PRELOAD)
+    assert "resumed" in after.errors
+    assert after.last == untouched.last
+    assert after.last.startswith("1 + 2 + 3 + 4 = ")

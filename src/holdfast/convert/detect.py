@@ -15,6 +15,7 @@ from holdfast.convert.input_files import FilePool, InputFile
 from holdfast.convert.safetensors import read_header, read_model
 from holdfast.convert.torch_file import ArchivedTree, TorchArchive
 from holdfast.errors import FormatError, NoCheckpointError, NotFoundError, UsageError
+from holdfast.format.names import GENERATIONS_DIRECTORY
 
 _ZIP: Final = b"PK\x03\x04"
 _LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f920")
@@ -121,7 +122,11 @@ class ImportSource:
             return
         arrays = read_model(self._path, self._beside)
         if not arrays:
-            raise UsageError(f"{self._path} holds nothing that can be imported", hint=_SOURCES)
+            is_run = (self._path / GENERATIONS_DIRECTORY).is_dir()
+            raise UsageError(
+                f"{self._path} holds nothing that can be imported",
+                hint="It is a run of holdfast, and a job goes on from it as it is." if is_run else _SOURCES,
+            )
         self.format = "safetensors"
         self.root = arrays
 

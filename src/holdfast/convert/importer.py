@@ -48,6 +48,7 @@ from holdfast.storage.buffers import take_pages
 from holdfast.tracebacks import short_traceback
 
 _WRAPPERS: Final = ("module.", "_orig_mod.")
+_WHOLE: Final = "."
 _MOST_TIMES: Final = 4
 _ALWAYS_BYTES: Final = 64 << 20
 
@@ -111,7 +112,7 @@ def import_checkpoint(
         name: What the model is called, and the object where the source is the state of one, such as a bare
             `model.state_dict()`.
         rename: Other names for objects, by those that they have in the source. The name of a part, such as
-            `state/params`, makes that part an object of its own.
+            `state/params`, makes that part an object of its own; `.` makes one object of all.
         strip_prefix: What to take away where names of a model's arrays begin with it, such as `model.`.
         skip_unknown: True to leave out values of classes that are not known here, in place of an error.
         watcher: Told how far it has come.
@@ -190,6 +191,9 @@ def list_objects(root: Any, name: str) -> Recognized:
 def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
     """Gives objects other names, or makes objects of parts of them, which are then taken."""
     moved: dict[str, ArchivedTree] = {}
+    if _WHOLE in names:
+        found.objects[_WHOLE] = ArchivedTree({name: found.objects.pop(name) for name in found.taken}, None)
+        found.taken = [_WHOLE]
     for old, new in names.items():
         if not is_text(new) or not new:
             raise UsageError(f"{new!r} is no name for an object", hint="A name is text that can be written as UTF-8.")

@@ -28,7 +28,12 @@ from holdfast.events.kinds import time_text
 @click.option("--step", type=click.IntRange(0), help="The step that it is of, if not the one SOURCE says.")
 @click.option("--only", metavar="NAME", multiple=True, help="Take this object alone; several may be named.")
 @click.option("--name", default="model", show_default=True, help="What the model is called, or a SOURCE of one state.")
-@click.option("--rename", metavar="OLD=NEW", multiple=True, help="Call an object, or a part such as state/params, NEW.")
+@click.option(
+    "--rename",
+    metavar="OLD=NEW",
+    multiple=True,
+    help="Call an object, a part such as state/params, or all of it (.), NEW.",
+)
 @click.option("--strip-prefix", metavar="PREFIX", default="", help="Take this away from names of the model's arrays.")
 @click.option("--skip-unknown", is_flag=True, help="Leave out values of unknown classes.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")

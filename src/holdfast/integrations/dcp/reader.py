@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from holdfast.catalog import exists, find_lost, read_catalog
+from holdfast.catalog import check_nothing_lost, exists, find_lost, read_catalog
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NoWholeCheckpointError, UsageError
 from holdfast.format.codecs import Codec
 from holdfast.format.decoding import UNFILLED, Decoder, malformed
@@ -110,6 +110,21 @@ class StorageReader(dcp.StorageReader):
         self._location = path
         self._opened: _Opened | None = None
         self._problem: HoldfastError | None = None
+
+    def latest_step(self) -> int | None:
+        """**Blocks.** The newest step that is there, or None if nothing was saved yet.
+
+        Raises:
+            NoWholeCheckpointError: If steps were committed, and their manifests are gone.
+            UsageError: If it was not said where.
+            StorageError: If the place fails.
+        """
+        storage = self._locate()
+        if exists(storage, MANIFEST_NAME):
+            return open_step(storage, "", None).name.step
+        check_nothing_lost(storage)
+        newest = read_catalog(storage).newest
+        return None if newest is None else newest.step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A load begins."""
@@ -202,10 +217,13 @@ class StorageReader(dcp.StorageReader):
         assert self._opened is not None, "read_metadata() comes first"
         return self._opened
 
-    def _open(self) -> _Opened:
+    def _locate(self) -> Storage:
         if self._location is None:
             raise UsageError("it was not said what to load", hint='Give the path: hf.dcp.StorageReader("runs/a").')
-        storage = open_storage(self._location)
+        return open_storage(self._location)
+
+    def _open(self) -> _Opened:
+        storage = self._locate()
         if exists(storage, MANIFEST_NAME):
             return _Opened(storage, open_step(storage, "", None))
         catalog = read_catalog(storage)

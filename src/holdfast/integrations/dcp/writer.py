@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.futures import Future
 
-from holdfast.catalog import Catalog, exists, read_catalog
+from holdfast.catalog import Catalog, read_catalog
 from holdfast.errors import HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.format.encoding import MAX_DEPTH, Encoder, unsupported
 from holdfast.format.index import MAX_INDEX_BYTES, BoxRecord, ElsewhereRecord, Index
@@ -46,10 +47,25 @@ FLATTENED: Final = "flattened"
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where one worker writes; it travels with the plan."""
+    """Where one worker writes; it travels with the plan, and is noted when it arrives.
+
+    A planner that caches plans writes by the plan of an earlier save, and drops the new one with its place.
+    """
 
     name: StepName
     worker: Worker
+
+    def __reduce__(self) -> Any:
+        return _arrive, (self.name, self.worker)
+
+
+_arrived: Final = threading.local()
+"""The place that came last to this thread: a save of torch has one thread for all that it does."""
+
+
+def _arrive(name: StepName, worker: Worker) -> _Place:
+    _arrived.place = place = _Place(name, worker)
+    return place
 
 
 class _ItemsWritten(msgspec.Struct, frozen=True):
@@ -110,6 +126,13 @@ class StorageWriter(dcp.StorageWriter):
         self._storage: Storage | None = None
         self._line: RunWriter | None = None
         self._name: StepName | None = None
+        self._stager: Stager | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `async_save` sends to the process that saves for this one, which takes the run over, and the number."""
+        state = {**vars(self), "_storage": None, "_line": None, "_name": None, "_stager": None}
+        self._line = self.step = None
+        return state
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A save begins."""
@@ -153,10 +176,9 @@ class StorageWriter(dcp.StorageWriter):
         if step <= newest:
             self._line.leave_generation()
         self._name, _ = self._line.open(_choose_origin(catalog, step), step)
-        return [
-            dataclasses.replace(plan, storage_data=_Place(self._name, Worker(rank, len(plans))))
-            for rank, plan in enumerate(plans)
-        ]
+        places = [_Place(self._name, Worker(rank, len(plans))) for rank in range(len(plans))]
+        _arrived.place = places[0]  # A process alone sends nothing.
+        return [dataclasses.replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[dcp.WriteResult]]:
         """**Blocks.** Writes this worker's items, and makes them last.
@@ -166,18 +188,14 @@ class StorageWriter(dcp.StorageWriter):
             UsageError: If the planner is of a kind that cannot be served.
             StorageError: If the place fails.
         """
-        storage, place = self._open(), plan.storage_data
-        if getattr(planner, "_enable_plan_caching", False) or type(place) is not _Place:
-            raise UsageError(
-                f"the plans of this {type(planner).__name__} come from an earlier save, and say where that one was",
-                hint="Make it with enable_plan_caching=False.",
-            )
-        if exists(storage, place.name.manifest_path):
-            raise UsageError(f"{place.name.directory} is committed already", hint="Use a new planner for each save.")
+        storage, place = self._open(), _arrived.place
         collected = _Collector(place.worker)
         for item in plan.items:
             collected.take(item, planner, plan.planner_data)
-        staging = Stager(HostBuffer()).stage(collected.captured(), place.name.step)
+        if self._stager is None:
+            # Memory that was touched before takes a copy ten times as fast: it is kept for the next save.
+            self._stager = Stager(HostBuffer())
+        staging = self._stager.stage(collected.captured(), place.name.step)
         pool = WorkerPool(_THREADS, "holdfast-dcp")
         pool.start()
         try:
@@ -216,7 +234,9 @@ class StorageWriter(dcp.StorageWriter):
                 error.add_note(f"What was written is still there, and is no checkpoint: {left}")
             raise
         line.clean(name, {})
-        self.saved_step, self.step = name.step, None
+        self.saved_step = name.step
+        if self.step == name.step:  # It may have been set for the next save already.
+            self.step = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

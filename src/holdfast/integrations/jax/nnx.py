@@ -8,6 +8,7 @@ from typing import Any
 from flax import nnx
 
 from holdfast.errors import MissingPackageError
+from holdfast.format.scalars import tagged
 from holdfast.state.adapters import Adapter, CaptureContext, Loading
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import register_adapter
@@ -24,12 +25,24 @@ class NNXAdapter(Adapter):
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Prepares new values for the variables."""
-        values = loading.value(stored, nnx.to_pure_dict(nnx.state(obj)))
+        live = nnx.to_pure_dict(nnx.state(obj))
+        values = loading.value(_fit(stored, live), live)
 
         def load() -> None:
             nnx.update(obj, loading.complete(values))
 
         return load
+
+
+def _fit(stored: Skeleton, live: Any) -> Skeleton:
+    """State as it is kept here, of what Orbax has kept: a variable is a dict with its value there."""
+    if not isinstance(live, dict):
+        return stored["value"] if type(stored) is dict and stored.keys() == {"value"} else stored
+    if type(stored) is not dict or "$" in stored:
+        return stored
+    keys = {name: int(name) if name.isdecimal() and int(name) in live else name for name in stored}
+    parts = {name: _fit(part, live.get(keys[name])) for name, part in stored.items()}
+    return parts if keys.keys() == set(keys.values()) else tagged("dict", [[keys[name], parts[name]] for name in parts])
 
 
 if not hasattr(nnx, "Pytree"):

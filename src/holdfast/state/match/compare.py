@@ -23,7 +23,7 @@ from holdfast.format.decoding import (
 )
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
 from holdfast.format.records import ALONE, Worker
-from holdfast.format.scalars import ENCODERS
+from holdfast.format.scalars import ENCODERS, tagged
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Adapter, CaptureContext, Rules
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
 from holdfast.state.match.pending import PendingCoded, PendingNode
@@ -46,7 +46,7 @@ from holdfast.state.registry import (
 _MANY: Final = 16
 """From so many parts on, the arrays of a container are looked at together."""
 
-_STATE_DICTS: Final = frozenset({"torch.module", "torch.optimizer", "state_dict"})
+_STATE_DICTS: Final = frozenset({"torch.module", "torch.optimizer", "state_dict", "flax.nnx"})
 """Kinds of objects whose state a plain dict may be."""
 
 _REFERENCE: Final = frozenset({"$", "k", "v"})
@@ -124,8 +124,8 @@ class Comparison(Decoder):
 
     def decode(self, node: Any, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
         """The value of a node, or the live one where that is to stay."""
-        if self._lacks_tuples and self.rules.fixed_lengths and isinstance(live, tuple):
-            node = _as_tuple(node, live)
+        if self._lacks_tuples and self.rules.fixed_lengths:
+            node = _as_tuple(node, live) if isinstance(live, tuple) else _as_node(node, live)
         if type(node) is dict and "$" not in node and not isinstance(live, dict):
             node = _as_state(node, live)
         if self.whole:
@@ -513,6 +513,14 @@ def _as_tuple(node: Any, live: tuple[Any, ...]) -> Any:
     if type(node) is not dict or node.keys() != set(cls._fields):
         return node
     return {"$": "namedtuple", "k": name_of(cls), "v": node}
+
+
+def _as_node(node: Any, live: Any) -> Any:
+    """Takes a dict of its parts for the node, such as a `TrainState`, that the program has there."""
+    if type(node) is not dict or "$" in node or isinstance(live, dict):
+        return node
+    own = node_parts(live)
+    return node if own is None or own.parts.keys() != node.keys() else tagged("pytree", node, name_of(type(live)))
 
 
 def live_form(live: Any) -> str:

@@ -1,6 +1,6 @@
 """Workers that save by `torch.distributed.checkpoint` through holdfast, with FSDP2; or load what others have saved.
 
-python tests/elastic.py dcp_training 2 1 save DIRECTORY -- 1 0 check DIRECTORY
+python tests/elastic.py dcp_job 2 1 save DIRECTORY -- 1 0 check DIRECTORY
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def save_all(directory: Path) -> None:
         writer = hf.dcp.StorageWriter(run)
         for step in range(2):
             training.go(step)
-            dcp.save({"app": training}, storage_writer=writer)
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+            dcp.save({"app": training}, storage_writer=writer, planner=planner)
         expected = read_state(training.net, training.optimizer)
         training.go(2)
         future: Any = dcp.async_save({"app": training}, storage_writer=writer)
@@ -99,13 +100,25 @@ def refuse(training: Training, writer: Any) -> None:
 
 
 def check(directory: Path, layout: str) -> None:
-    """Loads the second step, with as many workers as there are now; saves and loads it once more."""
-    training = Training(layout)
-    training.go(7)
-    dcp.load({"app": training}, storage_reader=hf.dcp.StorageReader(directory / "run", step=1))
+    """Loads the second step, with as many workers as there are now; saves and loads it once more.
+
+    Two workers also load what one has saved before them, and each of them saves and loads something of its own.
+    """
     expected = load_file(directory / "expected.safetensors")
-    compare(read_state(training.net, training.optimizer), expected)
-    assert training.seen == 2
+    places = {directory / "run": 1}
+    if dist.get_world_size() == 2:
+        places[directory / "second"] = 0
+        own = {"rank": dist.get_rank()}
+        dcp.save(own, storage_writer=hf.dcp.StorageWriter(directory / f"own{dist.get_rank()}"), no_dist=True)
+        back = {"rank": -1}
+        dcp.load(back, storage_reader=hf.dcp.StorageReader(directory / f"own{dist.get_rank()}"), no_dist=True)
+        assert back == own
+    for place, step in places.items():
+        training = Training(layout)
+        training.go(7)
+        dcp.load({"app": training}, storage_reader=hf.dcp.StorageReader(place, step=step))
+        compare(read_state(training.net, training.optimizer), expected)
+        assert training.seen == 2
     dcp.save({"app": training}, checkpoint_id=directory / "second", storage_writer=hf.dcp.StorageWriter())
     again, reader = Training(layout), hf.dcp.StorageReader(directory / "second")
     dcp.load({"app": again}, storage_reader=reader)
