@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,34 +28,20 @@ class MeshSharder:
 
     def look(self, array: Any, path: str, worker: Worker) -> Sharding:
         """What this worker holds of a tensor, from mesh and placements alone."""
-        mesh, placements, shape = array.device_mesh, tuple(array.placements), tuple(array.shape)
-        local = array._local_tensor
+        local, placements = array._local_tensor, tuple(array.placements)
+        shape = tuple(array.shape)
         own = _BACKEND.spec(local, path)
-        spec = spec_like(own, shape)
-        coordinate = mesh.get_coordinate()
-        memory = (_BACKEND.alias_key(local), shape, placements, mesh)
-        workers = len(_all_ranks(mesh))
-        if coordinate is None:  # This worker has no part in the mesh.
-            return Sharding(spec, _BACKEND, (), memory, workers)
-        if any(placement.is_partial() for placement in placements):
-            raise UnsupportedValueError(
-                f"{path}: a tensor whose values are still to be added up over the mesh ({placements}) cannot be stored",
-                path=path,
-                hint="Redistribute it first: tensor.redistribute(placements=[Replicate(), ...]).",
-            )
-        holders = _find_holders(mesh, tuple(coordinate), placements)
-        _check_ranks(mesh, tuple(coordinate), holders, worker, path)
-        boxes = find_boxes(shape, tuple(mesh.shape), tuple(coordinate), placements)
-        if own.shape != _local_shape(boxes, len(shape)) and local.numel():
-            raise UnsupportedValueError(
-                f"{path}: a tensor of {list(shape)}, placed as {placements}, should have {list(own.shape)} elsewhere",
-                path=path,
-                hint="It was made by DTensor.from_local, perhaps, without its shape.",
-            )
-        if len(boxes) == 1:
-            return Sharding(spec, _BACKEND, (LocalBox(boxes[0][0], local, holders),), memory, workers)
-        parts = (LocalBox(box, part_of(local, place), holders) for box, place in boxes)
-        return Sharding(spec, _BACKEND, tuple(parts), memory, workers)
+        coordinate = array.device_mesh.get_coordinate()
+        at = None if coordinate is None else tuple(coordinate)
+        part = _find_part(array.device_mesh, at, placements, shape, worker)
+        if part.problem or (part.local_shape != own.shape and part.boxes and local.numel()):
+            _refuse(part, own, path)
+        memory = (_BACKEND.alias_key(local), shape, placements, array.device_mesh)
+        is_one = len(part.boxes) == 1
+        boxes = tuple(
+            LocalBox(box, local if is_one else part_of(local, place), part.holders) for box, place in part.boxes
+        )
+        return Sharding(spec_like(own, shape), _BACKEND, boxes, memory, part.workers)
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """A tensor on the same mesh, placed in the same way."""
@@ -74,6 +60,55 @@ def mesh_ranks(tensors: Sequence[Any]) -> tuple[int, ...] | None:
     if not meshes:
         return None
     return _all_ranks(max(meshes, key=lambda mesh: int(mesh.mesh.numel())))
+
+
+class _MeshPart(NamedTuple):
+    """What one worker holds of all tensors of one shape that lie alike on one mesh.
+
+    Attributes:
+        workers: How many workers the mesh has.
+        holders: The ranks of those that hold the same boxes as this one.
+        boxes: As `find_boxes` gives them; none if this worker has no part in the mesh.
+        local_shape: The shape of what lies here.
+        problem: Why such a tensor cannot be stored, and what to do about it; empty if it can.
+    """
+
+    workers: int
+    holders: tuple[int, ...] = ()
+    boxes: Sequence[tuple[Box, Box]] = ()
+    local_shape: tuple[int, ...] = ()
+    problem: tuple[str, str] | tuple[()] = ()
+
+
+@lru_cache(maxsize=1 << 12)
+def _find_part(
+    mesh: Any, coordinate: tuple[int, ...] | None, placements: tuple[Any, ...], shape: tuple[int, ...], worker: Worker
+) -> _MeshPart:
+    ranks = _all_ranks(mesh)
+    workers = len(ranks)
+    if coordinate is None:  # This worker has no part in the mesh.
+        return _MeshPart(workers)
+    if any(placement.is_partial() for placement in placements):
+        what = f"a tensor whose values are still to be added up over the mesh ({placements}) cannot be stored"
+        hint = "Redistribute it first: tensor.redistribute(placements=[Replicate(), ...])."
+        return _MeshPart(workers, problem=(what, hint))
+    holders = _find_holders(mesh, coordinate, placements)
+    rank = int(mesh.mesh[coordinate])
+    if rank != worker.rank or ranks[-1] >= worker.world_size:
+        who = "a job of its own" if worker.is_alone else f"worker {worker.rank} of {worker.world_size}"
+        what = f"a tensor of rank {rank} of {workers} on its mesh cannot be stored by {who}"
+        hint = "Give the cluster of the job, which numbers workers as torch.distributed does."
+        return _MeshPart(workers, problem=(what, hint))
+    boxes = find_boxes(shape, tuple(mesh.shape), coordinate, placements)
+    return _MeshPart(workers, holders, boxes, _local_shape(boxes, len(shape)))
+
+
+def _refuse(part: _MeshPart, own: ArraySpec, path: str) -> NoReturn:
+    what, hint = part.problem or (
+        f"a tensor that should have {list(part.local_shape)} here, and has {list(own.shape)}, cannot be stored",
+        "It was made by DTensor.from_local, perhaps, without its shape.",
+    )
+    raise UnsupportedValueError(f"{path}: {what}", path=path, hint=hint)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -148,17 +183,6 @@ def _find_holders(mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any,
         for number, placement in zip(coordinate, placements, strict=True)
     )
     return tuple(sorted(torch.as_tensor(mesh.mesh[place]).flatten().tolist()))
-
-
-def _check_ranks(mesh: Any, coordinate: tuple[int, ...], holders: tuple[int, ...], worker: Worker, path: str) -> None:
-    rank = int(mesh.mesh[coordinate])
-    if rank != worker.rank or holders[-1] >= worker.world_size or max(_all_ranks(mesh)) >= worker.world_size:
-        what = "a job of its own" if worker.is_alone else f"worker {worker.rank} of {worker.world_size}"
-        raise UnsupportedValueError(
-            f"{path}: a tensor of rank {rank} of {len(_all_ranks(mesh))} on its mesh cannot be stored by {what}",
-            path=path,
-            hint="Give the cluster of the job, which numbers workers as torch.distributed does.",
-        )
 
 
 register_sharder(DTensor, MeshSharder())
