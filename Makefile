@@ -21,7 +21,7 @@ DEMO ?=
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=
 
-.PHONY: demo test test-ray test-frameworks check crash bench clean
+.PHONY: demo test test-ray test-frameworks check crash bench bench-frameworks clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -54,6 +54,10 @@ crash: .venv/ready
 
 bench: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)
+
+# The page of the docs is written by BENCH="--docs docs/benchmarks.md".
+bench-frameworks: $(FRAMEWORKS_VENV)/ready
+	$(FRAMEWORKS_VENV)/bin/python -m benchmarks.frameworks $(BENCH)
 
 clean:
 	rm -rf .venv .venv-bench .venv-ray .venv-frameworks build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)

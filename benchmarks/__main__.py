@@ -12,6 +12,7 @@ from typing import Final
 
 import click
 
+from benchmarks.frameworks.page import keep_section
 from benchmarks.frozen import compare_frozen
 from benchmarks.machine import describe_machine
 from benchmarks.many_saves import compare_many_saves
@@ -99,9 +100,11 @@ def main(
             sys.exit(130)
     results = _read(path)
     place = docs or (_DOCS if _is_whole(results) else out)
-    (place / "benchmarks.md").write_text(render_report(results, "benchmarks.svg"))
+    page = place / "benchmarks.md"
+    # Another command measures what it shows of frameworks.
+    page.write_text(keep_section(render_report(results, "benchmarks.svg"), page.read_text() if page.exists() else ""))
     (place / "benchmarks.svg").write_text(render_picture(results))
-    click.echo(f"{place / 'benchmarks.md'} after {time.monotonic() - begun_at:.0f} s")
+    click.echo(f"{page} after {time.monotonic() - begun_at:.0f} s")
 
 
 def _make_directory(place: Path) -> None:

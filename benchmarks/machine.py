@@ -18,6 +18,10 @@ _PACKAGES: Final = (
     "orbax-checkpoint",
     "jax",
     "tensorflow-cpu",
+    "lightning",
+    "transformers",
+    "keras",
+    "flax",
     "numpy",
     "xxhash",
 )

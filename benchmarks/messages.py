@@ -10,7 +10,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         contender: A peer's name, or `limits`.
-        workload: The name of a workload, `training` or `small`.
+        workload: The name of a workload or a framework, `training` or `small`.
         scale: How large the workload is, 1 for the real size.
         directory: Where to write.
         memory: The descriptor of the memory that holds the tensors, and behind them as much for bare copies; -1: none.
@@ -32,12 +32,16 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         verb: The name of a method of `benchmarks.worker.Duties`.
         step: Which save it is about.
         pairs: How many pairs of saves, for `train`.
+        saves: How many saves count, for `lose`.
+        is_stream: Whether the samples of a fit come as a stream.
         interval_steps: How many steps lie between them.
     """
 
     verb: str
     step: int = 0
     pairs: int = 0
+    saves: int = 0
+    is_stream: bool = False
     interval_steps: int = 0
 
 

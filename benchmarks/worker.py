@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from benchmarks.frameworks import FRAMEWORKS
 from benchmarks.limits import BareCopy, Limits
 from benchmarks.live import THREADS
 from benchmarks.messages import Order, Reply, Start
@@ -151,6 +152,37 @@ class TrainingDuties(Duties):
         return {}
 
 
+class FitDuties(Duties):
+    """Trains with a framework. What it saves by, or that it does not, is the contender."""
+
+    def __init__(self, start: Start) -> None:
+        import torch
+
+        from benchmarks.frameworks.fit import make_fit
+
+        # As others do by themselves: numbers too small to be held in full make steps take longer.
+        torch.set_flush_denormal(True)
+        self._fit = make_fit(start.workload, start.contender, Path(start.directory), start.scale)
+        _limit_threads()
+
+    def lose(self, order: Order) -> dict[str, float]:
+        """A fit with some saves."""
+        return self._fit.measure_saves(order.saves, order.interval_steps)
+
+    def prepare(self, order: Order) -> dict[str, float]:
+        """Leaves a checkpoint within an epoch."""
+        self._fit.prepare(order.step, is_stream=order.is_stream)
+        return {}
+
+    def restart(self, order: Order) -> dict[str, float]:
+        """Takes the epoch up."""
+        return self._fit.measure_restart(order.step, is_stream=order.is_stream)
+
+    def begin(self, order: Order) -> dict[str, float]:
+        """Begins an epoch."""
+        return self._fit.measure_start(order.step, is_stream=order.is_stream)
+
+
 class SmallDuties(Duties):
     """Measures what has no state, and no torch."""
 
@@ -179,6 +211,8 @@ def main() -> int:
             duties = TrainingDuties(start)
         elif start.contender == "limits":
             duties = LimitDuties(start)
+        elif start.workload in FRAMEWORKS:
+            duties = FitDuties(start)
         else:
             duties = PeerDuties(start)
     except MissingError as error:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from benchmarks.frameworks.sizes import TRAINED as TRAINED_FIT
+
 ITEM_BYTES: Final = 4
 """All tensors are float32."""
 
@@ -88,6 +90,10 @@ def make_workload(name: str, scale: float) -> Workload:
         sizes = random.Random(0)
         shapes = [(f"group{i % 100}.tensor{i}", (256 * round(4 * 16 ** sizes.random()),)) for i in range(count)]
         return Workload(name, "loose tensors of 4 to 64 KiB", shapes=shapes)
+    if name == "fit":
+        return Workload(
+            name, "the model of a framework's fit with AdamW state", shapes=TRAINED_FIT.scaled(scale).shapes()
+        )
     raise ValueError(f"there is no workload {name!r}")
 
 

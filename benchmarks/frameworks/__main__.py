@@ -1,0 +1,75 @@
+"""`python -m benchmarks.frameworks`: what saves and restarts cost in the training loops of frameworks."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import click
+
+from benchmarks.frameworks import FRAMEWORKS
+from benchmarks.frameworks.comparison import Plan, compare_restarts, compare_saves
+from benchmarks.frameworks.page import keep_section, render_section
+from benchmarks.machine import describe_machine
+from benchmarks.peers import find_missing
+from benchmarks.results import Results, write_results
+from benchmarks.rounds import open_values
+from benchmarks.scratch import open_scratch
+from benchmarks.turns import Bench
+from benchmarks.workloads import make_workload
+
+_HERE: Final = Path(__file__).parent.parent
+_DRY_SCALE: Final = 0.0005
+_DRY: Final = Plan(rounds=1, saves=1, interval_steps=2, trained_steps=10)
+
+
+@click.command()
+@click.option("--only", "names", multiple=True, type=click.Choice(list(FRAMEWORKS)), help="Only this; may be repeated.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Medians of so many.")
+@click.option("--dry", is_flag=True, help="Tiny models and one round: whether all of it runs.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Where every single figure goes.")
+@click.option("--docs", type=click.Path(path_type=Path), help="The page whose section is to be written again.")
+def main(names: tuple[str, ...], rounds: int, dry: bool, json_path: Path | None, docs: Path | None) -> None:
+    """Compares holdfast with the checkpointing that frameworks have: time lost for each save, time until training."""
+    if docs is not None and (names or dry):
+        raise click.UsageError("--docs shows all frameworks at full size: leave --only and --dry away")
+    # An end that is asked for politely still ends the processes and removes the files.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    plan = _DRY if dry else Plan(rounds=rounds)
+    scale = _DRY_SCALE if dry else 1.0
+    begun_at = time.monotonic()
+
+    def say(text: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - begun_at), 60)
+        click.echo(f"{minutes:3}:{seconds:02} {text}", err=True)
+
+    with open_scratch(_HERE / "out") as (directory, guard):
+        results = Results(machine=describe_machine(directory), scale=scale)
+        bench = Bench(results, directory, guard, say)
+        with open_values(bench, make_workload("fit", scale)) as (_, memory):
+            for name in names or FRAMEWORKS:
+                missing = find_missing(FRAMEWORKS[name].needs)
+                if missing:
+                    results.missing[FRAMEWORKS[name].title] = f"not installed: {', '.join(missing)}"
+                    continue
+                compare_saves(bench, name, plan, memory)
+                compare_restarts(bench, name, plan)
+                if FRAMEWORKS[name].takes_streams:
+                    compare_restarts(bench, name, plan, is_stream=True)
+    section = render_section(results, plan)
+    click.echo(section)
+    if json_path is not None:
+        write_results(results, json_path)
+    if docs is not None:
+        page = docs.read_text()
+        docs.write_text(keep_section(page, f"\n{section}"))
+    say("done")
+    if results.failures:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

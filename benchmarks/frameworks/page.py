@@ -1,0 +1,139 @@
+"""The section of the page that shows what was measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from benchmarks.frameworks import FRAMEWORKS, NOTHING
+from benchmarks.frameworks.comparison import Plan, name_restarts
+from benchmarks.results import Results
+from benchmarks.summary import Spread, limits_of, rounds_of, spread
+from benchmarks.writing import show_spread
+
+TITLE: Final = "## In the loops of frameworks"
+MOST: Final = 0.2
+"""The part of what a framework's own checkpointing takes that holdfast may take."""
+
+_HOLDFAST: Final = "holdfast"
+
+
+def keep_section(page: str, old_page: str) -> str:
+    """**Pure.** A page with the section of an older one in the place of its own, if the older one has it."""
+    head = f"\n{TITLE}\n"
+    _, title, section = old_page.partition(head)
+    return f"{page.partition(head)[0].rstrip()}\n{title}{section}" if title else page
+
+
+def render_section(results: Results, plan: Plan) -> str:
+    """**Pure.** The section in Markdown."""
+    return "\n".join(
+        [*_head(results, plan), *_goals(results), *_saves(results), *_restarts(results), *_failures(results)]
+    )
+
+
+def _head(results: Results, plan: Plan) -> Iterator[str]:
+    machine = results.machine
+    yield f"{TITLE}\n"
+    yield (
+        "Made by `make bench-frameworks`. holdfast and a framework's own checkpointing take turns, each in a fresh "
+        f"process that computes with two threads; medians of {plan.rounds} rounds, with the smallest and the largest. "
+        f"{machine.cores} cores ({machine.processor}), {machine.memory_bytes / 2**30:.0f} GiB of memory, "
+        f"{machine.file_system}. {', '.join(f'{name} {version}' for name, version in machine.versions.items())}.\n"
+    )
+    if results.scale != 1:
+        yield f"**The models were made smaller, to {results.scale:g} of their size: a quick look, no more.**\n"
+
+
+def _goals(results: Results) -> Iterator[str]:
+    """What holdfast takes of what the others take."""
+    yield f"What holdfast takes, as a part of what the other takes. The goal is at most {MOST:g}; more is bold.\n"
+    yield "| | time lost for each save | stall of a save | restart | restart, beyond a first start |"
+    yield "|---|---|---|---|---|"
+    for name, framework in FRAMEWORKS.items():
+        for way in framework.ways[1:]:
+            restarts = name_restarts(name)
+            cells = [_share(results, name, key, way) for key in ("lost", "stall")]
+            cells += [_share(results, restarts, "resume", way), _share(results, restarts, "resume", way, beyond=True)]
+            if any(cells):
+                yield f"| {framework.title}, {way} | {' | '.join(cells)} |"
+            streams = name_restarts(name, is_stream=True)
+            cells = [_share(results, streams, "resume", way), _share(results, streams, "resume", way, beyond=True)]
+            if any(cells):
+                yield f"| {framework.title}, {way}, a stream | | | {' | '.join(cells)} |"
+    yield ""
+
+
+def _share(results: Results, part: str, key: str, way: str, *, beyond: bool = False) -> str:
+    own, peer = _spread(results, part, _HOLDFAST, key), _spread(results, part, way, key)
+    start = _spread(results, part, NOTHING, "first") if beyond else None
+    if own is None or peer is None or (beyond and start is None):
+        return ""
+    least = 0.0 if start is None else start.median
+    if peer.median <= least:
+        return "too little to be told from noise"
+    share = max(0.0, own.median - least) / (peer.median - least)
+    return f"{share:.2f}" if share <= MOST else f"**{share:.2f}**"
+
+
+def _saves(results: Results) -> Iterator[str]:
+    yield "### A save\n"
+    yield (
+        "A model of 17 million parameters with AdamW state, 0.20 GB. Lost is what the steps with a save took longer "
+        "than as many without, in a fit of the same process before and behind it: the stall, and what the work in the "
+        "background takes from training. The stall is the step that a save falls into, less a step without one. The "
+        "first save of a fit, which makes memory and files ready, is a column of its own.\n"
+    )
+    for name, framework in FRAMEWORKS.items():
+        limits = limits_of(results, name)
+        if limits:
+            yield (
+                f"{framework.title}: a bare copy of these bytes into touched memory took "
+                f"{show_spread(limits['copy'])} s, a bare direct write {show_spread(limits['write'])} s.\n"
+            )
+    yield "| | saved by | a step, s | lost for each save, s | stall, s | longest step, s | stall of the first save, s |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, framework in FRAMEWORKS.items():
+        for way in framework.ways:
+            found = [_spread(results, name, way, key) for key in ("step", "lost", "stall", "longest", "first_stall")]
+            if any(found):
+                yield _row(framework.title, way, found)
+    yield ""
+
+
+def _restarts(results: Results) -> Iterator[str]:
+    yield "### A restart in the middle of an epoch\n"
+    yield (
+        "The same amount of state, most of it frozen, and samples that take a millisecond to load, two a step. The job "
+        "was ended after 2,000 steps of its epoch, and its files are not in the page cache. Measured from the call of "
+        "`fit`, with all imported and the model made, until a step is complete that was not trained before. In "
+        "Lightning, ModelCheckpoint has a `StatefulDataLoader`, since Lightning keeps no place in a plain one. The "
+        "BackupAndRestore of Keras begins the epoch again. Orbax keeps no place in the data; its loop passes over "
+        "batches.\n"
+    )
+    yield "| | saved by | first step, s | first new step, s |"
+    yield "|---|---|---|---|"
+    for name, framework in FRAMEWORKS.items():
+        for is_stream in (False, True):
+            for way in (NOTHING, *framework.ways):
+                part = name_restarts(name, is_stream=is_stream)
+                found = [_spread(results, part, way, key) for key in ("first", "resume")]
+                if any(found):
+                    title = f"{framework.title}, a stream" if is_stream else framework.title
+                    yield _row(title, "not saved: a first start" if way == NOTHING else way, found)
+    yield ""
+
+
+def _failures(results: Results) -> Iterator[str]:
+    yield from (f"- {part}, {way}: {reason}" for part, way, reason in results.failures)
+    yield from (f"- {name}: {reason}" for name, reason in results.missing.items())
+
+
+def _row(title: str, way: str, found: list[Spread | None]) -> str:
+    shown = f"**{way}**" if way == _HOLDFAST else way
+    return f"| {title} | {shown} | {' | '.join('' if one is None else show_spread(one) for one in found)} |"
+
+
+def _spread(results: Results, part: str, way: str, key: str) -> Spread | None:
+    values = [entry.figures[key] for entry in rounds_of(results, part, way) if key in entry.figures]
+    return spread(values) if values else None
