@@ -77,7 +77,7 @@ class _Module(nnx.Module):
         return x
 
 
-@nnx.jit  # type: ignore[untyped-decorator]
+@nnx.jit
 def _step(model: _Module, optimizer: Any, tokens: Any, labels: Any) -> Any:
     def loss_of(model: _Module) -> Any:
         return jnp.square(model(tokens) - labels[:, None]).mean()
