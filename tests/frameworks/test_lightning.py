@@ -21,6 +21,7 @@ import torch
 import torch.distributed.run
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from holdfast.errors import MismatchError, SaveFailedError, StorageError, StorageFullError, UsageError
@@ -229,6 +230,14 @@ def test_a_trainer_with_two_of_them_is_refused(tmp_path: Path) -> None:
         trainer.fit(Line(), make_loader())
 
 
+def test_a_strategy_that_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
+    resumable = hf.lightning.Resumable(tmp_path)
+    trainer = make_trainer(resumable)
+    trainer._accelerator_connector.strategy = FSDPStrategy()  # The Trainer itself takes it on GPUs only.
+    with pytest.raises(UsageError, match="does not support FSDPStrategy"):
+        resumable.setup(trainer, Line(), "fit")
+
+
 def test_a_place_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     trainer = make_trainer(hf.lightning.Resumable(tmp_path / "file" / "run"))
@@ -262,7 +271,7 @@ def test_a_full_disk_ends_a_fit_which_goes_on_where_it_was_saved(tmp_path: Path)
     again = make_trainer(hf.lightning.Resumable(tmp_path), counter, epochs=3)
     again.fit(Line(width=20_000), make_loader())
     assert again.global_step == 12
-    assert counter.batches - 100 in (9, 8)
+    assert counter.batches - 100 in (9, 10)  # The save of the third step may be on its way when the disk is full.
 
 
 def test_lightning_has_its_own_methods_back_after_a_fit(tmp_path: Path) -> None:
