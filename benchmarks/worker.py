@@ -170,7 +170,8 @@ class FitDuties(Duties):
         return self._fit.measure_saves(order.saves, order.interval_steps)
 
     def prepare(self, order: Order) -> dict[str, float]:
-        """Leaves a checkpoint within an epoch."""
+        """Leaves a checkpoint within an epoch. Others do the same meanwhile."""
+        sys.modules["torch"].set_num_threads(1)
         self._fit.prepare(order.step, is_stream=order.is_stream)
         return {}
 

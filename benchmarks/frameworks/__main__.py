@@ -11,7 +11,7 @@ from typing import Final
 import click
 
 from benchmarks.frameworks import FRAMEWORKS
-from benchmarks.frameworks.comparison import Plan, compare_restarts, compare_saves
+from benchmarks.frameworks.comparison import Plan, compare, compare_streams
 from benchmarks.frameworks.page import keep_section, render_section
 from benchmarks.machine import describe_machine
 from benchmarks.peers import find_missing
@@ -55,10 +55,9 @@ def main(names: tuple[str, ...], rounds: int, dry: bool, json_path: Path | None,
                 if missing:
                     results.missing[FRAMEWORKS[name].title] = f"not installed: {', '.join(missing)}"
                     continue
-                compare_saves(bench, name, plan, memory)
-                compare_restarts(bench, name, plan)
+                compare(bench, name, plan, memory)
                 if FRAMEWORKS[name].takes_streams:
-                    compare_restarts(bench, name, plan, is_stream=True)
+                    compare_streams(bench, name, plan)
     section = render_section(results, plan)
     click.echo(section)
     if json_path is not None:

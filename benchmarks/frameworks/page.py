@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -9,7 +10,7 @@ from benchmarks.frameworks import FRAMEWORKS, NOTHING
 from benchmarks.frameworks.comparison import Plan, name_restarts
 from benchmarks.results import Results
 from benchmarks.summary import Spread, limits_of, rounds_of, spread
-from benchmarks.writing import show_spread
+from benchmarks.writing import show_number, show_spread
 
 TITLE: Final = "## In the loops of frameworks"
 MOST: Final = 0.2
@@ -46,34 +47,70 @@ def _head(results: Results, plan: Plan) -> Iterator[str]:
 
 
 def _goals(results: Results) -> Iterator[str]:
-    """What holdfast takes of what the others take."""
+    """What holdfast takes of what the others take, and what the machine itself takes where that is too much."""
     yield f"What holdfast takes, as a part of what the other takes. The goal is at most {MOST:g}; more is bold.\n"
     yield "| | time lost for each save | stall of a save | restart | restart, beyond a first start |"
     yield "|---|---|---|---|---|"
+    missed = []
     for name, framework in FRAMEWORKS.items():
         for way in framework.ways[1:]:
-            restarts = name_restarts(name)
-            cells = [_share(results, name, key, way) for key in ("lost", "stall")]
-            cells += [_share(results, restarts, "resume", way), _share(results, restarts, "resume", way, beyond=True)]
-            if any(cells):
-                yield f"| {framework.title}, {way} | {' | '.join(cells)} |"
-            streams = name_restarts(name, is_stream=True)
-            cells = [_share(results, streams, "resume", way), _share(results, streams, "resume", way, beyond=True)]
-            if any(cells):
-                yield f"| {framework.title}, {way}, a stream | | | {' | '.join(cells)} |"
+            for is_stream in (False, True):
+                restarts = name_restarts(name, is_stream=is_stream)
+                parts = [(name, "lost"), (name, "stall"), (restarts, "resume")]
+                shares = [None if is_stream and part[0] == name else _share(results, *part, way) for part in parts]
+                shares.append(_share(results, *parts[-1], way, beyond=True))
+                if all(share is None for share in shares):
+                    continue
+                title = f"{framework.title}, {way}{', a stream' if is_stream else ''}"
+                yield f"| {title} | {' | '.join(map(_show_share, shares))} |"
+                missed += [
+                    f"- {title}: {_explain(results, name, *part, way)}"
+                    for part, share in zip(parts, shares, strict=False)
+                    if share is not None and share > MOST
+                ]
     yield ""
+    if missed:
+        yield "Where it is missed:\n"
+        yield from missed
+        yield ""
 
 
-def _share(results: Results, part: str, key: str, way: str, *, beyond: bool = False) -> str:
+def _share(results: Results, part: str, key: str, way: str, *, beyond: bool = False) -> float | None:
     own, peer = _spread(results, part, _HOLDFAST, key), _spread(results, part, way, key)
     start = _spread(results, part, NOTHING, "first") if beyond else None
     if own is None or peer is None or (beyond and start is None):
-        return ""
+        return None
     least = 0.0 if start is None else start.median
-    if peer.median <= least:
+    # Without anything to be a part of, there is no share.
+    return max(0.0, own.median - least) / (peer.median - least) if peer.median > least else math.inf
+
+
+def _show_share(share: float | None) -> str:
+    if share is None:
+        return ""
+    if share == math.inf:
         return "too little to be told from noise"
-    share = max(0.0, own.median - least) / (peer.median - least)
     return f"{share:.2f}" if share <= MOST else f"**{share:.2f}**"
+
+
+def _explain(results: Results, name: str, part: str, key: str, way: str) -> str:
+    """What holdfast and the other have taken, and what neither can do without."""
+    limits = limits_of(results, name)
+    own, peer = _median(results, part, _HOLDFAST, key), _median(results, part, way, key)
+    if key == "resume":
+        start = _median(results, part, NOTHING, "first")
+        read = (
+            f", and a bare direct read of as many bytes {show_number(limits['read_cold'].median)} s" if limits else ""
+        )
+        return f"a restart takes {own} s and {peer} s. A first start alone takes {start} s{read}."
+    what = "a save costs training" if key == "lost" else "a save stalls training for"
+    copy = f" A bare copy of these bytes takes {show_number(limits['copy'].median)} s." if limits else ""
+    return f"{what} {own} s and {peer} s.{copy}"
+
+
+def _median(results: Results, part: str, way: str, key: str) -> str:
+    found = _spread(results, part, way, key)
+    return "" if found is None else show_number(found.median)
 
 
 def _saves(results: Results) -> Iterator[str]:

@@ -49,5 +49,5 @@ class FitSize:
 
 TRAINED: Final = FitSize(vocabulary=16, width=1024, layers=16, batch=4, sample_seconds=0.0)
 """All of it is trained: 0.20 GB with its optimizer's state."""
-FROZEN: Final = FitSize(vocabulary=46_000, width=1024, layers=1, batch=2, sample_seconds=0.001)
+FROZEN: Final = FitSize(vocabulary=195_000, width=256, layers=1, batch=2, sample_seconds=0.001)
 """Most of it is frozen, so that thousands of steps take seconds: 0.20 GB as well."""

@@ -45,14 +45,15 @@ def test_saves_of_a_fit_take_time(framework: str, way: str, tmp_path: Path) -> N
 
 def test_a_dry_run_measures_all_ways_of_a_framework(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    outcome = CliRunner().invoke(main, ["--dry", "--only", "flax", "--json", str(figures)])
+    outcome = CliRunner().invoke(main, ["--dry", "--only", "keras", "--json", str(figures)])
     assert outcome.exit_code == 0, outcome.output
     rounds = json.loads(figures.read_text())["rounds"]
     found = {(entry["workload"], entry["contender"], entry["number"]) for entry in rounds}
-    both = {(part, way, 1) for part in ("flax", "flax restart") for way in ("holdfast", "Orbax")}
-    left = {("flax restart", way, 0) for way in ("holdfast", "Orbax")}
-    assert found == both | left | {("flax", "limits", 1), ("flax restart", "nothing", 1)}
-    assert "| Flax NNX, Orbax |" in outcome.output
+    ways = FRAMEWORKS["keras"].ways
+    both = {(part, way, 1) for part in ("keras", "keras restart") for way in ways}
+    left = {("keras restart", way, 0) for way in ways}
+    assert found == both | left | {("keras", "limits", 1), ("keras restart", "nothing", 1)}
+    assert "| Keras, BackupAndRestore |" in outcome.output
 
 
 def test_the_page_keeps_the_section_when_the_rest_is_written_again() -> None:
