@@ -34,9 +34,11 @@ from holdfast.format.names import StepName, base_path, generation_path
 from holdfast.format.records import Manifest, Opening, decode_manifest, make_base
 
 _SETTLING_SAVES: Final = 40
-"""A run that another version has laid out is saved to so often before it is measured."""
+"""So many saves sum up what was laid out, as if the run had been saved by this version from the beginning."""
 
-_ROUNDS: Final = 5
+_SAVES: Final = 5
+"""Each job that is measured makes so many saves."""
+
 _CALLS: Final = {"open": "opens", "os.scandir": "lists", "os.listdir": "lists", "os.rename": "renames"}
 _REMOVALS: Final = ("os.remove", "os.rmdir")
 
@@ -93,7 +95,7 @@ def make_checkpoint() -> hf.Checkpoint:
     return hf.Checkpoint(weights=np.arange(1000.0), count=1)
 
 
-def measure(place: Path, steps: int) -> dict[str, Figures]:
+def measure(place: Path, steps: int, rounds: int, settling_saves: int) -> dict[str, Figures]:
     """**Blocks.** Uses the run as jobs do; gives seconds and calls of each thing that a job does."""
     calls: Counter[str] = Counter()
     is_counting = False
@@ -123,9 +125,9 @@ def measure(place: Path, steps: int) -> dict[str, Figures]:
     found: dict[str, list[Figures]] = {}
     with open_manager(keep=hf.Latest(steps)) as manager:
         last = manager.steps()[-1]
-        for step in range(last + 1, last + _SETTLING_SAVES + 1):
+        for step in range(last + 1, last + settling_saves + 1):
             save(manager, step)
-    last += _SETTLING_SAVES
+    last += settling_saves
     retained: list[float] = []
 
     def hear(event: Event) -> None:
@@ -133,12 +135,12 @@ def measure(place: Path, steps: int) -> dict[str, Figures]:
             retained.append(event.background_seconds)
 
     for keep, name in ((hf.All(), "save"), (hf.Latest(steps), "save that removes one")):
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             opened, manager = take(partial(open_manager, keep=keep, sinks=[hear]))
             found.setdefault("opening", []).append(opened)
             found.setdefault("restore", []).append(take(manager.restore)[0])
             retained.clear()
-            for number in range(_ROUNDS):
+            for number in range(_SAVES):
                 last += 1
                 kind = name if number else "first save of a job"
                 found.setdefault(kind, []).append(take(partial(save, manager, last))[0])
@@ -173,14 +175,22 @@ def render_table(results: dict[str, dict[str, Figures]]) -> str:
 @click.option("--steps", multiple=True, type=click.IntRange(1), default=(10, 1000, 10_000), help="How many are kept.")
 @click.option("--generations", multiple=True, type=click.IntRange(1), default=(10, 400, 10_000), help="How many.")
 @click.option("--both", is_flag=True, help="Also the largest of both together.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Medians of so many jobs.")
+@click.option("--settling-saves", default=_SETTLING_SAVES, show_default=True, help="Saves before it is measured.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures there, as JSON.")
 @click.option("--one", type=(click.Path(path_type=Path), int), hidden=True)
 def main(
-    steps: tuple[int, ...], generations: tuple[int, ...], both: bool, out: Path | None, one: tuple[Path, int] | None
+    steps: tuple[int, ...],
+    generations: tuple[int, ...],
+    both: bool,
+    rounds: int,
+    settling_saves: int,
+    out: Path | None,
+    one: tuple[Path, int] | None,
 ) -> None:
     """Measures by kept steps, then by generations with 10 kept steps, and prints the table."""
     if one is not None:
-        click.echo(json.dumps(measure(*one)))
+        click.echo(json.dumps(measure(*one, rounds, settling_saves)))
         return
     runs = {f"{count:,} steps": (count, 1) for count in steps}
     runs |= {f"{count:,} generations": (10, count) for count in generations}
@@ -194,10 +204,11 @@ def main(
             lay_out(run, kept, opened)
             os.sync()
             command = [sys.executable, "-m", "benchmarks.history", "--one", str(run), str(kept)]
+            command += ["--rounds", str(rounds), "--settling-saves", str(settling_saves)]
             results[title] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         click.echo(f"measured: {title}", err=True)
-    if out is not None:
-        out.write_text(json.dumps(results, indent=1) + "\n")
+        if out is not None:
+            out.write_text(json.dumps(results, indent=1) + "\n")
     click.echo(render_table(results))
 
 

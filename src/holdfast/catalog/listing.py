@@ -149,7 +149,7 @@ def read_catalog(storage: Storage, history: History | None = None, *, closely: b
         if entry.name.startswith(TRASH_PREFIX):
             trash.append(entry.name)
     living = choose_living(committed, bases)
-    if living and living[-1].directory in history.believed and not is_committed(storage, living[-1]):
+    if living and living[-1] in history.believed and not is_committed(storage, living[-1]):
         # No summary vouches for the newest step when it is written, so that others have been removed since.
         return read_catalog(storage, history, closely=True)
     return Catalog(
@@ -158,7 +158,7 @@ def read_catalog(storage: Storage, history: History | None = None, *, closely: b
         unfinished=tuple(unfinished),
         lost=tuple(lost),
         trash=tuple(trash),
-        generation=max([*history.opened, *(name.generation for name in (*committed, *lost, *unfinished))], default=0),
+        generation=max([*history.opened, *[name.generation for name in (*committed, *lost, *unfinished)]], default=0),
         faults=tuple(faults),
         spare_bytes=spare_bytes,
         bases=bases,
@@ -166,7 +166,7 @@ def read_catalog(storage: Storage, history: History | None = None, *, closely: b
 
 
 def _sort_steps(
-    storage: Storage, entries: Iterable[Entry], believed: Collection[str]
+    storage: Storage, entries: Iterable[Entry], believed: Collection[StepName]
 ) -> tuple[list[StepName], list[StepName], list[StepName]]:
     """The steps of a run, in order: those with a manifest, those that have lost it, and those that never had one."""
     committed: list[StepName] = []
@@ -174,7 +174,7 @@ def _sort_steps(
     unfinished: list[StepName] = []
     # Older ones first: where one of two is removed once the other is committed, the other is seen.
     for name in sorted(name for entry in entries if entry.is_directory and (name := parse_step_directory(entry.name))):
-        if (believed and name.directory in believed) or is_committed(storage, name):
+        if name in believed or is_committed(storage, name):
             committed.append(name)
         elif not exists(storage, name.committed_path):
             unfinished.append(name)
@@ -430,7 +430,7 @@ class History:
         opened: The generations that were opened, in order, as far as their records are still there.
         summaries: The generation and number of each summary that is there.
         summary: The one that counts, or None.
-        believed: The directories of which it says that their steps are committed; without a look into them.
+        believed: The steps of which it says that they are committed; nobody has looked into their directories.
         known: What is known of committed steps.
     """
 
@@ -439,7 +439,7 @@ class History:
         self.opened: list[int] = []
         self.summaries: list[tuple[int, int]] = []
         self.summary: Summary | None = None
-        self.believed: frozenset[str] = frozenset()
+        self.believed: frozenset[StepName] = frozenset()
         self.known: dict[StepName, StepFacts] = {}
         # The records of generations that were read. They never change.
         self._bases: dict[int, Base] = {}
@@ -484,18 +484,14 @@ class History:
     def believe(self, summary: Summary | None) -> None:
         """Takes a summary at its word from now on; None for none."""
         self.summary = summary
-        self.believed = frozenset() if summary is None else frozenset(summary.directories)
+        names = map(parse_step_directory, () if summary is None else summary.directories)
+        self.believed = frozenset(name for name in names if name is not None)
         self._bases.update({base.generation: base for base in summary.bases} if summary is not None else {})
-
-    def doubt(self, name: StepName) -> None:
-        """Believes nothing about a step any more; what the summary says of it was found to be wrong."""
-        self.believed -= {name.directory}
-        self.known.pop(name, None)
 
     def facts(self, name: StepName) -> StepFacts | None:
         """**Blocks.** What retention asks about a step; None if its manifest is damaged, or of a newer holdfast."""
         if name not in self.known:
-            if name.directory in self.believed and self.summary is not None:
+            if name in self.believed and self.summary is not None:
                 # Of all at once: each is asked for in the end.
                 try:
                     self.known = self.summary.decode_facts() | self.known
@@ -532,7 +528,8 @@ class History:
 
     def referrers(self, names: Iterable[StepName]) -> list[Referrer[StepName]]:
         """**Blocks.** Those of some steps that refer to others."""
-        found = ((name, self.references(name)) for name in names)
+        referring = (name for name in names if (known := self.known.get(name)) is None or known.references)
+        found = ((name, self.references(name)) for name in referring)
         return [Referrer(name, name.step, references) for name, references in found if references]
 
     def forget_all_but(self, names: Collection[StepName]) -> None:

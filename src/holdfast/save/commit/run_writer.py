@@ -244,7 +244,9 @@ class RunWriter(CheckpointWriter):
     def _name_attempt(self, step: int, generation: int, least_attempt: int) -> StepName:
         """**Blocks.** A name that no directory has, and that had none which somebody may have removed."""
         known = self._incremental.list_known() if self._incremental is not None else ()
-        names = (*known, *(parse_step_directory(entry.name) for entry in self._storage.list("")))
+        prefix = StepName(step, generation).directory
+        same = (entry.name for entry in self._storage.list("") if entry.name.startswith(prefix))
+        names = (*known, *map(parse_step_directory, same))
         taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
         attempt = max(least_attempt, max(taken, default=0) + 1)
         if attempt > MAX_ATTEMPT:
@@ -345,7 +347,8 @@ class RunWriter(CheckpointWriter):
             problems += left
             self._has_swept = not left
         if is_long:
-            self._summarizer.update(catalog, removed, newest.generation)
+            # Whether or not they are gone: some may be half removed.
+            self._summarizer.update(catalog, plan.remove, newest.generation)
         self._history.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, catalog.lost)
 
@@ -354,7 +357,7 @@ class RunWriter(CheckpointWriter):
         return [
             KeptCandidate(name, name.step, facts.committed_at_unix_seconds, facts.metrics)
             for name in catalog.living
-            if (facts := self._history.facts(name)) is not None
+            if (facts := self._history.known.get(name) or self._history.facts(name)) is not None
         ]
 
     def _find_wanted(self, name: StepName, metrics: Mapping[str, float]) -> Collection[StepName]:

@@ -55,11 +55,10 @@ class Summarizer:
         self._history = history
         self._token = token
         # What was left out of the last summary on purpose, and whether steps are removed again and again.
-        self._left_out: frozenset[str] = frozenset()
+        self._left_out: frozenset[StepName] = frozenset()
         self._removes = False
-        self._turn = 0
-        # Whether the last summary says of a step that it is committed, and it is not.
-        self._is_wrong = False
+        # Which step was looked at last. Each job begins elsewhere.
+        self._turn = int(token[:8], 16)
 
     def carry_over(self, generation: int) -> None:
         """**Blocks.** Takes over the summary of the generation before, which a new one has just made out of date.
@@ -88,13 +87,13 @@ class Summarizer:
             StorageError: If a summary still vouches for them. They must stay.
         """
         history = self._history
-        believed = [name for name in names if name.directory in history.believed]
+        believed = history.believed.intersection(names)
         if not believed:
             return names
         self._removes = True
         lost = {name for name in believed if not is_committed(self._storage, name)}
         try:
-            self._sum_up(catalog, generation, set(names))
+            self._sum_up(catalog, generation, names)
         except HoldfastError:
             # It may be there or not. Without any, each directory is looked into; and a full disk has room for that.
             drop_summaries(self._storage)
@@ -102,52 +101,52 @@ class Summarizer:
         check_fence(self._storage, generation)
         return tuple(name for name in names if name not in lost)
 
-    def update(self, catalog: Catalog, removed: Collection[StepName], generation: int) -> None:
-        """**Blocks.** Looks at a few old steps, and sums up anew if much has come since the last time."""
+    def update(self, catalog: Catalog, going: Collection[StepName], generation: int) -> None:
+        """**Blocks.** Looks at a few old steps, and sums up anew if much has come since the last time.
+
+        No summary vouches for what is `going`: it may be half removed.
+        """
         history = self._history
         with suppress(HoldfastError):
-            self._look_at_some(catalog)
-            old = self._list_old(catalog, set(removed))
-            new = sum(name.directory not in history.believed and name.directory not in self._left_out for name in old)
+            new = self._list_old(catalog, going).difference(history.believed, self._left_out)
             told = {base.generation for base in (history.summary.bases if history.summary else ())}
-            if self._is_wrong or new >= _BATCH or len(catalog.bases.keys() - told) > FEW:
-                self._sum_up(catalog, generation, set(removed))
+            if len(new) >= _BATCH or len(catalog.bases.keys() - told) > FEW:
+                self._sum_up(catalog, generation, going)
+            self._look_at_some(catalog)
         if len(history.opened) > KEPT_GENERATIONS + _BATCH and not catalog.faults:
             with suppress(HoldfastError):
                 self._forget_generations(catalog)
 
     def _look_at_some(self, catalog: Catalog) -> None:
-        believed = [name for name in catalog.committed if name.directory in self._history.believed]
-        for place in range(self._turn, self._turn + min(_LOOKED_AT, len(believed))):
-            name = believed[place % len(believed)]
-            if not is_committed(self._storage, name):
-                self._history.doubt(name)
-                self._is_wrong = True
-        self._turn += _LOOKED_AT
+        for _ in range(_LOOKED_AT):
+            self._turn = (self._turn + 1) % len(catalog.committed)
+            name = catalog.committed[self._turn]
+            if name in self._history.believed and not is_committed(self._storage, name):
+                # Where one is wrong, more may be: the next look is a close one.
+                self._history.believe(None)
+                drop_summaries(self._storage)
 
-    def _list_old(self, catalog: Catalog, left_out: Collection[StepName]) -> list[StepName]:
+    def _list_old(self, catalog: Catalog, left_out: Collection[StepName]) -> set[StepName]:
         """The steps that a summary may vouch for: they are committed, or are believed to be."""
-        newest = catalog.living[-_NEWEST:]
-        return [name for name in catalog.committed if name not in left_out and name not in newest]
+        return set(catalog.committed).difference(catalog.living[-_NEWEST:], left_out)
 
     def _sum_up(self, catalog: Catalog, generation: int, left_out: Collection[StepName]) -> None:
         history = self._history
-        old = self._list_old(catalog, left_out)
-        apart = frozenset(name.directory for name in (old[:_BATCH] if self._removes else ()))
-        facts = {name.directory: known for name in old if (known := history.facts(name)) is not None}
-        facts = {directory: known for directory, known in facts.items() if directory not in apart}
+        old = sorted(self._list_old(catalog, left_out))
+        apart = frozenset(old[:_BATCH] if self._removes else ())
+        facts = {name: known for name in old if name not in apart and (known := history.facts(name)) is not None}
         numbers = [number for owner, number in history.summaries if owner == generation]
         self._write(
             Summary(
                 generation=generation,
                 number=max(numbers, default=0) + 1,
                 token=self._token,
-                directories=tuple(facts),
+                directories=tuple(name.directory for name in facts),
                 facts=msgspec.Raw(msgspec.json.encode(tuple(facts.values()))),
                 bases=tuple(catalog.bases.values()),
             )
         )
-        self._left_out, self._is_wrong = apart, False
+        self._left_out = apart
 
     def _write(self, summary: Summary) -> None:
         """**Blocks.** Publishes a summary, and removes those before the last one.
