@@ -11,8 +11,7 @@ from typing import Any, Final
 import click
 
 from holdfast.cli.exit_codes import holdfast_error_fields
-from holdfast.cli.runs import RunSummary, find_runs, summarize_run
-from holdfast.cli.runs_page import show_runs
+from holdfast.cli.runs import RunSummary, find_runs, show_runs, summarize_run
 from holdfast.cli.screen import (
     BAD,
     FAINT,
