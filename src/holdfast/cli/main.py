@@ -17,6 +17,7 @@ from holdfast.tracebacks import TRACEBACK_VARIABLE
 VERBS: Final = {
     "list": "List the checkpoints of a run.",
     "show": "Show what one checkpoint holds.",
+    "diff": "Show what changed from one checkpoint to another.",
     "verify": "Read every byte and say whether it is what was written.",
     "prune": "Remove steps that are no longer wanted, and what unfinished saves left.",
     "export": "Write a checkpoint as safetensors, for torch.load, or for torch.distributed.checkpoint.",
