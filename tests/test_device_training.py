@@ -16,11 +16,15 @@ import preloaded
 from command_line import PROGRAMS
 from on_device import on_each_device
 
+on_cuda_or_long = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.cuda)]
+)
+
 
 def run(mode: str, device: str, *more: str | Path) -> subprocess.CompletedProcess[str]:
     """CUDA does not live on in a fork, so that there a fresh interpreter runs it."""
     command = [sys.executable, str(PROGRAMS / "device_training.py"), mode, device, *map(str, more)]
-    if device == "cuda" or mode in ("jax", "shard"):
+    if device == "cuda" or mode == "shard":
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         env = os.environ | place
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
@@ -53,15 +57,13 @@ def test_a_notice_while_the_device_computes_saves_the_step(device: str, tmp_path
     assert (stored["w"] == -5).all()
 
 
-@on_each_device
+@on_cuda_or_long
 def test_fsdp_on_one_worker_saves_and_restores(device: str, tmp_path: Path) -> None:
     ended = run("shard", device, tmp_path)
     assert (ended.returncode, ended.stdout.split()[-1:]) == (0, ["same"]), ended.stderr
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.cuda)]
-)
+@on_cuda_or_long
 def test_compiled_models_are_saved_while_they_train(device: str, tmp_path: Path) -> None:
     ended = run("compile", device, tmp_path)
     if "Failed to find C compiler" in ended.stderr or "InvalidCxxCompiler" in ended.stderr:

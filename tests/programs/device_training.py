@@ -85,7 +85,6 @@ def train_gpt(device: str, directory: str, kill_at: str) -> None:
         "optimizer": optimizer,
         "scaler": scaler,
         "loader": loader,
-        "rng": hf.RNG(),
     }
     options: dict[str, Any] = {"save_every": hf.Steps(SAVE_EVERY), "overlap_copy": True, "quiet": True}
     with hf.resumable(directory, rng=hf.RNG(), **options, **objects) as run, sdpa_kernel(SDPBackend.MATH):
