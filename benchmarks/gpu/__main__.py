@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -76,6 +77,10 @@ def find_device() -> dict[str, Any]:
         return failed | {"error": "the process that asked torch has ended without an answer"}
 
 
+def _has_xdist(site: Path) -> bool:
+    return importlib.util.find_spec("xdist") is not None or (site / "xdist").exists()
+
+
 def _leave(number: int, _: object) -> None:
     process.end_all()
     # What was found is in the files already.
@@ -92,6 +97,7 @@ class Kit:
         self._env: dict[str, str] = {}
         self._scratch = Path(tempfile.mkdtemp(prefix="hf-"))
         self._is_well = True
+        self._is_dry = "dry" in about
 
     def run(self, parts: list[Part], wheels: Path, jobs: int) -> int:
         """**Blocks.** Runs all parts; results are written after each."""
@@ -127,6 +133,9 @@ class Kit:
         command = [sys.executable, *part.command]
         if part.is_tests:
             command += ["--basetemp", str(files / "pytest")]
+            if not self._is_dry and _has_xdist(self._place / "site"):
+                # A test that ends its process, as an error of CUDA may, takes no others with it.
+                command += ["-n", "4", "--dist", "worksteal"]
         limit_seconds = min(part.limit_seconds, left_seconds)
         try:
             ended = process.run(command, env, _ROOT, limit_seconds, log)

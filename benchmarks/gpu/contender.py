@@ -99,7 +99,6 @@ def measure(name: str, gigabytes: float, place: Path) -> None:
     module, _, cls = PEERS[name].place.partition(":")
     peer = getattr(importlib.import_module(module), cls)()
     host = HostMemory()
-    held_bytes = _reset_peak(device)
     peer.open(place, state, keep=1)
     step = 0
 
@@ -108,18 +107,20 @@ def measure(name: str, gigabytes: float, place: Path) -> None:
         step += 1
         peer.save(step)
 
-    returned, freed, durable = [], [], []
+    returned, freed, durable, beyond = [], [], [], [0]
     with host.watch():
         # The first, which takes memory and pins it, and what is like all that follow.
         for number in range(3 if gigabytes > 6 or device.type == "cpu" else 4):
             training.step()
-            synchronize(device)
+            held_bytes = _reset_peak(device)
             begun_at = time.perf_counter()
             save()
             returned.append(time.perf_counter() - begun_at)
             freed.append(returned[-1] + peer.wait_copied())
             peer.wait_durable()
             durable.append(time.perf_counter() - begun_at)
+            if device.type == "cuda":
+                beyond.append(torch.cuda.max_memory_allocated(device) - held_bytes)
             peer.retain(step)
             if number == 0:
                 tell(first_seconds=freed[0], first_durable_seconds=durable[0])
@@ -129,9 +130,7 @@ def measure(name: str, gigabytes: float, place: Path) -> None:
             durable_seconds=statistics.median(durable[1:]),
             saves_seconds=freed,
         )
-    tell(host_bytes=host.peak_bytes)
-    if device.type == "cuda":
-        tell(device_bytes=torch.cuda.max_memory_allocated(device) - held_bytes)
+    tell(host_bytes=host.peak_bytes, device_bytes=max(beyond))
     step = _lose_time(training, peer, save, tell, lambda: step)
     _restore(training, peer, step, place, tell)
     peer.close()
@@ -159,7 +158,7 @@ def copy_barely(training: GpuTraining) -> float:
     del memory
     gc.collect()
     if is_real:
-        torch._C._host_emptyCache()
+        getattr(torch._C, "_host_emptyCache", gc.collect)()
     return seconds
 
 
@@ -175,12 +174,13 @@ def _lose_time(
     The write goes on beside the steps; where it lasts longer than these, it is waited for outside of what is measured.
     """
     is_dry = training.device.type == "cpu"
+    allow_update = (lambda: None) if peer.waits_by_itself else peer.wait_copied
     steps = 2 if is_dry else STEPS_BETWEEN
     training.run(2)
     plain = [training.run(steps) for _ in range(2)]
     lost = []
     for _ in range(1 if is_dry else 2 if training.state.size_bytes > 6e9 else 3):
-        seconds = training.run(steps, save, peer.wait_copied)
+        seconds = training.run(steps, save, allow_update)
         lost.append(seconds - statistics.median(plain))
         peer.wait_durable()
         peer.retain(newest())
@@ -224,9 +224,9 @@ def _restore(training: GpuTraining, peer: Any, step: int, place: Path, tell: Cal
 
 
 def _reset_peak(device: torch.device) -> int:
+    synchronize(device)
     if device.type != "cuda":
         return 0
-    synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
 

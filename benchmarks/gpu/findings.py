@@ -19,6 +19,7 @@ BARE: Final = "bare pinned copy"
 _COLUMNS: Final = (
     ("save() returns", "returns_seconds", 1e3, "ms"),
     ("training may go on", "free_seconds", 1e3, "ms"),
+    ("the first", "first_seconds", 1e3, "ms"),
     ("durable", "durable_seconds", 1.0, "s"),
     ("restore", "restore_seconds", 1.0, "s"),
     ("lost a save", "lost_seconds", 1e3, "ms"),

@@ -81,11 +81,10 @@ def make_environment(root: Path, place: Path, scratch: Path) -> dict[str, str]:
     Its path has to be short, since Python's processes speak to each other by sockets there.
     """
     paths = [place / "site", root, root / "tests", root / "examples"]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONDONTWRITEBYTECODE")}
     env |= {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [env.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONFAULTHANDLER": "1",
         "TMPDIR": str(scratch),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
