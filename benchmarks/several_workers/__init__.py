@@ -7,7 +7,7 @@ bytes (`bare`). `page` and `bars` show what was measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.peers import PEERS
@@ -46,6 +46,8 @@ STAYING: Final = {
 TRAINED: Final = ModelSize(vocabulary=20_000, context=32, width=384, layers=6)
 """The model that is trained: 0.22 GB with its optimizer's state."""
 TRAINING_WORKERS: Final = 2
+TRAINING: Final = "fsdp-training"
+"""What the results call the training of several workers."""
 SIDE: Final = 64
 """The length of both dimensions of each small tensor."""
 
@@ -70,32 +72,39 @@ class Setup:
     title: str
     workers: int
     is_replicated: bool
-    model: ModelSize | None = field(default=None)
+    model: ModelSize | None = None
     leaves: int = 0
 
 
 def list_setups(scale: float) -> list[Setup]:
     """**Pure.** All that is saved, at `scale` of its size."""
     return [
-        Setup(
-            name=f"{'ddp' if is_replicated else 'fsdp'}-{workers}{'' if has_model else '-small'}",
-            title=f"{'DDP' if is_replicated else 'FSDP2'}, {workers} workers{'' if has_model else ', many small tensors'}",
-            workers=workers,
-            is_replicated=is_replicated,
-            # What is replicated is as large on all workers together as what is divided.
-            model=_MODEL.scaled(scale / (workers if is_replicated else 1)) if has_model else None,
-            leaves=0 if has_model else max(8, round(_LEAVES * scale)),
-        )
+        _make_setup(scale, workers, is_replicated=is_replicated, has_model=has_model)
         for workers in (2, 4)
         for has_model in (True, False)
         for is_replicated in (False, True)
     ]
 
 
-TRAINING: Final = "fsdp-training"
-"""What the results call the training of several workers."""
+def _make_setup(scale: float, workers: int, *, is_replicated: bool, has_model: bool) -> Setup:
+    kind, title = ("ddp", "DDP") if is_replicated else ("fsdp", "FSDP2")
+    small, small_title = ("", "") if has_model else ("-small", ", many small tensors")
+    return Setup(
+        name=f"{kind}-{workers}{small}",
+        title=f"{title}, {workers} workers{small_title}",
+        workers=workers,
+        is_replicated=is_replicated,
+        # What is replicated is as large on all workers together as what is divided.
+        model=_MODEL.scaled(scale / (workers if is_replicated else 1)) if has_model else None,
+        leaves=0 if has_model else max(8, round(_LEAVES * scale)),
+    )
 
 
 def other_number(workers: int) -> int:
     """**Pure.** The number of workers that restores what so many have saved."""
     return 4 if workers == 2 else 2
+
+
+def name_restore(setup: Setup) -> str:
+    """**Pure.** What the results call the restores of a setup by another number of workers."""
+    return f"{setup.name}-by-{other_number(setup.workers)}"

@@ -1,4 +1,4 @@
-"""What the machine can do for as many processes at once: copy, write and read the same bytes with nothing else to do."""
+"""What the machine can do for as many processes at once that only copy, write or read the same bytes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class BareWorker:
         self._moves = plan_moves(own, self._buffer)
 
     def measure(self) -> dict[str, float]:
-        """**Collective.** The seconds of this process: a usual copy, and the best of a few ways to write and to read."""
+        """**Collective.** The seconds of this process: of a usual copy, and of the best way to write and to read."""
         return {
             "copy": median(self._alone(lambda: move_all(self._moves)) for _ in range(_COPIES)),
             "write": min(self._write(threads, NEW_FILE) for threads in _THREADS),

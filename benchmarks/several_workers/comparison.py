@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -23,6 +24,7 @@ from benchmarks.several_workers import (
     TRAINING_WORKERS,
     Setup,
     list_setups,
+    name_restore,
     other_number,
 )
 from benchmarks.several_workers.jobs import Jobs, open_jobs
@@ -40,6 +42,10 @@ _ROUND_STEPS: Final = 10
 """More saves than one contender makes in a round."""
 
 
+MOST_ROUNDS: Final = 3
+"""More would make the whole comparison take much longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
     """How much is done.
@@ -52,7 +58,7 @@ class WorkersPlan:
         has_others: Whether another number of workers restores, too.
     """
 
-    rounds: int = 3
+    rounds: int = MOST_ROUNDS
     most_seconds: float = 75.0
     interval_steps: int = 10
     setups: Sequence[str] = ()
@@ -128,7 +134,7 @@ def _compare_setup(bench: Bench, jobs: Jobs, setup: Setup, names: Sequence[str],
         left.steps[name] = step, version
         return figures
 
-    with jobs.opened(setup.name, [LIMITS, *names], lambda name: _open_order(bench, setup, name)) as said:
+    with jobs.opened(setup.name, [LIMITS, *names], partial(_open_order, bench, setup)) as said:
         _note_shape(bench, setup, said)
         _go_round(jobs, setup.name, plan, measure)
     return left
@@ -179,7 +185,7 @@ def _restore_left(bench: Bench, jobs: Jobs, waiting: list[_Left], workers: int, 
     """Restores what jobs of another number of workers have left; gives what still waits for yet another number."""
     rest = []
     for left in waiting:
-        setup, workload = left.setup, f"{left.setup.name}-by-{workers}"
+        setup, workload = left.setup, name_restore(left.setup)
         if other_number(setup.workers) != workers:
             rest.append(left)
             continue
@@ -191,7 +197,7 @@ def _restore_left(bench: Bench, jobs: Jobs, waiting: list[_Left], workers: int, 
 
         names = [name for name in left.steps if name not in (DCP_SYNC, *STAYING)]
         bench.results.failures += [(workload, name, why) for name, why in STAYING.items() if name in left.steps]
-        with jobs.opened(workload, [LIMITS, *names], lambda name, setup=setup: _open_order(bench, setup, name)):
+        with jobs.opened(workload, [LIMITS, *names], partial(_open_order, bench, setup)):
             _go_round(jobs, workload, plan, measure)
         shutil.rmtree(bench.directory / setup.name, ignore_errors=True)
     return rest

@@ -109,7 +109,8 @@ def _make_small(leaves: int) -> nn.Module:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _values(name: str, tensor: torch.Tensor, number: int, version: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -91,14 +92,15 @@ class WorkersDcp(Removing, InThreadCached):
 
     def join_group(self) -> dist.ProcessGroup | None:
         """One more group, on all workers."""
-        return dist.new_group(backend="gloo")
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
 
 
 class WorkersDcpSync(Removing, Synchronous):
     """`dcp.save` in the default group."""
 
 
-_WAYS: Final = {
+_WAYS: Final[dict[str, Callable[[], TorchPeer]]] = {
     HOLDFAST: WorkersHoldfast,
     OVERLAPPED: WorkersOverlapped,
     DCP: WorkersDcp,
