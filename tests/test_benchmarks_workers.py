@@ -126,7 +126,6 @@ def test_the_page_says_who_failed_and_who_is_missing() -> None:
     assert "| torch_checkpointing | not installed: torch_checkpointing |" in page
     saves = "120 ms, 1.20 x | 100 ms, 1.00 x | 500 ms, 1.00 x"
     assert f"| **holdfast** | {saves} | 2.00 s, 2.00 x | 3.00 s, 3.00 x |" in page
-    )
     assert "| bare limit | 100 ms | 100 ms | 500 ms | 1.00 s | 1.00 s |" in page
     assert "The stall of the first save of a job: holdfast 4.00 s." in page
 
