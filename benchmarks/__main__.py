@@ -40,6 +40,7 @@ from benchmarks.several_workers.comparison import (
 from benchmarks.several_workers.page import was_measured
 from benchmarks.several_workers.published import publish
 from benchmarks.small import measure_small
+from benchmarks.speed import render_speed
 from benchmarks.turns import Bench
 
 _HERE: Final = Path(__file__).parent
@@ -117,6 +118,7 @@ def main(
     # Another command measures what it shows of frameworks.
     page.write_text(keep_section(render_report(results, "benchmarks.svg"), page.read_text() if page.exists() else ""))
     (place / "benchmarks.svg").write_text(render_picture(results))
+    (place / "speed.svg").write_text(render_speed(results))
     click.echo(f"{page} after {time.monotonic() - begun_at:.0f} s")
     if was_measured(results):
         click.echo(publish(results, out, docs))

@@ -92,7 +92,7 @@ def test_wrong_arguments_are_a_usage_error(arguments: tuple[str, ...]) -> None:
         ),
         (KeyboardInterrupt(), ExitCode.INTERRUPTED, "holdfast: interrupted\n"),
         (ZeroDivisionError("by zero"), ExitCode.BUG, "holdfast: ZeroDivisionError: by zero\n"),
-        (RecursionError(), ExitCode.DAMAGED, "holdfast: what is stored is nested too deep"),
+        (RecursionError(), ExitCode.DAMAGED, "holdfast: the checkpoint holds a value that is nested too deep"),
         (OSError(28, "No space left on device"), ExitCode.FAILED, "cannot write the output: No space left on device"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_place_where_nothing_is(tmp_path: Path) -> None:
         "missing@5": "there is no directory",
         "empty": "is empty",
         "file": "is not a directory",
-        "other": "is no directory of a run",
+        "other": "is not a run",
     }.items():
         for verb in ("list", "show", "verify"):
             code, said = complaint(verb, tmp_path / name)
@@ -335,8 +335,12 @@ def test_show_says_what_a_checkpoint_is_and_where_its_bytes_are(run: Path) -> No
     assert tree["embedding"] == ["1", "12000"]
     assert tree["10.weight"] == ["1", "8000"]
     assert tree["optimizer"] == ["2", "40"]
-    assert lines_of(rest)[-1][:2] == ["model/layers.6.weight", "F64"]
-    assert ["epoch", "-", "-", "-", "=", "1"] in lines_of(rest)
+    assert ["10.weight", "1", "8000", "7%", "F64", "[40,25]"] in lines_of(rest)
+    assert ["epoch", "-", "-", "-", "-", "-", "=", "1"] in lines_of(rest)
+    assert "LARGEST" not in rest
+    largest = call("show", run, "--depth", "0", "--largest", "2").stdout.split("\n\n")[2]
+    assert lines_of(largest)[0][:3] == ["LARGEST", "OF", "15"]
+    assert [row[0] for row in lines_of(largest)[1:]] == ["model/embedding", "model/layers.0.weight"]
     assert "10.weight" not in call("show", run, "--depth", "1").stdout.split("\n\n")[1]
 
 

@@ -38,6 +38,8 @@ _PATIENCE_SECONDS: Final = 25.0
 """One whose round takes longer is not so close to the others that its median would need more rounds."""
 _PAUSE_SECONDS: Final = 1.0
 _CHAIN_SAVES: Final = 3
+_PARTS_OF_SAVES: Final = 4
+"""A setup's saves may take so many times as long as its restores by another number of workers."""
 _ROUND_STEPS: Final = 10
 """More saves than one contender makes in a round."""
 
@@ -52,14 +54,15 @@ class WorkersPlan:
 
     Attributes:
         rounds: How many rounds count; one more comes before them.
-        most_seconds: After so long no further round of a setup begins.
+        most_seconds: About how long it may all take: once a setup has had its share of what is left, no further round
+            of it begins. One round counts at least.
         interval_steps: How many steps of training lie between two saves.
         setups: What is saved, by name; empty for all.
         has_others: Whether another number of workers restores, too.
     """
 
     rounds: int = MOST_ROUNDS
-    most_seconds: float = 75.0
+    most_seconds: float = 600.0
     interval_steps: int = 10
     setups: Sequence[str] = ()
     has_others: bool = True
@@ -73,21 +76,38 @@ class _Left:
     steps: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
+class _Shares:
+    """Divides the time that is left among what is still to be measured."""
+
+    def __init__(self, most_seconds: float, parts: int) -> None:
+        """So many parts have so much time together."""
+        self._ends_at = time.monotonic() + most_seconds
+        self._parts = parts
+
+    def take(self, parts: int) -> float:
+        """How many seconds the next parts may take."""
+        seconds = max(0.0, self._ends_at - time.monotonic()) * parts / max(self._parts, 1)
+        self._parts -= parts
+        return seconds
+
+
 def compare_workers(bench: Bench, names: Sequence[str], plan: WorkersPlan) -> None:
     """Measures saves by 2 and by 4 workers, and restores by as many and by another number of workers."""
     setups = [setup for setup in list_setups(bench.results.scale) if setup.name in plan.setups or not plan.setups]
     members = _members(JOBS, names)
     waiting: list[_Left] = []
+    shares = _Shares(plan.most_seconds, len(setups) * (_PARTS_OF_SAVES + (1 if plan.has_others else 0)))
     for workers in dict.fromkeys(setup.workers for setup in setups):
         with open_jobs(bench, workers, members) as jobs:
-            waiting = _restore_left(bench, jobs, waiting, workers, plan)
+            if plan.has_others:
+                waiting = _restore_left(bench, jobs, waiting, workers, plan, shares)
             for setup in setups:
                 if setup.workers == workers:
-                    waiting.append(_compare_setup(bench, jobs, setup, names, plan))
+                    waiting.append(_compare_setup(bench, jobs, setup, names, plan.rounds, shares))
     if plan.has_others:
         for workers in dict.fromkeys(other_number(left.setup.workers) for left in waiting):
             with open_jobs(bench, workers, members) as jobs:
-                waiting = _restore_left(bench, jobs, waiting, workers, plan)
+                waiting = _restore_left(bench, jobs, waiting, workers, plan, shares)
 
 
 def compare_workers_training(bench: Bench, names: Sequence[str], plan: WorkersPlan) -> None:
@@ -119,13 +139,13 @@ def compare_workers_training(bench: Bench, names: Sequence[str], plan: WorkersPl
     try:
         with open_jobs(bench, TRAINING_WORKERS, members) as jobs:
             with jobs.opened(TRAINING, [name for some in members.values() for name in some], open_one):
-                _go_round(jobs, TRAINING, plan, train)
+                _go_round(jobs, TRAINING, plan.rounds, plan.most_seconds, train)
     finally:
         shutil.rmtree(bench.directory / TRAINING, ignore_errors=True)
 
 
-def _compare_setup(bench: Bench, jobs: Jobs, setup: Setup, names: Sequence[str], plan: WorkersPlan) -> _Left:
-    left = _Left(setup)
+def _compare_setup(bench: Bench, jobs: Jobs, setup: Setup, names: Sequence[str], rounds: int, shares: _Shares) -> _Left:
+    left, most_seconds = _Left(setup), shares.take(_PARTS_OF_SAVES)
 
     def measure(name: str, number: int) -> dict[str, float]:
         if name == LIMITS:
@@ -136,7 +156,7 @@ def _compare_setup(bench: Bench, jobs: Jobs, setup: Setup, names: Sequence[str],
 
     with jobs.opened(setup.name, [LIMITS, *names], partial(_open_order, bench, setup)) as said:
         _note_shape(bench, setup, said)
-        _go_round(jobs, setup.name, plan, measure)
+        _go_round(jobs, setup.name, rounds, most_seconds, measure)
     return left
 
 
@@ -150,8 +170,10 @@ def _save_and_restore(
     """
     step, version = number * _ROUND_STEPS + 1, number + 1
     jobs.order(name, WorkersOrder(verb="change", version=version))
-    chain = _slowest(jobs.order(name, WorkersOrder(verb="save", way=name, step=step, count=_CHAIN_SAVES)))
-    step += _CHAIN_SAVES - 1
+    # One that is synchronous has nothing that a third save could meet.
+    count = _CHAIN_SAVES - 1 if name == DCP_SYNC else _CHAIN_SAVES
+    chain = _slowest(jobs.order(name, WorkersOrder(verb="save", way=name, step=step, count=count)))
+    step += count - 1
     # In the first round it is the first save of all that says something; later, those that have one right before them.
     figures = {key: median(values[:1] if number == 0 else values[1:]) for key, values in chain.items()}
     if number > 0 and name != DCP_SYNC:
@@ -181,7 +203,9 @@ def _restore(bench: Bench, jobs: Jobs, setup: Setup, name: str, step: int, versi
     return _slowest(jobs.order(name, order))["restore"][0]
 
 
-def _restore_left(bench: Bench, jobs: Jobs, waiting: list[_Left], workers: int, plan: WorkersPlan) -> list[_Left]:
+def _restore_left(
+    bench: Bench, jobs: Jobs, waiting: list[_Left], workers: int, plan: WorkersPlan, shares: _Shares
+) -> list[_Left]:
     """Restores what jobs of another number of workers have left; gives what still waits for yet another number."""
     rest = []
     for left in waiting:
@@ -198,15 +222,15 @@ def _restore_left(bench: Bench, jobs: Jobs, waiting: list[_Left], workers: int, 
         names = [name for name in left.steps if name not in (DCP_SYNC, *STAYING)]
         bench.results.failures += [(workload, name, why) for name, why in STAYING.items() if name in left.steps]
         with jobs.opened(workload, [LIMITS, *names], partial(_open_order, bench, setup)):
-            _go_round(jobs, workload, plan, measure)
+            _go_round(jobs, workload, max(1, plan.rounds - 1), shares.take(1), measure)
         shutil.rmtree(bench.directory / setup.name, ignore_errors=True)
     return rest
 
 
-def _go_round(jobs: Jobs, workload: str, plan: WorkersPlan, measure: Measure) -> None:
+def _go_round(jobs: Jobs, workload: str, rounds: int, most_seconds: float, measure: Measure) -> None:
     begun_at = time.monotonic()
-    for number in range(plan.rounds + 1):
-        if number > 1 and time.monotonic() - begun_at > plan.most_seconds:
+    for number in range(rounds + 1):
+        if number > 1 and time.monotonic() - begun_at > most_seconds:
             return
         for name in in_turn(jobs.live, number):
             if name in jobs.live:
