@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import click
+from msgspec.structs import replace
 
 from benchmarks.frameworks.page import keep_section
 from benchmarks.frozen import compare_frozen
@@ -38,7 +39,7 @@ from benchmarks.several_workers.comparison import (
     compare_workers_training,
 )
 from benchmarks.several_workers.page import was_measured
-from benchmarks.several_workers.published import publish
+from benchmarks.several_workers.published import is_of_workers, publish
 from benchmarks.small import measure_small
 from benchmarks.speed import render_speed
 from benchmarks.turns import Bench
@@ -113,15 +114,27 @@ def main(
             click.echo(f"\nstopped{kept}", err=True)
             sys.exit(130)
     results = _read(path)
-    place = docs or (_DOCS if _is_whole(results) else out)
-    page = place / "benchmarks.md"
-    # Another command measures what it shows of frameworks.
-    page.write_text(keep_section(render_report(results, "benchmarks.svg"), page.read_text() if page.exists() else ""))
-    (place / "benchmarks.svg").write_text(render_picture(results))
-    (place / "speed.svg").write_text(render_speed(results))
-    click.echo(f"{page} after {time.monotonic() - begun_at:.0f} s")
+    shown = _split(results)
+    if shown.rounds or not was_measured(results):
+        place = docs or (_DOCS if _is_whole(shown) else out)
+        page = place / "benchmarks.md"
+        # Another command measures what it shows of frameworks.
+        kept = page.read_text() if page.exists() else ""
+        page.write_text(keep_section(render_report(shown, "benchmarks.svg"), kept))
+        (place / "benchmarks.svg").write_text(render_picture(shown))
+        (place / "speed.svg").write_text(render_speed(shown))
+        click.echo(f"{page} after {time.monotonic() - begun_at:.0f} s")
     if was_measured(results):
-        click.echo(publish(results, out, docs))
+        click.echo(f"{publish(results, out, docs)} after {time.monotonic() - begun_at:.0f} s")
+
+
+def _split(results: Results) -> Results:
+    """**Pure.** What one process has saved; several workers have a page of their own."""
+    return replace(
+        results,
+        rounds=[entry for entry in results.rounds if not is_of_workers(entry.workload)],
+        failures=[failure for failure in results.failures if not is_of_workers(failure[0])],
+    )
 
 
 def _make_directory(place: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from benchmarks.__main__ import RESULTS_NAME, main
 from benchmarks.contender import ContenderError
 from benchmarks.machine import Machine, describe_machine
-from benchmarks.results import LIMITS, Results, Round, Shape, read_results
+from benchmarks.results import LIMITS, Results, Round, Shape, read_results, write_results
 from benchmarks.scratch import open_scratch
 from benchmarks.several_workers import (
     DCP,
@@ -32,6 +33,7 @@ from benchmarks.several_workers.orders import WorkersOrder
 from benchmarks.several_workers.page import is_whole, render_page, render_workers_picture
 from benchmarks.several_workers.published import DOCS, NAME, publish, render
 from benchmarks.turns import Bench
+from click.testing import CliRunner
 from msgspec.structs import replace
 
 TINY = 0.0005
@@ -173,6 +175,15 @@ def test_only_figures_of_several_workers_are_published(tmp_path: Path) -> None:
     kept = read_results(page.with_suffix(".json"))
     assert {entry.workload for entry in kept.rounds} == {"fsdp-2", "fsdp-2-by-4", "fsdp-2-small"}
     assert kept.rounds[0].figures["write"] == 0.1235
+
+
+def test_the_page_of_one_process_stays_when_several_were_measured(tmp_path: Path) -> None:
+    write_results(replace(_made_up(), missing={"torch_checkpointing": "not installed"}), tmp_path / RESULTS_NAME)
+    (tmp_path / "benchmarks.md").write_text("as it was")
+    outcome = CliRunner().invoke(main, ["--render", "--out", str(tmp_path), "--docs", str(tmp_path)])
+    assert outcome.exit_code == 0, outcome.output
+    assert (tmp_path / "benchmarks.md").read_text() == "as it was"
+    assert "| torch_checkpointing | not installed |" in (tmp_path / f"{NAME}.md").read_text()
 
 
 def test_ddp_and_fsdp_hold_as_much_over_all_workers() -> None:

@@ -38,21 +38,25 @@ def render(place: Path) -> Path:
     return page
 
 
+def is_of_workers(workload: str) -> bool:
+    """**Pure.** Whether the results call so what several workers have saved or restored."""
+    setups = list_setups(1.0)
+    return workload in {TRAINING, *(name for setup in setups for name in (setup.name, name_restore(setup)))}
+
+
 def select(results: Results) -> Results:
     """**Pure.** What was measured with several workers, with as many digits as say something."""
-    setups = list_setups(1.0)
-    workloads = {TRAINING, *(name for setup in setups for name in (setup.name, name_restore(setup)))}
     names = {name for jobs in (JOBS, TRAINING_JOBS) for some in jobs.values() for name in some}
     return Results(
         machine=results.machine,
         scale=results.scale,
-        shapes={name: shape for name, shape in results.shapes.items() if name in workloads},
+        shapes={name: shape for name, shape in results.shapes.items() if is_of_workers(name)},
         makes_last={name: note for name, note in results.makes_last.items() if name in names},
         rounds=[
             replace(entry, figures={key: float(f"{value:.{_DIGITS}g}") for key, value in entry.figures.items()})
             for entry in results.rounds
-            if entry.workload in workloads
+            if is_of_workers(entry.workload)
         ],
-        failures=[failure for failure in results.failures if failure[0] in workloads],
+        failures=[failure for failure in results.failures if is_of_workers(failure[0])],
         missing={name: why for name, why in results.missing.items() if name in names},
     )
