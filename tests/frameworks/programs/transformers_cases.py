@@ -63,7 +63,8 @@ def make(directory: Path, cls: Any = Trainer, model: Any = None, callback: Any =
     )
     torch.manual_seed(1)
     callback = callback or hf.transformers.Resumable(directory / "run", save_every=hf.Steps(2))
-    return cls(model or Model(), arguments, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[callback])
+    callbacks = callback if isinstance(callback, list) else [callback]
+    return cls(model or Model(), arguments, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
 
 
 def wider() -> Any:
@@ -186,6 +187,7 @@ CASES: Final[dict[str, Callable[[Path], Any]]] = {
     "FSDP1": lambda place: make(place, DividedTrainer),
     "tensor parallel": lambda place: make(place, TensorParallelTrainer),
     "batch size": lambda place: make(place, auto_find_batch_size=True),
+    "two of them": lambda place: make(place, callback=[hf.transformers.Resumable(place / name) for name in "ab"]),
     "changed model": changed_model,
     "other run": other_run,
     "added later": added_later,
