@@ -172,6 +172,13 @@ def prepared_nothing(directory: Path) -> None:
     hf.accelerate.resumable(accelerate.Accelerator(cpu=True), directory)
 
 
+def misspelt_option(directory: Path) -> None:
+    """Gives a policy by a name that no option has."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    hf.accelerate.resumable(accelerator, directory, save_evry=hf.Steps(5))
+
+
 def prepared_name(directory: Path) -> None:
     """Gives an object by the name of one that is kept already."""
     accelerator = accelerate.Accelerator(cpu=True)
@@ -199,6 +206,7 @@ CASES: Final[dict[str, Callable[[Path], Any]]] = {
     "loop, tensor parallel": lambda place: divided_loop(place, "TENSORS"),
     "loop, prepared nothing": prepared_nothing,
     "loop, prepared name": prepared_name,
+    "loop, misspelt": misspelt_option,
 }
 
 
