@@ -239,14 +239,15 @@ def is_numeric(dtype: str) -> bool:
 
 def to_numbers(data: Bytes, dtype: str) -> Numbers:
     """**Pure.** The numbers that bytes stand for, as doubles; `dtype` is one for which `is_numeric` holds."""
-    if dtype in _COMPLEX:
-        return data.view(np.dtype(_COMPLEX[dtype])).astype(np.complex128)
-    if dtype == "BF16":
-        wide = data.view(np.uint16).astype(np.uint32) << np.uint32(16)
-        return wide.view(np.float32).astype(np.float64)
-    if dtype in _EIGHT_BITS:
-        return _eight_bit_table(dtype)[data]
-    return data.view(np.dtype(_PLAIN[dtype])).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # A NaN that signals is a NaN.
+        if dtype in _COMPLEX:
+            return data.view(np.dtype(_COMPLEX[dtype])).astype(np.complex128)
+        if dtype == "BF16":
+            wide = data.view(np.uint16).astype(np.uint32) << np.uint32(16)
+            return wide.view(np.float32).astype(np.float64)
+        if dtype in _EIGHT_BITS:
+            return _eight_bit_table(dtype)[data]
+        return data.view(np.dtype(_PLAIN[dtype])).astype(np.float64)
 
 
 @cache

@@ -80,7 +80,9 @@ def command(
         measured = list(_measure(sides, changes))
         same += measured.count(None)
         changes = [one for one in measured if one is not None]
-    found = Comparison(heading_a, heading_b, tuple(changes), same, tuple(values), not quick, tuple(contents_a.objects))
+    found = CheckpointDifference(
+        heading_a, heading_b, tuple(changes), same, tuple(values), not quick, tuple(contents_a.objects)
+    )
     if as_json:
         write_json(sys.stdout, "diff", {**found.fields(), "seconds": time.monotonic() - begun_at})
     else:
@@ -124,7 +126,7 @@ def _measure(sides: Sequence[_Side], changes: Sequence[LeafChange]) -> Iterator[
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class CheckpointDifference:
     """What differs.
 
     Attributes:
@@ -190,7 +192,7 @@ def _heading_fields(heading: Heading) -> dict[str, Any]:
     }
 
 
-def _show(screen: Screen, found: Comparison, limit: int | None) -> None:
+def _show(screen: Screen, found: CheckpointDifference, limit: int | None) -> None:
     now = time.time()
     rows: list[list[Words]] = []
     for label, heading in (("A", found.a), ("B", found.b)):
@@ -227,7 +229,7 @@ def _show(screen: Screen, found: Comparison, limit: int | None) -> None:
     _show_values(screen, found, limit)
 
 
-def _show_changes(screen: Screen, found: Comparison, limit: int | None) -> None:
+def _show_changes(screen: Screen, found: CheckpointDifference, limit: int | None) -> None:
     objects = list(dict.fromkeys((*found.objects, *(one.name.partition("/")[0] for one in found.changes))))
     changes = sorted(
         found.changes,
@@ -261,7 +263,7 @@ def _show_changes(screen: Screen, found: Comparison, limit: int | None) -> None:
             screen.say((f"not finite: {one.name} has {before} in A, {after} in B", BAD if after else NOTABLE))
 
 
-def _show_values(screen: Screen, found: Comparison, limit: int | None) -> None:
+def _show_values(screen: Screen, found: CheckpointDifference, limit: int | None) -> None:
     shown = found.values[:limit] if screen.is_terminal else found.values
     if not shown:
         return
