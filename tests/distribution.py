@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import holdfast as hf
+
 ROOT = Path(__file__).parent.parent
 KILLED_AT = "step 230:"
 SHORT_TESTS = ("tests/test_format.py", "tests/test_policies.py", "tests/test_manager.py", "tests/test_cli.py")
@@ -93,7 +95,9 @@ def find_wheel_problems(wheel: Path, *, compiled: bool = True) -> list[str]:
         problems.append(f"the compiled modules are {libraries}")
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     problems += [f"{name} is lacking" for name in sorted((sources | {"holdfast/py.typed"}) - set(names))]
-    problems += [f"{line} is lacking" for line in ("Author: ", "Classifier: ", "# holdfast") if line not in metadata]
+    wanted = ("Author: ", "Classifier: ", "# holdfast", f"\nVersion: {hf.__version__}\n")
+    problems += [f"{line!r} is lacking" for line in wanted if line not in metadata]
+    problems += [] if any(name.endswith("/LICENSE") for name in names) else ["the license is lacking"]
     return problems
 
 

@@ -165,7 +165,7 @@ def test_the_command_line_says_what_a_restore_says(tmp_path: Path) -> None:
         code, said = complaint("prune", tmp_path, "--steps", named, "--yes")
         assert code == ExitCode.USAGE
         assert "step 3 was committed, and its manifest is gone; --steps does not remove such a step" in said
-    assert "--lost (steps whose manifest is gone)" in complaint("prune", tmp_path)[1]
+    assert "--unfinished or --lost" in complaint("prune", tmp_path)[1]
     code, said = complaint("show", tmp_path / THREE)
     assert code == ExitCode.DAMAGED
     assert "was committed, and its manifest is gone" in said

@@ -453,7 +453,7 @@ def test_list_names_it(run: Path) -> None:
 def test_prune_removes_it_when_no_job_can_be_alive(run: Path) -> None:
     make_left(run)
     left_alone = call("prune", run, "--unfinished", "--yes")
-    assert f"left alone: {SPARE_NAME}, which a job is to use for its next save" in left_alone.stdout
+    assert f"skipped: a job may use {SPARE_NAME}" in left_alone.stdout
     assert has_spare(run)
     code, words = complaint("prune", run)
     assert code == 2
