@@ -457,7 +457,7 @@ def test_prune_removes_it_when_no_job_can_be_alive(run: Path) -> None:
     assert has_spare(run)
     code, words = complaint("prune", run)
     assert code == 2
-    assert "--unfinished (with --job-is-dead also the spare file)" in words
+    assert "--unfinished or --lost" in words
     document = call_json("prune", run, "--unfinished", "--job-is-dead", "--dry-run")
     assert [(one["directory"], one["state"]) for one in document["remove"]] == [(SPARE_NAME, "spare")]
     assert has_spare(run)
