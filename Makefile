@@ -25,9 +25,6 @@ DEMO ?=
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=
 
-<<<<<<< HEAD
-.PHONY: demo dist docs test test-ray test-frameworks check crash bench bench-frameworks clean
-=======
 # `make gpu` takes the Python that has the machine's own torch, and installs nothing. DRY=1 tries the kit on the processor.
 GPU_OUT ?= build/gpu
 GPU_WHEELS := .gpu-wheels
@@ -36,8 +33,7 @@ DRY ?=
 # For instance: make gpu GPU="--only tests"; GPU=--help shows what there is.
 GPU ?=
 
-.PHONY: demo docs test test-ray test-frameworks check crash bench bench-frameworks gpu gpu-wheels clean
->>>>>>> main
+.PHONY: demo dist docs test test-ray test-frameworks check crash bench bench-frameworks gpu gpu-wheels clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -93,11 +89,7 @@ gpu-wheels:
 	$(PYTHON) -m benchmarks.gpu.wheels $(GPU_WHEELS) $(PYTHON_VERSION)
 
 clean:
-<<<<<<< HEAD
-	rm -rf .venv .venv-bench .venv-ray .venv-frameworks .venv-docs .venv-dist build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
-=======
-	rm -rf .gpu-wheels .venv .venv-bench .venv-ray .venv-frameworks .venv-docs build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
->>>>>>> main
+	rm -rf .gpu-wheels .venv .venv-bench .venv-ray .venv-frameworks .venv-docs .venv-dist build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
 .venv/ready: EXTRAS := torch,dev
