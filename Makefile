@@ -16,7 +16,7 @@ FRAMEWORKS_VENV ?= .venv-frameworks
 DOCS_VENV ?= .venv-docs
 DIST_VENV ?= .venv-dist
 # Into each of these that this machine has, `make dist` installs the wheel; give others by PYTHONS="/path/to/python ...".
-PYTHONS ?= $(shell for minor in 11 12 13; do p=$$(command -v python3.$$minor) && $$p -c '' 2>/dev/null && echo $$p; done)
+PYTHONS ?= $(shell for minor in 11 12 13; do p=$$(command -v python3.$$minor) && $$p -c '' 2>/dev/null && echo $$p; done; true)
 COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 CRASH := PYTHONPATH=tests $(BIN)/python -m crash
