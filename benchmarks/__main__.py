@@ -198,7 +198,9 @@ def _measure(
             elif part == "several-workers":
                 compare_workers(bench, _asked(JOBS, peers), WorkersPlan(rounds=min(rounds, MOST_ROUNDS)))
             elif part == "several-training":
-                compare_workers_training(bench, _asked(TRAINING_JOBS, peers), WorkersPlan(rounds=rounds))
+                compare_workers_training(
+                    bench, _asked(TRAINING_JOBS, peers), WorkersPlan(rounds=min(rounds, MOST_ROUNDS))
+                )
             else:
                 compare_saves(bench, part, names, rounds)
             write_results(merge(before, results) if before else results, out / RESULTS_NAME)
