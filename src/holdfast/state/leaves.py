@@ -117,6 +117,19 @@ class Plain(msgspec.Struct, frozen=True):
     alias_keys: list[Hashable]
 
 
+class Glance(msgspec.Struct, frozen=True):
+    """A look at many plain arrays at once.
+
+    Attributes:
+        addresses: For each, where its memory begins, on whatever device; 0 if it has no elements.
+        marks: Equal for two only if `ArrayBackend.spec` says the same of all their arrays, and `address` gives None for
+            the same ones, and whether two arrays with the same address have equal `alias_key`s is the same as well.
+    """
+
+    addresses: list[int]
+    marks: object
+
+
 class ArrayBackend(Protocol):
     """How the arrays of one library are looked at, copied out, and filled."""
 
@@ -154,10 +167,10 @@ class ArrayBackend(Protocol):
         None if it has none, or if no other array can have anything of its memory.
         """
 
-    def fingerprint(self, arrays: Sequence[Any]) -> object:
-        """Something that is equal for two lists of arrays only if type, shape and address of all are equal.
+    def glance(self, arrays: Sequence[Any]) -> Glance | None:
+        """What many arrays are, in less time than a look at each takes; None if there is no such thing.
 
-        It is quicker than looking at each. It may raise anything for arrays that have no `address`.
+        None also, or an error of any kind, where one of them cannot be stored, or is out of the ordinary.
         """
 
     def version(self, array: Any) -> int | None:
@@ -205,11 +218,13 @@ class LocalBox(msgspec.Struct, frozen=True):
         array: Its values: a plain array of the box's shape.
         holders: The ranks of all workers that hold this very box, in order, this one among them; None for those that
             hold a plain array in that place.
+        place: Which part `array` is of what this worker holds in one piece; None for all of it.
     """
 
     box: Box
     array: Any
     holders: Sequence[int] | None
+    place: Box | None = None
 
 
 class Sharding(msgspec.Struct, frozen=True):
@@ -251,6 +266,14 @@ class Sharder(Protocol):
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """A new array of that type and shape, uninitialised, whose boxes lie as those of another one."""
+
+    def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object] | None:
+        """What many arrays are, in less time than a look at each takes; None if there is no such thing.
+
+        Returns:
+            The library of what lies here; for each array the one plain array that holds its values here; and something
+            that is equal for two only if `look` says the same of all, as far as it does not depend on these.
+        """
 
 
 class PendingArray:
