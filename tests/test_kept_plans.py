@@ -93,7 +93,7 @@ class Job:
         if number % 4 == 0:
             return torch.full((3 + number % 3,), float(number))
         mesh = self.meshes[number % 4 == 3]
-        placements = [[Shard(0)], [Replicate()]][number % 4 == 2] if mesh.ndim == 1 else [Replicate(), Shard(0)]
+        placements: Any = [[Shard(0)], [Replicate()]][number % 4 == 2] if mesh.ndim == 1 else [Replicate(), Shard(0)]
         rows = (1, 5, 1200)[number % 3]
         return distribute_tensor(torch.full((rows, 70), float(number)), mesh, placements)
 

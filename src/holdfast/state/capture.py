@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -21,12 +21,12 @@ from holdfast.state.adapters import Adapter, CaptureContext, Readable
 from holdfast.state.array_look import look_at
 from holdfast.state.capture_cache import (
     LEAST_PARTS,
-    Branch,
     CachedTree,
     CaptureCache,
-    Contents,
-    Source,
-    Written,
+    CapturedLeaf,
+    LeafOrigin,
+    TreeParts,
+    TreeShape,
     find_pattern,
     find_sources,
     list_branches,
@@ -105,15 +105,13 @@ def capture_objects(
         for name, obj in objects.items():
             sharing.holders = holders.get(name, range(worker.world_size))
             skeletons[name] = capturing.encode(obj, escape(name))
-        captured = capturing.captured(skeletons)
-        if hold is None:
-            return captured
-        held: list[Any] = []
-        for _, obj in context.members:
+        stepped: list[Any] = []
+        for _, obj in context.members if hold is not None else ():
             adapter = adapter_of(obj)
-            if adapter is not None and hold(obj, adapter):
-                held += adapter.stepped_arrays(obj)
-        return replace(captured, held=frozenset(capturing.find_held(held)))
+            if hold is not None and adapter is not None and hold(obj, adapter):
+                stepped += adapter.stepped_arrays(obj)
+        captured = capturing.captured(skeletons)
+        return replace(captured, held=frozenset(capturing.find_held(stepped))) if stepped else captured
 
 
 def check_capture(
@@ -153,6 +151,7 @@ def check_objects(objects: Mapping[str, object]) -> None:
 
 
 _ANY = Adapter()
+_CONTAINERS: Final = frozenset({dict, list})
 
 
 class _Capturing(Encoder):
@@ -171,9 +170,9 @@ class _Capturing(Encoder):
         # How many nodes of a framework's trees it is in.
         self._nodes_open = 0
         # By library and memory: its leaf.
-        self._leaves: dict[Hashable, Written] = {}
+        self._leaves: dict[Hashable, CapturedLeaf] = {}
         # By the identity of an array that was looked at by itself, and the array, which keeps its identity so.
-        self._looked_at: dict[int, tuple[Any, Written]] = {}
+        self._looked_at: dict[int, tuple[Any, CapturedLeaf]] = {}
         # For each leaf's array where it comes from: an array as it stands in a tree, and what was cut of that.
         self._origins: list[tuple[Any, tuple[Box, ...]] | None] = []
         # For each replica the array that stands in a tree.
@@ -183,7 +182,7 @@ class _Capturing(Encoder):
         self._has_renamed = False
         # Trees that were taken as they were, with what stands in them and what became of it; those behind the first
         # are in `_leaves` already.
-        self._taken: list[tuple[list[Any], list[Written]]] = []
+        self._taken: list[tuple[list[Any], list[CapturedLeaf]]] = []
         self._indexed = 0
         # Where the memory begins of all arrays that were met, but for the last ones.
         self._met: set[int] = set()
@@ -214,7 +213,6 @@ class _Capturing(Encoder):
 
     def find_held(self, arrays: list[Any]) -> set[int]:
         """The places of those leaves whose memory one of the arrays shows, as the leaf shows it."""
-        held: set[int] = set()
         known = {key: written for key, (_, written) in self._looked_at.items()}
         for own, written in self._taken:
             known.update(zip(map(id, own), written, strict=True))
@@ -226,8 +224,7 @@ class _Capturing(Encoder):
                 others += [part for _, part in parts_of(array)]
             elif sharder_of_type(type(array)) is not None or backend_of(array) is not None:
                 found.append(self._find(array, self._memory_of(array)))
-        held.update(chain.from_iterable(written.arrays for written in found if written is not None))
-        return held
+        return set(chain.from_iterable(written.arrays for written in found if written is not None))
 
     def _memory_of(self, array: Any) -> Hashable:
         """What tells the memory of an array, as it is looked at in an object, from any other."""
@@ -239,7 +236,7 @@ class _Capturing(Encoder):
         assert backend is not None  # It was found to be an array.
         return backend.name, backend.alias_key(array)
 
-    def _find(self, array: Any, memory: Hashable) -> Written | None:
+    def _find(self, array: Any, memory: Hashable) -> CapturedLeaf | None:
         """What became of the memory of an array, if it was met before."""
         if self._indexed < len(self._taken):
             # Those trees are entered one array at a time only where it may be one of theirs, which is seldom.
@@ -287,7 +284,7 @@ class _Capturing(Encoder):
             first, replica = len(self._columns.names), len(sharing.replicas)
             for name, spec, array, cuts in sharing.choose(leaf, sharding, path):
                 self._add(name, spec, array, backend.address(array), backend, (value, cuts))
-            written = Written(leaf, range(first, len(self._columns.names)), range(replica, len(sharing.replicas)))
+            written = CapturedLeaf(leaf, range(first, len(self._columns.names)), range(replica, len(sharing.replicas)))
             self._leaves[backend.name, sharding.memory] = known = written
         elif known.is_own:
             raise _in_both(path, known.leaf)
@@ -296,7 +293,7 @@ class _Capturing(Encoder):
         self._note(value, known)
         return {"$": "array", "k": backend.name, "v": known.leaf}
 
-    def _note(self, value: Any, written: Written) -> None:
+    def _note(self, value: Any, written: CapturedLeaf) -> None:
         """Notes what became of an array that was looked at by itself."""
         self._looked_at.setdefault(id(value), (value, written))
         self._not_met.append(value)
@@ -383,7 +380,9 @@ class _Capturing(Encoder):
 
     def _encode_tree(self, cache: CaptureCache, value: Any, path: str, depth: int) -> Node:
         """The node of a dict or a list: as it was, if all is as it was; otherwise it is remembered, if it can be."""
-        if (id(value), depth) in self._written or depth > MAX_DEPTH:
+        parts = value.values() if type(value) is dict else value
+        is_small = len(value) < LEAST_PARTS and _CONTAINERS.isdisjoint(map(type, parts))
+        if is_small or (id(value), depth) in self._written or depth > MAX_DEPTH:
             return super().encode(value, path, depth)
         found = cache.try_take(path, value)
         node = None if found is None else self._try_replay(*found, path, depth)
@@ -392,7 +391,7 @@ class _Capturing(Encoder):
         branch = cache.try_plan(path, value, depth)
         if branch is None:
             return super().encode(value, path, depth)
-        contents = Contents()
+        contents = TreeParts()
         self._is_remembering = True
         try:
             if not take(branch, value, contents) or len(contents.arrays) + len(contents.scalars) < LEAST_PARTS:
@@ -404,7 +403,7 @@ class _Capturing(Encoder):
             self._is_remembering = False
         return node
 
-    def _try_replay(self, cached: CachedTree, contents: Contents, path: str, depth: int) -> Node | None:
+    def _try_replay(self, cached: CachedTree, contents: TreeParts, path: str, depth: int) -> Node | None:
         """Adds a tree with such contents just as it was captured before; None if that would be wrong."""
         sharing, columns = self._sharing, self._columns
         containers = contents.containers
@@ -460,7 +459,9 @@ class _Capturing(Encoder):
         if known is None:
             leaf = self._unique(path)
             place, replica = len(self._columns.names), len(self._sharing.replicas)
-            self._leaves[memory] = known = Written(leaf, range(place, place + 1), range(replica, replica), is_own=True)
+            self._leaves[memory] = known = CapturedLeaf(
+                leaf, range(place, place + 1), range(replica, replica), is_own=True
+            )
             self._add(leaf, spec, array, backend.address(array), backend, (array, ()))
             self._sharing.note_form(leaf, spec)
         self._note(array, known)
@@ -502,7 +503,7 @@ class _Capturing(Encoder):
 class _Recording:
     """Remembers a tree, together with what its capture comes to between the making of this and `keep`."""
 
-    def __init__(self, capturing: _Capturing, cache: CaptureCache, branch: Branch, contents: Contents) -> None:
+    def __init__(self, capturing: _Capturing, cache: CaptureCache, branch: TreeShape, contents: TreeParts) -> None:
         self._capturing, self._cache = capturing, cache
         self._branch, self._contents = branch, contents
         self._before = self._count()
@@ -521,18 +522,16 @@ class _Recording:
         if look is None or capturing._has_renamed or len(sharing.quantizers) > quantizers:
             return
         branches = list_branches(branch)
-        found = [
-            capturing._written.get((id(value), depth + inner.depth))
-            for value, inner in zip(contents.containers, branches, strict=True)
-        ]
+        nested = zip(contents.containers, branches, strict=True)
+        found = [capturing._written.get((id(value), depth + inner.depth)) for value, inner in nested]
         looked_at = [capturing._looked_at.get(id(array)) for array in contents.arrays]
         written = [one[1] for one in looked_at if one is not None]
         leaves = {one.leaf for one in islice(capturing._leaves.values(), first_leaf, None)}
         sources = find_sources(capturing._origins[first:], contents.arrays)
         replicated = zip(capturing._replicated[replica:], sharing.cuts[replica:], strict=True)
         compared = find_sources(replicated, contents.arrays)
-        is_whole = len(set(map(id, contents.containers))) == len(contents.containers) and None not in looked_at
-        if not is_whole or None in found or sources is None or compared is None:
+        is_whole = len(set(map(id, contents.containers))) == len(contents.containers)
+        if not is_whole or None in looked_at or None in found or sources is None or compared is None:
             return
         if not leaves.issuperset(one.leaf for one in written):
             return
@@ -551,7 +550,7 @@ class _Recording:
             names=columns.names[first:],
             specs=columns.specs[first:],
             backends=columns.backends[first:],
-            sources=None if sources == [Source(n, ()) for n in range(len(contents.arrays))] else sources,
+            sources=None if sources == [LeafOrigin(n, ()) for n in range(len(contents.arrays))] else sources,
             has_address=None if None not in addresses else [address is not None for address in addresses],
             boxes=sharing.boxes[box:],
             elsewhere=sharing.elsewhere[elsewhere:],

@@ -39,10 +39,6 @@ _INEXACT: Final = frozenset({float, tuple})
 _STRINGS: Final = frozenset({str})
 
 
-class _OddError(Exception):
-    """A tree that is not remembered."""
-
-
 class Rows(NamedTuple):
     """Parts of a container that are all dicts, or all lists, with nothing but arrays in them, or plain values.
 
@@ -58,7 +54,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(slots=True)
-class Branch:
+class TreeShape:
     """A dict or a list within a tree.
 
     Attributes:
@@ -80,21 +76,21 @@ class Branch:
     depth: int
     arrays: list[int] = field(default_factory=list)
     scalars: list[int] = field(default_factory=list)
-    branches: list[tuple[int, Branch]] = field(default_factory=list)
+    branches: list[tuple[int, TreeShape]] = field(default_factory=list)
     slots: tuple[int, int] = (0, 0)
     rows: Rows | None = None
 
 
 @dataclass(slots=True)
-class Contents:
-    """What stands in a tree, in one order for each `Branch`: its arrays, plain values, and containers."""
+class TreeParts:
+    """What stands in a tree, in one order for each `TreeShape`: its arrays, plain values, and containers."""
 
     arrays: list[Any] = field(default_factory=list)
     scalars: list[Any] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
 
 
-class Source(NamedTuple):
+class LeafOrigin(NamedTuple):
     """Where the array of a leaf comes from.
 
     Attributes:
@@ -113,7 +109,7 @@ class Source(NamedTuple):
         return found
 
 
-class Written(NamedTuple):
+class CapturedLeaf(NamedTuple):
     """What became of one array.
 
     Attributes:
@@ -151,25 +147,25 @@ class CachedTree(msgspec.Struct):
     """
 
     context: tuple[object, ...]
-    branch: Branch
+    branch: TreeShape
     depths: list[int]
     scalars: list[Any]
     marks: object
     pattern: list[int] | None
     begins: tuple[int, int]
-    written: list[Written]
+    written: list[CapturedLeaf]
     taken: frozenset[str]
     names: list[str]
     specs: list[ArraySpec]
     backends: list[ArrayBackend]
-    sources: list[Source] | None
+    sources: list[LeafOrigin] | None
     has_address: list[bool] | None
     boxes: list[BoxRecord]
     elsewhere: list[ElsewhereRecord]
     replicas: list[Replica]
     strides: list[StridesRecord]
     loose: list[str]
-    compared: list[tuple[ArrayBackend, Source] | None]
+    compared: list[tuple[ArrayBackend, LeafOrigin] | None]
     nodes: list[Node]
     sizes: list[int]
 
@@ -202,13 +198,13 @@ class CachedTree(msgspec.Struct):
         else:
             sharing.compared += [None] * len(self.replicas)
 
-    def written_from(self, column: int, replica: int) -> list[Written]:
+    def written_from(self, column: int, replica: int) -> list[CapturedLeaf]:
         """What became of each array, where the leaves and the replicas begin at those places."""
         if (column, replica) != self.begins:
             columns, replicas = column - self.begins[0], replica - self.begins[1]
             self.begins = column, replica
             self.written = [
-                Written(leaf, _shift(arrays, columns), _shift(copies, replicas), is_own)
+                CapturedLeaf(leaf, _shift(arrays, columns), _shift(copies, replicas), is_own)
                 for leaf, arrays, copies, is_own in self.written
             ]
         return self.written
@@ -229,12 +225,12 @@ class CaptureCache:
         self.misses: dict[str, int] = {}
         self.groups: MemoryGroups = {}
 
-    def try_take(self, path: str, value: Any) -> tuple[CachedTree, Contents] | None:
+    def try_take(self, path: str, value: Any) -> tuple[CachedTree, TreeParts] | None:
         """The tree that was remembered at a path, if the value has the same containers, and classes of parts."""
         cached = self.trees.get(path)
         if cached is None:
             return None
-        contents = Contents()
+        contents = TreeParts()
         if take(cached.branch, value, contents):
             self.misses.pop(path, None)
             return cached, contents
@@ -242,15 +238,14 @@ class CaptureCache:
         self._note_miss(path)
         return None
 
-    def try_plan(self, path: str, value: Any, depth: int) -> Branch | None:
+    def try_plan(self, path: str, value: Any, depth: int) -> TreeShape | None:
         """What a dict or a list consists of, if it is to be remembered as a whole."""
         if self.misses.get(path, 0) >= _MOST_MISSES:
             return None
-        try:
-            return _plan(value, [0], 0, depth)
-        except _OddError:
+        shape = _plan(value, [0], 0, depth)
+        if shape is None:
             self._note_miss(path)
-            return None
+        return shape
 
     def _note_miss(self, path: str) -> None:
         self.misses[path] = self.misses.get(path, 0) + 1
@@ -260,17 +255,17 @@ def _shift(places: range, by: int) -> range:
     return range(places.start + by, places.stop + by)
 
 
-def _plan(value: Any, slots: list[int], depth: int, outer_depth: int) -> Branch:
+def _plan(value: Any, slots: list[int], depth: int, outer_depth: int) -> TreeShape | None:
     cls: type = type(value)
     if depth + outer_depth >= MAX_DEPTH:
-        raise _OddError
+        return None
     keys: list[str] = []
     parts: Any = value
     if cls is dict:
         keys, parts = list(value), list(value.values())
         if not all(type(key) is str and key[:1] != "$" and is_text(key) for key in keys):
-            raise _OddError
-    branch = Branch(cls, keys, list(map(type, parts)), depth)
+            return None
+    branch = TreeShape(cls, keys, list(map(type, parts)), depth)
     first = slots[0]
     inner: list[int] = []
     for place, (kind, part) in enumerate(zip(branch.types, parts, strict=True)):
@@ -281,15 +276,19 @@ def _plan(value: Any, slots: list[int], depth: int, outer_depth: int) -> Branch:
         elif (backend_of_type(kind) or sharder_of_type(kind)) and not is_made_of_tensors(kind):
             branch.arrays.append(place)
         else:
-            raise _OddError
+            return None
     slots[0] += len(branch.scalars)
-    branch.branches = [(place, _plan(parts[place], slots, depth + 1, outer_depth)) for place in inner]
+    for place in inner:
+        within = _plan(parts[place], slots, depth + 1, outer_depth)
+        if within is None:
+            return None
+        branch.branches.append((place, within))
     branch.slots = first, slots[0]
     branch.rows = _find_rows(branch)
     return branch
 
 
-def _find_rows(branch: Branch) -> Rows | None:
+def _find_rows(branch: TreeShape) -> Rows | None:
     inner = [one for _, one in branch.branches]
     if len(inner) < len(branch.types) or not inner or any(one.branches for one in inner):
         return None
@@ -312,7 +311,7 @@ def _is_single(value: Any) -> bool:
     return type(value) is not tuple and is_fixed(value)
 
 
-def take(branch: Branch, value: Any, contents: Contents) -> bool:
+def take(branch: TreeShape, value: Any, contents: TreeParts) -> bool:
     """**Pure.** Gathers what stands in a value; False if its containers, or the classes of its parts, are others."""
     cls: type = type(value)
     if cls is not branch.cls:
@@ -340,7 +339,7 @@ def take(branch: Branch, value: Any, contents: Contents) -> bool:
     return True
 
 
-def _take_rows(rows: Rows, parts: list[Any], contents: Contents) -> bool:
+def _take_rows(rows: Rows, parts: list[Any], contents: TreeParts) -> bool:
     """**Pure.** As `take` with each part, which are of the right class."""
     if type(parts[0]) is dict:
         flat = list(chain.from_iterable(map(dict.values, parts)))
@@ -359,8 +358,8 @@ def _take_rows(rows: Rows, parts: list[Any], contents: Contents) -> bool:
     return True
 
 
-def list_branches(branch: Branch) -> list[Branch]:
-    """**Pure.** A branch and those in it, in the order of `Contents.containers`."""
+def list_branches(branch: TreeShape) -> list[TreeShape]:
+    """**Pure.** A branch and those in it, in the order of `TreeParts.containers`."""
     found = [branch]
     for _, inner in branch.branches:
         found += list_branches(inner)
@@ -378,7 +377,7 @@ def find_changed(old: Sequence[Any], new: Sequence[Any]) -> list[int]:
     ]
 
 
-def try_renew(cached: CachedTree, contents: Contents) -> list[Node] | None:
+def try_renew(cached: CachedTree, contents: TreeParts) -> list[Node] | None:
     """The nodes of a tree's containers with its plain values as they are now; None if one cannot be remembered."""
     changed = find_changed(cached.scalars, contents.scalars)
     if not changed:
@@ -403,7 +402,7 @@ def _encode(value: Any) -> Node:
     return ENCODERS[type(value)](value)
 
 
-def _renew(branch: Branch, old: Any, changed: dict[int, Node], renewed: list[Node]) -> Node:
+def _renew(branch: TreeShape, old: Any, changed: dict[int, Node], renewed: list[Node]) -> Node:
     node: Any = next(old)
     place = len(renewed)
     renewed.append(node)
@@ -430,9 +429,11 @@ def find_pattern(keys: Sequence[int]) -> list[int] | None:
     return [firsts.setdefault(key, place) for place, key in enumerate(keys)]
 
 
-def find_sources(values: Iterable[tuple[Any, tuple[Box, ...]] | None], arrays: Sequence[Any]) -> list[Source] | None:
+def find_sources(
+    values: Iterable[tuple[Any, tuple[Box, ...]] | None], arrays: Sequence[Any]
+) -> list[LeafOrigin] | None:
     """Where arrays come from that were taken of some of a tree's; None if one is none of these."""
     numbers = {id(array): number for number, array in reversed(list(enumerate(arrays)))}
     found = [None if one is None else (numbers.get(id(one[0])), one[1]) for one in values]
-    sources = [Source(one[0], one[1]) for one in found if one is not None and one[0] is not None]
+    sources = [LeafOrigin(one[0], one[1]) for one in found if one is not None and one[0] is not None]
     return sources if len(sources) == len(found) else None
