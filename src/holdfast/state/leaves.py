@@ -90,6 +90,19 @@ def alias_of(array: Any) -> Any:
     return array.detach() if hasattr(array, "detach") else array
 
 
+def aliases_of(arrays: Sequence[Any]) -> list[Any]:
+    """`alias_of` of many arrays."""
+    has_aliases = {kind: hasattr(kind, "detach") for kind in set(map(type, arrays))}
+    return [array.detach() if has_aliases[type(array)] else array for array in arrays]
+
+
+def versions_of(backends: Sequence[ArrayBackend], arrays: Sequence[Any]) -> Sequence[int | None]:
+    """The version of each array, whose library stands at the same place."""
+    if len({backend.name for backend in backends}) == 1:
+        return backends[0].versions(arrays)
+    return [backend.version(array) for backend, array in zip(backends, arrays, strict=True)]
+
+
 @lru_cache(maxsize=1 << 16)
 def spec_of(dtype: str, shape: tuple[int, ...]) -> ArraySpec:
     """**Pure.** The record of that type and shape; most arrays are like many others, and share it."""
@@ -175,6 +188,9 @@ class ArrayBackend(Protocol):
 
     def version(self, array: Any) -> int | None:
         """A number that grows whenever the values change; None if changes are not counted."""
+
+    def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
+        """The same for many arrays."""
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """A look at very many arrays at once; None unless each can be stored, has an `address`, and is `fillable`."""

@@ -73,6 +73,10 @@ class NumpyBackend:
         """NumPy counts no changes."""
         return None
 
+    def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
+        """The same for many arrays."""
+        return [None] * len(arrays)
+
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """Types, shapes and addresses, if all lie as they are stored."""
         plain = Plain([], [], [])

@@ -218,6 +218,10 @@ class JaxBackend:
         """What cannot change has no versions, but its memory may be given to another array."""
         return None
 
+    def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
+        """The same for many arrays."""
+        return [None] * len(arrays)
+
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """None of them can be filled where it is."""
         return None

@@ -386,6 +386,14 @@ def _load(module: nn.Module, values: dict[str, Any], made: dict[str, str]) -> No
     module.load_state_dict(state)
 
 
+_FSDP_HOOKS: Final = frozenset(
+    {
+        "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook",
+        "FSDPParam.__init__.<locals>.<lambda>",
+    }
+)
+
+
 def _special_prefixes(module: nn.Module) -> tuple[str, ...]:
     """Where modules stand that change what they load."""
     rename = renaming(module)
@@ -393,12 +401,15 @@ def _special_prefixes(module: nn.Module) -> tuple[str, ...]:
         rename(f"{path}." if path else "")
         for path, child in module.named_modules(remove_duplicate=False)
         if any(map(_changes_values, child._load_state_dict_pre_hooks.values()))
-        or child._load_state_dict_post_hooks
+        or any(map(_changes_values, child._load_state_dict_post_hooks.values()))
         or type(child)._load_from_state_dict not in _PLAIN_LOADERS
     )
 
 
 def _changes_values(hook: Any) -> bool:
-    """Whether a hook may have to do with what is loaded. That of FSDP2 frees the parameters that it had gathered."""
-    called = getattr(hook, "hook", hook)
-    return getattr(called, "__qualname__", "") != "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"
+    """Whether a hook may have to do with what is loaded; those of FSDP2 have not.
+
+    One frees the parameters that it had gathered. The other takes notice of parameters that have got other memory, as
+    none has that was filled where it is.
+    """
+    return getattr(getattr(hook, "hook", hook), "__qualname__", "") not in _FSDP_HOOKS

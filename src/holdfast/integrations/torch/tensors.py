@@ -231,6 +231,8 @@ _address = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
 _is_conj = torch.Tensor.is_conj
 _is_neg = torch.Tensor.is_neg
+_is_inference = torch.Tensor.is_inference
+_version = attrgetter("_version")
 _nbytes = attrgetter("nbytes")
 _offset = torch.Tensor.storage_offset
 _stride = torch.Tensor.stride
@@ -334,6 +336,10 @@ class TorchBackend:
     def version(self, array: Any) -> int | None:
         """What autograd counts for the tensor and all its views."""
         return None if array.is_inference() else int(array._version)
+
+    def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
+        """The same for many tensors."""
+        return list(map(self.version if any(map(_is_inference, arrays)) else _version, arrays))
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """Types, shapes and addresses, if all lie as they are stored in host memory."""
