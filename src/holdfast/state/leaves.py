@@ -100,7 +100,7 @@ def versions_of(backends: Sequence[ArrayBackend], arrays: Sequence[Any]) -> Sequ
     """The version of each array, whose library stands at the same place."""
     if len({backend.name for backend in backends}) == 1:
         return backends[0].versions(arrays)
-    return [backend.version(array) for backend, array in zip(backends, arrays, strict=True)]
+    return [backend.versions([array])[0] for backend, array in zip(backends, arrays, strict=True)]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -186,11 +186,8 @@ class ArrayBackend(Protocol):
         None also, or an error of any kind, where one of them cannot be stored, or is out of the ordinary.
         """
 
-    def version(self, array: Any) -> int | None:
-        """A number that grows whenever the values change; None if changes are not counted."""
-
     def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
-        """The same for many arrays."""
+        """For each, a number that grows whenever the values change; None if changes are not counted."""
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """A look at very many arrays at once; None unless each can be stored, has an `address`, and is `fillable`."""

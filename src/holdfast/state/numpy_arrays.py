@@ -69,12 +69,8 @@ class NumpyBackend:
         addresses = [array.__array_interface__["data"][0] if array.size else 0 for array in arrays]
         return Glance(addresses, [(array.dtype, array.shape, array.strides) for array in arrays])
 
-    def version(self, array: Any) -> int | None:
-        """NumPy counts no changes."""
-        return None
-
     def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
-        """The same for many arrays."""
+        """NumPy counts no changes."""
         return [None] * len(arrays)
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:

@@ -214,12 +214,8 @@ class JaxBackend:
     def glance(self, arrays: Sequence[Any]) -> None:
         """Nothing: there is no quicker look."""
 
-    def version(self, array: Any) -> int | None:
-        """What cannot change has no versions, but its memory may be given to another array."""
-        return None
-
     def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
-        """The same for many arrays."""
+        """What cannot change has no versions, but its memory may be given to another array."""
         return [None] * len(arrays)
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:

@@ -333,13 +333,11 @@ class TorchBackend:
             dtypes += kinds
         return Glance(addresses, (shapes, dtypes, others))
 
-    def version(self, array: Any) -> int | None:
-        """What autograd counts for the tensor and all its views."""
-        return None if array.is_inference() else int(array._version)
-
     def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
-        """The same for many tensors."""
-        return list(map(self.version if any(map(_is_inference, arrays)) else _version, arrays))
+        """What autograd counts for each tensor and all its views."""
+        if any(map(_is_inference, arrays)):
+            return [None if array.is_inference() else int(array._version) for array in arrays]
+        return list(map(_version, arrays))
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """Types, shapes and addresses, if all lie as they are stored in host memory."""

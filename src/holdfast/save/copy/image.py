@@ -182,7 +182,7 @@ class Staging:
             captured.names[place]
             # None is kept once the save has ended.
             for (place, kept), version in zip(self.kept.items(), self.versions, strict=False)
-            if captured.backends[place].version(kept) != version
+            if captured.backends[place].versions([kept])[0] != version
             or captured.backends[place].address(kept) != captured.addresses[place]
         ]
         if changed:
