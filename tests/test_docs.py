@@ -185,5 +185,14 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert seen == set(PAGES)
 
 
+def test_the_messages_that_troubleshooting_explains_are_those_of_the_source() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r'^\| "(.+?)" \|', page, re.MULTILINE)
+    source = "".join(module.read_text() for module in SOURCE.rglob("*.py"))
+    plain = re.sub(r"[{}]|\"\s*f?\"", "", source)
+    assert len(quoted) > 10
+    assert [text for text in quoted if text not in plain] == []
+
+
 def test_the_readme_fits_a_screen() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 70
