@@ -53,7 +53,8 @@ written directly, or read. Times drift with the machine; ratios last.
 
 Every library runs in a process of its own and saves the same tensors, which are in shared memory. (JAX and
 TensorFlow copy the values into their own arrays.) They take turns within each round, and the first round is not
-counted. The tables show the median of {rounds}, with the smallest and the largest value in parentheses.
+counted. The tables of saves and restores show the median of {rounds}; the
+thin lines in the picture go from the smallest value to the largest.
 
 - **Stall**: how long the call that saves blocks training, from the second save on.
 - **Until the state may change**: the stall, plus the wait of a change that comes at once. It is longer than the
@@ -354,7 +355,7 @@ def _failures(results: Results) -> Iterator[str]:
 def _cells(figure: Figure | None) -> tuple[str, str]:
     if figure is None:
         return "", ""
-    return show_spread(figure.value), show_spread(figure.ratio) if figure.ratio else ""
+    return show_number(figure.value.median), show_number(figure.ratio.median) if figure.ratio else ""
 
 
 def _upper(text: str) -> str:
