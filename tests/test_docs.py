@@ -196,7 +196,7 @@ def test_the_readme_has_the_figures_of_the_benchmarks() -> None:
         assert f"{cells[6].split()[0]} s" in rows[1] or "overlapped" in name, name
 
 
-def test_the_messages_that_troubleshooting_explains_are_those_of_the_source() -> None:
+def test_messages_that_troubleshooting_explains_are_in_the_source() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quoted = re.findall(r'^\| "(.+?)" \|', page, re.MULTILINE)
     source = "".join(module.read_text() for module in SOURCE.rglob("*.py"))
