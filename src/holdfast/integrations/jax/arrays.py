@@ -211,13 +211,12 @@ class JaxBackend:
         """None: what is to be made has memory of its own."""
         return None
 
-    def fingerprint(self, arrays: Sequence[Any]) -> object:
+    def glance(self, arrays: Sequence[Any]) -> None:
         """Nothing: there is no quicker look."""
-        return None
 
-    def version(self, array: Any) -> int | None:
+    def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
         """What cannot change has no versions, but its memory may be given to another array."""
-        return None
+        return [None] * len(arrays)
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """None of them can be filled where it is."""
@@ -299,6 +298,9 @@ class JaxSharder:
                 boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box))
         workers = _count_processes(numbers.sharding) if holders else 0
         return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array), workers)
+
+    def glance_divided(self, arrays: Sequence[Any]) -> None:
+        """Nothing: there is no quicker look."""
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """What stands for a new array, divided as another one."""
