@@ -296,7 +296,7 @@ def test_export_takes_the_newest_step_when_a_job_removes_its_own(tmp_path: Path)
             code, text = complaint("export", f"{run}@2", tmp_path / "second", *to)
     assert code == ExitCode.NOTHING_THERE
     assert "step 2" in text
-    assert "removed while it was read" in text
+    assert "removed while it was being read" in text
     assert not (tmp_path / "second").exists()
 
 

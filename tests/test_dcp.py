@@ -353,9 +353,9 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with hf.resumable(tmp_path / "loop", counter={"x": 1}, quiet=True) as run:
         run.save()
     wrong = {
-        tmp_path / "nothing": (errors.NoCheckpointError, "holds no checkpoint"),
-        tmp_path / "loop": (errors.UsageError, "holds a run of counter"),
-        None: (errors.UsageError, "it was not said what to load"),
+        tmp_path / "nothing": (errors.NoCheckpointError, "contains no checkpoint"),
+        tmp_path / "loop": (errors.UsageError, "contains a run of counter"),
+        None: (errors.UsageError, "no path to load from was given"),
     }
     for place, (kind, text) in wrong.items():
         with pytest.raises(CheckpointException, match=text) as caught:
@@ -366,7 +366,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="use_collectives"):
         dcp.save({"x": 1}, storage_writer=hf.dcp.StorageWriter(tmp_path), use_collectives=False)
-    with pytest.raises(CheckpointException, match="it was not said where to save"):
+    with pytest.raises(CheckpointException, match="no path to save to was given"):
         save(None, {"x": 1})
     assert steps_of(tmp_path) == []
 

@@ -82,22 +82,25 @@ SAME = ElsewhereRecord("same", "I32", (3,), (0,))
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"boxes": (BoxRecord("rows", "", (4, 2), (3, 0)),)}, "does not lie in"),
-        ({"boxes": (BoxRecord("rows", "", (4, 2), (-1, 0)),)}, "does not lie in"),
+        ({"boxes": (BoxRecord("rows", "", (4, 2), (3, 0)),)}, "is outside of"),
+        ({"boxes": (BoxRecord("rows", "", (4, 2), (-1, 0)),)}, "is outside of"),
         ({"boxes": (BoxRecord("rows", "", (4, 2), (0,)),)}, "dimensions"),
         ({"boxes": (BoxRecord("rows", "", (4, 2, 1), (0, 0)),)}, "dimensions"),
         ({"boxes": (BoxRecord("rows", "", (1 << 60, 2), (0, 0)),)}, "larger than"),
         ({"boxes": (BoxRecord("rows", "", (-4, 2), (0, 0)),)}, "negative"),
         ({"boxes": (BoxRecord("rows", "", (4, 2) * 40, (0, 0) * 40),)}, "dimensions"),
-        ({"boxes": (BoxRecord("other", "", (4, 2), (0, 0)),)}, "of no array"),
+        ({"boxes": (BoxRecord("other", "", (4, 2), (0, 0)),)}, "belongs to no array"),
         ({"boxes": (ROWS, ROWS)}, "stands twice"),
-        ({"boxes": (BoxRecord("rows", "same", (4, 2), (0, 0)),)}, "is a whole leaf, and a box of one"),
-        ({"elsewhere": (SAME,)}, "cannot be elsewhere"),
-        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (0,)),)}, "cannot lie with the ranks"),
-        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (2,)),)}, "cannot lie with the ranks"),
+        ({"boxes": (BoxRecord("rows", "same", (4, 2), (0, 0)),)}, "is both a whole leaf and a box of one"),
+        ({"elsewhere": (SAME,)}, "cannot be stored by another worker"),
+        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (0,)),)}, "cannot be stored by the ranks"),
+        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (2,)),)}, "cannot be stored by the ranks"),
         ({"elsewhere": (ElsewhereRecord("x", "I33", (3,), (1,)),)}, "unknown element type"),
         ({"elsewhere": (ElsewhereRecord("x", "I32", (1,) * 65, (1,)),)}, "dimensions"),
-        ({"elsewhere": (ElsewhereRecord("rows", "F32", (5, 2), (1,)),)}, "not the leaf elsewhere"),
+        (
+            {"elsewhere": (ElsewhereRecord("rows", "F32", (5, 2), (1,)),)},
+            "has another dtype or shape on another worker",
+        ),
         ({"elsewhere": (ElsewhereRecord("x", "I32", (), ()), ElsewhereRecord("x", "I32", (), ()))}, "stands twice"),
     ],
 )
@@ -150,7 +153,7 @@ def test_workers_whose_boxes_do_not_make_up_the_leaves_are_found(
 def test_a_leaf_that_is_named_and_not_there_is_found(run: Path, changes: dict[str, Any]) -> None:
     ranks = [rank for rank in range(2) if read_index(run, rank).elsewhere]
     forge(run, ranks[0], **changes)
-    with pytest.raises(FormatError, match=f"index-{ranks[0]:05d}.*its objects name the leaf"):
+    with pytest.raises(FormatError, match=f"index-{ranks[0]:05d}.*its objects refer to the leaf"):
         open_step(LocalStorage(run), STEP, None)
     with pytest.raises(HoldfastError):
         restore_part(LocalStorage(run), objects_of(ranks[0], 0), Worker(ranks[0], 2))

@@ -325,12 +325,12 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert call("import", tmp_path / "a.pt", tmp_path / "run").exit_code == 0
     for arguments, code, text in (
-        ((tmp_path / "a.pt", tmp_path / "run"), 2, "has checkpoints already, the newest of step 0"),
+        ((tmp_path / "a.pt", tmp_path / "run"), 2, "already contains checkpoints, the newest of step 0"),
         ((tmp_path / "nowhere", tmp_path / "new"), 3, "nowhere does not exist"),
         ((tmp_path / "old.pt", tmp_path / "new"), 2, "before version 1.6"),
         ((tmp_path / "text", tmp_path / "new"), 2, "nothing that can be imported"),
         ((tmp_path / "empty", tmp_path / "new"), 2, "nothing that can be imported"),
-        ((tmp_path / "run", tmp_path / "new"), 2, "It is a run of holdfast"),
+        ((tmp_path / "run", tmp_path / "new"), 2, "It is a holdfast run already"),
         ((tmp_path / "a.pt", tmp_path / "new", "--step", "-1"), 2, "Invalid value for '--step'"),
     ):
         found, said = complaint("import", *arguments)

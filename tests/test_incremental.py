@@ -210,7 +210,7 @@ def test_the_event_says_what_was_referred_to() -> None:
     first, second = (event for event in events if isinstance(event, Committed))
     assert (first.referred_bytes, second.referred_bytes) == (0, 400_000 * 8 + 33 * 4)
     assert second.size_bytes < 40_000
-    assert ", 3.2 MB referred to, " in str(second)
+    assert ", 3.2 MB reused from earlier steps, " in str(second)
     assert "referred" not in str(first)
 
 
@@ -437,7 +437,7 @@ def test_a_missing_source_is_named_and_so_is_where_it_has_to_lie(tmp_path: Path,
     with pytest.raises(
         NoWholeCheckpointError,
         match=r"step-000000001.g0001/data-00000-of-00001.safetensors is missing; the directory step-000000001.g0001 "
-        "has to lie beside that of step 2",
+        "must be next to that of step 2",
     ):
         manager_of(tmp_path, make_objects()).restore()
 

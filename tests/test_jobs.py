@@ -91,7 +91,7 @@ def test_outputs_are_fetched_when_the_task_has_run() -> None:
             all_of_them.output.fetch()
         with pytest.raises(UsageError, match="does not run on b"):
             one.output_on("b")
-        with pytest.raises(UsageError, match="used already"):
+        with pytest.raises(UsageError, match="already run"):
             group.add(nothing)
         session.run(Task(nothing))
     with pytest.raises(ClosedError):
@@ -157,7 +157,7 @@ def test_a_task_that_hangs_does_not_keep_a_job_alive_that_has_failed() -> None:
     )
     assert done.returncode == 1, "it has not ended"
     assert "TaskFailedError: fail on local failed" in done.stderr
-    assert "hang on local still runs after 0 s" in done.stderr
+    assert "hang on local was still running after 0 s" in done.stderr
 
 
 def test_ctrl_c_in_a_task_is_one(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_limit_is_a_whole_number(number: Any) -> None:
 
 
 def test_a_limit_is_one_of_a_job() -> None:
-    with pytest.raises(UsageError, match="'x' is no Job"):
+    with pytest.raises(UsageError, match="expected a Job, got 'x'"):
         hf.epoch_limiter("x", 2)  # type: ignore[arg-type]
 
 

@@ -345,7 +345,7 @@ def test_after_an_error_of_one_worker_the_session_is_refused_on_all(tmp_path: Pa
             assert "UnsupportedValueError" in first.message
         assert [type(error) for error in later] == [ClosedError] * 2
         assert "no longer together" in str(later[0])
-        assert "Make a new TorchrunSession" in str(later[0])
+        assert "Create a new TorchrunSession" in str(later[0])
 
 
 def test_after_an_error_of_all_workers_the_session_can_be_used(tmp_path: Path) -> None:

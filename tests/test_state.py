@@ -241,7 +241,7 @@ def test_arrays_that_were_shared_fill_live_ones_that_are_not() -> None:
 def test_arrays_that_were_apart_do_not_fit_live_ones_that_are_shared() -> None:
     live = np.zeros(3)
     matching = match(store(a=np.ones(3), b=np.ones(3)), {"a": live, "b": live})
-    assert matching.differences.wrong_kind == ["b: stored apart from a, live the two share their memory"]
+    assert matching.differences.wrong_kind == ["b: stored separately from a, but the live arrays share memory"]
 
 
 def test_an_object_with_state_gets_arrays_of_its_own() -> None:
@@ -297,7 +297,7 @@ def test_differences_are_collected_and_nothing_is_changed() -> None:
     assert sorted(differences.wrong_kind) == [
         "array: stored an array, live a int",
         "kind: stored the state of an object (state_dict), live a int",
-        "mode: stored a Mode, live a str (holdfast.register_type(Mode) takes what is stored)",
+        "mode: stored a Mode, live a str (holdfast.register_type(Mode) accepts the stored type)",
         "number: stored a plain value, live a ndarray",
     ]
     assert str(live) == str(before)
@@ -700,7 +700,7 @@ def test_a_checkpoint_names_objects() -> None:
     assert len(checkpoint) == 3
     assert "model=1" in repr(checkpoint)
     assert copy.copy(checkpoint).model == 1
-    with pytest.raises(AttributeError, match="not free"):
+    with pytest.raises(AttributeError, match="is an attribute of Checkpoint"):
         checkpoint.objects = 1  # type: ignore[misc, assignment]
     with pytest.raises(AttributeError, match="no object 'gone'"):
         _ = checkpoint.gone

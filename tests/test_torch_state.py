@@ -553,7 +553,7 @@ def test_tied_parameters_are_stored_once_and_stay_tied() -> None:
     assert same_state(loose.state_dict(), source.state_dict())
     differences = match(store(model=loose), {"model": live}).differences
     assert differences.wrong_kind == [
-        "model/1.weight: stored apart from model/0.weight, live the two share their memory"
+        "model/1.weight: stored separately from model/0.weight, but the live arrays share memory"
     ]
 
 

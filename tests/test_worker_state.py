@@ -486,20 +486,20 @@ def test_training_that_backs_nothing_up_is_warned_of_meanwhile_and_at_end(
             if record.name == "holdfast" and (record.levelno > logging.INFO or " is over" in record.getMessage())
         ]
 
-    early = "5 batches were taken from sampler, but no epoch was backed up, so nothing of it is saved yet"
+    early = "5 batches were taken from sampler, but no epoch was backed up, so nothing is saved yet"
     whole = "8 batches were taken from sampler, but no epoch was backed up, so "
     advice = ": call back_up(epoch) after each epoch"
-    while_it_runs = ("WARNING", f"{early}{advice}. If your next backup is yet to come, all is well")
-    at_its_end = ("ERROR", f"{whole}nothing of it is saved{advice}")
+    while_it_runs = ("WARNING", f"{early}{advice}. If your next backup is yet to come, ignore this")
+    at_its_end = ("ERROR", f"{whole}nothing was saved{advice}")
     assert fit() == [while_it_runs, at_its_end]
     assert fit(error=KeyboardInterrupt) == [while_it_runs, at_its_end]
     assert fit(error=ZeroDivisionError) == [while_it_runs]
     assert fit(deletes=True) == [
         while_it_runs,
-        ("WARNING", f"{whole}a restart would have begun anew{advice}"),
-        ("INFO", "training is over, and no backup of it was made"),
+        ("WARNING", f"{whole}a restart would have started from the beginning{advice}"),
+        ("INFO", "training is complete, and no backup of it was made"),
     ]
-    assert fit(backs_up=True, deletes=True) == [("INFO", "training is over, and its backup is deleted")]
+    assert fit(backs_up=True, deletes=True) == [("INFO", "training is complete, and its backup is deleted")]
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -519,5 +519,5 @@ def test_training_that_only_restores_is_warned_of_at_its_end(tmp_path: Path, is_
     told = [(event.text, event.is_error) for event in events if isinstance(event, Warned)]
     assert len(told) == is_trained, told
     if is_trained:
-        assert "but no epoch was backed up, so nothing of it is saved: call back_up(epoch)" in told[0][0]
+        assert "but no epoch was backed up, so nothing was saved: call back_up(epoch)" in told[0][0]
         assert told[0][1]

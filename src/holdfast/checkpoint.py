@@ -46,8 +46,11 @@ class Checkpoint:
         if unnamed:
             given = ", ".join(type(obj).__name__ for obj in unnamed)
             raise UnnamedError(
-                f"what is kept is given by name, and {given} has none",
-                hint="Write Checkpoint(model=model, optimizer=optimizer): it is stored under that name.",
+                f"objects must be given by name, got {given} without a name",
+                hint=(
+                    "Write Checkpoint(model=model, optimizer=optimizer): the keyword is the name that it is "
+                    "stored under."
+                ),
             )
         self._objects = {}
         self._own = {}
@@ -65,7 +68,7 @@ class Checkpoint:
         try:
             return self._objects[name]
         except KeyError:
-            raise KeyError(f"no object {name!r}; there are: {', '.join(self._objects) or 'none'}") from None
+            raise KeyError(f"no object {name!r}; the names are: {', '.join(self._objects) or 'none'}") from None
 
     def __setitem__(self, name: str, obj: Any) -> None:
         """Names an object, in place of an earlier one.
@@ -74,11 +77,11 @@ class Checkpoint:
             UsageError: If the name cannot be one.
         """
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise UsageError(f"{name!r} cannot name an object", hint="Use a name of printable characters.")
+            raise UsageError(f"{name!r} cannot be the name of an object", hint="Use a name of printable characters.")
         if "/" in name or name.startswith("$") or name == "__metadata__":
             raise UsageError(
-                f"{name!r} cannot name an object",
-                hint="A name has no '/', does not begin with '$', and is not '__metadata__'.",
+                f"{name!r} cannot be the name of an object",
+                hint="A name must not contain '/', begin with '$' or be '__metadata__'.",
             )
         if name in self._objects:
             self._assigned.add(name)
@@ -107,7 +110,7 @@ class Checkpoint:
             object.__setattr__(self, name, obj)
             return
         if hasattr(type(self), name):
-            raise AttributeError(f"{name!r} is not free as an attribute; write checkpoint[{name!r}] = ...")
+            raise AttributeError(f"{name!r} is an attribute of Checkpoint itself; write checkpoint[{name!r}] = ...")
         self[name] = obj
 
     def __delattr__(self, name: str) -> None:
@@ -151,11 +154,13 @@ def check_order(maker: str, directory: object, checkpoint: object) -> None:
     """
     if isinstance(directory, Checkpoint):
         raise UsageError(
-            f"{maker} takes the directory first, and was given a Checkpoint there",
+            f"{maker} takes the directory first, got a Checkpoint",
             hint=f"Write {maker}(directory, checkpoint).",
         )
     if not isinstance(checkpoint, Checkpoint):
-        raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
+        raise UsageError(
+            f"expected a Checkpoint, got {checkpoint!r}", hint="Name the objects to save: Checkpoint(model=model, ...)."
+        )
 
 
 def own_objects(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _find_problem(package: str, oldest: str) -> str:
         found = version(package)
     except PackageNotFoundError:
         return f"{package}, which is not installed"
-    return "" if _numbers(found) >= _numbers(oldest) else f"{package} {oldest} or newer, and {found} is installed"
+    return "" if _numbers(found) >= _numbers(oldest) else f"{package} {oldest} or newer, but {found} is installed"
 
 
 def _numbers(text: str) -> tuple[int, ...]:

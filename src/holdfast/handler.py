@@ -317,16 +317,19 @@ class PreemptionCheckpointHandler:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the handler is closed: a step would be run, and no notice heard", hint="Make a new one.")
+            raise ClosedError(
+                "the handler is closed, so it would not notice a preemption", hint="Create a new handler."
+            )
 
     def _check_between_steps(self, name: str, numbers: StepNumbers | None = None) -> None:
         """Makes sure that no step runs, but for the turn of that loop."""
         self._check_open()
         if self._count.turn() not in (None, numbers):
             hint = (
-                "A turn of `for step in handler.steps(...)` is one step, and so is a function that handler.run calls."
+                "Each turn of `for step in handler.steps(...)` is one step, and so is each function that "
+                "handler.run calls."
             )
-            raise UsageError(f"{name} would count a step in the midst of another one", hint=hint)
+            raise UsageError(f"{name} would count a step inside of another step", hint=hint)
 
     def _end_steps(self) -> None:
         self._loop.save_if_due()
@@ -354,7 +357,7 @@ class PreemptionCheckpointHandler:
         """Says what was trained and not counted, or counted and not trained."""
         self._loop.watch.warn_if_idle()
         is_lost = self._manager.newest_asked == self._first_asked
-        consequence = f"no notice was acted on{', and nothing of it is saved' if is_lost else ''}"
+        consequence = f"notices were ignored{', and nothing was saved' if is_lost else ''}"
         if text := self._loop.watch.describe(consequence):
             self._warn_uncounted(text, is_error=is_lost)
 
@@ -431,9 +434,9 @@ def _restore(
         return calls, None
     if url := backup_url(manager.checkpoint):
         raise UsageError(
-            f"the WorkerTrainingState of {url} has restored these objects already, and the handler would restore "
-            f"another state over that, the newest step of {manager.url}",
-            hint="Make the PreemptionCheckpointHandler before you call restore() of the WorkerTrainingState.",
+            f"the WorkerTrainingState of {url} has already restored these objects; the handler would overwrite "
+            f"them with the newest step of {manager.url}",
+            hint="Create the PreemptionCheckpointHandler before you call restore() of the WorkerTrainingState.",
         )
     restoration = manager.restore(strict=strict, keep_current=keep_current)
     if restoration is not None and not calls.is_loaded:
@@ -477,9 +480,10 @@ class PlaceWatch:
                 self._say_moved(path)
         if self._is_first and self._read_generators() != self._drawn:
             self._warn(
-                f"random numbers were drawn between two steps of handler.run, and {self._generators[0]} keeps their "
-                "generators. If the arguments of run draw them, as in handler.run(train_step, get_batch()), a restart "
-                "leaves out a batch: draw them within the step, handler.run(lambda: train_step(get_batch()))"
+                f"random numbers were drawn between two steps of handler.run, and {self._generators[0]} saves "
+                "their generators. If the arguments of run draw them, as in handler.run(train_step, "
+                "get_batch()), a restart skips a batch. Draw them inside the step: handler.run(lambda: "
+                "train_step(get_batch()))"
             )
         self._is_first = False
 
@@ -493,13 +497,13 @@ class PlaceWatch:
 
     def _say_moved(self, path: str) -> None:
         text = (
-            f"{path} gave a batch between two steps of handler.run: a save of the step before would be one batch ahead "
-            "of it, and a restart would leave that batch out"
+            f"{path} gave a batch between two steps of handler.run: a save of the step before would be one batch "
+            "ahead, and a restart would skip that batch"
         )
         hint = (
-            "Take the batch in the step, handler.run(lambda: train_step(next(batches))), or call "
-            "handler.save_checkpoint_if_preempted() at the end of each step in place of handler.run. "
-            "From hf.ResumableDataLoader a batch may be taken anywhere."
+            "Take the batch inside the step, handler.run(lambda: train_step(next(batches))), or call "
+            "handler.save_checkpoint_if_preempted() at the end of each step instead of handler.run. A batch of "
+            "hf.ResumableDataLoader may be taken anywhere."
         )
         if self._is_first:
             raise UsageError(text, hint=hint)

@@ -323,8 +323,9 @@ class StepNumbers(Iterator[int]):
         for path, number in count_taken(self._loop.manager.checkpoint.objects).items():
             if number > taken.get(path, number):
                 raise UsageError(
-                    f"a batch was taken from {path} before the step that trains it began, as zip(loader, {self._name}) "
-                    "does: the position that is saved would be one batch ahead, and a restart would leave it out",
+                    f"a batch was taken from {path} before the step that trains it began (zip(loader, "
+                    f"{self._name}) does that): the saved position would be one batch ahead, and a restart would "
+                    "skip a batch",
                     hint=f"Write batches = loader.stream(), then for step in {self._name}: batch = next(batches).",
                 )
 

@@ -432,7 +432,7 @@ class CheckpointManager:
     def _begin(self, request: SaveRequest, captured: Captured | None) -> SaveHandle:
         step, handle, busy = request.step, request.handle, self._in_flight
         if self._options.when_busy == "skip" and busy is not None and busy.goes_on and not busy.handle.ended:
-            self._skip(request, f"the save of step {busy.step} is still in flight")
+            self._skip(request, f"the save of step {busy.step} is still in progress")
             return handle
         self._settle(None)
         request.waited_seconds = time.monotonic() - request.asked_at
@@ -467,11 +467,11 @@ class CheckpointManager:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise ClosedError(f"the manager of {self.url} is closed", hint="Make a new one.")
+            raise ClosedError(f"the manager of {self.url} is closed", hint="Create a new manager.")
         if os.getpid() != self._process:
             raise UsageError(
-                f"the manager of {self.url} belongs to process {self._process}, and this is a child of it",
-                hint="Save in the process that made the manager, or make one of its own in the child.",
+                f"the manager of {self.url} belongs to process {self._process}, and this is a child process",
+                hint="Save in the process that created the manager, or create another manager in the child.",
             )
         self._saver.check_reentry()
 

@@ -29,7 +29,7 @@ def check_whole(name: str, value: Any, least: int = 0, most: int | None = None, 
         OutOfRangeError: If it is not in that range.
         UsageError: If it is not a whole number.
     """
-    wanted = f"from {least} on" if most is None else f"from {least} to {most}"
+    wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
     try:
         number = operator.index(value)
     except TypeError:  # An array has `__index__`, and refuses unless it is one whole number.
@@ -57,7 +57,7 @@ def check_seconds(
         OutOfRangeError: If it is not in that range, or not a number (NaN).
         UsageError: If it is neither an int nor a float.
     """
-    wanted = " above 0" if least is None else "" if least == -math.inf else f" from {least:g} on"
+    wanted = " above 0" if least is None else "" if least == -math.inf else f"of at least {least:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name} must be a number of seconds{wanted}, got {value!r}", hint=hint)
     if value > most:

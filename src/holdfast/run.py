@@ -119,7 +119,7 @@ def resumable(
     arguments.check_kept_objects(kept.objects)
     termination = make_termination(preemption, objects)
     if not isinstance(strict, bool):
-        raise UsageError(f"strict={strict!r} is neither True nor False")
+        raise UsageError(f"strict must be True or False, got {strict!r}")
     arguments.check_switches(quiet=quiet)
     options = arguments.SaveOptions.pick(given, save_every=Auto(), keep=Latest(3))
     with EarlyNotices(termination) as early:
@@ -142,14 +142,19 @@ def _find_checkpoint(directory: object, given: tuple[object, ...], objects: Mapp
     unnamed = ", ".join(type(obj).__name__ for obj in given if not isinstance(obj, Checkpoint))
     if unnamed:
         raise UnnamedError(
-            f"what is kept is given by name, and {unnamed} has none",
-            hint="Write resumable(directory, model=model, optimizer=optimizer): it is stored under that name.",
+            f"objects must be given by name, got {unnamed} without a name",
+            hint=(
+                "Write resumable(directory, model=model, optimizer=optimizer): the keyword is the name that it is "
+                "stored under."
+            ),
         )
     if len(given) + bool(objects) > 1:
-        raise UsageError("the objects to keep are given in one Checkpoint or by name, not both")
+        raise UsageError("pass the objects to save in one Checkpoint or by name, not both")
     kept = given[0] if given else Checkpoint(**objects)
     if not isinstance(kept, Checkpoint) or not kept.objects:
-        raise UsageError("nothing is to be kept", hint="Give objects by name: resumable(directory, model=model, ...).")
+        raise UsageError(
+            "no objects were given to save", hint="Pass objects by name: resumable(directory, model=model, ...)."
+        )
     return kept
 
 
@@ -242,8 +247,10 @@ class Run:
         self._check_entered()
         if self._count.turn() is not None:
             raise UsageError(
-                "finish_step would count a step of run.steps once more",
-                hint="Remove the call: each turn of `for step in run.steps(n)` is one step, and counts by itself.",
+                "finish_step would count a step of run.steps a second time",
+                hint=(
+                    "Remove the call: each turn of `for step in run.steps(n)` is one step and is counted automatically."
+                ),
             )
         if self.completes_step():
             self._loop.count_own_step()
@@ -256,7 +263,7 @@ class Run:
         """
         self._check_entered()
         if self._restored is not None or self._loop.count_with_open_step():
-            raise UsageError(f"the run is at step {self._count.done}, and cannot begin at another")
+            raise UsageError(f"the run is at step {self._count.done} and cannot begin at another")
         self._count.done = check_whole("step", step)
         self._guard.pause(self._count.done)
 
@@ -273,7 +280,8 @@ class Run:
         """
         if unnamed:
             raise UsageError(
-                "figures are reported by name", hint="Write run.report(loss=loss), or run.report(**figures) for a dict."
+                "metrics must be reported by name",
+                hint="Write run.report(loss=loss), or run.report(**metrics) for a dict.",
             )
         self._loop.metrics.update(arguments.check_metrics(metrics))
 
@@ -313,11 +321,14 @@ class Run:
             UsageError: If this is within a block of `checkpointable`.
         """
         if self._guard.is_paused:
-            raise UsageError("the state may be saved behind a block of checkpointable, and is not saved by hand in it")
+            raise UsageError(
+                "save() cannot be called inside a checkpointable() block, where the state may be saved in the "
+                "background"
+            )
         step = self._loop.count_with_open_step()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
         if self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None):
-            self._loop.watch.warn_once(f"run.save() saves nothing: step {step} is saved already")
+            self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
             return None
         return self._loop.save(step, metadata=metadata)
 
@@ -337,8 +348,8 @@ class Run:
         """
         if self._is_used:
             raise ClosedError(
-                "this run was entered before, and a run is entered once",
-                hint="Make a new one, `with resumable(...) as run:`. It goes on from the newest checkpoint.",
+                "this run was entered before; a run can be entered once",
+                hint="Create a new one, `with resumable(...) as run:`. It resumes from the newest checkpoint.",
             )
         self._is_used = True
         self._unentered.detach()
@@ -376,10 +387,10 @@ class Run:
             watch.warn_if_idle()
         watch.end()
         has_trained = self._restored or self._loop.count_with_open_step() or self._total
-        if not isinstance(error, Exception) and (text := watch.describe("nothing of it is saved")):
+        if not isinstance(error, Exception) and (text := watch.describe("nothing was saved")):
             self._warn_uncounted(text, is_error=True)
         elif error is None and not has_trained and self.manager.newest_asked < 0:
-            self._loop.warn(f"no step was counted, and nothing is saved: {_ADVICE}")
+            self._loop.warn(f"no step was counted, so nothing was saved: {_ADVICE}")
         try:
             if error is None:
                 self._end_well()
@@ -428,7 +439,7 @@ class Run:
     def _begin_turn(self, total: int, loop: int, _: StepNumbers) -> None:
         if self._newest_loop > loop:
             self._loop.warn(
-                "a loop of run.steps runs within another one: both count the same steps, so the outer one ends early"
+                "a loop over run.steps is inside of another one: both count the same steps, so the outer one ends early"
             )
             self._newest_loop = 0
         elif self._newest_loop:
@@ -440,9 +451,9 @@ class Run:
             self._left += 1
             if self._left == 2:
                 self._announcements.say(
-                    "two loops over run.steps(n) have ended within a step, which counts as complete. After `break` "
-                    "that is right. zip(run.steps(n), loader) ends so with each epoch of a loader that is not kept, "
-                    "and that step has no batch: keep a ResumableDataLoader"
+                    "two loops over run.steps(n) ended inside of a step, which counts as complete. After `break` "
+                    "that is right. But zip(run.steps(n), loader) ends this way at each epoch of a loader that "
+                    "is not saved, and that step has no batch: use a ResumableDataLoader and pass it to resumable"
                 )
 
     def _end_steps(self) -> None:
@@ -458,5 +469,5 @@ class Run:
     def _check_entered(self) -> None:
         if not self._entered:
             raise UsageError(
-                "the run is not entered: nothing is restored yet", hint="Write: with resumable(...) as run:"
+                "the run has not been entered: nothing is restored yet", hint="Write: with resumable(...) as run:"
             )

@@ -120,7 +120,9 @@ class WorkerTrainingState:
         check_order("WorkerTrainingState", directory, checkpoint)
         self.checkpoint = checkpoint
         self._save_freq = (
-            save_freq if save_freq == "epoch" else check_whole("save_freq", save_freq, 1, hint='Or it is "epoch".')
+            save_freq
+            if save_freq == "epoch"
+            else check_whole("save_freq", save_freq, 1, hint='"epoch" is also allowed.')
         )
         self._termination = None if preemption == "off" else make_termination(preemption)
         self._storage = open_storage(directory)
@@ -306,7 +308,7 @@ class WorkerTrainingState:
             ClusterError: If the job's store does not answer.
         """
         self._check_open()
-        unseen = "it was there before, and was not restored" if self._unseen else ""
+        unseen = "it existed before and was not restored" if self._unseen else ""
         kept_for = self._together.agree_to_clear(self._kept_for or unseen)
         if kept_for:
             self._warn(f"the backup is kept: {kept_for}")
@@ -318,14 +320,14 @@ class WorkerTrainingState:
         began_from = self._began_from if self._total is None else None
         if began_from is not None:
             text = (
-                f"no epoch was trained: the backup of {began_from} was the last one of an earlier run. "
-                "It is set aside, and the next run begins with its first epoch. If this run was to have fewer epochs "
-                "than that one, give epochs= when the first epoch is asked for; then the backup is kept"
+                f"no epoch was trained: the backup of {began_from} was the last one of an earlier run. It is set "
+                "aside, and the next run begins with its first epoch. If this run was to have fewer epochs than "
+                "that one, pass epochs= when you ask for the first epoch; then the backup is kept"
             )
             self._warn(text)
         self._stop_listening()
         had_backup = self.saved is not None
-        self._watch.finish("a restart would have begun anew")
+        self._watch.finish("a restart would have started from the beginning")
         clearing = self._together.clear(self._storage, self._generation, keeps_files=began_from is not None)
         self._generation = clearing.generation or self._generation
         self._loop = None
@@ -361,11 +363,13 @@ class WorkerTrainingState:
         first = check_whole("initial_epoch", initial_epoch)
         total = None if epochs is None else check_whole("epochs", epochs)
         if mode not in _MODES:
-            raise UsageError(f"mode={mode!r} is not known", hint=f"It is one of {', '.join(map(repr, _MODES))}.")
+            raise UsageError(f"mode {mode!r} is not known", hint=f"Use one of {', '.join(map(repr, _MODES))}.")
         if mode != "train":
             return first
         if self._unseen:
-            raise UsageError(f"{self._storage.url} has a backup that was not restored", hint="Call restore() first.")
+            raise UsageError(
+                f"{self._storage.url} contains a backup that was not restored", hint="Call restore() first."
+            )
         self._open().manager.check_ready()
         if self._in_flight is not None:
             self._in_flight[0].wait_ended()
@@ -376,13 +380,13 @@ class WorkerTrainingState:
         if backup is None:
             return first
         if first not in (0, backup.next_epoch):
-            text = f"training goes on with epoch {backup.next_epoch}, where the backup stands, and not with {first}"
+            text = f"training continues with epoch {backup.next_epoch}, from the backup, instead of {first}"
             self._emit(Warned(text=text))
         if total is not None:
             self._kept_for = ""
             if backup.next_epoch > total:
-                self._kept_for = f"it is of {backup}, and this run asks for {total} epochs only, counted from 0"
-                self._warn(f"nothing is trained: the backup is kept, {self._kept_for}")
+                self._kept_for = f"it is of {backup}, but this run asks for only {total} epochs, counted from 0"
+                self._warn(f"nothing is trained, and the backup is kept: {self._kept_for}")
         return backup.next_epoch
 
     def maybe_load_initial_counters_from_ckpt(
@@ -448,10 +452,10 @@ class WorkerTrainingState:
             if error is None and is_idle and not self._closed:
                 self._warn(
                     f"no backup was made after that of {self._began_from}, which was restored. If all epochs were "
-                    "trained, call delete_backup(): until then each run begins behind that epoch"
+                    "trained, call delete_backup(); until then every run continues after that epoch"
                 )
             if not isinstance(error, Exception):
-                self._watch.finish("nothing of it is saved", is_error=True)
+                self._watch.finish("nothing was saved", is_error=True)
             yield
             if error is None and self._began_from is None and self.saved is not None:
                 self._announcements.end_epochs(self.saved)
@@ -468,13 +472,13 @@ class WorkerTrainingState:
         backup = Backup(check_whole("epoch", epoch), None if batch is None else check_whole("batch", batch))
         if self._unseen:
             raise UsageError(
-                f"{self._storage.url} has a backup that was not restored; this one would take its place",
-                hint="Call restore() before training, or begin_anew=True to begin from nothing.",
+                f"{self._storage.url} contains a backup that was not restored; this one would replace it",
+                hint="Call restore() before training, or pass begin_anew=True to start from the beginning.",
             )
         if (begun := self._began_from) is not None and epoch < begun.next_epoch:
             raise UsageError(
-                f"{begun} was restored, and epoch {epoch} lies before it: it would be trained once more",
-                hint="Begin the loop at maybe_load_initial_epoch_from_ckpt(0, 'train').",
+                f"{begun} was restored, and epoch {epoch} is not after it: it would be trained a second time",
+                hint="Start the loop at maybe_load_initial_epoch_from_ckpt(0, 'train').",
             )
         return backup
 
@@ -581,7 +585,7 @@ class WorkerTrainingState:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError(f"the state of {self._storage.url} is closed", hint="Make a new one.")
+            raise ClosedError(f"this WorkerTrainingState of {self._storage.url} is closed", hint="Create a new one.")
 
     def _open(self) -> TrainingLoop:
         self._check_open()

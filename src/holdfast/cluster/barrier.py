@@ -249,9 +249,9 @@ class _Meeting:
 
     def _raise_absent(self, outcome: _Outcome) -> NoReturn:
         wait_read(self._cluster, lambda: outcome.absent)
-        what = f"did not come to {self._purpose} within {self._timeout_seconds:g} s"
+        what = f"did not join {self._purpose} within {self._timeout_seconds:g} s"
         if outcome.are_dead:
-            what = f"died, or left the job, before {self._purpose} had ended"
+            what = f"died or left the job before {self._purpose} ended"
         raise make_absent_error(self._cluster, outcome.absent, what)
 
     def _key(self, key: str) -> str:
@@ -268,5 +268,5 @@ def make_absent_error(cluster: Cluster, ranks: tuple[int, ...], what: str) -> Ab
         f"{name_ranks(ranks)} of {cluster.world_size}{on} {what}",
         ranks=ranks,
         nodes=nodes,
-        hint="Look whether these processes still run, and what they have written last.",
+        hint="Check whether these processes are still running, and the last lines of their logs.",
     )

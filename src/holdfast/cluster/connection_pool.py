@@ -50,7 +50,7 @@ class ConnectionPool:
     def __init__(self, connect: Connect, host: str) -> None:
         """Starts nothing yet. A thread calls `connect` for itself; `host` says in words where the store lies."""
         self._connect = connect
-        self._hint = f"The store lies in {host}: is that still alive, and can this node reach it?"
+        self._hint = f"The store is in {host}: is it still running, and can this node reach it?"
         # Guards the lists of threads, and whether the pool is closed.
         self._lock = threading.Lock()
         self._idle: list[_Inbox] = []
@@ -79,7 +79,9 @@ class ConnectionPool:
             if self._closed:
                 raise ClosedError("the cluster was closed before this call")
             if not self._idle and len(self._all) >= _MOST_CONNECTIONS:
-                raise ClusterError(f"{what}: {_MOST_CONNECTIONS} earlier calls have had no answer yet", hint=self._hint)
+                raise ClusterError(
+                    f"{what}: {_MOST_CONNECTIONS} earlier calls are still waiting for an answer", hint=self._hint
+                )
             inbox = self._idle.pop() if self._idle else self._start()
         inbox.put(task)
         if not task.done.wait(timeout_seconds):
@@ -129,7 +131,7 @@ class ConnectionPool:
             # Unlike `Thread.start` this cannot be interrupted half-way.
             _thread.start_new_thread(self._serve, (inbox, ended))
         except RuntimeError as error:
-            raise ClusterError(f"no thread can be started to ask the store: {error}") from error
+            raise ClusterError(f"cannot start a thread to query the store: {error}") from error
         self._all.append((inbox, ended))
         return inbox
 

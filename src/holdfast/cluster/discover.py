@@ -46,7 +46,8 @@ def open_cluster(choice: Choice = "auto", timeout_seconds: float = JOIN_SECONDS)
         return AloneCluster()
     if choice != "auto":
         raise UsageError(
-            f"cluster={choice!r} is no cluster", hint='Give "auto", "alone", or a cluster that you have opened.'
+            f'cluster must be "auto", "alone" or a cluster, got {choice!r}',
+            hint='Pass "auto", "alone", or a cluster that you have opened.',
         )
     found = find_engine(os.environ, sys.modules)
     if found is None:

@@ -82,8 +82,9 @@ class Heartbeat:
         """
         if not 0 < 4 * interval_seconds <= timeout_seconds:
             raise UsageError(
-                f"a heartbeat each {interval_seconds:g} s cannot be missed within {timeout_seconds:g} s",
-                hint="The time-out has to be four times the interval at least.",
+                f"the timeout must be at least four heartbeat intervals, got {timeout_seconds:g} s for an "
+                f"interval of {interval_seconds:g} s",
+                hint="Raise the timeout or shorten the interval.",
             )
         self._cluster = cluster
         self._interval_seconds = interval_seconds

@@ -79,7 +79,7 @@ class StoreMailbox:
             _thread.start_new_thread(self._run, ())
         except RuntimeError as error:
             # None can be had any more: the interpreter shuts down, or the system has no room.
-            self.trouble = f"no thread can be started to ask the store: {error}"
+            self.trouble = f"cannot start a thread to query the store: {error}"
             self._ended.open()
 
     def post(self, write: Callable[[], object]) -> None:

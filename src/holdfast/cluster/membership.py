@@ -27,8 +27,9 @@ _NAMED_RANKS: Final = 8
 _WHAT: Final = "joining the other workers"
 
 _HINT: Final = (
-    "Every worker has to open the cluster, or make its manager, about then. Look whether that one has died before, and "
-    'what it has written last. One that saves by itself is made with cluster="alone".'
+    "Every worker must open the cluster, or create its manager, at about the same time. Check whether that "
+    "worker died earlier, and the last lines of its log. For a worker that saves on its own, pass "
+    'cluster="alone".'
 )
 
 
@@ -163,8 +164,10 @@ class Joining:
         """Makes sure that this worker is still the one of its rank: a successor may have joined in its place."""
         if self._nonce_of(self._rank) != self._mine.nonce:
             raise ClusterError(
-                f"another start of the job has taken the place of this one, rank {self._rank}",
-                hint="Two jobs have the same address and port; or this one was thought dead, and should end.",
+                f"another start of the job has replaced this one, rank {self._rank}",
+                hint=(
+                    "Either two jobs use the same address and port, or this process was taken for dead and should exit."
+                ),
             )
 
     def _absent(self, ranks: list[int]) -> AbsentError:

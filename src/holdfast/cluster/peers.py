@@ -220,7 +220,7 @@ class FailureFeed:
     def describe_loss(self, rank: int) -> Failure:
         """What is known of a worker that is lost."""
         known = (what for ranks, what in self._heartbeat.absences if rank in ranks)
-        what = next(known, "died, or cannot be reached")
+        what = next(known, "died or cannot be reached")
         return Failure.of(rank, _ABSENT, f"has {what}", _ABSENT_HINT)
 
     def describe(self, error: BaseException, *, traced: bool = False) -> Failure:
@@ -421,7 +421,8 @@ class Peers:
             if waited and waited_seconds >= warn_seconds:
                 warn_seconds = self.timeout_seconds
                 self._warn(
-                    f"for {waited_seconds:.0f} s {name_ranks(sorted(waited))} did not {what}; all workers have to"
+                    f"waiting for {waited_seconds:.0f} s: {name_ranks(sorted(waited))} did not {what}; every "
+                    "worker must"
                 )
             if missed is None:
                 # There are several keys, a worker may die instead of writing one, and no store waits for any of these.
@@ -463,7 +464,7 @@ class Peers:
         is_asked = waited_seconds >= LEAST_SECONDS and not outlasts_job
         left_seconds = self.find_left_seconds() if is_asked else None
         if left_seconds is not None and left_seconds <= 0:
-            return f"did not {what} in the time that was left to the job"
+            return f"did not {what} in the job's remaining time"
         return ""
 
     @contextmanager
@@ -484,5 +485,7 @@ def _try_text(make: Callable[[], str]) -> str:
         return ""
 
 
-_LATE_HINT: Final = "It gives signs of life. Look what holds it up, and whether all workers save and restore alike."
-_ABSENT_HINT: Final = "Look whether that process still runs, and what it has written last."
+_LATE_HINT: Final = (
+    "The worker is alive. Check what holds it up, and whether all workers save and restore the same steps."
+)
+_ABSENT_HINT: Final = "Check whether that process is still running, and the last lines of its log."

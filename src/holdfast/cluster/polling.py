@@ -126,8 +126,8 @@ ELSEWHERE_SECONDS: Final = 5.0
 """The same where a worker was given another path than the leader. It may be a share that is mounted elsewhere."""
 
 ELSEWHERE_HINT: Final = (
-    "Give all workers the same directory. If its name has the time of the start or the rank in it, let one worker "
-    "choose it, and tell the others."
+    "Give all workers the same directory. If its name contains a start time or a rank, let one worker choose the "
+    "name and send it to the others."
 )
 
 

@@ -135,22 +135,22 @@ def check_key(key: str) -> str:
     """**Pure.** The key, if it is one; else raises `UsageError`."""
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise UsageError(
-            f"{key!r} is no key of a cluster's store",
+            f"{key!r} is not a valid key of the cluster's store",
             hint="Use letters, digits, '.', '_' and '-', with '/' between parts.",
         )
     if len(key) > MAX_KEY_BYTES:
-        raise UsageError(f"a key of {len(key)} bytes is longer than the {MAX_KEY_BYTES} that may be: {key[:40]}...")
+        raise UsageError(f"a key may have at most {MAX_KEY_BYTES} bytes, got {len(key)}: {key[:40]}...")
     return key
 
 
 def check_value(key: str, value: bytes) -> bytes:
     """**Pure.** The value, if the store can hold it; else raises `UsageError`."""
     if not isinstance(value, bytes):
-        raise UsageError(f"{key}: a value is bytes, not {type(value).__name__}")
+        raise UsageError(f"{key}: a value must be bytes, got {type(value).__name__}")
     if len(value) > MAX_VALUE_BYTES:
         raise UsageError(
-            f"{key}: a value of {len(value)} bytes is larger than the {MAX_VALUE_BYTES} that may be",
-            hint="A cluster's store is for small records; write what is large into a file.",
+            f"{key}: a value may have at most {MAX_VALUE_BYTES} bytes, got {len(value)}",
+            hint="The cluster's store is for small records; write large data to a file.",
         )
     return value
 
@@ -158,5 +158,5 @@ def check_value(key: str, value: bytes) -> bytes:
 def check_amount(key: str, amount: int) -> int:
     """**Pure.** The amount, if every store can add it; else raises `UsageError`."""
     if not isinstance(amount, int) or isinstance(amount, bool) or not -MAX_COUNT < amount < MAX_COUNT:
-        raise UsageError(f"{key}: {amount!r} is no whole number of less than {MAX_COUNT}")
+        raise UsageError(f"{key}: the amount must be a whole number below {MAX_COUNT}, got {amount!r}")
     return amount

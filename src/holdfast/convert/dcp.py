@@ -67,7 +67,7 @@ _ALLOWED: Final = ALLOWED | {
     Global("pathlib", "PurePosixPath"),
     Global("pathlib._local", "PosixPath"),
 }
-_DAMAGED: Final = "Load it with torch where it was written, and save it again; or import another copy."
+_DAMAGED: Final = "Load it with torch where it was written and save it again, or import another copy."
 
 
 class _StoredItem(msgspec.Struct, frozen=True):
@@ -103,8 +103,8 @@ def write_dcp(
         name = ".".join(map(str, path))
         if name in paths:
             raise UsageError(
-                f"{'/'.join(map(str, paths[name]))} and {'/'.join(map(str, path))} would both be called {name!r}",
-                hint="Export them one by one, with --only.",
+                f"{'/'.join(map(str, paths[name]))} and {'/'.join(map(str, path))} would both be named {name!r}",
+                hint="Export them one at a time, with --only.",
             )
         paths[name] = path
     leaf_of = {name: entry.leaf for name, path in paths.items() if type(entry := entries[path]) is ArrayRef}
@@ -189,7 +189,7 @@ def _is_dcp_file(name: str) -> bool:
 
 
 def _no_tensor(array: ArrayRef) -> Any:
-    raise TypeError(f"{array.leaf} stands within a value")
+    raise TypeError(f"{array.leaf} is inside another value")
 
 
 def _list_extents(chunks: Mapping[str, list[Box]]) -> Iterator[Extent]:
@@ -278,7 +278,7 @@ class DcpDirectory:
         self._keep_unknown = keep_unknown
         self._keys = KeyChecker()
         if metadata.size_bytes > MAX_METADATA_BYTES:
-            raise self._malformed(f"it has {metadata.size_bytes} bytes, and at most {MAX_METADATA_BYTES} may be")
+            raise self._malformed(f"it has {metadata.size_bytes} bytes; the limit is {MAX_METADATA_BYTES}")
         data = metadata.read(0, metadata.size_bytes)
         root = self._state(read_pickle(data, _ALLOWED, self._path), _METADATA)
         named, paths, storage = root.get("state_dict_metadata"), root.get("planner_data"), root.get("storage_data")
@@ -291,7 +291,7 @@ class DcpDirectory:
             if type(name) is not str or type(path) is not tuple or not all(map(_is_step, path)):
                 raise self._malformed(f"the path to {shown(name)} is malformed")
             if not path or self._key(path) in self.entries:
-                raise self._malformed(f"the path to {shown(name)} leads nowhere, or to another entry")
+                raise self._malformed(f"the path to {shown(name)} does not exist, or leads to another entry")
             self.entries[path] = self._entry(name, entry)
 
     def _list_items(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _StoredItem]:
@@ -301,16 +301,18 @@ class DcpDirectory:
             index = self._state(key, _INDEX)
             place = info.state if type(info) is PickledObject and info.function == _STORAGE_INFO else None
             if type(place) is not dict or place.get("transform_descriptors"):
-                raise self._malformed("where its pieces lie is not said as torch says it, or they are transformed")
+                raise self._malformed(
+                    "the location of its pieces is not in the form that torch writes, or the pieces are transformed"
+                )
             file, begin, length = place.get("relative_path"), place.get("offset"), place.get("length")
             if not is_plain_name(file):
-                raise self._malformed(f"it names {shown(file)}, which is no file beside it")
+                raise self._malformed(f"it names {shown(file)}, which is not a file next to it")
             if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
-                raise self._malformed("a piece cannot lie where it is said to lie")
+                raise self._malformed("a piece has an invalid offset or length")
             name, offset = index.get("fqn"), index.get("offset")
             offsets = None if offset is None else lengths_of(offset)
             if type(name) is not str or (offset is not None and offsets is None):
-                raise self._malformed("a piece is not named as torch names one")
+                raise self._malformed("a piece is not named the way torch names one")
             items[self._key((name, offsets))] = _StoredItem(str(file), begin, length)
         return items
 
@@ -320,16 +322,16 @@ class DcpDirectory:
         state = self._state(entry, _TENSOR)
         shape, chunks = lengths_of(state.get("size")), state.get("chunks")
         if shape is None or len(shape) > MAX_DIMENSIONS or type(chunks) is not list:
-            raise self._malformed(f"{shown(name)} is not described as torch describes a tensor")
+            raise self._malformed(f"{shown(name)} is not described the way torch describes a tensor")
         dtype = self._dtype(state.get("properties"))
         try:
             array_bytes(dtype, shape)
         except ValueError as error:
-            raise self._malformed(f"{shown(name)} cannot be: {error}") from error
+            raise self._malformed(f"{shown(name)} is invalid: {error}") from error
         boxes = [self._box(name, chunk, shape) for chunk in chunks]
         filled = [box for box in boxes if box.elements]
         if find_overlap(filled) or sum(box.elements for box in filled) != math.prod(shape):
-            raise self._malformed(f"the pieces of {shown(name)} do not make it up: they overlap, or leave a gap")
+            raise self._malformed(f"the pieces of {shown(name)} overlap or leave a gap")
         found = tuple(Chunk(box, self._tensor(name, box, dtype)) for box in filled)
         return InputArray(dtype, shape, found)
 
@@ -337,13 +339,13 @@ class DcpDirectory:
         archive = self._open(name, box.offsets)
         tensor = archive.tensor(archive.value) if type(archive.value) is PickledObject else None
         if tensor is None or tensor.dtype != dtype or tensor.shape != box.shape:
-            raise self._malformed(f"the piece {box} of {shown(name)} is another one than is said")
+            raise self._malformed(f"the piece {box} of {shown(name)} does not have the recorded dtype and shape")
         return tensor
 
     def _open(self, name: str, offsets: tuple[int, ...] | None) -> TorchArchive:
         item = self._items.get((name, offsets))
         if item is None:
-            raise self._malformed(f"where a piece of {shown(name)} lies is not said")
+            raise self._malformed(f"the location of a piece of {shown(name)} is missing")
         keep_unknown = self._keep_unknown and offsets is None
         return TorchArchive(self._open_file(item.file), item.offset_bytes, item.size_bytes, keep_unknown=keep_unknown)
 
@@ -353,7 +355,7 @@ class DcpDirectory:
         dtype = state[0] if type(state) is tuple and state else state.get("dtype") if type(state) is dict else None
         found = DTYPES_OF_TORCH.get(dtype) if type(dtype) is Global else None
         if found is None:
-            raise self._malformed("an element type cannot be taken in")
+            raise self._malformed("an element type is not supported")
         return found
 
     def _box(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Box:
@@ -364,14 +366,14 @@ class DcpDirectory:
         box = Box(offsets, sizes)
         problem = find_box_problem(box, shape)
         if problem:
-            raise self._malformed(f"a piece of {shown(name)} cannot be: {problem}")
+            raise self._malformed(f"a piece of {shown(name)} is invalid: {problem}")
         return box
 
     def _state(self, made: Any, cls: Global) -> dict[str, Any]:
         """The attributes of an object that has to be of a class."""
         state = made.state if type(made) is PickledObject and made.function == cls else None
         if type(state) is not dict:
-            raise self._malformed(f"a {cls.name} is expected, and something else is there")
+            raise self._malformed(f"expected a {cls.name}, got something else")
         return state
 
     def _malformed(self, what: str) -> FormatError:

@@ -20,8 +20,8 @@ from holdfast.format.names import GENERATIONS_DIRECTORY
 _ZIP: Final = b"PK\x03\x04"
 _LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f920")
 _SOURCES: Final = (
-    "A file of torch.save or of Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or of "
-    "torch.distributed.checkpoint, a safetensors file, or a directory of such can be imported."
+    "These can be imported: a file of torch.save or Lightning, a folder of the Hugging Face Trainer, a directory "
+    "of Orbax or torch.distributed.checkpoint, a safetensors file, or a directory of safetensors files."
 )
 
 
@@ -78,14 +78,14 @@ class ImportSource:
             self._read_archive(file, keep_unknown)
         elif head.startswith(_LEGACY):
             raise UsageError(
-                f"{self._path} is in the form that torch.save had before version 1.6",
+                f"{self._path} is in the format that torch.save used before version 1.6",
                 hint="Load it with torch and save it again.",
             )
         elif head[8:9] == b"{":
             self.format = "safetensors"
             self.root = read_header(file)
         else:
-            raise UsageError(f"{self._path} is nothing that can be imported", hint=_SOURCES)
+            raise UsageError(f"{self._path} is not in a format that can be imported", hint=_SOURCES)
 
     def _read_archive(self, file: InputFile, keep_unknown: bool) -> None:
         problem: FormatError | None = None
@@ -124,8 +124,8 @@ class ImportSource:
         if not arrays:
             is_run = (self._path / GENERATIONS_DIRECTORY).is_dir()
             raise UsageError(
-                f"{self._path} holds nothing that can be imported",
-                hint="It is a run of holdfast, and a job goes on from it as it is." if is_run else _SOURCES,
+                f"{self._path} contains nothing that can be imported",
+                hint="It is a holdfast run already: a job resumes from it as it is." if is_run else _SOURCES,
             )
         self.format = "safetensors"
         self.root = arrays
@@ -143,9 +143,9 @@ def _nest(entries: dict[EntryPath, Any], path: str) -> dict[Any, Any]:
         for key in keys[:-1]:
             place = place.setdefault(key, {})
             if type(place) is not dict:
-                raise FormatError(f"{path}: {'.'.join(map(str, keys))} leads through another entry", path=path)
+                raise FormatError(f"{path}: {'.'.join(map(str, keys))} passes through another entry", path=path)
         if keys[-1] in place:
-            raise FormatError(f"{path}: {'.'.join(map(str, keys))} stands twice", path=path)
+            raise FormatError(f"{path}: {'.'.join(map(str, keys))} appears twice", path=path)
         place[keys[-1]] = ArchivedTree(value.value, value) if isinstance(value, TorchArchive) else value
     return {key: _listed(value, 0) for key, value in root.items()}
 

@@ -134,7 +134,7 @@ def export_checkpoint(
         name = catalog.newest if step is None else catalog.find(step)
         if name is None:
             raise NoCheckpointError(
-                f"{storage.url} has no checkpoint", hint="`holdfast list --all` shows what is there."
+                f"{storage.url} has no checkpoint", hint="`holdfast list --all` shows what the run contains."
             )
         return name
 
@@ -160,7 +160,7 @@ def export_chosen(
     run = local_directory(storage)
     if run is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
         raise UsageError(
-            f"{out} lies within the run {storage.url}, whose checkpoints an export could damage",
+            f"{out} is inside the run {storage.url}, where an export could damage checkpoints",
             hint="Export to another directory.",
         )
     attempts, gone = 0, None
@@ -171,8 +171,8 @@ def export_chosen(
             if gone is None:
                 raise
             raise NoCheckpointError(
-                f"step {gone.step} of {storage.url} was removed while it was read",
-                hint="Export one that a running job keeps for longer; `holdfast list` shows what is there.",
+                f"step {gone.step} of {storage.url} was removed while it was being read",
+                hint="Export a step that the running job keeps for longer; `holdfast list` shows the steps.",
             ) from error
         try:
             return export_step(storage, name.directory, name, storage, out, options)
@@ -220,7 +220,7 @@ def export_step(
     with closing(LeafReader(storage, opened, beside, threads=options.threads, advance=advance)) as reader:
         leaves = {array.leaf for _, array in list_arrays(tree)}
         for leaf in leaves - reader.leaves.keys():
-            raise FormatError(f"{leaf!r} is referred to and lies nowhere", step=step, tensor=leaf)
+            raise FormatError(f"{leaf!r} is referenced but not stored", step=step, tensor=leaf)
         _check_types(reader, leaves, options.to)
         names: dict[str, str] = {}
         if options.to in ("safetensors", "transformers"):
@@ -230,8 +230,8 @@ def export_step(
                 names = name_adapters(names)
             if not names:
                 raise UsageError(
-                    f"there is no array in what is asked for of step {step}",
-                    hint="Safetensors files hold arrays alone: export it --to torch, or name other objects.",
+                    f"the selected part of step {step} contains no array",
+                    hint="Safetensors files contain only arrays: use --to torch, or select other objects.",
                 )
         if options.watcher is not None:
             options.watcher.expect(sum(reader.leaves[leaf].size_bytes for leaf in names.values() or leaves))
@@ -278,8 +278,8 @@ def find_descriptions(objects: dict[str, Any], step: int) -> dict[str, str]:
     known = {name: text for name, text in (files or {}).items() if name in DESCRIPTIONS and isinstance(text, str)}
     if not known:
         raise UsageError(
-            f"step {step} does not say what model of transformers it holds",
-            hint="hf.transformers.Resumable keeps that. Export it --to safetensors, and add the model's config.json.",
+            f"step {step} does not record which transformers model it contains",
+            hint="hf.transformers.Resumable records that. Use --to safetensors, and add the model's config.json.",
         )
     return known
 
@@ -302,13 +302,13 @@ def name_arrays(tree: dict[str, Any], *, has_prefix: bool, repeat_shared: bool) 
     names: dict[str, str] = {}
     paths: dict[str, KeyPath] = {}
     first: dict[str, str] = {}
-    left = [LeftOut(_path(keys), "it is no array") for keys in list_values(tree) if keys]
+    left = [LeftOut(_path(keys), "it is not an array") for keys in list_values(tree) if keys]
     for keys, array in list_arrays(tree):
         name = ".".join(map(str, keys if has_prefix or len(keys) == 1 else keys[1:]))
         if name in names:
             raise UsageError(
-                f"{_path(paths[name])} and {_path(keys)} would both be called {name!r}",
-                hint="Export them one by one, with --only.",
+                f"{_path(paths[name])} and {_path(keys)} would both be named {name!r}",
+                hint="Export them one at a time, with --only.",
             )
         paths[name] = keys
         if array.leaf in first and not repeat_shared:
@@ -325,7 +325,7 @@ def _path(keys: KeyPath) -> str:
 
 def _check(options: ExportOptions) -> None:
     if options.to not in FORMATS:
-        raise UsageError(f"{options.to!r} is no format to export to", hint=f"Use one of {', '.join(FORMATS)}.")
+        raise UsageError(f"{options.to!r} is not an export format", hint=f"Use one of {', '.join(FORMATS)}.")
     check_whole("file_bytes", options.file_bytes, 1)
     check_whole("threads", options.threads, 1)
 
@@ -336,16 +336,16 @@ def _check_types(reader: LeafReader, leaves: Iterable[str], to: str) -> None:
         dtype = reader.leaves[leaf].dtype
         if dtype not in held:
             raise UsageError(
-                f"{leaf} is of type {dtype}, which a file of {to} cannot hold here",
-                hint="Export it --to torch, or name other objects."
+                f"{leaf} has dtype {dtype}, which a {to} file cannot contain here",
+                hint="Use --to torch, or select other objects."
                 if dtype in TORCH_DTYPES
-                else "Name other objects; `holdfast show` lists the types of the arrays.",
+                else "Select other objects; `holdfast show` lists the dtypes.",
             )
 
 
 def _check_found(selection: Selection | None, objects: list[str], step: int) -> None:
     if selection is not None and selection.unmatched:
         raise UsageError(
-            f"step {step} has nothing of the name {', '.join(map(repr, selection.unmatched))}",
-            hint=f"Its objects are {', '.join(map(repr, objects))}; a leaf is named like 'model/head.weight'.",
+            f"step {step} has no object or leaf named {', '.join(map(repr, selection.unmatched))}",
+            hint=f"Its objects are {', '.join(map(repr, objects))}; a leaf has a name like 'model/head.weight'.",
         )

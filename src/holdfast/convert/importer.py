@@ -127,13 +127,15 @@ def import_checkpoint(
     begun_at = time.monotonic()
     step = None if step is None else check_whole("step", step, 0, MAX_STEP)
     if not is_text(name):
-        raise UsageError(f"{name!r} is no name for an object", hint="A name is text that can be written as UTF-8.")
+        raise UsageError(
+            f"{name!r} cannot be the name of an object", hint="A name must be text that can be encoded as UTF-8."
+        )
     storage = open_storage(run)
     committed = read_catalog(storage).committed
     if committed:
         raise UsageError(
-            f"{storage.url} has checkpoints already, the newest of step {committed[-1].step}",
-            hint="Import into a new run; a job that goes on from it may save there.",
+            f"{storage.url} already contains checkpoints, the newest of step {committed[-1].step}",
+            hint="Import into a new run; a job that resumes from it may save there.",
         )
     with closing(ImportSource(Path(source), keep_unknown=skip_unknown)) as opened:
         found = opened.recognized or list_objects(opened.root, name)
@@ -154,12 +156,15 @@ def import_checkpoint(
         most_times = MOST_TIMES_COMPRESSED if opened.format == "orbax" else _MOST_TIMES
         if size_bytes > most_times * opened.size_bytes + _ALWAYS_BYTES:
             raise FormatError(
-                f"{source}: its arrays would take {size_bytes} bytes, and its files have {opened.size_bytes}",
+                f"{source}: its arrays would take {size_bytes} bytes, but its files have only {opened.size_bytes}",
                 path=str(source),
-                hint="Expanded tensors may be the reason: save them contiguous, or save what they are expanded from.",
+                hint=(
+                    "Expanded tensors may be the reason: make them contiguous before saving, or save the tensors "
+                    "that they were expanded from."
+                ),
             )
         if not arrays and not any(nodes.values()):
-            raise UsageError(f"{source} holds nothing that could be kept", hint="Save state_dicts, not objects.")
+            raise UsageError(f"{source} contains nothing that can be stored", hint="Save state_dicts, not objects.")
         # torch's own files say which tensors were one, and arrays of JAX never are.
         ties = [] if opened.format in ("torch", "lightning", "orbax") else encoder.tied_candidates
         committed_name = _commit(storage, step, nodes, arrays, ties, escape(Path(source).name), watcher)
@@ -196,7 +201,9 @@ def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
         found.taken = [_WHOLE]
     for old, new in names.items():
         if not is_text(new) or not new:
-            raise UsageError(f"{new!r} is no name for an object", hint="A name is text that can be written as UTF-8.")
+            raise UsageError(
+                f"{new!r} cannot be the name of an object", hint="A name must be text that can be encoded as UTF-8."
+            )
         name, *way = (old if old in found.objects else found.former.get(old, old)).split("/")
         if old in found.objects or old in found.former:
             name, way = found.former.get(old, old), []
@@ -207,7 +214,7 @@ def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
             outer, part = part, part.get(key) if type(part) is dict else None
         if tree is None or part is None or new in moved:
             raise UsageError(
-                f"{source} has nothing of the name {old!r}" if new not in moved else f"two objects would be {new!r}",
+                f"{source} has no object named {old!r}" if new not in moved else f"two objects would be named {new!r}",
                 hint=f"Its objects are {', '.join(map(repr, found.objects))}.",
             )
         if way:
@@ -218,7 +225,7 @@ def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
             found.taken = [one for one in found.taken if one != name]
     for new, tree in moved.items():
         if new in found.objects:
-            raise UsageError(f"{source} has another object of the name {new!r}", hint="Rename that one too.")
+            raise UsageError(f"{source} has another object named {new!r}", hint="Rename that object too.")
         found.objects[new] = tree
         found.taken.append(new)
     for former in found.former.keys() & names.keys():
@@ -228,13 +235,13 @@ def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
 def _select(found: Recognized, selection: Selection | None, source: str) -> dict[str, ArchivedTree]:
     if selection is None:
         for key in found.objects.keys() - set(found.taken):
-            found.left.append(LeftOut(key, "--only takes it"))
+            found.left.append(LeftOut(key, "--only does not select it"))
         found.left.sort(key=lambda one: one.path)
         return {key: found.objects[key] for key in found.taken}
     chosen = {key: value for key, value in found.objects.items() if selection(escape(key))}
     if selection.unmatched:
         raise UsageError(
-            f"{source} has nothing of the name {', '.join(map(repr, selection.unmatched))}",
+            f"{source} has no object named {', '.join(map(repr, selection.unmatched))}",
             hint=f"Its objects are {', '.join(map(repr, found.objects))}.",
         )
     return chosen
@@ -250,15 +257,15 @@ def _strip(objects: Mapping[str, ArchivedTree], prefix: str, source: str) -> lis
             continue
         names = {name: name.removeprefix(prefix) if type(name) is str else name for name in value}
         if len(set(names.values())) < len(names):
-            raise UsageError(f"{source}: without {prefix!r}, two arrays of {key} would have one name")
+            raise UsageError(f"{source}: without the prefix {prefix!r}, two arrays of {key} would have the same name")
         if names.keys() != set(names.values()):
             tree.value = {names[name]: part for name, part in value.items()}
             _unwrap(tree)
             stripped.append(key)
     if not stripped:
         raise UsageError(
-            f"{source}: no array has a name that begins with {prefix!r}",
-            hint="`holdfast import` without it, and then `holdfast show`, tells the names.",
+            f"{source}: no array has a name with the prefix {prefix!r}",
+            hint="Import without the option, then `holdfast show` lists the names.",
         )
     return stripped
 
@@ -340,7 +347,7 @@ class _ImportEncoder(Encoder):
         raise UnsupportedValueError(
             f"{self._source}: {path} is a {_name_of(value)}, which cannot be stored",
             path=path,
-            hint="Leave it out with --skip-unknown (skip_unknown=True), or save without it.",
+            hint="Skip it with --skip-unknown (skip_unknown=True), or save the file without it.",
         )
 
     def _is_unknown(self, value: Any) -> bool:
@@ -414,7 +421,7 @@ def _commit(
                 with suppress(OSError):
                     root.rmdir()
         except HoldfastError as left:
-            error.add_note(f"What was written is still there, and is no checkpoint: {left}")
+            error.add_note(f"The partly written import is still there, but is not a checkpoint: {left}")
         raise
     return name
 

@@ -22,7 +22,7 @@ from holdfast.storage.checks import as_storage_errors
 
 _WINDOW_BYTES: Final = 32 << 20
 _OPEN_FILES: Final = 64
-_COPY: Final = "A pipe or a device cannot be read back and forth: copy what comes out of it into a file."
+_COPY: Final = "Pipes and devices cannot be read at random offsets: copy the content into a file first."
 
 
 class InputFile:
@@ -58,10 +58,10 @@ class InputFile:
                 status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode):
                 self.close()
-                raise FormatError(f"{self.path} is no plain file", path=str(self.path), hint=_COPY)
+                raise FormatError(f"{self.path} is not a regular file", path=str(self.path), hint=_COPY)
             identity = (status.st_dev, status.st_ino, status.st_size)
             if self._identity not in (None, identity):
-                raise FormatError(f"{self.path} was changed while it was being read", path=str(self.path))
+                raise FormatError(f"{self.path} changed while it was being read", path=str(self.path))
             self._identity = identity
             self.size_bytes = status.st_size
         if self._pool is not None:
@@ -80,7 +80,7 @@ class InputFile:
             while left:
                 count = os.preadv(self.fileno(), [left], offset_bytes)
                 if not count:
-                    raise FormatError(f"{self.path} ends at byte {offset_bytes}, too early", path=str(self.path))
+                    raise FormatError(f"{self.path} is cut short: it ends at byte {offset_bytes}", path=str(self.path))
                 offset_bytes += count
                 left = left[count:]
 
@@ -93,7 +93,8 @@ class InputFile:
         """
         if not 0 <= offset_bytes <= offset_bytes + size_bytes <= self.size_bytes:
             raise FormatError(
-                f"{self.path}: bytes {offset_bytes} to {offset_bytes + size_bytes} are asked for, of {self.size_bytes}",
+                f"{self.path}: bytes {offset_bytes} to {offset_bytes + size_bytes} were requested, but the file "
+                f"has {self.size_bytes}",
                 path=str(self.path),
             )
         data = bytearray(size_bytes)

@@ -67,7 +67,7 @@ class _TreeDecoder(Decoder):
 
     def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
         if kind in _ITS_OWN:
-            return _NotExportable("it is each worker's own")
+            return _NotExportable("it differs per worker")
         return ObjectState(kind, self.decode(state, UNFILLED, path, depth))
 
     def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
@@ -85,7 +85,7 @@ class _TreeDecoder(Decoder):
         if node["$"] in ("namedtuple", "dataclass", "pytree") and type(node.get("v")) is dict:
             return self.mapping(node["v"], UNFILLED, path, depth + 1)
         if node["$"] == "live":
-            return _NotExportable("it is the program's own")
+            return _NotExportable("it belongs to the program")
         return super()._tagged(node, UNFILLED, path, depth)
 
 

@@ -13,7 +13,7 @@ from typing import BinaryIO, Final
 from holdfast.errors import StorageFullError, UsageError
 from holdfast.storage.checks import as_storage_errors, find_file_above
 
-_OVERWRITE: Final = "Name another place, or ask for overwriting (--overwrite, overwrite=True)."
+_OVERWRITE: Final = "Choose another path, or allow overwriting (--overwrite, overwrite=True)."
 
 
 class OutputFiles:
@@ -54,7 +54,7 @@ class OutputFiles:
                 try:
                     os.link(self._staging / name, self._out)
                 except FileExistsError:
-                    raise UsageError(f"{self._out} is there already", hint=_OVERWRITE) from None
+                    raise UsageError(f"{self._out} already exists", hint=_OVERWRITE) from None
             _sync_directory(self._out.parent)
 
     def publish_files(self, last: str, is_ours: Callable[[str], bool]) -> None:
@@ -94,7 +94,7 @@ def open_output_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator
         StorageError: If the place fails.
     """
     if os.path.lexists(out) and (not overwrite or not out.is_file()):
-        what = "is there already" if out.is_file() else "is there already, and is no file"
+        what = "already exists" if out.is_file() else "already exists and is not a file"
         raise UsageError(f"{out} {what}", hint=_OVERWRITE)
     with _staging(out, out.parent, size_bytes) as staging:
         yield OutputFiles(out, staging)
@@ -115,12 +115,12 @@ def open_output_directory(
     """
     is_there = out.is_dir()
     if os.path.lexists(out) and not is_there:
-        raise UsageError(f"{out} is there already, and is no directory", hint="Name another place.")
+        raise UsageError(f"{out} already exists and is not a directory", hint="Choose another path.")
     if is_there:
         with as_storage_errors("read", "", out):
             old = sorted(entry.name for entry in os.scandir(out) if is_ours(entry.name))
         if old and not overwrite:
-            raise UsageError(f"{out} has {_some(old)} already", hint=_OVERWRITE)
+            raise UsageError(f"{out} already contains {_some(old)}", hint=_OVERWRITE)
     with _staging(out, out if is_there else out.parent, size_bytes) as staging:
         yield OutputFiles(out, staging)
 
@@ -131,14 +131,14 @@ def _staging(out: Path, parent: Path, size_bytes: int) -> Iterator[Path]:
         if out.parent != Path() and not out.parent.is_dir():
             file = find_file_above(out)
             if file is not None:
-                raise UsageError(f"{out} cannot be made: {file} is no directory", hint="Check the path.")
-            raise UsageError(f"there is no directory {out.parent}", hint="Make it first, or check the path.")
+                raise UsageError(f"{out} cannot be created: {file} is not a directory", hint="Check the path.")
+            raise UsageError(f"the directory {out.parent} does not exist", hint="Create it first, or check the path.")
         free_bytes = shutil.disk_usage(parent).free
         if free_bytes < size_bytes:
             raise StorageFullError(
-                f"{out} would take {size_bytes} bytes, and {free_bytes} are free there",
+                f"{out} needs {size_bytes} bytes, but only {free_bytes} are free there",
                 path=str(out),
-                hint="Make room, or name a place on another disk.",
+                hint="Free some space, or choose a path on another disk.",
             )
         staging = parent / f".{out.name}.{secrets.token_hex(4)}.tmp"
         staging.mkdir()

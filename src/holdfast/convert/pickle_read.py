@@ -34,7 +34,9 @@ MAX_KEY_BITS: Final = 1024
 MAX_EQUAL_HASHES: Final = 128
 """How many different keys may have the same hash. Each new one is compared with all of them."""
 
-_HINT: Final = "Nothing of it was executed. If you trust the file, load and save it again as plain state_dicts."
+_HINT: Final = (
+    "Nothing in the file was executed. If you trust the file, load it and save it again as plain state_dicts."
+)
 _SHOWN: Final = 100
 _ALWAYS: Final = 1 << 16
 _SMALL_BITS: Final = 63
@@ -124,17 +126,17 @@ class KeyChecker:
         kind = type(part)
         if kind in (tuple, frozenset):
             if depth >= MAX_KEY_DEPTH:
-                raise ValueError(f"a key is nested more than {MAX_KEY_DEPTH} deep")
+                raise ValueError(f"a key is nested more than {MAX_KEY_DEPTH} levels deep")
             for inner in part:
                 left = self._measure(inner, left, depth + 1)
         elif kind in (str, bytes):
             if len(part) > MAX_KEY_LENGTH:
-                raise ValueError(f"a key has {len(part)} characters or bytes, and at most {MAX_KEY_LENGTH} may be")
+                raise ValueError(f"a key has {len(part)} characters or bytes; the limit is {MAX_KEY_LENGTH}")
         elif kind is int:
             if part.bit_length() > MAX_KEY_BITS:
-                raise ValueError(f"a key is a number of {part.bit_length()} bits, and at most {MAX_KEY_BITS} may be")
+                raise ValueError(f"a key is a number of {part.bit_length()} bits; the limit is {MAX_KEY_BITS}")
         elif kind not in self._plain:
-            raise ValueError(f"a {kind.__name__} cannot be a key, or stand in a set")
+            raise ValueError(f"a {kind.__name__} cannot be a key or a member of a set")
         if left <= 0:
             raise ValueError(f"a key is made of more than {MAX_KEY_PARTS} values")
         return left - 1
@@ -164,7 +166,7 @@ class _Machine:
             elif (follow := _INSTRUCTIONS.get(name)) is not None:
                 follow(self, argument)
             else:
-                raise ValueError(f"there is an instruction {name} that no such file needs")
+                raise ValueError(f"unexpected instruction {name}")
         return self.stack.pop()
 
     def mark(self) -> None:
@@ -178,11 +180,11 @@ class _Machine:
 
     def push_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise ValueError("a name is no text")
+            raise ValueError("a name is not text")
         found = Global("builtins" if module == "__builtin__" else module, name)
         if found not in self._allowed and found not in _BUILDERS and not self._keep_unknown:
             raise FormatError(
-                f"{self._path}: it wants {shown(found)}, which is none of what such a file may hold",
+                f"{self._path}: it contains {shown(found)}, which is not supported",
                 path=self._path,
                 hint=_HINT,
             )
@@ -191,14 +193,14 @@ class _Machine:
     def call(self, arguments: Any) -> None:
         function = self.stack.pop()
         if type(arguments) is not tuple:
-            raise ValueError("a call without a list of arguments")
+            raise ValueError("a call without an argument list")
         build = _BUILDERS.get(function) if type(function) is Global else None
         if build is not None:
             self.stack.append(build(self, *arguments))
             return
         if type(function) is not Global:
             if not self._keep_unknown:
-                raise ValueError("something is called that is no name")
+                raise ValueError("a call of something that is not a name")
             function = Global("", "?")
         self.stack.append(PickledObject(function, arguments, is_known=function in self._allowed))
 
@@ -207,15 +209,15 @@ class _Machine:
         if type(target) is PickledObject:
             target.state = state
         elif type(target) is not dict:  # An OrderedDict may have attributes; torch puts versions there.
-            raise ValueError("attributes are set on what has none")
+            raise ValueError("attributes are set on a value that has none")
 
     def append(self, values: list[Any]) -> None:
-        target = self._target(list, "something is added to what is no list")
+        target = self._target(list, "an item is appended to a value that is not a list")
         if target is not None:
             target.extend(values)
 
     def set_items(self, values: list[Any]) -> None:
-        target = self._target(dict, "something is set in what is no dict")
+        target = self._target(dict, "an item is set in a value that is not a dict")
         if len(values) % 2:
             raise ValueError("a key has no value")
         if target is not None:
@@ -224,7 +226,7 @@ class _Machine:
     def add_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not set:
-            raise ValueError("something is added to what is no set")
+            raise ValueError("an item is added to a value that is not a set")
         target.update(self.check_keys(values))
 
     def _target(self, kind: type, problem: str) -> Any:
@@ -243,12 +245,12 @@ class _Machine:
         """Counts what is copied: one part that stands in a pickle once can be named in it again and again."""
         self._copy_limit -= length
         if self._copy_limit < 0:
-            raise ValueError("more is copied in it than stands in it")
+            raise ValueError("it copies more than it contains")
 
 
 def _bytes(machine: _Machine, text: Any, encoding: Any = "latin-1") -> bytes:
     if type(text) is not str or type(encoding) is not str or encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"{shown(text)} as bytes in {shown(encoding)}")
+        raise ValueError(f"{shown(text)} cannot be encoded as bytes in {shown(encoding)}")
     machine.count_copied(len(text))
     return text.encode("latin-1")
 
@@ -258,7 +260,7 @@ def _bytearray(machine: _Machine, text: Any = b"", encoding: Any = "latin-1") ->
     if type(text) is str:
         return bytearray(_bytes(machine, text, encoding))
     if type(text) is not bytes:
-        raise ValueError("a bytearray of what are no bytes")
+        raise ValueError("a bytearray of something that is not bytes")
     machine.count_copied(len(text))
     return bytearray(text)
 
@@ -268,21 +270,21 @@ def _dict(machine: _Machine, pairs: Any = ()) -> dict[Any, Any]:
         machine.count_copied(len(pairs))
         return dict(pairs)
     if type(pairs) not in (list, tuple) or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError("a dict of what are no pairs")
+        raise ValueError("a dict of something that is not pairs")
     machine.count_copied(len(pairs))
     return dict(zip(machine.check_keys([pair[0] for pair in pairs]), (pair[1] for pair in pairs), strict=True))
 
 
 def _set(machine: _Machine, values: Any = ()) -> set[Any]:
     if type(values) not in (list, tuple):
-        raise ValueError("a set of what is no list")
+        raise ValueError("a set of something that is not a list")
     machine.count_copied(len(values))
     return set(machine.check_keys(values))
 
 
 def _complex(machine: _Machine, real: Any, imaginary: Any) -> complex:
     if type(real) is not float or type(imaginary) is not float:
-        raise ValueError("a complex number of what are no numbers")
+        raise ValueError("a complex number of something that is not numbers")
     return complex(real, imaginary)
 
 
@@ -330,7 +332,7 @@ def _tuple_of(machine: _Machine, length: int) -> None:
 def _persistent(machine: _Machine, argument: None) -> None:
     identity = machine.stack.pop()
     if type(identity) is not tuple:
-        raise ValueError("what lies beside the pickle is named by no tuple")
+        raise ValueError("the name of data outside of the pickle is not a tuple")
     machine.stack.append(Persistent(identity))
 
 

@@ -73,7 +73,7 @@ class _Writer:
     def add(self, value: Any) -> None:
         write = _WRITERS.get(type(value))
         if write is None:
-            raise TypeError(f"a {type(value).__qualname__} cannot stand in a pickle of plain values")
+            raise TypeError(f"a {type(value).__qualname__} cannot be written to a pickle of plain values")
         write(self, value)
 
     def add_all(self, values: Iterable[Any]) -> None:
@@ -88,7 +88,7 @@ class _Writer:
         size = (value.bit_length() >> 3) + 1
         encoded = value.to_bytes(size, "little", signed=True)
         if size > _MAX_INT_BYTES:
-            raise TypeError(f"a number of {size} bytes cannot stand in a pickle that torch reads")
+            raise TypeError(f"a number of {size} bytes cannot be written to a pickle that torch reads")
         self.parts.append(b"\x8a" + bytes([size]) + encoded)
 
     def add_text(self, value: str) -> None:
@@ -96,7 +96,7 @@ class _Writer:
             return
         encoded = value.encode("utf-8", "surrogatepass")
         if len(encoded) > _MAX_TEXT_BYTES:
-            raise TypeError("a text of more than 2 GiB cannot stand in a pickle")
+            raise TypeError("a text of more than 2 GiB cannot be written to a pickle")
         self.parts.append(b"X" + struct.pack("<I", len(encoded)) + encoded)
         if len(encoded) < 256:
             self._keep(value)

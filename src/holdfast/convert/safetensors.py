@@ -116,7 +116,7 @@ def plan_files(
     group_bytes = 0
     for name, leaf in arrays.items():
         if name == METADATA_KEY:
-            raise UsageError(f"an array cannot be called {name!r} in a safetensors file")
+            raise UsageError(f"an array in a safetensors file cannot be named {name!r}")
         if groups[-1] and file_bytes is not None and group_bytes + leaf.size_bytes > file_bytes:
             groups.append([])
             group_bytes = 0
@@ -162,7 +162,7 @@ def list_files(directory: Path) -> list[str]:
         return sorted(one.name for one in directory.iterdir() if one.name.endswith(SUFFIX))
     with closing(InputFile(index)) as file:
         if file.size_bytes > _MAX_INDEX_BYTES:
-            raise FormatError(f"{index} has {file.size_bytes} bytes, which cannot be", path=str(index))
+            raise FormatError(f"{index} has {file.size_bytes} bytes, which is not a valid size", path=str(index))
         data = file.read(0, file.size_bytes)
     try:
         named: Any = json.loads(data)["weight_map"]
@@ -171,7 +171,7 @@ def list_files(directory: Path) -> list[str]:
         raise FormatError(f"{index} is malformed: {error!r}", path=str(index)) from error
     for name in names:
         if not is_plain_name(name):
-            raise FormatError(f"{index} names {name!r}, which is no file beside it", path=str(index))
+            raise FormatError(f"{index} names {name!r}, which is not a file next to it", path=str(index))
     return names
 
 
@@ -188,7 +188,7 @@ def read_model(
     for name in list_files(directory) if names is None else names:
         for key, array in read_header(open_file(name)).items():
             if key in arrays:
-                raise FormatError(f"{directory}: {key!r} stands in two files", path=str(directory))
+                raise FormatError(f"{directory}: {key!r} appears in two files", path=str(directory))
             arrays[key] = array
     return arrays
 
@@ -203,7 +203,7 @@ def read_header(file: InputFile) -> dict[str, InputArray]:
     path = str(file.path)
     length = int.from_bytes(file.read(0, 8), "little")
     if not 2 <= length <= min(MAX_HEADER_BYTES, file.size_bytes - 8):
-        raise FormatError(f"{path}: a header of {length} bytes cannot be", path=path)
+        raise FormatError(f"{path}: a header of {length} bytes is not valid", path=path)
     try:
         raw = msgspec.json.decode(file.read(8, length), type=dict[str, msgspec.Raw])
         raw.pop(METADATA_KEY, None)
@@ -222,10 +222,10 @@ def read_header(file: InputFile) -> dict[str, InputArray]:
 def _array(file: InputFile, begin: int, entry: _Entry) -> InputArray:
     first, last = entry.data_offsets
     if entry.dtype in RAW_TYPES:
-        raise ValueError(f"{entry.dtype} is no type of such a file")
+        raise ValueError(f"{entry.dtype} is not a safetensors dtype")
     if len(entry.shape) > MAX_DIMENSIONS or last - first != array_bytes(entry.dtype, entry.shape):
-        raise ValueError(f"{entry.dtype} {list(entry.shape)} at {first} to {last} cannot be")
+        raise ValueError(f"{entry.dtype} {list(entry.shape)} does not fit bytes {first} to {last}")
     if not 0 <= first <= last <= file.size_bytes - begin:
-        raise ValueError(f"bytes {first} to {last} do not lie in the file")
+        raise ValueError(f"bytes {first} to {last} are outside of the file")
     strides = strides_of(entry.shape, 1)
     return whole_array(SourceTensor(file, begin + first, entry.dtype, entry.shape, strides))

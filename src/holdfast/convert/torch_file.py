@@ -61,7 +61,7 @@ _MAX_DEVICE_BITS: Final = 32
 _RECORD_BYTES: Final = 512
 """What a record of the archive takes beside its bytes, at the most."""
 
-_NOT_PLAIN: Final = "Only plain tensors can be taken in: save what it is made of, on the CPU and dense."
+_NOT_PLAIN: Final = "Only plain tensors can be imported: save the tensors that it is made of, dense and on the CPU."
 _OPTIMIZER_FORM: Final = frozenset({"state", "groups", "loose", "rest"})
 
 
@@ -222,7 +222,7 @@ class TorchArchive:
         self._records = ArchiveReader(file, begin, size_bytes)
         pickle = self._read_small("data.pkl", MAX_PICKLE_BYTES)
         if self._records.find("byteorder") is not None and self._read_small("byteorder", 16) != b"little":
-            raise FormatError(f"{self._path}: its numbers are big-endian", path=self._path)
+            raise FormatError(f"{self._path}: it is big-endian, which is not supported", path=self._path)
         self.value = read_pickle(pickle, ALLOWED, self._path, keep_unknown=keep_unknown)
 
     def tensor(self, made: PickledObject, depth: int = 0) -> SourceTensor | None:
@@ -240,38 +240,38 @@ class TorchArchive:
             return None
         least, dtype_place = form
         if len(arguments) < least or type(arguments[0]) is not Persistent:
-            raise self._malformed("a tensor is not described as torch describes one")
+            raise self._malformed("a tensor is not described the way torch describes one")
         dtype, record = self._find_storage(arguments[0])
         if dtype_place is not None:
             named = arguments[dtype_place]
             dtype = DTYPES_OF_TORCH.get(named, "") if type(named) is Global else ""
         offset, shape, strides = arguments[1], lengths_of(arguments[2]), lengths_of(arguments[3])
         if not dtype or shape is None or strides is None or len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
-            raise self._malformed("a tensor is not described as torch describes one")
+            raise self._malformed("a tensor is not described the way torch describes one")
         if type(offset) is not int or offset < 0:
             raise self._malformed("a tensor begins before its storage")
         try:
             array_bytes(dtype, shape)
         except ValueError as error:
-            raise self._malformed(f"a tensor cannot be: {error}") from error
+            raise self._malformed(f"a tensor is invalid: {error}") from error
         tensor = SourceTensor(self._file, record.offset_bytes + offset * ITEM_BYTES[dtype], dtype, shape, strides)
         if (offset + tensor.reach) * ITEM_BYTES[dtype] > record.size_bytes:
-            raise self._malformed(f"a tensor of shape {list(shape)} does not lie within its storage")
+            raise self._malformed(f"a tensor of shape {list(shape)} extends beyond its storage")
         return tensor
 
     def _find_storage(self, persistent: Persistent) -> tuple[str, Record]:
         """The element type and the bytes of a storage."""
         parts = persistent.id
         if len(parts) != 5 or parts[0] != "storage" or type(parts[2]) is not str or type(parts[4]) is not int:
-            raise self._malformed("a storage is not named as torch names one")
+            raise self._malformed("a storage is not named the way torch names one")
         dtype = "U8" if parts[1] == _UNTYPED else None
         if dtype is None and type(parts[1]) is Global:
             dtype = _DTYPES_OF_STORAGES.get(parts[1])
         if dtype is None:
-            raise self._malformed(f"storages of the type {shown(parts[1])} cannot be taken in")
+            raise self._malformed(f"storages of type {shown(parts[1])} are not supported")
         record = self._records.find(f"data/{parts[2]}")
         if record is None or not 0 <= parts[4] * ITEM_BYTES[dtype] <= record.size_bytes:
-            raise self._malformed(f"the storage {shown(parts[2])} is missing, or shorter than is said")
+            raise self._malformed(f"the storage {shown(parts[2])} is missing or shorter than recorded")
         return dtype, record
 
     def _read_small(self, name: str, limit_bytes: int) -> bytes:
@@ -279,7 +279,7 @@ class TorchArchive:
         if record is None:
             raise self._malformed(f"{name} is missing")
         if record.size_bytes > limit_bytes:
-            raise self._malformed(f"{name} has {record.size_bytes} bytes, and at most {limit_bytes} may be")
+            raise self._malformed(f"{name} has {record.size_bytes} bytes; the limit is {limit_bytes}")
         return self._file.read(record.offset_bytes, record.size_bytes)
 
     def _malformed(self, what: str) -> FormatError:

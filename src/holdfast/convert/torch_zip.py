@@ -88,12 +88,12 @@ class ArchiveReader:
             records = ZipFile(_ReadPart(file, begin, size_bytes)).infolist()
             (count,) = struct.unpack("<H", file.read(self._end - _END_BYTES + 10, 2))
             if count not in (len(records), 0xFFFF):
-                raise ValueError(f"its directory is for {count} records, and has {len(records)}")
+                raise ValueError(f"its directory should have {count} records, but has {len(records)}")
             for record in records:
                 # All records lie in one folder, which torch names after the file.
                 name = record.filename.partition("/")[2]
                 if name in self._records:
-                    raise ValueError(f"{name!r} stands twice")
+                    raise ValueError(f"{name!r} appears twice")
                 self._records[name] = record
         except (ValueError, OSError, BadZipFile, NotImplementedError, struct.error) as error:
             raise self._malformed(error) from error
@@ -114,7 +114,7 @@ class ArchiveReader:
 
     def _locate(self, name: str, info: ZipInfo) -> Record:
         if info.compress_type != ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
-            raise self._malformed(f"{name!r} is compressed or encrypted, which torch never does")
+            raise self._malformed(f"{name!r} is compressed or encrypted, which torch.save never does")
         # What comes before a record's bytes may be longer than the directory says.
         header_at = self._begin + info.header_offset
         if self._begin <= header_at <= self._end - _LOCAL.size:
@@ -122,11 +122,11 @@ class ArchiveReader:
             first = header_at + _LOCAL.size + name_bytes + extra_bytes
             if mark == b"PK\x03\x04" and first + info.file_size <= self._end:
                 return Record(first, info.file_size)
-        raise self._malformed(f"{name!r} does not lie in it")
+        raise self._malformed(f"{name!r} is outside of the file")
 
     def _malformed(self, what: object) -> FormatError:
         path = str(self._file.path)
-        return FormatError(f"{path}: this is no archive that torch.save has written: {what}", path=path)
+        return FormatError(f"{path}: not a file that torch.save wrote: {what}", path=path)
 
 
 class _WrittenPart:
@@ -175,7 +175,7 @@ class _ReadPart:
         left = max(self._size_bytes - self._place, 0)
         size_bytes = left if size_bytes is None or size_bytes < 0 else min(size_bytes, left)
         if size_bytes > MAX_DIRECTORY_BYTES:
-            raise ValueError(f"a directory of {size_bytes} bytes, and at most {MAX_DIRECTORY_BYTES} may be")
+            raise ValueError(f"its directory has {size_bytes} bytes; the limit is {MAX_DIRECTORY_BYTES}")
         data = self._file.read(self._begin + self._place, size_bytes)
         self._place += size_bytes
         return data

@@ -87,7 +87,7 @@ class Staged(Event, frozen=True):
     def __str__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""
         held_up = time_text(self.blocked_seconds)
-        return f"step {self.step}{reason} staged: {size_text(self.size_bytes)}, training held up {held_up}"
+        return f"step {self.step}{reason} staged: {size_text(self.size_bytes)}, training blocked for {held_up}"
 
 
 class Held(Event, frozen=True):
@@ -148,9 +148,9 @@ class Committed(Event, frozen=True):
     referred_bytes: int = 0
 
     def __str__(self) -> str:
-        referred = f", {size_text(self.referred_bytes)} referred to" if self.referred_bytes else ""
+        referred = f", {size_text(self.referred_bytes)} reused from earlier steps" if self.referred_bytes else ""
         return (
-            f"step {self.step} committed: {size_text(self.size_bytes)}{referred}, training held up "
+            f"step {self.step} committed: {size_text(self.size_bytes)}{referred}, training blocked for "
             f"{time_text(self.blocked_seconds)}, {time_text(self.background_seconds)} in the background, "
             f"{time_text(self.training_saved_seconds)} of training saved"
         )
@@ -197,8 +197,8 @@ class Resized(Event, frozen=True):
     def __str__(self) -> str:
         savers = "1 worker" if self.stored_workers == 1 else f"{self.stored_workers} workers"
         text = f"step {self.step} was saved by {savers} and is restored by {self.workers}"
-        notes = [f"seeded anew: {', '.join(self.reseeded)}"] if self.reseeded else []
-        notes += [f"left as it is: {', '.join(self.left)}"] if self.left else []
+        notes = [f"reseeded: {', '.join(self.reseeded)}"] if self.reseeded else []
+        notes += [f"not restored: {', '.join(self.left)}"] if self.left else []
         return f"{text} ({'; '.join(notes)})" if notes else text
 
 
@@ -219,7 +219,7 @@ class Diverged(Event, frozen=True):
 
     def __str__(self) -> str:
         sides = " from ".join(_ranks(ranks) for ranks in self.ranks)
-        return f"step {self.step}: {self.tensor} should be the same with all workers, and differs: {sides}"
+        return f"step {self.step}: {self.tensor} should be equal on all workers, but differs: {sides}"
 
 
 class PassedOver(Event, frozen=True):
@@ -251,7 +251,7 @@ class PassedOver(Event, frozen=True):
         error = self.error.removeprefix(f"{self.file}: ")
         if self.file and (place != self.file or not error.startswith(f"{self.file} ")):
             error = f"{place}: {error}"
-        return f"step {self.step} passed over, it is damaged: {error}"
+        return f"step {self.step} skipped because it is damaged: {error}"
 
 
 class Retained(Event, frozen=True):
@@ -416,7 +416,7 @@ class Leaving(Event, frozen=True):
 
     def __str__(self) -> str:
         if self.error:
-            return f"leaving with exit code {self.exit_code}, and the state could not be saved: {self.error}"
+            return f"leaving with exit code {self.exit_code}; the state could not be saved: {self.error}"
         return f"leaving with exit code {self.exit_code}, {self.saved or f'step {self.step} is saved'} ({self.reason})"
 
 

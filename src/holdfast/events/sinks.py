@@ -250,7 +250,7 @@ class JsonLinesSink:
         line = encode_event(event) + b"\n"
         longest_bytes = min(self._limit_bytes, _MAX_LINE_BYTES) - 1
         if len(line) > longest_bytes:
-            too_long = f"an event {type(event).__name__} of {len(line)} bytes is too long to be kept"
+            too_long = f"an event {type(event).__name__} of {len(line)} bytes is too long to record"
             line = encode_event(Warned(text=too_long, at_unix_seconds=event.at_unix_seconds)) + b"\n"
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -330,4 +330,6 @@ class RunJournal:
                 except OSError as error:
                     if not self._has_failed:
                         self._has_failed = True
-                        logger.warning("the run's events are not kept; saves and restores need them not: %s", error)
+                        logger.warning(
+                            "the run's events are not recorded (saves and restores don't need them): %s", error
+                        )

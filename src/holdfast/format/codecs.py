@@ -73,12 +73,15 @@ def register_codec(cls: type[T], *, tag: str, encode: Callable[[T], Any], decode
         UsageError: If the type needs no codec, or the tag belongs to another type.
     """
     if cls in ENCODERS:
-        raise UsageError(f"values of {cls.__qualname__} are stored as they are", hint="Derive a type of your own.")
+        raise UsageError(
+            f"values of {cls.__qualname__} are stored as they are, without a codec",
+            hint="Register a subclass of your own.",
+        )
     if not tag or not isinstance(tag, str):
-        raise UsageError("a codec needs a tag, a name that is stored with each value")
+        raise UsageError("a codec needs a tag, the name that is stored with each value")
     other = _codecs_by_tag.get(tag)
     if other is not None and name_of(other.cls) != name_of(cls):
-        raise UsageError(f"the tag {tag!r} belongs to {name_of(other.cls)} already", hint="Choose another tag.")
+        raise UsageError(f"the tag {tag!r} already belongs to {name_of(other.cls)}", hint="Choose another tag.")
     _codecs_by_tag[tag] = _codecs_by_type[cls] = Codec(cls, tag, encode, decode)
 
 
@@ -104,8 +107,8 @@ def register_type(cls: type[T], *, name: str | None = None) -> type[T]:
     """
     if not (is_plain_dataclass(cls) or issubclass(cls, enum.Enum) or is_namedtuple(cls) or is_tensor_subclass(cls)):
         raise UsageError(
-            f"{name_of(cls)} is no dataclass, enum, namedtuple or tensor subclass with __tensor_flatten__",
-            hint="Use register_codec for types of other kinds.",
+            f"{name_of(cls)} is not a dataclass, enum, namedtuple or tensor subclass with __tensor_flatten__",
+            hint="For other types, use register_codec.",
         )
     _types_by_name[name or name_of(cls)] = cls
     return cls

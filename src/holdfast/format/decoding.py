@@ -60,15 +60,15 @@ class Decoder:
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
         """The array for a reference to a leaf."""
-        raise malformed(path, "a reference to an array stands where none may be")
+        raise malformed(path, "unexpected reference to an array")
 
     def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
         """The object for the state of one."""
-        raise malformed(path, "the state of an object stands where none may be")
+        raise malformed(path, "unexpected state of an object")
 
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
         """The tensor of a class that is made of other tensors."""
-        raise malformed(path, "a tensor stands where none may be")
+        raise malformed(path, "unexpected tensor")
 
     def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
         """The value of a type that has a codec."""
@@ -76,7 +76,7 @@ class Decoder:
         try:
             return codec.decode(made)
         except Exception as error:
-            raise malformed(path, f"the codec {codec.tag!r} refused what is stored: {error!r}") from error
+            raise malformed(path, f"the codec {codec.tag!r} rejected the stored value: {error!r}") from error
 
     def standing(self, nodes: Collection[Node], lives: Sequence[Any], depth: int) -> Container[int]:
         """The places of nodes whose value is just the live part beside them, found without decoding each.
@@ -93,7 +93,7 @@ class Decoder:
 
         Without parts it is something of the program's own, such as a function.
         """
-        raise malformed(path, "a node of a framework's tree stands where none may be")
+        raise malformed(path, "unexpected node of a framework's tree")
 
     def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
         """Whether a part of the live tree stays although nothing is stored for it.
@@ -109,16 +109,17 @@ class Decoder:
         """What to take for a stored value whose type cannot be found."""
         module, _, cls = name.rpartition(":")
         raise UnsupportedValueError(
-            f"{path}: the type {name.replace(':', '.')} of the stored value is not known here",
+            f"{path}: the stored type {name.replace(':', '.')} is not known in this process",
             path=path,
-            hint=f"Call holdfast.register_type({cls}) before the restore, with {cls} of the module {module}; or let a "
-            f"{cls} stand there already. If the class has moved: holdfast.register_type({cls}, name={name!r}).",
+            hint=f"Call holdfast.register_type({cls}) before the restore, with {cls} from the module {module}; or pass "
+            f"an object that already has a {cls} there. If the class has moved: holdfast.register_type({cls}, "
+            f"name={name!r}).",
         )
 
     def other_fields(self, missing: list[str], extra: list[str], path: str) -> None:
         """Called when a class has other fields now than were stored."""
         raise UnsupportedValueError(
-            f"{path}: the class has other fields than were stored (new: {missing}, gone: {extra})",
+            f"{path}: the fields of the class have changed since the save (new: {missing}, gone: {extra})",
             path=path,
             hint="Restore with the class as it was, or register a codec for it.",
         )
@@ -134,22 +135,22 @@ class Decoder:
         if cls in _ATOMS:
             return node
         if depth > MAX_DEPTH:
-            raise malformed(path, f"values are nested more than {MAX_DEPTH} deep")
+            raise malformed(path, f"values are nested more than {MAX_DEPTH} levels deep")
         if cls is list:
             return self.sequence(node, live, path, depth + 1)
         if cls is not dict:
-            raise malformed(path, "this is no JSON value")
+            raise malformed(path, "not a JSON value")
         if "$" in node:
             return self._tagged(node, live, path, depth + 1)
         for key in node:
             if type(key) is not str or key[:1] == "$":
-                raise malformed(path, f"the key {key!r} may not be")
+                raise malformed(path, f"the key {key!r} is not allowed")
         return self.mapping(node, live, path, depth + 1)
 
     def sequence(self, nodes: Node, live: Any, path: str, depth: int) -> list[Any]:
         """The elements of a list, a tuple or a deque."""
         if type(nodes) is not list:
-            raise malformed(path, "a list is expected")
+            raise malformed(path, "expected a list")
         parts: Sequence[Any] = live if isinstance(live, (list, tuple, collections.deque)) else ()
         count = len(parts)
         beyond = ABSENT if count or live is ABSENT else UNFILLED
@@ -203,26 +204,26 @@ class Decoder:
 
     def _pairs(self, payload: Node, live: Any, path: str, depth: int) -> dict[Any, Any]:
         if type(payload) is not list:
-            raise malformed(path, "a list of pairs is expected")
+            raise malformed(path, "expected a list of pairs")
         plain = Decoder(self._find_codec)
         # The live keys say what types of the program keys are.
         examples = _examples(live if isinstance(live, dict) else ())
         nodes = {}
         for index, pair in enumerate(payload):
             if type(pair) is not list or len(pair) != 2:
-                raise malformed(path, "a pair is expected")
+                raise malformed(path, "expected a pair")
             key = plain.decode(pair[0], _example_of(pair[0], examples), f"{path}/{index}", depth)
             try:
                 nodes[key] = pair[1]
             except TypeError as error:
-                raise malformed(path, f"a key cannot be one: {error}") from error
+                raise malformed(path, f"invalid key: {error}") from error
         if len(nodes) != len(payload):
-            raise malformed(path, "a key stands twice")
+            raise malformed(path, "a key appears twice")
         return self.mapping(nodes, live, path, depth)
 
     def _elements(self, payload: Node, live: Any, path: str, depth: int) -> frozenset[Any]:
         if type(payload) is not list:
-            raise malformed(path, "a list is expected")
+            raise malformed(path, "expected a list")
         plain = Decoder(self._find_codec)
         examples = _examples(live if isinstance(live, (set, frozenset)) else ())
         values = [
@@ -232,14 +233,14 @@ class Decoder:
         try:
             elements = frozenset(values)
         except TypeError as error:
-            raise malformed(path, f"an element cannot be one: {error}") from error
+            raise malformed(path, f"invalid element: {error}") from error
         if len(elements) != len(values):
-            raise malformed(path, "an element stands twice")
+            raise malformed(path, "an element appears twice")
         return elements
 
     def _type(self, name: Node, live: Any, path: str, is_kind: Callable[[type], bool]) -> type | None:
         if type(name) is not str:
-            raise malformed(path, "the name of a type is expected")
+            raise malformed(path, "expected the name of a type")
         # A module may have moved since; the class is then still called the same.
         cls: type | None = type(live)
         if not is_kind(type(live)) or type(live).__qualname__ != name.rpartition(":")[2]:
@@ -250,7 +251,7 @@ class Decoder:
         self, cls: type, expected: Sequence[str], payload: Node, live: Any, path: str, depth: int
     ) -> dict[str, Any]:
         if type(payload) is not dict:
-            raise malformed(path, "fields are expected")
+            raise malformed(path, "expected fields")
         missing = [f"{path}/{name}" for name in expected if name not in payload]
         extra = [f"{path}/{name}" for name in payload if name not in expected]
         if missing or extra:
@@ -314,13 +315,13 @@ def _object(d: Decoder, payload: Node, argument: Node, live: Any, path: str, dep
 
 def _codec(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
     if type(argument) is not str:
-        raise malformed(path, "the tag of a codec is expected")
+        raise malformed(path, "expected the tag of a codec")
     codec = d._find_codec(argument)
     if codec is None:
         raise UnsupportedValueError(
             f"{path}: no codec with the tag {argument!r} is registered in this process",
             path=path,
-            hint="Call register_codec, as the program that saved did, before restoring.",
+            hint="Before restoring, call register_codec as the program that saved did.",
         )
     return d.coded(codec, payload, live, path, depth)
 
@@ -348,7 +349,7 @@ def _live(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth
 
 def _no_argument(path: str, argument: Node) -> None:
     if argument is not None:
-        raise malformed(path, "a tagged value has an argument that it cannot have")
+        raise malformed(path, "a tagged value has an unexpected argument")
 
 
 def _defaultdict(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
@@ -366,7 +367,7 @@ def _deque(d: Decoder, payload: Node, argument: Node, live: Any, path: str, dept
     except _BROKEN as error:
         raise malformed(path, f"the length of a deque is malformed: {error}") from error
     if limit is not None and len(payload) > limit:
-        raise malformed(path, "a deque is longer than it may be")
+        raise malformed(path, "a deque is longer than its maximum")
     return made
 
 
@@ -385,9 +386,9 @@ def _enum(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth
     name = Decoder().decode(payload, UNFILLED, path, depth)
     if type(name) is not str or name not in cls.__members__:
         raise UnsupportedValueError(
-            f"{path}: {cls.__qualname__} has no member {name!r} any more",
+            f"{path}: {cls.__qualname__} no longer has the member {name!r}",
             path=path,
-            hint="Give the member back its name, or register a codec for the enum.",
+            hint="Restore the member's name, or register a codec for the enum.",
         )
     return cls.__members__[name]
 

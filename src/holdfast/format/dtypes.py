@@ -104,7 +104,7 @@ class QuantizerRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def find_quantizer_problem(dtype: str, shape: tuple[int, ...], quantizer: Quantizer | None) -> str:
     """**Pure.** Why an array cannot have that quantizer, or none; empty if it can."""
     if dtype not in QUANTIZED_TYPES:
-        return f"an array of {dtype} has no quantizer" if quantizer is not None else ""
+        return f"an array of {dtype} cannot have a quantizer" if quantizer is not None else ""
     if quantizer is None:
         return f"an array of {dtype} needs a quantizer"
     axis, count = quantizer.axis, len(quantizer.scales)
@@ -114,7 +114,7 @@ def find_quantizer_problem(dtype: str, shape: tuple[int, ...], quantizer: Quanti
         return f"a quantizer of {count} scales and {len(quantizer.zero_points)} zero points for {list(shape)}"
     least, beyond = QUANTIZED_TYPES[dtype]
     if not all(map(math.isfinite, quantizer.scales)) or any(not least <= z < beyond for z in quantizer.zero_points):
-        return f"a quantizer of {dtype} with scales or zero points that cannot be"
+        return f"a quantizer of {dtype} with invalid scales or zero points"
     return ""
 
 

@@ -35,7 +35,7 @@ MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 10_000_000
 """How many values are written down in one go. More take minutes and gigabytes, here and at each restore."""
 
-_REGISTER: Final = "Store something plainer in its place, or register the type with register_codec."
+_REGISTER: Final = "Store a plainer value instead, or register the type with register_codec."
 
 
 def path_part(key: Hashable, index: int) -> str:
@@ -84,7 +84,7 @@ class Encoder:
             if depth <= MAX_DEPTH or not isinstance(node, dict):
                 return node
         if depth > MAX_DEPTH:
-            raise unsupported(path, f"something nested more than {MAX_DEPTH} deep", "Make the tree flatter.")
+            raise unsupported(path, f"a value nested more than {MAX_DEPTH} levels deep", "Make the tree flatter.")
         tally = self._tally
         written = self._written.get((id(value), depth))
         if written is not None:
@@ -217,7 +217,8 @@ class _Tally:
             raise unsupported(
                 path,
                 f"more than {MAX_VALUES:,} values at once",
-                "Store arrays in place of long lists, or share less: what stands in two places is written twice.",
+                "Store arrays instead of long lists, or share less: a value that appears in two places is "
+                "written twice.",
             )
 
 

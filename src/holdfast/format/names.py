@@ -108,7 +108,7 @@ def find_order_problem(source: StepName, name: StepName) -> str:
     time the one that refers to the other can go first.
     """
     if source.generation > name.generation or source >= name:
-        return f"{source.directory} does not come before {name.directory}, which refers to it"
+        return f"{source.directory} is not older than {name.directory}, which refers to it"
     return ""
 
 

@@ -131,7 +131,7 @@ def encode_zoneinfo(value: Any) -> Node | None:
     if zoneinfo is None or type(value) is not zoneinfo.ZoneInfo:
         return None
     if value.key is None:
-        raise Malformed("a time zone that was read from a file, without a key", "Use zoneinfo.ZoneInfo(key).")
+        raise Malformed("a time zone that was read from a file and has no key", "Use zoneinfo.ZoneInfo(key).")
     _find_zone(value.key)
     return tagged("zoneinfo", value.key)
 
@@ -214,7 +214,7 @@ def decode_base64(payload: Node) -> bytes:
         Malformed: If it is not such text.
     """
     if type(payload) is not str:
-        raise Malformed("base64 text is expected")
+        raise Malformed("expected base64 text")
     try:
         return base64.b64decode(payload, validate=True)
     except ValueError as error:
@@ -223,13 +223,13 @@ def decode_base64(payload: Node) -> bytes:
 
 def _list_of(payload: Node, length: int) -> list[Node]:
     if type(payload) is not list or len(payload) != length:
-        raise Malformed(f"a list of {length} is expected")
+        raise Malformed(f"expected a list of {length}")
     return payload
 
 
 def _text(payload: Node) -> str:
     if type(payload) is not str:
-        raise Malformed("text is expected")
+        raise Malformed("expected text")
     return payload
 
 
@@ -243,13 +243,13 @@ def decode_int(node: Node) -> int:
         return node
     if type(node) is dict and node.keys() == {"$", "v"} and node["$"] == "int":
         return _decode_large_int(node["v"])
-    raise Malformed("an int is expected")
+    raise Malformed("expected an int")
 
 
 def _decode_large_int(payload: Node) -> int:
     text = _text(payload)
     if len(text) > MAX_INT_DIGITS + 1 or not _HEXADECIMAL.fullmatch(text):
-        raise Malformed("a hexadecimal number is expected")
+        raise Malformed("expected a hexadecimal number")
     return int(text, 16)
 
 
@@ -266,7 +266,7 @@ def _plain_or_tagged_str(node: Node) -> str:
 def _decode_float(payload: Node) -> float:
     text = _text(payload)
     if len(text) != 16 or not _HEXADECIMAL.fullmatch(text):
-        raise Malformed("16 hexadecimal digits are expected")
+        raise Malformed("expected 16 hexadecimal digits")
     return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
@@ -275,7 +275,7 @@ def _plain_or_tagged_float(node: Node) -> float:
         return node
     if type(node) is dict and node.keys() == {"$", "v"} and node["$"] == "float":
         return _decode_float(node["v"])
-    raise Malformed("a float is expected")
+    raise Malformed("expected a float")
 
 
 def _decode_complex(payload: Node) -> complex:
@@ -293,7 +293,7 @@ _decode_timedelta: Final = _from_ints(datetime.timedelta, 3)
 def _decode_zone(payload: Node) -> datetime.timezone:
     offset, name = _list_of(payload, 2)
     if type(offset) is not dict or offset.keys() != {"$", "v"} or offset["$"] != "timedelta":
-        raise Malformed("an offset is expected")
+        raise Malformed("expected an offset")
     delta = _decode_timedelta(offset["v"])
     if name is None:
         return datetime.UTC if not delta else datetime.timezone(delta)
@@ -328,7 +328,7 @@ def _decode_decimal(payload: Node) -> decimal.Decimal:
 
 def _decode_uuid(payload: Node) -> uuid.UUID:
     if len(_text(payload)) != 32:
-        raise Malformed("32 hexadecimal digits are expected")
+        raise Malformed("expected 32 hexadecimal digits")
     return uuid.UUID(hex=payload)
 
 
@@ -352,10 +352,10 @@ def decode_numpy(payload: Node, name: Node) -> Any:
     if name == "bytes":
         return np.bytes_(raw)
     if type(name) is not str or not (name in _NUMPY_NUMBERS or _NUMPY_TIME.fullmatch(name)):
-        raise Malformed("a scalar type of NumPy is expected")
+        raise Malformed("expected a NumPy scalar type")
     dtype = np.dtype(_numpy_class(name)) if name in _NUMPY_NUMBERS else np.dtype(name)
     if len(raw) != dtype.itemsize:
-        raise Malformed(f"{dtype.itemsize} bytes are expected")
+        raise Malformed(f"expected {dtype.itemsize} bytes")
     return np.frombuffer(raw, dtype.newbyteorder("<")).astype(dtype)[0]
 
 

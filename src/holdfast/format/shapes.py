@@ -57,7 +57,7 @@ def find_box_problem(box: Box, shape: Sequence[int]) -> str:
         return f"a box of {len(box.shape)} dimensions at {len(box.offsets)} offsets, in {len(shape)} dimensions"
     for offset, length, limit in zip(box.offsets, box.shape, shape, strict=True):
         if offset < 0 or length < 0 or offset + length > limit:
-            return f"{box} does not lie in {list(shape)}"
+            return f"{box} is outside of {list(shape)}"
     return ""
 
 

@@ -55,11 +55,11 @@ def save(
     newest, names = _look(storage)
     if newest is not None and names != {_TREE}:
         raise UsageError(
-            f"{storage.url} holds a run ({', '.join(sorted(names))}), and no tree is saved over it",
+            f"{storage.url} contains a run ({', '.join(sorted(names))}), so no tree is saved there",
             hint="Save to another directory.",
         )
     if newest is not None and not overwrite:
-        raise StepExistsError(f"{storage.url} holds a tree already", hint="overwrite=True takes its place.")
+        raise StepExistsError(f"{storage.url} already contains a tree", hint="overwrite=True replaces it.")
     with CheckpointManager(storage, Checkpoint(tree=tree), keep=Latest(1), cluster=cluster) as manager:
         manager.save(0 if newest is None else newest + 1).wait_committed()
 
@@ -96,7 +96,7 @@ def load(
     storage = open_storage(path)
     newest, names = _look(storage)
     if newest is None:
-        raise NoCheckpointError(f"{storage.url} holds no checkpoint")
+        raise NoCheckpointError(f"{storage.url} contains no checkpoint")
     wanted: Any = like
     is_tree = names == {_TREE}
     if is_tree:
@@ -105,7 +105,7 @@ def load(
         wanted = dict.fromkeys(names, PLAIN)
     elif not isinstance(like, Mapping) or not like or not like.keys() <= names:
         raise UsageError(
-            f"{storage.url} holds a run, and `like` is to be a dict of some of its objects: {', '.join(sorted(names))}"
+            f"{storage.url} contains a run: `like` must be a dict of some of its objects: {', '.join(sorted(names))}"
         )
     with CheckpointManager(storage, Checkpoint(), cluster=cluster) as manager:
         manager.restore(newest if is_tree else None, only=map(escape, wanted), like=wanted)

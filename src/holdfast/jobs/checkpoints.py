@@ -143,7 +143,9 @@ class ManifestMetadataHandler:
 
     def _place(self) -> Storage:
         if self._storage is None:
-            raise UsageError("the handler does not know where the checkpoints lie", hint="Call set_params first.")
+            raise UsageError(
+                "the handler does not know the directory of the checkpoints", hint="Call set_params first."
+            )
         return self._storage
 
 
@@ -219,8 +221,8 @@ class MultiNodeCheckpointManager:
         check_switches(begin_anew=begin_anew, take_over_nodes=take_over_nodes, strict=strict, background=background)
         if metadata_handler is not None and not isinstance(metadata_handler, MetadataHandler):
             raise UsageError(
-                f"{metadata_handler!r} is no metadata handler",
-                hint="It has set_params, last_epoch, write, report and cp_accessible.",
+                f"expected a metadata handler, got {metadata_handler!r}",
+                hint="It needs set_params, last_epoch, write, report and cp_accessible.",
             )
         self.background = background
         self.storage = open_storage(directory)
@@ -259,8 +261,8 @@ class MultiNodeCheckpointManager:
         """
         if self.nodes and set(nodes) != set(self.nodes) and not self._take_over_nodes:
             raise UsageError(
-                f"this manager has kept the nodes {', '.join(self.nodes)}, and is now given {', '.join(nodes)}",
-                hint="Make a manager for each set of nodes, or ask for take_over_nodes=True.",
+                f"this manager has saved the nodes {', '.join(self.nodes)}, but got {', '.join(nodes)}",
+                hint="Create one manager for each set of nodes, or pass take_over_nodes=True.",
             )
         self.close()
         if session is not self._session:
@@ -285,25 +287,25 @@ class MultiNodeCheckpointManager:
                 workers ask for different ones.
         """
         session = self._ready()[0]
-        _check_alike(session.nodes, session.share("the beginning of a run", [user_epoch, self._begins_anew]))
+        _check_alike(session.nodes, session.share("the start of a run", [user_epoch, self._begins_anew]))
         if self._begins_anew:
             if user_epoch is not None:
-                raise UsageError(f"epoch {user_epoch} cannot be resumed from with begin_anew=True")
+                raise UsageError(f"resuming from epoch {user_epoch} contradicts begin_anew=True")
             return None
         asked = None if user_epoch is None else check_step(user_epoch)
         found = self.metadata_handler.last_epoch(asked) if session.is_master else None
         left = [] if found is not None or not session.is_master else self.epochs()
-        epoch, left = session.share("the epoch to go on from", [found, list(left)])[0]
+        epoch, left = session.share("the epoch to resume from", [found, list(left)])[0]
         if epoch is None:
             if asked is not None:
                 raise UsageError(
-                    f"epoch {asked} is to be resumed from, and the metadata handler says to begin from nothing",
-                    hint="Its last_epoch(user_epoch) returns the epoch that was asked for, or another one.",
+                    f"epoch {asked} was requested, but the metadata handler says to start from the beginning",
+                    hint="Its last_epoch(user_epoch) must return the requested epoch, or another one.",
                 )
             check_nothing_lost(self.storage)
             if left:
                 listed = ", ".join(map(str, left))
-                self._warn(f"the metadata handler says to begin from nothing: epochs {listed} are left behind")
+                self._warn(f"the metadata handler says to start from the beginning: epochs {listed} are not used")
                 self._open_anew(session)
             return None
         name = self._find(check_step(epoch))
@@ -349,7 +351,7 @@ class MultiNodeCheckpointManager:
         raise NoWholeCheckpointError(
             f"{self.url}: epoch {epoch} is damaged{', and so is every older one' if or_older else ''}:\n{listed}",
             damages=tuple(damages),
-            hint="`holdfast verify` shows the extent; restore another copy, or begin anew on purpose.",
+            hint="`holdfast verify` shows the extent; restore another copy, or start over (begin_anew=True).",
         )
 
     def begin_save(self, epoch: int, metadata: Mapping[str, Any] | None = None) -> Saving:
@@ -362,7 +364,7 @@ class MultiNodeCheckpointManager:
         session, store = self._ready()
         is_accessible = session.is_master and self._is_accessible()
         if not session.share(f"whether epoch {epoch} is saved", is_accessible)[0]:
-            reason = "checkpoints cannot be written now, says the metadata handler"
+            reason = "the metadata handler says that checkpoints cannot be written now"
             self._emit(Failed(stage="save", error=reason, step=epoch, save_lost=True))
             raise SaveFailedError(f"epoch {epoch} was not saved: {reason}", step=epoch)
         self.committed = None
@@ -378,7 +380,7 @@ class MultiNodeCheckpointManager:
         durations = saving.wait()
         self._stands_at = epoch
         if self._ready()[0].is_master:
-            self._tell("noting it", epoch, lambda: self.metadata_handler.write(epoch))
+            self._tell("writing it", epoch, lambda: self.metadata_handler.write(epoch))
         self._report(SAVE, epoch, durations)
 
     def load_blobs(self, names: str | Iterable[str], epoch: int) -> dict[str, tuple[str, ...]]:
@@ -408,7 +410,7 @@ class MultiNodeCheckpointManager:
             known = ", ".join(dict.fromkeys(one for known in stored.values() for one in known))
             raise UsageError(
                 f"no node has a value {', '.join(map(repr, wrong)) or 'without a name'} in epoch {epoch}",
-                hint=f"There are {known or 'none'}.",
+                hint=f"The names are {known or 'none'}.",
             )
         found = {node: tuple(one for one in wanted if one in known) for node, known in stored.items()}
         found = {node: taken for node, taken in found.items() if taken}
@@ -456,7 +458,7 @@ class MultiNodeCheckpointManager:
             cleaning = line.clean(newest, {newest: "the newest"})
         except Exception as error:  # noqa: BLE001  A policy of the user's own may raise anything.
             reason = error.message if isinstance(error, HoldfastError) else repr(error)
-            self._emit(Warned(text=f"{self.url}: the job is at its end, but old epochs are not removed: {reason}"))
+            self._emit(Warned(text=f"{self.url}: the job has finished, but old epochs are not removed: {reason}"))
             return
         for problem in cleaning.problems:
             self._emit(Warned(text=f"{self.url}: an old epoch could not be removed: {problem.message}"))
@@ -477,7 +479,7 @@ class MultiNodeCheckpointManager:
 
     def _ready(self) -> tuple[Session, NodeStore]:
         if self._session is None or self._store is None:
-            raise UsageError("the manager is not ready for a run", hint="Call init first, as a JobRunner does.")
+            raise UsageError("the manager has no nodes yet", hint="Call init first, as JobRunner does.")
         return self._session, self._store
 
     def _find(self, epoch: int) -> StepName:
@@ -489,7 +491,7 @@ class MultiNodeCheckpointManager:
         except NoCheckpointError:
             check_nothing_lost(self.storage)
             known = ", ".join(map(str, sorted({name.step for name in catalog.committed}))) or "none"
-            text, hint = f"epoch {epoch} was not saved in {self.url}", f"Epochs that are there: {known}."
+            text, hint = f"epoch {epoch} was not saved in {self.url}", f"Epochs that exist: {known}."
             raise NoCheckpointError(text, hint=hint) from None
 
     def _load(self, name: StepName, epoch: int, damages: Sequence[DamageError]) -> Loaded:
@@ -506,7 +508,7 @@ class MultiNodeCheckpointManager:
         store.go_on_from(name.step)
         self._stands_at = name.step
         if gone or new:
-            self._warn(f"the job has other nodes than epoch {name.step}: without {gone}, new are {new}")
+            self._warn(f"the job's nodes differ from those of epoch {name.step}: {gone} missing, {new} new")
         self._report(LOAD, name.step, durations)
         return Loaded(name.step, metadata, tuple(new), tuple(damages))
 
@@ -516,10 +518,10 @@ class MultiNodeCheckpointManager:
         new = [node for node in self.nodes if node not in stored]
         if (gone or new) and not self._take_over_nodes:
             raise MismatchError(
-                f"epoch {name.step} of {self.url} is one of the nodes {', '.join(stored)}, and the job has "
+                f"epoch {name.step} of {self.url} was saved by the nodes {', '.join(stored)}, but the job has "
                 f"{', '.join(self.nodes)}; nothing was changed",
                 differences=Differences(missing=new, extra=gone),
-                hint="Run the job on the same nodes, or ask for take_over_nodes=True.",
+                hint="Run the job on the same nodes, or pass take_over_nodes=True.",
             )
         return new, gone
 
@@ -527,7 +529,7 @@ class MultiNodeCheckpointManager:
         try:
             return bool(self.metadata_handler.cp_accessible(None))
         except Exception as error:  # noqa: BLE001  The handler is the user's, and may raise anything.
-            self._warn(f"the metadata handler failed when asked for access: {error!r}")
+            self._warn(f"the metadata handler failed in cp_accessible: {error!r}")
             return False
 
     def _report(self, action: str, epoch: int, durations: NodeDurations) -> None:
@@ -540,7 +542,7 @@ class MultiNodeCheckpointManager:
         try:
             call()
         except Exception as error:  # noqa: BLE001  The checkpoint stands, whatever the user's handler makes of it.
-            self._warn(f"epoch {epoch} stands, but the metadata handler failed at {what}: {error!r}")
+            self._warn(f"epoch {epoch} is saved, but the metadata handler failed while {what}: {error!r}")
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Committed):
@@ -561,8 +563,8 @@ class NodeCheckpointManager(MultiNodeCheckpointManager):
         """
         if len(nodes) != 1:
             raise UsageError(
-                f"this manager keeps the state of one node, not of {', '.join(nodes)}",
-                hint="Use a MultiNodeCheckpointManager, or name one in nodes_to_checkpoint.",
+                f"this manager saves the state of one node, got {', '.join(nodes)}",
+                hint="Use a MultiNodeCheckpointManager, or pass one name in nodes_to_checkpoint.",
             )
         super().init(session, nodes, goes_on=goes_on)
 
@@ -575,6 +577,6 @@ def _check_alike(nodes: Sequence[str], beginnings: Sequence[Sequence[object]]) -
             for node, (epoch, anew) in zip(nodes, beginnings, strict=True)
         )
         raise UsageError(
-            f"the workers do not begin alike: {', '.join(begun)}",
-            hint="Give resume_from_epoch and begin_anew alike on all workers.",
+            f"the workers start differently: {', '.join(begun)}",
+            hint="Pass the same resume_from_epoch and begin_anew on all workers.",
         )

@@ -125,7 +125,7 @@ class Job:
             UsageError: If an argument is wrong.
         """
         if not callable(make):
-            raise UsageError(f"{make!r} makes no object: it cannot be called")
+            raise UsageError(f"expected a function that makes an object, got {make!r}")
         self._objects.append(ObjectMaker(check_name("a value", name), make, check_place(on)))
 
     def add_stop_condition(self, condition: TaskOutput | TaskFunction | str, *, on: str | None = None) -> None:
@@ -142,8 +142,10 @@ class Job:
         if isinstance(condition, TaskOutput):
             if condition.task not in self.epoch_group.tasks or on is not None:
                 raise UsageError(
-                    f"the output of {condition.task} cannot end the epochs",
-                    hint="A stop condition is the output of a task of the epoch group, without a node of its own.",
+                    f"the output of {condition.task} cannot be a stop condition",
+                    hint=(
+                        "A stop condition must be the output of a task of the epoch group that has no node of its own."
+                    ),
                 )
             self._stop_outputs.append(condition)
             return
@@ -154,8 +156,8 @@ class Job:
             task = self._stop_group.add(condition, on=on)
         else:
             raise UsageError(
-                f"{condition!r} is no stop condition",
-                hint="Such are outputs of tasks, names of values, and functions of a workspace.",
+                f"{condition!r} cannot be a stop condition",
+                hint="Pass the output of a task, the name of a value, or a function of a workspace.",
             )
         if on is None:
             self._first_node_only.add(task)
@@ -238,7 +240,7 @@ def epoch_limiter(job: Job, num_epochs: int) -> None:
         UsageError: If it is not a whole number, or the job is none.
     """
     if not isinstance(job, Job):
-        raise UsageError(f"{job!r} is no Job", hint="Write: epoch_limiter(job, num_epochs).")
+        raise UsageError(f"expected a Job, got {job!r}", hint="Write: epoch_limiter(job, num_epochs).")
     most = check_whole("num_epochs", num_epochs, 1)
 
     def is_over(workspace: Workspace) -> bool:

@@ -357,6 +357,6 @@ def _places_in(storage: Storage, name: StepName, index: Index) -> Iterator[NodeP
 
 def _no_job(storage: Storage, name: StepName) -> UsageError:
     return UsageError(
-        f"step {name.step} of {storage.url} is a checkpoint, but not one of a job's nodes",
+        f"step {name.step} of {storage.url} is a checkpoint, but was not written by a job",
         hint="Give each job a directory of its own.",
     )

@@ -69,7 +69,7 @@ class _Epochs:
         self._manager = manager
 
     def mark(self) -> Mark:
-        raise UsageError("the nodes of a job are saved at the end of an epoch only")
+        raise UsageError("a job saves its nodes only at the end of an epoch")
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Nothing: the runner tells which save to wait for."""
@@ -122,15 +122,15 @@ class JobRunner:
             UsageError: If an argument is wrong, or needs a manager and there is none.
         """
         if not isinstance(job, Job):
-            raise UsageError(f"{job!r} is no Job")
+            raise UsageError(f"expected a Job, got {job!r}")
         if not isinstance(checkpoint_manager, MultiNodeCheckpointManager | None):
             raise UsageError(
-                f"{checkpoint_manager!r} does not keep the nodes of a job",
-                hint="Use MultiNodeCheckpointManager(directory).",
+                f"expected a MultiNodeCheckpointManager, got {checkpoint_manager!r}",
+                hint="Create one: MultiNodeCheckpointManager(directory).",
             )
         if not isinstance(upload_task_group_builder, UploadTaskGroupBuilder | None):
             raise UsageError(
-                f"{upload_task_group_builder!r} makes no tasks",
+                f"expected an UploadTaskGroupBuilder, got {upload_task_group_builder!r}",
                 hint="Derive from UploadTaskGroupBuilder, or use UploadTo.",
             )
         check_whole("failures_allowed", failures_allowed)
@@ -141,7 +141,7 @@ class JobRunner:
             ("upload_task_group_builder", upload_task_group_builder),
         ):
             if value is not None and checkpoint_manager is None:
-                raise UsageError(f"{name}={value!r} without a checkpoint manager", hint="Give checkpoint_manager=.")
+                raise UsageError(f"{name}={value!r} needs a checkpoint manager", hint="Pass checkpoint_manager=.")
         self._job = job
         self._manager = checkpoint_manager
         self._resume_from_epoch = resume_from_epoch
@@ -191,8 +191,8 @@ class JobRunner:
         """
         _check_session(session)
         with (
-            _running_alone(self._job.run_lock, "the job is being run already", "Make a job of its own for each run."),
-            _running_alone(session.run_lock, "the session is running a job already", "Make a session for each run."),
+            _running_alone(self._job.run_lock, "the job is already running", "Create a job for each run."),
+            _running_alone(session.run_lock, "the session is already running a job", "Create a session for each run."),
         ):
             self._check(session)
             self._result = JobResult()
@@ -271,7 +271,7 @@ class JobRunner:
             except NodeLostError as lost:
                 if self._manager is None or not session.try_replace(lost):
                     raise
-                self._emit(Warned(text=f"{lost.message}; all go on from the last epoch that all nodes have"))
+                self._emit(Warned(text=f"{lost.message}; every node resumes from the last epoch that all nodes have"))
                 self._pending = None
                 self._result = replace(self._result, replacements=self._result.replacements + 1)
                 # What an earlier run has left is not this one's to go on from.
@@ -312,7 +312,7 @@ class JobRunner:
     def _ready(self, session: Session) -> MultiNodeCheckpointManager:
         """The manager, made ready for a session that is not in a run."""
         if self._manager is None:
-            raise UsageError("there is no checkpoint manager", hint="Give the runner a checkpoint_manager.")
+            raise UsageError("the runner has no checkpoint manager", hint="Pass checkpoint_manager= to the runner.")
         _check_session(session)
         session.bind(self._job.named_nodes())
         nodes = self._job.nodes_to_checkpoint(session.nodes)
@@ -436,7 +436,9 @@ class JobRunner:
         if isinstance(failure.__cause__, FencedError):
             raise failure
         if self._failures_in_a_row > self._failures_allowed:
-            failure.add_note(f"{self._failures_in_a_row} saves in a row have failed; {self._failures_allowed} may.")
+            failure.add_note(
+                f"{self._failures_in_a_row} saves in a row have failed; {self._failures_allowed} are allowed."
+            )
             raise failure
 
     def _upload(self, session: Session) -> None:
@@ -448,7 +450,7 @@ class JobRunner:
             if epoch is None:
                 raise SaveFailedError("no epoch was saved, so none can be uploaded", step=self._result.last_epoch)
             if epoch != self._result.last_epoch:
-                self._emit(Warned(text=f"epoch {epoch} is uploaded, the last one that was saved", step=epoch))
+                self._emit(Warned(text=f"the last saved epoch, {epoch}, is uploaded", step=epoch))
             group = self._upload_builder.build(epoch, self._manager)
             self._run(session, group, self._result.last_epoch)
         except NodeLostError:
@@ -468,7 +470,9 @@ class JobRunner:
 
 def _check_session(session: object) -> None:
     if not isinstance(session, Session):
-        raise UsageError(f"{session!r} is no session", hint="Such are LocalSession, TorchrunSession and RaySession.")
+        raise UsageError(
+            f"expected a session, got {session!r}", hint="Use a LocalSession, TorchrunSession or RaySession."
+        )
     session.check_open()
 
 

@@ -149,7 +149,7 @@ class Session(ABC):
             ClosedError: If it is closed.
         """
         if self._closed:
-            raise ClosedError("the session is closed", hint="Make a new one.")
+            raise ClosedError("the session is closed", hint="Create a new session.")
 
     @abstractmethod
     def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
@@ -259,7 +259,7 @@ class LocalSession(Session):
 def _check_nodes(nodes: str | Sequence[str] | None) -> tuple[str, ...] | None:
     names = check_place(nodes, "nodes")
     if names is not None and not isinstance(nodes, str) and len(names) != len(nodes or ()):
-        raise UsageError(f"nodes={nodes!r} has a name twice", hint="Each node has a name of its own.")
+        raise UsageError(f"nodes={nodes!r} contains a name twice", hint="Give each node its own name.")
     return names
 
 
@@ -309,7 +309,7 @@ def run_tasks(
             failure.add_note(f"{other.task.name} on {other.node} failed too: {_describe(also)}")
     for one, future in futures.items():
         if not future.done():
-            failure.add_note(f"{one.task.name} on {one.node} still runs after {grace_seconds:g} s")
+            failure.add_note(f"{one.task.name} on {one.node} was still running after {grace_seconds:g} s")
     raise failure from cause
 
 

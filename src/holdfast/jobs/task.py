@@ -78,7 +78,7 @@ class Task:
         absent = [node for node in self.on if node not in nodes]
         if absent:
             raise UsageError(
-                f"task {self.name} is to run on {', '.join(absent)}, which the session has not",
+                f"task {self.name} needs the nodes {', '.join(absent)}, which the session does not have",
                 hint=f"The session's nodes are {', '.join(nodes)}.",
             )
         return self.on
@@ -158,11 +158,11 @@ class TaskGroup:
         """
         if self._frozen:
             raise UsageError(
-                f"task {task.name} cannot be added: the group {self.name} has been used already",
+                f"task {task.name} cannot be added: the group {self.name} has already run",
                 hint="Add all tasks before the first run.",
             )
         if task in self._tasks:
-            raise UsageError(f"task {task.name} is in the group {self.name} already")
+            raise UsageError(f"task {task.name} is already in the group {self.name}")
         self._tasks.append(task)
         return task
 
@@ -233,5 +233,8 @@ def check_place(on: Place, argument: str = "on") -> tuple[str, ...] | None:
         return None
     names: Any = (on,) if isinstance(on, str) else on
     if not isinstance(names, Iterable) or not names:
-        raise UsageError(f"{argument}={on!r} names no node", hint="Give a name, or several names.")
+        raise UsageError(
+            f"{argument} must be the name of a node or several names, got {on!r}",
+            hint=f'For example: {argument}="node0".',
+        )
     return tuple(dict.fromkeys(check_name("a node", name) for name in names))

@@ -50,7 +50,7 @@ _FAREWELL_SECONDS: Final = 5.0
 _INTERRUPT: Final = signal.SIGURG
 """No other library uses it, a process that does not know it ignores it, and no shell has it ignored from the start."""
 
-_GONE: Final = "died, or left, during the job's work"
+_GONE: Final = "died or left while the job was running"
 
 _ALIKE: Final = (TaskFailedError, SaveFailedError, NoCheckpointError, MismatchError)
 """What ends a run on all workers: they have all learned of it, or see the same checkpoints."""
@@ -115,8 +115,8 @@ class _Gathering:
         """
         if self._left:
             raise ClosedError(
-                f"the session cannot be used any more, for the workers are no longer together: {self._left}",
-                hint="Make a new TorchrunSession, on all workers.",
+                f"the session is unusable because the workers are no longer together: {self._left}",
+                hint="Create a new TorchrunSession on all workers.",
             )
 
     def leave(self, error: BaseException) -> None:
@@ -173,8 +173,8 @@ class _Gathering:
         if any(other != what for other, _ in records):
             came = "; ".join(f"rank {rank} for {other}" for rank, (other, _) in enumerate(records))
             raise ClusterError(
-                f"the workers have come to a meeting for different things: {came}",
-                hint="All workers have to make the same calls of a session, in the same order.",
+                f"the workers made different calls at the same time: {came}",
+                hint="All workers must make the same calls of a session, in the same order.",
             )
         return [own for _, own in records]
 
@@ -382,7 +382,7 @@ class TorchrunSession(Session):
         super().__init__(names)
         if len(names) != world_size:
             raise UsageError(
-                f"{len(names)} names for {world_size} workers", hint="Name each worker, in order of rank, or none."
+                f"got {len(names)} names for {world_size} workers", hint="Name every worker, in order of rank, or none."
             )
         self.is_master = self._cluster.rank == 0
         self._grace_seconds = grace_seconds
@@ -403,7 +403,7 @@ class TorchrunSession(Session):
         """
         super().check_open()
         if node not in (None, self.node):
-            raise UsageError(f"{node} is another worker's node; this one is {self.node}")
+            raise UsageError(f"{node} is another worker's node; this worker's is {self.node}")
         return self._workspace
 
     def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
@@ -495,7 +495,7 @@ class TorchrunSession(Session):
         except HoldfastError as error:
             if failure is None:
                 raise
-            failure.add_note(f"{type(error).__name__} when this was reported to the others: {error.message}")
+            failure.add_note(f"{type(error).__name__} while reporting this to the other workers: {error.message}")
             raise failure from failure.__cause__
         return [msgspec.json.decode(record, type=_Part) for record in records], results, failure
 

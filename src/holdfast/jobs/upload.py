@@ -36,7 +36,7 @@ class UploadTaskGroupBuilder:
             checkpoint_manager: The manager that saved it, which knows where it lies.
         """
         # A subclass has to define it.
-        raise NotImplementedError("an UploadTaskGroupBuilder says in build() what is to be done")
+        raise NotImplementedError("an UploadTaskGroupBuilder must override build()")
 
 
 class UploadTo(UploadTaskGroupBuilder):
@@ -100,9 +100,9 @@ def copy_step(source: Storage, destination: Storage, name: StepName) -> None:
         destination.write(name.committed_path, manifest)
     if destination.read(name.manifest_path, MAX_MANIFEST_BYTES) != manifest:
         raise StorageError(
-            f"{destination.url} has another checkpoint of the name {name.directory}",
+            f"{destination.url} already contains a different checkpoint named {name.directory}",
             path=name.manifest_path,
-            hint="It was not made from this one. Upload to a place of its own.",
+            hint="It is not a copy of this one. Upload to a directory of its own.",
         )
     _check(destination, open_step(destination, name.directory, name))
 

@@ -151,7 +151,7 @@ class WorkerNodeStore(ABC):
 
     def go_on_from(self, epoch: int) -> None:
         """**Blocks.** Has what is saved next follow this epoch; see `NodeStore`."""
-        check_outcomes(self.call("go_on_from", f"going on from epoch {epoch}", epoch))
+        check_outcomes(self.call("go_on_from", f"resuming from epoch {epoch}", epoch))
 
     def close(self) -> None:
         """**Blocks.** Ends the parts of the nodes that live; harmless twice."""
@@ -199,6 +199,6 @@ def _make_error(outcome: NodeOutcome, text: str) -> HoldfastError:
         return make(text, outcome.hint)
     if not outcome.trace:
         return ClusterError(text, hint=outcome.hint)
-    error = UsageError(text, hint="An object of the program's own has raised this; see where below.")
+    error = UsageError(text, hint="An object of the program raised this; the traceback below shows where.")
     error.add_note(outcome.trace.rstrip())
     return error

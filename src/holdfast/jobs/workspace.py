@@ -82,13 +82,13 @@ class Workspace(MutableMapping[str, Any]):
             for where, obj, adapter in find_stateful(value, path):
                 if adapter is not None:
                     what = f"{where} is an object with state ({type(obj).__qualname__})"
-                    found.append(f"{what}, and nothing makes it at a restart: {_advise_object(name)}")
+                    found.append(f"{what}, and a restart would not recreate it: {_advise_object(name)}")
                     break
             else:
                 unknown = _find_unregistered(value, set())
                 if unknown is not None:
                     what = f"{path} holds a value of the type {name_of(unknown).replace(':', '.')}"
-                    found.append(f"{what}, and a restart does not know it: register it with hf.register_type")
+                    found.append(f"{what}, which a restart would not know: register it with hf.register_type")
         return found
 
     def replace(self, values: dict[str, Any], *, whole: bool) -> None:
@@ -105,7 +105,7 @@ class Workspace(MutableMapping[str, Any]):
             return self._values[name]
         except KeyError:
             known = ", ".join(self._values) or "nothing"
-            raise KeyError(f"{self.node} has no value {name!r}; it has {known}") from None
+            raise KeyError(f"{self.node} has no value {name!r}; the names are {known}") from None
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Names a value, in place of an earlier one.
@@ -209,13 +209,16 @@ register_adapter(Workspace, WorkspaceAdapter())
 
 
 def _advise_object(name: str) -> str:
-    return f"name what makes it with job.add_object({name!r}, ...), and the job can go on from what is saved"
+    return (
+        f"register the function that makes it, job.add_object({name!r}, ...); then the job can resume from what was "
+        "saved"
+    )
 
 
 def explain_missing(workspace: Workspace, paths: Sequence[str]) -> str:
     """**Pure.** What to do about stored objects that a workspace does not have."""
     names = dict.fromkeys(path.split("/")[1].replace("~0", "~") for path in paths if path.count("/"))
-    return f"Nothing has made {', '.join(names)} on {workspace.node}: {_advise_object(next(iter(names)))}."
+    return f"Nothing created {', '.join(names)} on {workspace.node}: {_advise_object(next(iter(names)))}."
 
 
 def _find_unregistered(value: Any, seen: set[int]) -> type | None:
@@ -234,11 +237,11 @@ def _find_unregistered(value: Any, seen: set[int]) -> type | None:
 def find_name_problem(name: object) -> str:
     """**Pure.** Why something cannot name a node or a value; empty if it can."""
     if not isinstance(name, str) or not name or not name.isprintable():
-        return "a name consists of printable characters"
+        return "a name must consist of printable characters"
     if name[0] == "$" or name == "__metadata__":
-        return "a name does not begin with '$', and is not '__metadata__'"
+        return "a name must not begin with '$' or be '__metadata__'"
     wrong = [character for character in "/*?[]" if character in name]
-    return f"a name has no {', '.join(map(repr, wrong))}" if wrong else ""
+    return f"a name must not contain {', '.join(map(repr, wrong))}" if wrong else ""
 
 
 def check_name(what: str, name: str) -> str:

@@ -71,7 +71,7 @@ class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
         for policy in self.policies:
             if not isinstance(policy, RetentionPolicy):
                 raise UsageError(
-                    f"{policy!r} does not say what to keep",
+                    f"{policy!r} is not a retention policy",
                     hint="Combine retention policies (Latest, EveryN, Best, Newer) with each other, "
                     "and save policies (Steps, Seconds, Auto) with each other.",
                 )
@@ -183,7 +183,7 @@ class All(_RetentionPolicy, msgspec.Struct, frozen=True):
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** Everything."""
-        return {candidate.key: "everything is kept" for candidate in committed}
+        return {candidate.key: "every step is kept" for candidate in committed}
 
 
 class Referrer(msgspec.Struct, Generic[Key], frozen=True):
@@ -257,7 +257,7 @@ def plan_retention(
         replaced: Further keys that go, if nothing that stays refers to them.
     """
     if len({candidate.key for candidate in committed}) != len(committed):
-        raise UsageError("two checkpoints to choose from have the same key")
+        raise UsageError("two of the checkpoints have the same key")
     reasons: dict[Key, list[str]] = {candidate.key: [] for candidate in committed}
     if committed:
         reasons[committed[-1].key].append("the newest")

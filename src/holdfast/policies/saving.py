@@ -81,7 +81,7 @@ class _SavePolicy:
     def decide_save(self: _Deciding, moment: SaveMoment) -> SaveDecision:
         """**Pure.** Whether to save at this moment, and why; never twice at the same step."""
         if moment.step == moment.saved_from_step:
-            return SaveDecision(False, f"nothing was trained since step {moment.step}")
+            return SaveDecision(False, f"nothing has been trained since step {moment.step}")
         return self._decide(moment)
 
     def __or__(self: SavePolicy, other: SavePolicy) -> AnySave:
@@ -106,7 +106,7 @@ class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
         for policy in self.policies:
             if not isinstance(policy, SavePolicy):
                 raise UsageError(
-                    f"{policy!r} does not say when to save",
+                    f"{policy!r} is not a save policy",
                     hint="Combine save policies (Steps, Seconds, Auto) with each other, "
                     "and retention policies (Latest, EveryN, Best, Newer) with each other.",
                 )
@@ -184,7 +184,7 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
 
     @short_traceback
     def __post_init__(self) -> None:
-        hint = "0.01 lets saves block training for at most one percent of the time."
+        hint = "For example, 0.01 lets saves block training for at most one percent of the time."
         check_share("Auto(overhead)", self.overhead, hint=hint)
         check_seconds("Auto(mtbf_seconds)", self.mtbf_seconds)
 
@@ -193,7 +193,7 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
             trained = moment.step - moment.first_step
             return SaveDecision(
                 trained >= PROBE_STEPS,
-                f"no save has been measured yet: the first comes after {PROBE_STEPS} steps",
+                f"no save has been measured yet: the first save comes after {PROBE_STEPS} steps",
             )
         due = moment.seconds_since_last_save >= self.chosen(moment).seconds
         return SaveDecision(due, self.describe(moment))
@@ -220,10 +220,10 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
         chosen = self.chosen(moment)
         blocks = f"a save usually blocks for {moment.save_blocked_seconds or 0:.3g} s"
         reasons: dict[Bound, str] = {
-            "unmeasured": f"no save has been measured yet, {UNMEASURED_BLOCKED_SECONDS:.3g} s is assumed",
+            "unmeasured": f"no save has been measured yet; {UNMEASURED_BLOCKED_SECONDS:.3g} s is assumed",
             "optimum": f"{blocks} and a failure is expected every {self.mtbf_seconds:.6g} s",
-            "overhead": f"{blocks}, and {self.overhead:.3g} of the time is allowed for that",
-            "durable": f"a save takes {moment.save_durable_seconds or 0:.3g} s to be durable",
+            "overhead": f"{blocks}, and {self.overhead:.3g} of the time may be spent on that",
+            "durable": f"a save takes {moment.save_durable_seconds or 0:.3g} s until it is durable",
         }
         about = f" (about {chosen.steps} steps)" if chosen.steps else ""
         return f"a save every {chosen.seconds:.3g} s{about}: {reasons[chosen.bound]}"

@@ -50,7 +50,7 @@ class Announcements:
         self._began_at = step
         due = describe_saving(manager.save_every, step, is_first=restored is None)
         if restored is None:
-            how = "starts anew" if manager.begin_anew else "is new"
+            how = "starts from the beginning" if manager.begin_anew else "is new"
             self.say(f"{self.place} {how}" + (f"; {due}" if due else ""))
         else:
             epochs = describe_epochs(manager.checkpoint.objects)
@@ -71,7 +71,7 @@ class Announcements:
         with suppress(HoldfastError):
             steps = manager.steps()
             if step == self._began_at:
-                self.say(f"{self.place} was at step {step} already; no step was added")
+                self.say(f"{self.place} was already at step {step}; no step was added")
             elif step in steps:
                 kept = f"{len(steps)} {'checkpoint' if len(steps) == 1 else 'checkpoints'} kept"
                 of_total = f" of {total}" if step < total else ""
@@ -85,9 +85,9 @@ class Announcements:
         self._began_at = 0
         if backup is None or backup.restoration is None:
             self.say(
-                f"{self.place} starts anew"
+                f"{self.place} starts from the beginning"
                 if begins_anew
-                else f"{self.place} has no backup; training starts at the beginning"
+                else f"{self.place} has no backup; training starts from the beginning"
             )
         else:
             self.say(self.describe(backup.restoration, f"after {backup}"))
@@ -103,9 +103,9 @@ class Announcements:
             if backup is not None:
                 self.say(f"{self.place}: the backup of {backup} is kept")
             elif had_backup:
-                self.say(f"{self.place}: training is over, and its backup is deleted")
+                self.say(f"{self.place}: training is complete, and its backup is deleted")
             else:
-                self.say(f"{self.place}: training is over, and no backup of it was made")
+                self.say(f"{self.place}: training is complete, and no backup of it was made")
 
     def describe(self, restored: Restoration, where: str, due: str = "") -> str:
         """What was restored, in one line: `where` training goes on, and when the next save is `due`, if known."""
@@ -133,8 +133,8 @@ def warn_never_entered(place: str, process: int) -> None:
     """Says that a run was made in this process and never entered, when it is collected or the program ends."""
     if os.getpid() == process and sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
         logger.warning(
-            "%s: the run was made and never entered, so nothing was restored or saved: write `with resumable(...) as "
-            "run:`",
+            "%s: the run was created but never entered, so nothing was restored or saved: write `with "
+            "resumable(...) as run:`",
             place,
         )
 
@@ -158,12 +158,12 @@ def describe_saving(policy: SavePolicy | None, step: int, *, is_first: bool) -> 
     """**Pure.** When training is saved that begins after a step; empty if that is not known."""
     if policy is None:
         return (
-            "saves only when the job is asked to leave, and at save(): "
-            "CheckpointManager(save_every=hf.Steps(n)) saves while it trains"
+            "saves only when the job is asked to stop, and at save(); to save while it trains: "
+            "CheckpointManager(save_every=hf.Steps(n))"
         )
     policies = policy.policies if isinstance(policy, AnySave) else (policy,)
     if any(isinstance(each, Auto) for each in policies):
-        return "saves as often as pays (hf.Auto)"
+        return "saves as often as is worthwhile (hf.Auto)"
     due = describe_next_save(policy, step)
     return f"{'first' if is_first else 'next'} save {due}" if due else ""
 

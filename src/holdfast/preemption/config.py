@@ -59,17 +59,19 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
                 check_function(name, value)
         if self.grace_period is not None:
             check_seconds("grace_period", self.grace_period, least=0)
-        hint = f"0 says that the job is done, and shells use those above {_MAX_EXIT_CODE}."
+        hint = f"0 means that the job is done, and shells use codes above {_MAX_EXIT_CODE}."
         check_whole("exit_code", self.exit_code, 1, _MAX_EXIT_CODE, hint=hint)
         if self.sources != "auto":
-            hint = 'It is "auto", or a list of sources of holdfast.preemption, such as [Signals()].'
+            hint = 'Use "auto", or a list of sources from holdfast.preemption, such as [Signals()].'
             if not isinstance(self.sources, Iterable):
-                raise UsageError(f"sources={self.sources!r} is no list", hint=hint)
+                raise UsageError(f"sources must be a list, got {self.sources!r}", hint=hint)
             sources = tuple(self.sources)
             for source in sources:
                 # A class has all the methods of its objects.
                 if isinstance(source, type) or not isinstance(source, NoticeSource):
-                    raise UsageError(f"sources={self.sources!r}: {source!r} is no source of notices", hint=hint)
+                    raise UsageError(
+                        f"sources must contain sources of notices, got {source!r} in {self.sources!r}", hint=hint
+                    )
             msgspec.structs.force_setattr(self, "sources", sources)
 
     def make_sources(self) -> list[NoticeSource]:
@@ -92,8 +94,8 @@ def make_termination(preemption: object, objects: Mapping[str, object] | None = 
     for name, value in (objects or {}).items():
         if isinstance(value, TerminationConfig) or (isinstance(value, NoticeSource) and not isinstance(value, type)):
             raise UsageError(
-                f"{name}={value!r} says how to leave, and is nothing to be kept",
-                hint="Give it as preemption=TerminationConfig(...); sources of notices go into its sources=[...].",
+                f"{name}={value!r} says how to stop the job, and is not an object to save",
+                hint="Pass it as preemption=TerminationConfig(...); sources of notices go into its sources=[...].",
             )
     if isinstance(preemption, TerminationConfig):
         return preemption
@@ -103,4 +105,4 @@ def make_termination(preemption: object, objects: Mapping[str, object] | None = 
         # Python handles signals in the main thread only; elsewhere Ctrl-C is not this thread's.
         is_main = threading.current_thread() is threading.main_thread()
         return TerminationConfig(sources=[Signals(signal.SIGINT)] if is_main else [])
-    raise UsageError(f"preemption={preemption!r}", hint='It is "auto", "off" or a TerminationConfig.')
+    raise UsageError(f"preemption={preemption!r}", hint='Use "auto", "off" or a TerminationConfig.')

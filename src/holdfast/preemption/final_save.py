@@ -101,7 +101,7 @@ class FinalSave:
         self.options: dict[str, Any] = {}
         self.tried: list[SaveHandle] = []
         self.name: Callable[[int], str] = "step {}".format
-        self.nothing = "nothing had been completed that could be lost"
+        self.nothing = "no progress is lost: nothing was completed"
         self._manager = manager
         self._config = config
         self._keep = keep
@@ -158,7 +158,7 @@ class FinalSave:
             except HoldfastError as failure:
                 error = failure.message
             except SystemExit as ending:
-                self.mistake = f"SystemExit: {ending}: save_fn is to save, and exit_fn to end the program"
+                self.mistake = f"SystemExit: {ending}: save_fn must save; exit_fn is for ending the program"
                 return self.mistake
             except Exception as failure:  # noqa: BLE001  It may be the user's code, and the exit has to say so.
                 error = self.mistake = f"{type(failure).__name__}: {failure}"
@@ -199,10 +199,13 @@ class FinalSave:
             if not is_told and time.monotonic() >= begun_at + SILENT_SECONDS:
                 is_told = True
                 limit = describe_limit(end_at - time.monotonic())
-                say(f"holdfast: training is done, and the last save is being written{limit}; Ctrl-C twice ends it.")
+                say(
+                    f"holdfast: training is done, and the last save is being written{limit}; press Ctrl-C twice to "
+                    "stop waiting."
+                )
             if time.monotonic() >= end_at:
-                hint = "It goes on. Look whether the storage still answers."
-                raise DeadlineError(f"the save in flight did not end within {limit_seconds:g} s", hint=hint)
+                hint = "The save continues. Check whether the storage still responds."
+                raise DeadlineError(f"the save in progress did not end within {limit_seconds:g} s", hint=hint)
             with suppress(DeadlineError):
                 return self._manager.wait(_LOOK_SECONDS)
 
@@ -235,11 +238,11 @@ class FinalSave:
         for saved in late:
             end = find_canceller(saved)
             if end is not None:
-                if try_end(end, DeadlineError(f"the time that was left to the job was over: {error}")):
+                if try_end(end, DeadlineError(f"the job's remaining time was over: {error}")):
                     continue
             elif limit_seconds <= 0:
                 continue
-            say(f"holdfast: {self.name(step or 0)} is not saved yet: {error}. Its save goes on, and is waited for.")
+            say(f"holdfast: {self.name(step or 0)} is not saved yet: {error}. Its save continues; waiting for it.")
             while time.monotonic() < end_at and self.check_landed(step, error, saves):
                 try:
                     saved.wait_committed(_LOOK_SECONDS)
@@ -366,9 +369,9 @@ class FinalSave:
     def _say_lost(self, step: int | None, error: str) -> str:
         newest = self._newest()
         if self.missing:
-            restart = "begins anew: there is no checkpoint"
+            restart = "starts from the beginning: there is no checkpoint"
             if newest is not None:
-                restart = f"goes on from {self.name(newest)}, the newest checkpoint"
+                restart = f"resumes from {self.name(newest)}, the newest checkpoint"
             return f"{self.missing}. Nothing can be saved without it. A restart {restart}"
         found = "there is no checkpoint" if newest is None else f"the newest checkpoint is {self.name(newest)}"
         return f"{self.name(step or 0)} could NOT be saved: {error}; {found}"

@@ -137,22 +137,22 @@ def decide(outlook: Outlook) -> Verdict:
     """**Pure.** What to do between two steps."""
     if outlook.demand is Demand.SAVE:
         if outlook.is_saved:
-            return Verdict(Action.TRAIN, "the state was saved, and nothing asks to leave")
+            return Verdict(Action.TRAIN, "the state is saved, and nothing asks the job to stop")
         return Verdict(Action.SAVE, "the machine may be taken away")
     if outlook.demand is Demand.LEAVE or outlook.left_seconds is None:
-        return Verdict(Action.LEAVE, "nothing allows to train on")
+        return Verdict(Action.LEAVE, "no grace period allows further training")
     left, needed = outlook.left_seconds, outlook.needed_seconds
     if not outlook.is_saved:
         # The save that is begun now, and the one before the end.
         needed += outlook.next_save_seconds
         if left <= needed:
-            return Verdict(Action.LEAVE, f"{left:.3g} s are left, and a step with two saves may take {needed:.3g} s")
-        return Verdict(Action.SAVE, f"{left:.3g} s are left, in which training goes on")
+            return Verdict(Action.LEAVE, f"{left:.3g} s remain, and a step with two saves may take {needed:.3g} s")
+        return Verdict(Action.SAVE, f"{left:.3g} s remain, and training continues")
     if outlook.step_seconds is None:
-        return Verdict(Action.LEAVE, "no step was measured that could tell how long the next one takes")
+        return Verdict(Action.LEAVE, "no step was measured yet, so the duration of the next one is unknown")
     if left <= needed:
-        return Verdict(Action.LEAVE, f"{left:.3g} s are left, and a step with a save may take {needed:.3g} s")
-    return Verdict(Action.TRAIN, f"{left:.3g} s are left, and a step with a save takes {needed:.3g} s at most")
+        return Verdict(Action.LEAVE, f"{left:.3g} s remain, and a step with a save may take {needed:.3g} s")
+    return Verdict(Action.TRAIN, f"{left:.3g} s remain, and a step with a save takes at most {needed:.3g} s")
 
 
 def has_time_to_save(outlook: Outlook) -> bool:
@@ -183,7 +183,7 @@ def find_lateness(heard: Sequence[Heard], left_seconds: float | None, passed_at:
     if waited_seconds < patience_seconds:
         return ""
     return (
-        f"{waited_seconds:.0f} s after a notice, the loop has not come to the end of its step. Nothing newer than the "
-        "last checkpoint can be saved before it does. Around what takes long outside of steps, use checkpointable(), "
-        "or leave it when should_stop() says so"
+        f"{waited_seconds:.0f} s after a notice, the loop has not reached the end of its step, and until then "
+        "nothing newer than the last checkpoint can be saved. Use checkpointable() around long work outside of "
+        "steps, or leave such work when should_stop() returns True"
     )

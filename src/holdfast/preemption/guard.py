@@ -55,12 +55,13 @@ def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], 
     """
     if isinstance(manager, type) or not (hasattr(manager, "participant") and hasattr(manager, "checkpoint")):
         raise UsageError(
-            f"{manager!r} is no manager", hint="Give a CheckpointManager(directory, Checkpoint(model=model, ...))."
+            f"expected a CheckpointManager, got {manager!r}",
+            hint="Pass CheckpointManager(directory, Checkpoint(model=model, ...)).",
         )
     if not isinstance(config, TerminationConfig):
         raise UsageError(
             f"termination_config={config!r}",
-            hint="It is a TerminationConfig, or None; sources of notices go into its sources=[...].",
+            hint="Pass a TerminationConfig or None; sources of notices go into its sources=[...].",
         )
     if manager.participant is None:
         return Guard(manager, config, keep, SingleConsensus())
@@ -275,7 +276,7 @@ class Guard:
             return None
         if text := describe_early_exit(report.blamed):
             self.leaving = True
-            self._final_save.nothing = f"{text}; nothing was trained that could be lost"
+            self._final_save.nothing = f"{text}; no progress is lost: nothing was trained"
             self._leave(None, text, "", 0.0, problem=text, by_hand=False)
         elif report.loss and self._is_to_leave():
             self._leave_alone(self._progress.step, report.loss, report.blamed)
@@ -301,7 +302,7 @@ class Guard:
                 self._stop(step)
             elif objection := self._consensus.objection:
                 if not self._is_to_leave():
-                    raise ClusterError(objection, hint="Start the job again: it goes on from the newest checkpoint.")
+                    raise ClusterError(objection, hint="Start the job again: it resumes from the newest checkpoint.")
                 self._leave_alone(step, objection)
                 return
             else:
@@ -328,7 +329,7 @@ class Guard:
         verdict = decide(outlook)
         if self._ends and outlook.demand is not Demand.SAVE:
             # A loop that trains on in the time that is left has to hear of it again, and nothing would tell it.
-            verdict = verdict if verdict.action is Action.LEAVE else Verdict(Action.LEAVE, "no step is left")
+            verdict = verdict if verdict.action is Action.LEAVE else Verdict(Action.LEAVE, "no step remains")
         if not pending or verdict.action is Action.TRAIN:
             return False
         if verdict.action is Action.SAVE and not is_paused and self._progress.is_left_out:
@@ -409,7 +410,7 @@ class Guard:
         if stop is not None and step is not None and step > stop.step:
             # If nothing could be lost, it is a first step whose begin was not known.
             is_first = step == self._safe_step + 1 == stop.step + 1
-            return stop.step, "" if is_first else f"the loop had gone on when step {stop.step} was to be saved"
+            return stop.step, "" if is_first else f"the loop had passed step {stop.step} when it should have been saved"
         if self._progress.early is None or self._may_save_again(call):
             problem = save(end_at)
             return self._final_save.find_number(step), problem
@@ -556,7 +557,9 @@ class Guard:
             count, demand = self.inbox.count, self.inbox.demand().demand
             pause.save()
             if pause.changed:
-                text = f"the state cannot be saved while the loop rests, and it is waited for: {pause.changed}"
+                text = (
+                    f"the state cannot be saved while the loop is paused, so this waits for the loop: {pause.changed}"
+                )
                 self._manager.emit(Warned(text=text, step=pause.step))
                 return
             # What comes after a pause in which there was nothing to be saved is saved when it is there.

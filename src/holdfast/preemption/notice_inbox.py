@@ -96,12 +96,12 @@ class NoticeInbox:
             UsageError: If a source cannot be used here.
         """
         if self._config.sources == "auto" and threading.current_thread() is not threading.main_thread():
-            self._emit(Warned(text="signals are not heard: Python handles them in the main thread only"))
+            self._emit(Warned(text="signals are not handled: Python can handle them in the main thread only"))
         self._bell.take_signals()
         self._poller.open()
         for source in self._sources:
             for number in source.foreign if isinstance(source, Signals) else ():
-                text = f"{number.name} is not listened to: it has a handler that was not set by Python, and that stays"
+                text = f"{number.name} is ignored: its handler was not installed from Python, and stays in place"
                 self._emit(Warned(text=text))
 
     def close(self, wait_listener: Callable[[], bool]) -> None:
@@ -133,7 +133,7 @@ class NoticeInbox:
             if is_interactive():
                 then = "then saving it. A second interrupt stops at once, without that save."
             else:
-                then = "then saving and leaving. Ctrl-C again leaves at once."
+                then = "then saving and exiting. Press Ctrl-C again to exit at once."
             say_from_signal_handler(f"\nholdfast: finishing this step, {then}")
         self._bell.ring()
         return True
@@ -253,7 +253,9 @@ class EarlyNotices:
             # As when all workers are taken away at once, and each finds the others gone. An error that lasts comes
             # again at the next start.
             found = f"{type(error).__name__}: {error}"
-            self._end(f"{self._heard[0].notice.text} while the run was made, and that has failed: {found}", error)
+            self._end(
+                f"{self._heard[0].notice.text} while the run was being created, which then failed: {found}", error
+            )
         elif text := describe_early_exit(error):
             self._end(text, error)
 
@@ -300,12 +302,15 @@ class EarlyNotices:
                 end_process(leaving.code if isinstance(leaving.code, int) else 1)
 
     def _describe_delay(self) -> str:
-        return f"{self._heard[0].notice.text} while the run was made, and it is not made after {_WAIT_SECONDS:g} s"
+        return (
+            f"{self._heard[0].notice.text} while the run was being created, which did not end within "
+            f"{_WAIT_SECONDS:g} s"
+        )
 
     def _end(self, text: str, error: BaseException | None = None) -> None:
         exit_fn, code = self._config.exit_fn, self._config.exit_code
         then = "calling exit_fn" if exit_fn else f"leaving with exit code {code}"
-        say(f"holdfast: {text}; nothing was trained that could be lost; {then}.")
+        say(f"holdfast: {text}; no progress is lost: nothing was trained; {then}.")
         if exit_fn is None:
             raise EarlyExit(code, text) from error
         try:

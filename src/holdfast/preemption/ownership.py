@@ -73,11 +73,11 @@ class GuardOwnership:
                 self.shared = other.shared
             elif self._listens and other._listens:
                 raise UsageError(
-                    "another run or handler listens for notices in this thread already: the first of both to leave "
-                    "would end the process, and what the other one keeps would not be saved",
-                    hint="Keep all that belongs together in one Checkpoint; or close the other one first (leave its "
-                    "block, or call handler.close()); or let one of them hear nothing: "
-                    'preemption="off", or TerminationConfig(sources=[]).',
+                    "another run or handler already handles notices in this thread: the first one to exit would "
+                    "end the process, and the other one's state would not be saved",
+                    hint="Put everything into one Checkpoint, or close the other one first (leave its block, or call "
+                    'handler.close()), or turn off notices for one of them: preemption="off", or '
+                    "TerminationConfig(sources=[]).",
                 )
         self._guards.append(self)
 

@@ -59,8 +59,8 @@ def find_clashes(targets: Sequence[Target], read: Callable[[Sequence[Target]], o
             receivers = ((target.backend, target.array), *target.copies)
             if any(_digest_of(backend, array, target) != expected for backend, array in receivers):
                 clashes.append(
-                    f"{target.leaf}: stored apart from {_name_partner(target, targets)} with other values, live the "
-                    "two share memory"
+                    f"{target.leaf}: stored separately from {_name_partner(target, targets)} with other values, "
+                    "but the live arrays share memory"
                 )
     return clashes
 

@@ -51,8 +51,8 @@ def read_note(manifest: Manifest, url: str) -> tuple[int, int | None]:
     batch = note.get("batch") if isinstance(note, dict) else None
     if type(epoch) is not int or epoch < 0 or (batch is not None and (type(batch) is not int or batch < 0)):
         raise UsageError(
-            f"step {manifest.step} of {url} is a checkpoint, but no backup of a training",
-            hint="Give backups a directory of their own.",
+            f"step {manifest.step} of {url} is a checkpoint, but not a backup of WorkerTrainingState",
+            hint="Use a separate directory for backups.",
         )
     return epoch, batch
 

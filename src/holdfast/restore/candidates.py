@@ -54,7 +54,7 @@ def make_selection(only: str | Iterable[str] | None) -> Selection | None:
         return None
     patterns = (only,) if isinstance(only, str) else tuple(only)
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise UsageError(f"only={only!r} names nothing", hint='Give names such as "model" or "model/layers.0.*".')
+        raise UsageError(f"only={only!r} contains no name", hint='Pass names such as "model" or "model/layers.0.*".')
     return Selection(patterns)
 
 

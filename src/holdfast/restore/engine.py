@@ -166,7 +166,7 @@ class _Candidates:
             # The look is in here, since errors in here reach the others.
             catalogs.append(catalog := read_catalog(self._storage))
             for fault in catalog.faults:
-                text = f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"
+                text = f"the record of a generation is damaged, so steps are compared by number only: {fault.message}"
                 self._emit(Warned(text=text))
             return () if begins_anew and self._step is None else self._choose(catalog)
 
@@ -175,7 +175,10 @@ class _Candidates:
         self.seen_generation = catalog.generation
         if not self._left and catalog.committed:
             steps = ", ".join(str(name.step) for name in catalog.committed)
-            text = f"nothing was restored: the run began anew, and steps {steps} belong to an earlier line"
+            text = (
+                f"nothing was restored: the run was started over (begin_anew), and steps {steps} belong to an earlier "
+                "lineage"
+            )
             self._emit(Warned(text=text))
         return bool(self._left)
 
@@ -188,7 +191,7 @@ class _Candidates:
         if found:
             self._looks += 1
             self._left = [other for other in found if other not in self.damages]
-            text = f"{name.directory} was removed while it was being restored; what is there now is tried"
+            text = f"{name.directory} was removed while it was being restored; trying the steps that are there now"
             self._emit(Warned(text=text))
             return
         self.damages[name] = damage
@@ -224,7 +227,7 @@ def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: 
             candidates.pass_over(name, damage)
         except (StorageError, ApplyError, ClusterError, AbsentError, NoCheckpointError) as error:
             if trial.touched:
-                error.add_note("Some live arrays hold what was read before: restore again before training on.")
+                error.add_note("Some live arrays hold partly restored values: restore again before you train on.")
             raise
         touched = trial.touched
     raise _no_whole(request.storage, request.step, tuple(candidates.damages.values()), touched)
@@ -274,9 +277,9 @@ class _RestoreTrial:
         if self._request.on_resize == "refuse" and stored_workers != workers:
             savers = "1 worker" if stored_workers == 1 else f"{stored_workers} workers"
             raise MismatchError(
-                f"step {self.name.step} was saved by {savers}, and this job has {workers}; on_resize is 'refuse'",
+                f"step {self.name.step} was saved by {savers}, but this job has {workers}, and on_resize is 'refuse'",
                 differences=Differences(),
-                hint="Start the job with as many workers as before, or take on_resize='allow'.",
+                hint="Start the job with the same number of workers, or pass on_resize='allow'.",
             )
         # The files are opened first: memory is taken for what really lies there, not for what an index claims.
         parts = self._files.enter_context(open_parts(storage, opened))
@@ -350,16 +353,16 @@ class _RestoreTrial:
         if select is not None and select.unmatched:
             names = ", ".join(repr(name) for name in stored if not is_own(name))
             raise UsageError(
-                f"step {step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
-                hint=f"Its objects are {names}; a leaf is named like 'model/head.weight'.",
+                f"step {step} has no object or leaf named {', '.join(map(repr, select.unmatched))}",
+                hint=f"Its objects are {names}; a leaf has a name like 'model/head.weight'.",
             )
         if request.strict and matching.differences:
-            arrays = "arrays hold what was read from a newer, damaged checkpoint"
+            arrays = "arrays hold values read from a newer, damaged checkpoint"
             state = arrays if self.touched else "nothing was changed"
             raise MismatchError(
                 f"step {step} does not fit the live objects ({state}):\n{matching.differences}",
                 differences=matching.differences,
-                hint="Restore with strict=False to take what fits and be told what does not, or mend the objects.",
+                hint="Fix the objects, or restore with strict=False, which takes what fits and reports the rest.",
             )
         return matching
 
@@ -376,8 +379,8 @@ class _RestoreTrial:
         if clashes and self._request.strict:
             raise ApplyError(
                 "live arrays that share memory cannot hold what is stored for each:\n  " + "\n  ".join(clashes[:20]),
-                hint="Let them share it as they did when they were saved, or give each memory of its own; strict=False "
-                "leaves them as they are.",
+                hint="Let them share memory as they did when they were saved, or give each its own memory; "
+                "strict=False leaves them unchanged.",
             )
 
     def _apply(self) -> None:
@@ -400,7 +403,9 @@ def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
         # What is wanted may lie in files that are not open yet, and memory is taken for it before they are.
         if sum(spec.size_bytes for spec in specs.values()) > manifest.data_bytes + manifest.referred_bytes:
             path, step = opened.data_path(index.rank), manifest.step
-            raise DamageError(f"{path}: its leaves are larger than all files of the step", step=step, path=path)
+            raise DamageError(
+                f"{path}: its leaves are larger than all files of the step together", step=step, path=path
+            )
     for one in (*reversed(others), index):
         for record in one.strides:
             specs[record.leaf] = replace(specs[record.leaf], strides=record.strides)
@@ -417,8 +422,8 @@ def _enough_memory(opened: OpenedStep) -> Iterator[None]:
     except MemoryError as error:
         needed_bytes = opened.manifest.data_bytes + opened.manifest.referred_bytes
         raise ApplyError(
-            f"step {opened.name.step} needs {needed_bytes} bytes of memory, which cannot be had",
-            hint="Restore it on a machine with more memory, or a part of it with `only`.",
+            f"step {opened.name.step} needs {needed_bytes} bytes of memory, which are not available",
+            hint="Restore it on a machine with more memory, or restore a part of it with `only`.",
         ) from error
 
 
@@ -455,7 +460,7 @@ def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: S
             positions[rank] = stored
     except (DamageError, StorageError) as error:
         # Nothing else of it was needed here, and what was is restored.
-        text = f"whether all workers had saved at the same place of the data cannot be seen: {error.message}"
+        text = f"cannot check whether all workers saved at the same position in the data: {error.message}"
         emit(Warned(step=manifest.step, text=text))
         return
     text = find_apart(positions)
@@ -466,12 +471,11 @@ def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: S
 def _no_whole(
     storage: Storage, step: int | None, damages: tuple[DamageError, ...], touched: bool
 ) -> NoWholeCheckpointError:
-    what = f"step {step} is damaged" if step is not None else f"none of {len(damages)} checkpoints is whole"
+    what = f"step {step} is damaged" if step is not None else f"all {len(damages)} checkpoints are damaged"
     listed = "\n".join(f"  {damage.message}" for damage in damages)
-    mixed = "\n  Some live arrays hold what was read from them: do not train on." if touched else ""
+    mixed = "\n  Some live arrays hold values read from them: do not train on." if touched else ""
     return NoWholeCheckpointError(
         f"{storage.url}: {what}:\n{listed}{mixed}",
         damages=damages,
-        hint="`holdfast verify` shows the extent; restore another copy of the run, or begin anew on purpose "
-        "(begin_anew=True).",
+        hint="`holdfast verify` shows the extent; restore another copy of the run, or start over (begin_anew=True).",
     )

@@ -82,18 +82,18 @@ def open_part(storage: Storage, part: Part, beside: Storage | None) -> FileReade
     step = part.index.step
     try:
         if place is None:
-            raise NotFoundError(f"{part.path} is not there", path=part.path)
+            raise NotFoundError(f"{part.path} does not exist", path=part.path)
         reader = place.open_reader(part.path)
     except NotFoundError as error:
         text = f"{part.path} is missing"
         if part.referrer is not None:
-            text += f"; the directory {part.holder} has to lie beside that of step {step}, which refers to it"
+            text += f"; the directory {part.holder} must be next to that of step {step}, which refers to it"
         raise DamageError(text, step=step, path=part.path) from error
     except DamageError as damage:
         raise part.explain(damage) from damage
     if reader.size_bytes != part.size_bytes:
         reader.close()
-        text = f"{part.path} has {reader.size_bytes} bytes, {part.size_bytes} were written"
+        text = f"{part.path} has {reader.size_bytes} bytes, but {part.size_bytes} were written"
         raise part.explain(DamageError(text, step=step, path=part.path))
     return reader
 

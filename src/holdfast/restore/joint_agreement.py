@@ -188,14 +188,14 @@ def _decide_names(reports: list[_Report]) -> _Report:
     leader = reports[LEADER]
     for rank, report in enumerate(reports):
         if report.step != leader.step:
-            text = f"it restores {_name_request(report.step)}, and rank 0 {_name_request(leader.step)}"
-            return _Report(Failure.of(rank, UsageError.__name__, text, "All workers have to restore the same step."))
+            text = f"it restores {_name_request(report.step)}, but rank 0 restores {_name_request(leader.step)}"
+            return _Report(Failure.of(rank, UsageError.__name__, text, "All workers must restore the same step."))
     for rank, report in enumerate(reports):
         if report.failure is not None and not (leader.names and report.failure.kind == NoCheckpointError.__name__):
             # What the leader sees and another one does not may come into sight yet.
             return _Report(report.failure)
         if report.names and not leader.names:
-            return _Report(_blame(rank, report, leader, "is there for it, and rank 0 sees no checkpoint"))
+            return _Report(_blame(rank, report, leader, "is visible to it, but rank 0 sees no checkpoint"))
     return leader
 
 
@@ -210,7 +210,7 @@ def _decide_seen(reports: list[_Report]) -> _Report:
             is_open = leader.is_open if report.url == leader.url else leader.is_open_elsewhere
             if not report.seen and is_open:
                 return _Report(is_open=True)
-            what = "is not what rank 0 sees" if report.seen else "is not there for it, but for rank 0"
+            what = "differs from what rank 0 sees" if report.seen else "is visible to rank 0, but not to it"
             return _Report(_blame(rank, report, leader, what))
     return _Report()
 
@@ -218,7 +218,7 @@ def _decide_seen(reports: list[_Report]) -> _Report:
 def _blame(rank: int, report: _Report, leader: _Report, what: str) -> Failure:
     if report.url == leader.url:
         return Failure.of(rank, StorageError.__name__, f"{report.url}/{report.names[0]} {what}", _SIGHT_HINT)
-    text = f"it restores from {report.url}, and rank 0 from {leader.url}: {report.names[0]} {what}"
+    text = f"it restores from {report.url}, but rank 0 from {leader.url}: {report.names[0]} {what}"
     return Failure.of(rank, StorageError.__name__, text, ELSEWHERE_HINT)
 
 
@@ -232,4 +232,4 @@ def _name_request(step: int | None) -> str:
     return "the newest step" if step is None else f"step {step}"
 
 
-_SIGHT_HINT: Final = "All workers have to use one directory: is it on a file system that all nodes share?"
+_SIGHT_HINT: Final = "All workers must use one directory: is it on a file system that all nodes share?"

@@ -128,7 +128,7 @@ class Destinations:
                     ends.append(extent[1])
                 continue
             if target.spec.dtype != leaf.dtype or target.spec.shape != leaf.shape:
-                raise ValueError(f"{leaf.name}: the array is not of the form that is stored")
+                raise ValueError(f"{leaf.name}: the array does not have the stored dtype and shape")
             numbers.append(number)
             begins.append(target.address)
             ends.append(target.address + leaf.end - leaf.begin)

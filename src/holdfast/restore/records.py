@@ -117,6 +117,6 @@ class Restoration:
         return f"<Restoration of {self.path}: {self}>"
 
     def __str__(self) -> str:
-        notes = [f"{len(self.passed_over)} newer ones are damaged"] if self.passed_over else []
+        notes = [f"{len(self.passed_over)} newer damaged"] if self.passed_over else []
         notes += ["with differences"] if self.differences else []
         return f"step {self.step} of generation {self.name.generation}" + (f" ({', '.join(notes)})" if notes else "")

@@ -126,7 +126,7 @@ class Assignment:
         if (stored.dtype, stored.global_shape) != (spec.dtype, spec.shape):
             here = f"{stored.dtype} {list(stored.global_shape)}"
             there = f"{spec.dtype} {list(spec.shape)}"
-            raise self._make_damage(stored, path, f" is {here} here, and {there} to another worker")
+            raise self._make_damage(stored, path, f" is {here} here, but {there} on another worker")
 
     def _make_damage(self, stored: StoredBox, path: str, what: str) -> DamageError:
         return DamageError(f"{path}: {stored.leaf!r}{what}", step=self._step, path=path, tensor=stored.leaf)
@@ -138,9 +138,9 @@ class Assignment:
                 taken, left = self._taken.get(id(target), []), self._left[id(target)]
                 overlap = find_overlap(taken) if len(taken) > 1 else None
                 if overlap is not None:
-                    text = f"{leaf!r}: {taken[overlap[0]]} and {taken[overlap[1]]} overlap, and lie apart"
+                    text = f"{leaf!r}: {taken[overlap[0]]} and {taken[overlap[1]]} overlap, but are stored separately"
                 elif left:
-                    text = f"{leaf!r}: {left} elements of {target.box} lie with no worker"
+                    text = f"{leaf!r}: no worker has {left} of the elements of {target.box}"
                 else:
                     continue
                 raise DamageError(text, step=self._step, tensor=leaf)

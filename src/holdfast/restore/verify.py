@@ -31,7 +31,7 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
     try:
         manifest = decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=expected)
     except NotFoundError as error:
-        text = f"{error.path} is missing; without its manifest a step is not restored"
+        text = f"{error.path} is missing; a step without its manifest is not restored"
         raise DamageError(text, step=step, path=error.path) from error
     if worker is not None and manifest.world_size > 1:
         return OpenedStep(directory, manifest, (read_rank(storage, directory, manifest, find_rank(manifest, worker)),))
@@ -88,7 +88,7 @@ def _check_references(manifest: Manifest, indexes: Sequence[Index], path: str) -
 
 
 def _other_references(manifest: Manifest, path: str) -> FormatError:
-    text = f"{path}: it names other references than the indexes that it vouches for"
+    text = f"{path}: its references differ from those of the indexes that it lists"
     return FormatError(text, path=path, step=manifest.step)
 
 
@@ -182,5 +182,5 @@ def _verify_header(part: Part, reader: FileReader, progress: Callable[[int], Non
     progress(len(header))
     if digest(header) == part.index.header_digest:
         return []
-    text = f"{part.path}: the header does not match its digest; a restore does not need it, other readers do"
+    text = f"{part.path}: the header does not match its digest; a restore does not need it, but other readers do"
     return [DamageError(text, step=part.index.step, path=part.path, offset_bytes=0)]

@@ -71,21 +71,24 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
         reserved: Any = self.reserve_bytes
         for name, first, second in (("when_busy", "wait", "skip"), ("on_resize", "allow", "refuse")):
             if (value := getattr(self, name)) not in (first, second):
-                raise UsageError(f"{name} is {value!r}", hint=f'It is "{first}" or "{second}".')
+                raise UsageError(f'{name} must be "{first}" or "{second}", got {value!r}')
         check_policies(self.save_every, self.keep)
         check_switches(overlap_copy=self.overlap_copy, incremental=self.incremental, reuse_space=self.reuse_space)
         if replicas != "first" and not isinstance(replicas, bool):
-            raise UsageError(f"check_replicas={replicas!r} is neither True nor False", hint='Or it is "first".')
+            raise UsageError(
+                f'check_replicas must be True, False or "first", got {replicas!r}',
+                hint='"first" compares the workers at the first save only.',
+            )
         check_whole("failures_allowed", self.failures_allowed)
         check_timeout(self.timeout_seconds)
         check_whole("threads", self.threads, 1)
         check_liveness(self.liveness_seconds)
         if reserved is not None and not (isinstance(reserved, str) and reserved == "auto"):
-            check_whole("reserve_bytes", reserved, hint='Or it is "auto", or None.')
+            check_whole("reserve_bytes", reserved, hint='Use "auto", None or a number.')
         sinks = tuple(self.sinks) if isinstance(self.sinks, Iterable) else (self.sinks,)
         if not isinstance(self.sinks, Iterable) or not all(map(callable, sinks)):
             text = f"sinks must be a list of functions, got {reprlib.repr(self.sinks)}"
-            raise UsageError(text, hint="Such as sinks=[print].")
+            raise UsageError(text, hint="For example: sinks=[print].")
         msgspec.structs.force_setattr(self, "sinks", sinks)
 
 
@@ -99,17 +102,17 @@ def check_place(step: int, url: str, living: Collection[int], newest_asked: int,
     newest = max(living, default=-1)
     if step < newest_asked and not replace:
         # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
-        raise UsageError(f"step {step} lies before step {newest_asked}, which was saved or tried already")
+        raise UsageError(f"step {step} is older than step {newest_asked}, which was already saved or attempted")
     if step > newest or (replace and step in living):
         return
     if step in living:
         raise StepExistsError(
-            f"step {step} of {url} is committed already",
-            hint="Save with replace=True to save it anew, restore() to go on from it, or begin_anew=True.",
+            f"step {step} of {url} is already committed",
+            hint="Save with replace=True to replace it, call restore() to continue from it, or use begin_anew=True.",
         )
     raise UsageError(
-        f"step {step} lies before step {newest}, which {url} has already",
-        hint="restore() first to go on from a checkpoint, or make the manager with begin_anew=True.",
+        f"step {step} is older than step {newest}, which {url} already has",
+        hint="Call restore() first to continue from a checkpoint, or create the manager with begin_anew=True.",
     )
 
 
@@ -121,15 +124,16 @@ def check_policies(save_every: object, keep: object) -> None:
     ):
         if isinstance(policy, type) and hasattr(policy, method):
             raise UsageError(
-                f"{name}={policy.__name__} is a class, and no policy yet",
+                f"{name} must be a policy, got the class {policy.__name__}",
                 hint=f"Write {name}=hf.{policy.__name__}({_EXAMPLES.get(policy.__name__, '...')}).",
             )
         if policy is not None and not callable(getattr(policy, method, None)):
             meant = "Steps" if name == "save_every" else "Latest"
             is_number = isinstance(policy, int) and not isinstance(policy, bool) and policy > 0
             raise UsageError(
-                f"{name}={policy!r} is no policy for {'saving' if name == 'save_every' else 'keeping'}",
-                hint=f"Write {name}=hf.{meant}({policy})." if is_number else f"Such are {known}.",
+                f"{name} must be a policy such as hf.{meant}({_EXAMPLES[meant]}), "
+                f"got {type(policy).__name__} {policy!r}",
+                hint=f"Write {name}=hf.{meant}({policy})." if is_number else f"The policies are {known}.",
             )
 
 
@@ -137,7 +141,7 @@ def check_switches(**switches: object) -> None:
     """**Pure.** Raises `UsageError` if one is neither True nor False."""
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise UsageError(f"{name}={value!r} is neither True nor False")
+            raise UsageError(f"{name} must be True or False, got {value!r}")
 
 
 def check_like(like: object) -> dict[str, Any]:
@@ -150,8 +154,8 @@ def check_like(like: object) -> dict[str, Any]:
         return {}
     if not isinstance(like, Mapping) or not like or not all(isinstance(name, str) and name for name in like):
         raise UsageError(
-            f"like is a {type(like).__name__}, and not a dict of trees by the names of objects",
-            hint='Write like={"params": tree}, with the names under which the objects were saved.',
+            f"like must be a dict of trees by the names of objects, got a {type(like).__name__}",
+            hint='Write like={"params": tree}, with the names that the objects were saved under.',
         )
     return dict(like)
 
@@ -178,14 +182,14 @@ def check_kept_objects(objects: Mapping[str, object]) -> None:
     for name, value in objects.items():
         if isinstance(value, dict) and value.keys() == {"state", "param_groups"}:
             raise UsageError(
-                f"{name} is what an optimizer's state_dict() returned: it would be stored as it is now, and a restart "
-                "would not put it back into the optimizer",
-                hint=f"Give the optimizer itself, {name}={name}, without .state_dict().",
+                f"{name} is the result of an optimizer's state_dict(): the save would not follow the optimizer, "
+                "and a restart would not load it back",
+                hint=f"Pass the optimizer itself, {name}={name}, without .state_dict().",
             )
         if isinstance(value, BatchIterator):
             raise UsageError(
-                f"{name} is an iterator over a loader, and the loader is what keeps its place",
-                hint=f"Give the loader itself, {name}={name}, and take the batches from loader.stream().",
+                f"{name} is an iterator over a loader; the position is saved with the loader",
+                hint=f"Pass the loader itself, {name}={name}, and take the batches from loader.stream().",
             )
 
 
@@ -195,21 +199,21 @@ def check_names(objects: Mapping[str, object], options: Mapping[str, object]) ->
     Raises `UsageError` if an option was given what looks like an object, or an object is a policy or its name too like
     an option's.
     """
-    hint = "To keep an object of that name, write resumable(directory, Checkpoint({}=..., ...))."
+    hint = "To save an object of that name, write resumable(directory, Checkpoint({}=..., ...))."
     for name, value in options.items():
         has_state = isinstance(value, Mapping) or callable(getattr(value, "state_dict", None))
         is_array = bool(getattr(value, "shape", ()))
         is_kind = isinstance(value, type) or _find_policy_option(value)
         if (has_state or is_array) and not is_kind:
             raise UsageError(
-                f"{name} is an option of resumable, and the {type(value).__name__} that it was given looks like an "
-                "object to keep",
+                f"{name} is an option of resumable, but got a {type(value).__name__}, which looks like an object "
+                "to save",
                 hint=hint.format(name),
             )
     for name, value in objects.items():
         if option := _find_policy_option(value):
             raise UsageError(
-                f"{name} is not an option of resumable, and a policy is no object to keep; did you mean {option}?",
+                f"{name} is not an option of resumable, and a policy is not an object to save; did you mean {option}?",
                 hint=f"Write {option}=...",
             )
         if option := _find_meant(name, value, ("directory", *options)):
@@ -250,7 +254,7 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
 def look_into(storage: Storage) -> Catalog:
     """**Blocks.** What a run's directory holds. It need not be there yet; if something else is, raises `UsageError`."""
     if local_directory(storage) is not None and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
-        raise UsageError(f"{storage.url} is there, but is no directory", hint="Give the path of the run's directory.")
+        raise UsageError(f"{storage.url} exists but is not a directory", hint="Pass the path of the run's directory.")
     return read_catalog(storage)
 
 
@@ -270,7 +274,7 @@ def check_notes(
     try:
         encoded = json.dumps(dict(metadata or {}), allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"metadata is not JSON: {error}", hint="State belongs into the Checkpoint.") from error
+        raise UsageError(f"metadata must be JSON: {error}", hint="Put state into the Checkpoint.") from error
     return {name: value for name, value in figures.items() if math.isfinite(value)}, json.loads(encoded)
 
 
@@ -281,7 +285,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(
-            f"metrics must be numbers by name, got {reprlib.repr(metrics)}", hint='Such as {"loss": 0.5}, or None.'
+            f"metrics must be numbers by name, got {reprlib.repr(metrics)}", hint='For example {"loss": 0.5}, or None.'
         )
     return {_encodable(name): _check_metric(name, value) for name, value in (metrics or {}).items()}
 
@@ -305,7 +309,7 @@ def _not_a_number(name: object, value: object) -> UsageError:
     what = reprlib.repr(value) if not shape else f"a {type(value).__name__} of shape {tuple(shape)}"
     return UsageError(
         f"metric {str(name)!r} must be a number, got {what}",
-        hint="Give an int, a float, or an array with one element, such as loss.mean().",
+        hint="Pass an int, a float, or an array with one element, such as loss.mean().",
     )
 
 
@@ -314,5 +318,7 @@ def _encodable(name: object) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{text!r} cannot name a metric: {error}", hint="Use text that UTF-8 can hold.") from error
+        raise UsageError(
+            f"{text!r} cannot be the name of a metric: {error}", hint="Use text that can be encoded as UTF-8."
+        ) from error
     return text

@@ -374,9 +374,9 @@ class Engine:
         Where the run has ended well (`at_end`), the step that it went on from needs no protection any more.
         """
         begun_at = time.monotonic()
-        protected = dict.fromkeys(origin.sources, "this program has restored from it")
+        protected = dict.fromkeys(origin.sources, "this program restored from it")
         if origin.base is not None and not at_end:
-            protected[origin.base] = "the run goes on from it"
+            protected[origin.base] = "the run resumed from it"
         protected[name] = "just committed"
         try:
             cleaning = self._writer.clean(name, protected)
@@ -388,11 +388,11 @@ class Engine:
         if cleaning is None:
             return
         warnings = [
-            f"Best({metric!r}) keeps nothing: no checkpoint has that figure. Is it spelt as it is reported?"
+            f"Best({metric!r}) keeps nothing: no checkpoint has that metric. Is it spelled as it is reported?"
             for metric in cleaning.absent
         ]
         if cleaning.lost:
-            warnings.append(f"{describe_lost(cleaning.lost)}, and kept until `holdfast prune --lost`")
+            warnings.append(f"{describe_lost(cleaning.lost)}, and are kept until `holdfast prune --lost`")
         for text in warnings:
             if text not in self._told:
                 self._told.add(text)
@@ -415,7 +415,7 @@ class Engine:
             failure = StorageError(
                 f"step {name.step} is committed, but cleaning up after it failed: {reason}",
                 path=name.directory,
-                hint="This is tried again after each save.",
+                hint="This is retried after each save.",
             )
             failure.__cause__ = problem
             self._failures.add(failure)

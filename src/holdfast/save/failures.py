@@ -129,13 +129,13 @@ class PendingFailures:
             except DeadlineError:
                 if self._is_interrupted:
                     raise KeyboardInterrupt(f"step {handle.step} is not saved") from None
-                text = f"step {handle.step} is not saved: its save had not ended when the program did"
+                text = f"step {handle.step} is not saved: the program ended before its save did"
                 return [*self.take(last=True), DeadlineError(text, hint="Find out why the storage is slow.")]
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"step {handle.step} is not saved") from None
             except SystemExit as leaving:
                 # A signal handler of the program's own. An exit that comes out of here would change no exit code.
-                text = f"step {handle.step} is not saved: a handler has ended the wait for it (SystemExit: {leaving})"
+                text = f"step {handle.step} is not saved: a handler interrupted the wait for it (SystemExit: {leaving})"
                 return [*self.take(last=True), DeadlineError(text, hint="Let the handler wait for the save first.")]
         return self.take(last=True)
 

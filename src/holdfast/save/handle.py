@@ -85,11 +85,11 @@ class SaveProgress:
 
     def __str__(self) -> str:
         states = (
-            (bool(self.skipped), "left out"),
+            (bool(self.skipped), "skipped"),
             (self.error is not None, "failed"),
             (self.is_committed, "committed"),
         )
-        return next((state for holds, state in states if holds), "in flight")
+        return next((state for holds, state in states if holds), "in progress")
 
 
 class SaveHandle:
@@ -140,7 +140,7 @@ class SaveHandle:
             SaveFailedError: If the save failed before it had a place.
             UsageError: If the save was left out (see `skipped`), or as for `wait_committed`.
         """
-        self._wait_for(self._progress.named, None, "was not given a place")
+        self._wait_for(self._progress.named, None, "got no directory")
         if self._progress.name is None:
             self._raise_if_failed()
         assert self._progress.name is not None  # What opens the latch else is a failure.
@@ -234,8 +234,8 @@ class SaveHandle:
         if left_seconds > SILENT_SECONDS and not self._wait(self._progress.ended, SILENT_SECONDS):
             left_seconds -= SILENT_SECONDS
             say(
-                f"holdfast: waiting for the save of step {self.step} into {self._url}, which is being written"
-                f"{describe_limit(left_seconds)}; Ctrl-C ends the wait."
+                f"holdfast: waiting for the save of step {self.step} into {self._url}, which is being "
+                f"written{describe_limit(left_seconds)}; Ctrl-C ends the wait."
             )
         self._wait_for(self._progress.ended, left_seconds, "did not end", limit_seconds)
 
@@ -259,24 +259,24 @@ class SaveHandle:
             limit_seconds = check_wait(timeout_seconds)
         if os.getpid() != self._process and not latch.is_open:
             raise UsageError(
-                f"the save of step {self.step} into {self._url} is made by process {self._process}, and this is a "
-                "child of it, which would not hear of its end",
+                f"process {self._process} is saving step {self.step} into {self._url}; this is a child process "
+                "and would not notice when the save ends",
                 hint="Wait in the process that saves.",
             )
         if self._progress.thread == threading.get_ident() and not latch.is_open:
             raise UsageError(
-                f"the save of step {self.step} waits for a sink, which waits for that save",
-                hint="In a sink only note the event, and wait in the thread that trains.",
+                f"the save of step {self.step} waits for an event sink, which waits for that save",
+                hint="In a sink, only record the event; wait in the training thread.",
             )
         if not self._wait(latch, limit_seconds):
             self._vain_wait_seconds += limit_seconds
             shown_seconds = limit_seconds if shown_seconds is None else shown_seconds
             also = ""
             if self._try_cancel is not None:
-                also = " here or with another worker, or whether one has not come to this save"
+                also = " here or on another worker, or whether a worker did not begin this save"
             raise DeadlineError(
                 f"the save of step {self.step} into {self._url} {miss} within {shown_seconds:g} s",
-                hint=f"The save goes on. Wait again, or find out why the storage is slow{also}.",
+                hint=f"The save continues. Wait again, or find out why the storage is slow{also}.",
             )
 
 

@@ -66,7 +66,7 @@ def check_writable(storage: Storage) -> None:
             with suppress(NotFoundError):
                 storage.make_directory(trial)
                 if not storage.publish(path, token) or storage.read(path, len(token)) != token:
-                    raise StorageError(f"{path} does not hold what was just written", path=path)
+                    raise StorageError(f"{path} does not contain what was just written", path=path)
         finally:
             with suppress(HoldfastError):
                 storage.remove(path)
@@ -74,7 +74,7 @@ def check_writable(storage: Storage) -> None:
     except HoldfastError as error:
         kind = type(error) if isinstance(error, StorageError) else StorageError
         text = f"{storage.url}: no checkpoint can be saved here: {error.message}"
-        raise kind(text, path=path, hint=error.hint or "Give a directory that can be written.") from error.__cause__
+        raise kind(text, path=path, hint=error.hint or "Use a directory that is writable.") from error.__cause__
 
 
 def estimate_bytes(objects: Mapping[str, object]) -> int:

@@ -84,7 +84,7 @@ class Saver:
             self.engine.touch(self._buffer)
         except Exception as error:  # noqa: BLE001  It comes out of the objects' own code, and again if a save fails by it.
             reason = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
-            self._emit(Warned(text=f"memory could not be made ready beforehand: {reason}"))
+            self._emit(Warned(text=f"memory could not be allocated in advance: {reason}"))
 
     def note_call(self) -> None:
         """Called when the program asks something of the manager: then training changes nothing."""
@@ -100,13 +100,13 @@ class Saver:
             # Two saves would share one memory, a restore would change what is being captured, a wait would hold up what
             # it waits for, and a manager that is closed does not hold up the step for a copy.
             raise UsageError(
-                f"a save into {self._url} has just begun, and this was called from within it",
-                hint="In a signal handler only set a flag, and do the rest when the step has ended.",
+                f"a save into {self._url} has just begun, and this call was made from inside it",
+                hint="In a signal handler, only set a flag, and do the rest after the step.",
             )
         if self.engine.serving == threading.get_ident():
             raise UsageError(
-                f"a sink of events asks for something of the manager of {self._url}, whose save waits for the sink",
-                hint="In a sink only note the event, and do the rest in the thread that trains.",
+                f"an event sink called the manager of {self._url}, whose save waits for the sink",
+                hint="In a sink, only record the event; do the rest in the training thread.",
             )
         if self._request is not None:
             self._request.drop_if_left()
@@ -168,7 +168,7 @@ class Saver:
         try:
             self._recycler.close()
         except HoldfastError as error:
-            self._emit(Warned(text=f"what was kept on the disk for the next save is still there: {error}"))
+            self._emit(Warned(text=f"a recycled file that was kept for the next save is still on the disk: {error}"))
         self._buffer.release()
 
     def abandon(self) -> None:

@@ -168,27 +168,30 @@ class _Refusal(NamedTuple):
 
 
 _FULLY_SHARD: Final = (
-    "Use fully_shard (FSDP2), from torch.distributed.fsdp: its shards say where they belong, and are restored on any "
-    "number of workers."
+    "Use fully_shard (FSDP2) from torch.distributed.fsdp: its shards record where they belong, and can be "
+    "restored on any number of workers."
 )
-_OWN_FORM: Final = "divides state among the workers in a form of its own"
+_OWN_FORM: Final = "splits its state among the workers in its own format"
 _DEEPSPEED: Final = _Refusal(
-    _OWN_FORM, "Save it with the engine's own save_checkpoint, or divide model and optimizer with fully_shard (FSDP2)."
+    _OWN_FORM,
+    "Save it with the engine's own save_checkpoint, or shard the model and the optimizer with fully_shard (FSDP2).",
 )
 _MEGATRON: Final = _Refusal(
-    _OWN_FORM, "Save it with Megatron's own save_checkpoint, or divide model and optimizer with fully_shard (FSDP2)."
+    _OWN_FORM,
+    "Save it with Megatron's own save_checkpoint, or shard the model and the optimizer with fully_shard (FSDP2).",
 )
 
 FSDP1: Final = _Refusal(
-    "(FSDP1) has a flat piece of the parameters on each worker, which does not say where it belongs", _FULLY_SHARD
+    "(FSDP1) holds a flat piece of the parameters on each worker, which does not record where it belongs", _FULLY_SHARD
 )
 
 _REFUSED: Final[Mapping[tuple[str, str], _Refusal]] = MappingProxyType(
     {
         ("torch", "FullyShardedDataParallel"): FSDP1,
         ("torch", "ZeroRedundancyOptimizer"): _Refusal(
-            "has the state of other parameters on each worker",
-            "Use fully_shard (FSDP2), which divides the optimizer's state too, or the optimizer itself without it.",
+            "holds the state of different parameters on each worker",
+            "Use fully_shard (FSDP2), which shards the optimizer's state too, or use the optimizer without this "
+            "wrapper.",
         ),
         ("deepspeed", "DeepSpeedEngine"): _DEEPSPEED,
         ("deepspeed", "DeepSpeedZeroOptimizer"): _DEEPSPEED,

@@ -162,7 +162,7 @@ class Keeping:
             if schedules and (key == _RATE or _is_cycled(key, self._record.built[path])):
                 for part in schedules:
                     if names := _CYCLIC & {cls.__name__ for cls in type(part).__mro__}:
-                        return f"a {min(names)} sets it, between values of its own"
+                        return f"a {min(names)} sets it, within a range of its own"
                     if key == _RATE and len(schedules) > 1 and getattr(part, "eta_min", None):
                         return f"a {type(part).__name__} with eta_min={part.eta_min} sets it together with others"
             return ""
@@ -170,7 +170,7 @@ class Keeping:
             return ""  # That changes the rate from what it is, now and then.
         others = [one for one, member in self._members.items() if one != path and _shares_optimizer(member, obj)]
         if "." in key or others or not hasattr(obj, "_get_closed_form_lr"):
-            return "the rate that follows from it is not known in the middle of the schedule"
+            return "in the middle of the schedule, the rate that follows from it is unknown"
         return ""
 
     def _keep(self, path: str, key: str) -> None:
@@ -208,8 +208,9 @@ class Keeping:
                 rates.append(rate)
             else:
                 raise ApplyError(
-                    f"{path}.lr cannot be kept: it was {old} when the schedule began, and nothing follows from that",
-                    hint="Restore without that in keep_current; the objects hold what was restored.",
+                    f"{path}.lr cannot be kept: it was {old} when the schedule began, so no current rate can be "
+                    "derived from it",
+                    hint="Restore without that entry of keep_current; the objects now hold the restored values.",
                 )
             if _INITIAL_RATE in group:
                 _set(group, _INITIAL_RATE, rate)
@@ -272,7 +273,9 @@ def list_kept(keep: str | Iterable[str]) -> tuple[str, ...]:
         UsageError: If it holds none.
     """
     if not isinstance(keep, Iterable):
-        raise UsageError(f"keep_current={keep!r} is no list of names", hint='Write keep_current=["optimizer.lr"].')
+        raise UsageError(
+            f"keep_current must be a list of names, got {keep!r}", hint='For example: keep_current=["optimizer.lr"].'
+        )
     return (keep,) if isinstance(keep, str) else tuple(keep)
 
 
@@ -334,8 +337,8 @@ def _find_kept(
         if key not in built.get(path, ()):
             known = [*objects, *(f"{path}.{key}" for path, settings in built.items() for key in settings)]
             raise UsageError(
-                f"keep_current has {name!r}, and there is no such object or hyperparameter",
-                hint=f"There are {', '.join(map(repr, known))}.",
+                f"keep_current contains {name!r}, which is not an object or hyperparameter",
+                hint=f"The names are {', '.join(map(repr, known))}.",
             )
         keys.setdefault(path, []).append(key)
     return frozenset(whole), {path: found for path, found in keys.items() if path.partition("/")[0] not in whole}
@@ -433,6 +436,6 @@ def _shown(values: list[Any]) -> Any:
 
 
 _KEEP_SCHEDULE_HINT: Final = (
-    "Keep the schedule, by its name in keep_current: it begins anew then, with the optimizer's rates as the script has "
-    "them. Or set the values yourself, after the restore."
+    "Add the schedule's name to keep_current: then it starts over with the learning rates of the script. Or set "
+    "the values yourself after the restore."
 )

@@ -369,7 +369,7 @@ class Differences:
         lines: list[str] = []
         kinds = (
             ("missing from the checkpoint", self.missing),
-            ("in the checkpoint only", self.extra),
+            ("only in the checkpoint", self.extra),
             ("wrong shape", self.wrong_shape),
             ("wrong type", self.wrong_dtype),
             ("wrong kind", self.wrong_kind),

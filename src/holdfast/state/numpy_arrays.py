@@ -38,7 +38,7 @@ class NumpyBackend:
             raise UnsupportedValueError(
                 f"{path}: an array of dtype {array.dtype} cannot be stored",
                 path=path,
-                hint="Convert it to a type of numpy or ml_dtypes that is alike on all machines, or to a list.",
+                hint="Convert it to a list, or to a numpy or ml_dtypes type that is the same on all machines.",
             )
         if array.flags.c_contiguous:
             return spec_of(dtype, array.shape)

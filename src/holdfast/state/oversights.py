@@ -73,15 +73,15 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
     found = {path: adapter.oversights_of(obj) for path, obj, adapter in members}
     texts = [f"{path}: {one.lack}" for path, one in found.items() if one.lack]
     texts += [
-        f"{path}: {one.draws} draws from random generators that are not kept, so a restart draws other numbers: keep "
-        "rng=hf.RNG() as well"
+        f"{path}: {one.draws} draws from random generators that are not saved, so a restart draws other numbers: "
+        "pass rng=hf.RNG() as well"
         for path, one in found.items()
         if one.draws and not keeps_draws
     ]
     held = {id(parameter) for one in found.values() for parameter in one.holds}
     texts += [
-        f"{path} trains none of the parameters that are kept, so it changes another model than the one that is saved. "
-        "Make it from the parameters of the model that is kept, after that"
+        f"{path} trains none of the saved parameters, so it changes another model than the one that is saved. "
+        "Create it from the parameters of the saved model"
         for path, one in found.items()
         if held and one.trains and held.isdisjoint(map(id, one.trains)) and not _are_kept(one.trains, objects)
     ]
@@ -89,7 +89,7 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
     may_hold = held or any(_is_own(obj, adapter) for _, obj, adapter in members)
     if not may_hold and not any(find_array(obj) is not None for obj in objects.values()):
         texts += [
-            f"the parameters of {path} belong to nothing that is kept: name the model too, model=model"
+            f"the parameters of {path} belong to no saved object: pass the model too, model=model"
             for path, one in found.items()
             if one.trains
         ]
@@ -138,8 +138,8 @@ class StrayOptimizers:
         if not path or not _has_state(optimizer):
             return path, ""
         return path, (
-            f"{type(optimizer).__name__} steps the parameters of {path} and is not kept, so a restart begins with a "
-            "new one: name it too, optimizer=optimizer"
+            f"{type(optimizer).__name__} updates the parameters of {path} but is not saved, so a restart begins "
+            "with a new one: pass it too, optimizer=optimizer"
         )
 
     def _find_module(self, optimizer: Any) -> str:
@@ -206,9 +206,9 @@ class KeptEpoch:
         for name, value in objects.items():
             if name.startswith("best") and (value is None or type(value) in (int, float)) and name not in assigned:
                 return (
-                    f"{name} is kept as {value}, which nothing has set since: a loop's own variable is another, and a "
-                    f"restart begins with this one. Set checkpoint.{name} in the loop (run.checkpoint, if run is "
-                    "resumable's) and begin with it, or keep the value in a dict"
+                    f"{name} is saved as {value}, and nothing has set it since: if the loop has its own variable, "
+                    f"a restart begins with the old value. Set checkpoint.{name} in the loop (run.checkpoint, if "
+                    "run is resumable's) and start from it, or keep the value in a dict"
                 )
         return ""
 
@@ -226,7 +226,7 @@ class TrainingWatch:
     """
 
     _lack = "no step was counted"
-    _remark = ". If one step takes even longer, all is well"
+    _remark = ". If one step takes even longer, ignore this"
 
     def __init__(
         self,
@@ -307,9 +307,9 @@ class TrainingWatch:
         if self._ends and self._updates and self._counted > 1 and not any(self._updates.values()):
             names = ", ".join(list(self._updates)[:3])
             self._warn_else(
-                f"{self._counted} steps were counted, and {names} has not stepped. If another optimizer trains, or "
-                "another model, that one is not saved: keep the objects that train, and make them before the run is "
-                "entered"
+                f"{self._counted} steps were counted, but {names} has not stepped. If another optimizer or model "
+                "is trained, it is not saved: pass the objects that are trained, and create them before entering "
+                "the run"
             )
 
     def note_saved(self) -> None:
@@ -354,9 +354,9 @@ class TrainingWatch:
         for path, count in () if any(count.is_asked for count in counts) else self._counts.items():
             if count.unasked_epochs:
                 self._warn_else(
-                    f"{path} was restored with {_epochs_text(count.unasked_epochs)}. A loop over range(n) trains n "
-                    "epochs more: write `for epoch in loader.epochs(n)` to train n in all. If your loop ends by a "
-                    "number of steps in all, this is well"
+                    f"{path} was restored with {_epochs_text(count.unasked_epochs)}. A loop over range(n) trains "
+                    "n more epochs: write `for epoch in loader.epochs(n)` to train n in total. If your loop ends "
+                    "at a total number of steps, ignore this"
                 )
                 return
         if self.resumption and not self._may_count and not any(count.is_asked for count in counts):
@@ -393,7 +393,7 @@ class TrainingWatch:
 
     def _warn_early(self) -> None:
         if not self._has_warned:
-            self.warn_once("nothing of it is saved yet", self._remark)
+            self.warn_once("nothing is saved yet", self._remark)
 
     def _read(self) -> tuple[dict[str, int], dict[str, int]]:
         return {path: count.batches for path, count in self._counts.items()}, dict(self._updates)
@@ -418,7 +418,7 @@ class EpochWatch(TrainingWatch):
     """Finds a program that trains epochs and backs none of them up."""
 
     _lack = "no epoch was backed up"
-    _remark = ". If your next backup is yet to come, all is well"
+    _remark = ". If your next backup is yet to come, ignore this"
 
     def __init__(self, objects: Mapping[str, object], warn: Callable[..., object]) -> None:
         """Begins to watch; `warn` is called with each warning, and with `is_error=True` where the training is lost."""
@@ -463,9 +463,9 @@ def describe_resumption(step: int, asked: str, loop: str) -> str:
         loop: The loop that goes on there by itself.
     """
     return (
-        f"resumed at step {step}, and this loop has not asked for it. A loop over range(n) trains n more: begin at "
-        f"{asked}, or loop over {loop}, or over the epochs(n) of a ResumableDataLoader that is kept. If your loop goes "
-        "on there by other means, all is well"
+        f"resumed at step {step}, but this loop did not ask for the step. A loop over range(n) trains n more: "
+        f"begin at {asked}, or loop over {loop}, or over the epochs(n) of a saved ResumableDataLoader. If your "
+        "loop resumes there by other means, ignore this"
     )
 
 
@@ -521,16 +521,16 @@ def _is_number(value: Any) -> bool:
 
 def _describe_epoch(name: str, value: int, while_clause: str) -> str:
     return (
-        f"{name} is kept as the number {value}, which nothing has set since{while_clause}: a loop's own variable is "
-        f"another. Set checkpoint.{name} in the loop (run.checkpoint, if run is resumable's) and begin with it, or "
-        "take the epochs from a ResumableDataLoader's epochs()"
+        f"{name} is saved as the number {value}, and nothing has set it since{while_clause}: if the loop has its "
+        f"own variable, a restart begins with the old value. Set checkpoint.{name} in the loop (run.checkpoint, "
+        "if run is resumable's) and start from it, or take the epochs from a ResumableDataLoader's epochs()"
     )
 
 
 _UNCHANGED: Final = (
-    "{names}: the very arrays that were there before are saved again, and they cannot change. What was trained since "
-    "is in others, and is NOT saved: put those into the checkpoint at the end of each step, as in checkpoint.{name} = "
-    "{name} (run.checkpoint, if run is resumable's). If nothing of it is trained, all is well"
+    "{names}: the same immutable arrays are saved again. Anything trained since is in other arrays and is NOT "
+    "saved: put those into the checkpoint at the end of each step, as in checkpoint.{name} = {name} "
+    "(run.checkpoint, if run is resumable's). If they are not trained, ignore this"
 )
 
 

@@ -167,7 +167,7 @@ def backend_named(name: str) -> ArrayBackend:
     backend = _backends_by_name.get(name)
     if backend is None:
         raise UsageError(
-            f"the checkpoint holds arrays of {name!r}, which this process has not imported",
+            f"the checkpoint contains arrays of {name!r}, which this process has not imported",
             hint=f"Import {name} before restoring." if name in INTEGRATIONS else "Install a version that knows it.",
         )
     return backend

@@ -82,7 +82,7 @@ def check_known(state: Mapping[str, Any]) -> None:
         if name not in _sources:
             package = name.partition(".")[0]
             raise UsageError(
-                f"the random state of {name!r} is stored, but nothing here has such a generator",
+                f"the random state of {name!r} is stored, but this process has no such generator",
                 hint=f"Import {package} before restoring." if package in INTEGRATIONS else "Register the source.",
             )
 

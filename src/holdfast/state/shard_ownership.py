@@ -133,7 +133,7 @@ class ShardOwnership:
             raise UnsupportedValueError(
                 f"{path}: a part of a quantized tensor cannot be stored",
                 path=path,
-                hint="Store its int_repr() as the part, and scale and zero point beside it.",
+                hint="Store its int_repr() as the part, with scale and zero point next to it.",
             )
         self.note_form(leaf, spec)
         workers = sharding.workers or len(self.holders)
@@ -179,9 +179,10 @@ class ShardOwnership:
                     self.compared.append((sharding.backend, local.array))
         if self.worker.is_alone and written_elements != whole_box(spec.shape).elements:
             raise UnsupportedValueError(
-                f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no other",
+                f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no "
+                "other worker",
                 path=path,
-                hint="Save from all workers of the job together: give the manager their cluster.",
+                hint="Save from all workers of the job together: pass their cluster to the manager.",
             )
         if others or not written or not is_complete:
             self.elsewhere.append(ElsewhereRecord(leaf, spec.dtype, spec.shape, tuple(sorted(others))))

@@ -42,7 +42,7 @@ class Shard:
             UsageError: If it is no tensor or array, or cannot be such a part.
         """
         if backend_of(tensor) is None:
-            raise UsageError(f"{type(tensor).__qualname__} is no tensor or array, of which a Shard could be made")
+            raise UsageError(f"a Shard needs a tensor or an array, got {type(tensor).__qualname__}")
         self.tensor = tensor
         self.global_shape = _numbers("global_shape", global_shape)
         self.offsets = _numbers("offsets", offsets)
@@ -50,7 +50,8 @@ class Shard:
         problem = find_box_problem(Box(self.offsets, tuple(tensor.shape)), self.global_shape)
         if problem:
             raise UsageError(
-                f"this cannot be a shard: {problem}", hint="offsets and shape of the tensor say its place."
+                f"not a valid shard: {problem}",
+                hint="offsets and the tensor's shape define its place in the global shape.",
             )
 
     def __repr__(self) -> str:
@@ -62,8 +63,8 @@ def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(operator.index(value) for value in values)
     except TypeError as error:
         raise UsageError(
-            f"{name}={values!r}: whole numbers are needed ({error})",
-            hint="Divide sizes with //, and give one number for each dimension.",
+            f"{name} must be whole numbers, got {values!r} ({error})",
+            hint="Divide sizes with //, and pass one number for each dimension.",
         ) from error
 
 
@@ -99,15 +100,15 @@ class _ShardSharder:
     def look(self, array: Any, path: str, worker: Worker) -> Sharding:
         backend = backend_of(array.tensor)
         if backend is None:
-            raise UnsupportedValueError(f"{path}: the tensor of this Shard is no array any more", path=path)
+            raise UnsupportedValueError(f"{path}: the tensor of this Shard is no longer an array", path=path)
         own = backend.spec(array.tensor, path)
         holders = (worker.rank,) if array.holders is None else array.holders
         if worker.rank not in holders or holders[-1] >= worker.world_size:
             raise UnsupportedValueError(
-                f"{path}: this Shard is said to lie with the workers {list(holders)}, and this is worker {worker.rank} "
-                f"of {worker.world_size}",
+                f"{path}: this Shard names the workers {list(holders)} as its holders, but this is worker "
+                f"{worker.rank} of {worker.world_size}",
                 path=path,
-                hint="Name the ranks of all that hold it, of this job and with this one among them.",
+                hint="Name the ranks of all workers of this job that hold it, including this one.",
             )
         box = Box(array.offsets, own.shape)
         memory = (backend.alias_key(array.tensor), array.offsets, array.global_shape)

@@ -30,7 +30,7 @@ def memory_between(begin: int, end: int, extent: Extent) -> memoryview:
     """The memory between two addresses; raises `ValueError` if some of it is not the array's, by its `extent`."""
     if not 0 < extent[0] <= begin <= end <= extent[1]:
         raise ValueError(
-            f"memory from {begin:#x} to {end:#x} is wanted, and the array lies from {extent[0]:#x} to {extent[1]:#x}"
+            f"expected memory from {begin:#x} to {end:#x}, but the array is at {extent[0]:#x} to {extent[1]:#x}"
         )
     return MEMORY[begin:end]
 
@@ -51,7 +51,7 @@ def take_pages(size_bytes: int) -> memoryview:
     try:
         memory = mmap.mmap(-1, size_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise OutOfMemoryError(f"no memory for {size_bytes:,} bytes on their way: {error}") from error
+        raise OutOfMemoryError(f"no memory for a buffer of {size_bytes:,} bytes: {error}") from error
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_BYTES if huge_bytes else 0
     _advise(memory, "MADV_DONTFORK", 0, len(memory))
     _advise(memory, "MADV_HUGEPAGE", begin, huge_bytes)

@@ -31,7 +31,7 @@ def split_path(path: str) -> tuple[str, ...]:
         UsageError: If the path is empty, absolute, too long, holds NUL, or has a part that is empty, `.` or `..`.
     """
     if not path:
-        raise UsageError("a path is empty", hint="name something that lies below the storage's root")
+        raise UsageError("a path is empty", hint="use a path below the storage's root")
     try:
         encoded = path.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
@@ -82,7 +82,7 @@ def flat(data: memoryview) -> memoryview:
 def check_size(size_bytes: int, path: str) -> None:
     """Raises `UsageError` for a size below 0."""
     if size_bytes < 0:
-        raise UsageError(f"{path}: a file cannot have {size_bytes} bytes", hint="give a size of 0 or more")
+        raise UsageError(f"{path}: the size of a file cannot be {size_bytes} bytes", hint="give a size of 0 or more")
 
 
 def kept_bytes(offset_bytes: int, length_bytes: int, size_bytes: int, path: str) -> int:
@@ -90,8 +90,8 @@ def kept_bytes(offset_bytes: int, length_bytes: int, size_bytes: int, path: str)
     over_bytes = offset_bytes + length_bytes - size_bytes
     if not 0 <= offset_bytes <= size_bytes or over_bytes > MAX_PADDING_BYTES:
         raise UsageError(
-            f"{path}: a piece of {length_bytes} bytes at {offset_bytes} does not fit a file of {size_bytes} bytes",
-            hint=f"a piece begins within the file, and at most {MAX_PADDING_BYTES} bytes of it are padding",
+            f"{path}: a piece of {length_bytes} bytes at {offset_bytes} does not fit into a file of {size_bytes} bytes",
+            hint=f"a piece must begin within the file, and at most {MAX_PADDING_BYTES} of its bytes may be padding",
         )
     return length_bytes - max(0, over_bytes)
 
@@ -99,7 +99,7 @@ def kept_bytes(offset_bytes: int, length_bytes: int, size_bytes: int, path: str)
 def check_offset(offset_bytes: int, path: str) -> None:
     """Raises `UsageError` for an offset below 0."""
     if offset_bytes < 0:
-        raise UsageError(f"{path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
+        raise UsageError(f"{path}: cannot read at offset {offset_bytes}", hint="offsets begin at 0")
 
 
 def too_large_error(place: str, path: str, size_bytes: int, limit_bytes: int) -> DamageError:
@@ -107,14 +107,14 @@ def too_large_error(place: str, path: str, size_bytes: int, limit_bytes: int) ->
     return DamageError(
         f"{place} has {size_bytes} bytes, more than the {limit_bytes} allowed",
         path=path,
-        hint="it is not what was written there: restore an older step",
+        hint="it is not the file that was written there: restore an older step",
     )
 
 
 def too_short_error(place: str, path: str, end_bytes: int, missing_bytes: int) -> DamageError:
     """The error for a file that ends before what is to be read of it does."""
     return DamageError(
-        f"{place} ends at {end_bytes}, where {missing_bytes} bytes more should be",
+        f"{place} ends at {end_bytes}, {missing_bytes} bytes too early",
         path=path,
         offset_bytes=end_bytes,
         hint="the file was cut short: restore an older step",
@@ -125,7 +125,7 @@ def missing_error(path: str, written_bytes: int, size_bytes: int) -> UsageError:
     """The error for a file that was to be finished before it was covered."""
     return UsageError(
         f"{path} cannot be finished: {written_bytes} of {size_bytes} bytes have been written",
-        hint="finish once every piece has been written, each of them once, and every write has returned",
+        hint="finish after every piece has been written once and every write has returned",
     )
 
 
@@ -137,8 +137,8 @@ _HINTS: Final = {
     errno.EROFS: "the file system is mounted read-only, perhaps after an error: see the kernel's log",
     errno.EIO: "the device failed: see the kernel's log, and save elsewhere",
     errno.EMFILE: "this process has too many open files: raise the limit (ulimit -n)",
-    errno.ENOTDIR: "a file or a link stands where a directory should be; links below the root are not followed",
-    errno.ESTALE: "the file server no longer knows the directory: mount it anew",
+    errno.ENOTDIR: "a file or link is in the place of a directory; links below the root are not followed",
+    errno.ESTALE: "the file server no longer knows the directory: mount it again",
 }
 
 
@@ -167,10 +167,10 @@ def storage_error(error: OSError, doing: str, path: str, root: Path, needed_byte
     if error.errno in FULL:
         return StorageFullError(message, path=path, hint=_room_hint(error.errno or 0, root, needed_bytes))
     if error.errno == errno.ENOENT:
-        return NotFoundError(message, path=path, hint="the path, or a directory on the way to it, is not there")
+        return NotFoundError(message, path=path, hint="the path, or a directory on the way to it, does not exist")
     if error.errno == errno.EEXIST:
         file = find_file_above(root / path)
-        hint = f"{file} is no directory" if file else "something lies there already, and is never overwritten"
+        hint = f"{file} is not a directory" if file else "the path already exists, and is never overwritten"
         return StorageError(message, path=path, hint=hint)
     return StorageError(message, path=path, hint=_HINTS.get(error.errno or 0, ""))
 
@@ -195,17 +195,17 @@ def _say_bytes(count: int, what: str) -> str:
 
 
 def _room_hint(code: int, root: Path, needed_bytes: int | None) -> str:
-    needed = "more room is needed" if needed_bytes is None else _say_bytes(needed_bytes, "needed")
+    needed = "more space is needed" if needed_bytes is None else _say_bytes(needed_bytes, "needed")
     try:
         status = os.statvfs(root)
         free = _say_bytes(status.f_bavail * status.f_frsize, "free")
     except OSError:
-        free = "how much is free is not known"
+        free = "the free space is not known"
     if code == errno.EFBIG:
         return f"{needed} and {free}, but no file may grow that large: see the limit of the process (ulimit -f)"
     if code == errno.EDQUOT:
         return f"{needed} and {free}, but the quota is used up: remove old checkpoints, or ask for more"
     return (
         f"{needed} and {free}: remove old checkpoints, or keep fewer of them; `holdfast prune RUN --unfinished` "
-        "removes what saves that were cut off have left"
+        "removes what interrupted saves left behind"
     )

@@ -39,15 +39,15 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
     if not isinstance(location, str | os.PathLike):
         if isinstance(location, Storage):
             return location
-        raise UsageError(f"{type(location).__name__} is not the location of a storage", hint=f"use {SUPPORTED}")
+        raise UsageError(f"expected the location of a storage, got {type(location).__name__}", hint=f"use {SUPPORTED}")
     text = os.fspath(location)
     scheme = _SCHEME.match(text)
     if scheme is None:
         return LocalStorage(os.path.expanduser(text))  # noqa: PTH111  A path that is not `~` stays as it was given.
     if not scheme[2]:
         raise UsageError(
-            f"{text!r} looks like a URL that went through pathlib, which takes a slash away",
-            hint=f"hand in a URL as a str; write ./{text} for a directory of that name",
+            f"{text!r} looks like a URL that went through pathlib, which removes a slash",
+            hint=f"pass a URL as a str; write ./{text} for a directory of that name",
         )
     if scheme[1].lower() == "file":
         return LocalStorage(_file_path(text))
@@ -76,7 +76,7 @@ def _file_path(url: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path.startswith("/"):
         raise UsageError(
-            f"{url!r} does not name a directory of this machine",
+            f"{url!r} is not a directory of this machine",
             hint="write file:///directory, with %3F for a question mark and %23 for a number sign",
         )
     return unquote(parts.path)

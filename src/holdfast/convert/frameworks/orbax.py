@@ -137,7 +137,7 @@ class OrbaxDirectory:
         # The parameters of one layer alone are one object; a tree of several parts is several.
         objects = tree if is_dict and any(type(part) in (dict, list) for part in tree.values()) else {MODEL: tree}
         if not objects:
-            raise UsageError(f"{directory} holds nothing that could be imported")
+            raise UsageError(f"{directory} contains nothing that can be imported")
         trees = {name: ArchivedTree(part, None) for name, part in objects.items()}
         self.recognized = Recognized(trees, list(trees), step=step, left=self._left)
 
@@ -149,14 +149,14 @@ class OrbaxDirectory:
             elif (folder / "metadata").is_file():
                 items[folder.name] = _read_json(folder / "metadata")
             elif folder.is_dir():
-                self._left.append(LeftOut(folder.name, "it is an item of a kind that is not known here"))
+                self._left.append(LeftOut(folder.name, "it is an item of an unknown kind"))
         return items["default"] if items.keys() == {"default"} else items
 
     def _read_item(self, directory: Path) -> Any:
         try:
             described = msgspec.convert(_read_json(directory / TREE_NAME), _Tree)
         except msgspec.ValidationError as error:
-            raise _malformed(directory, f"its {TREE_NAME} is not as Orbax writes it: {error}") from error
+            raise _malformed(directory, f"its {TREE_NAME} is not in the form that Orbax writes: {error}") from error
         leaves = {tuple(leaf.key_metadata): leaf.value_metadata.value_type for leaf in described.tree_metadata.values()}
         wanted = {path: _name_of(path) for path, kind in leaves.items() if kind not in _EMPTY and kind != "string"}
         strings = _read_json(directory / "_strings.json") if "string" in leaves.values() else {}
@@ -181,7 +181,7 @@ class OrbaxDirectory:
             import tensorstore
         except ImportError as error:
             raise MissingPackageError(
-                f"{directory} was written by Orbax, and tensorstore is needed to read it, which is not installed",
+                f"{directory} was written by Orbax: reading it needs tensorstore, which is not installed",
                 hint="Install it from a checkout of holdfast: pip install '.[orbax]'",
             ) from error
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": self._limit_bytes}})
@@ -189,7 +189,7 @@ class OrbaxDirectory:
         pending = {}
         for name in names:
             if not described.use_ocdbt and not all(map(is_plain_name, name.split("/"))):
-                raise _malformed(directory, f"{name!r} names no folder in it")
+                raise _malformed(directory, f"{name!r} is not the name of a folder in it")
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
             if not described.use_ocdbt:
                 kvstore = {**base, "path": f"{directory.absolute()}/{name}/"}
@@ -208,13 +208,13 @@ class OrbaxDirectory:
         except Exception as error:
             raise _malformed(directory, f"{name} cannot be opened: {_shortened(error)}") from error
         if not dtype or len(shape) > MAX_DIMENSIONS:
-            raise _malformed(directory, f"{name} is of type {store.dtype.name}, which cannot be taken in")
+            raise _malformed(directory, f"{name} has type {store.dtype.name}, which is not supported")
         try:
             largest = max(array_bytes(dtype, shape), array_bytes(dtype, chunk))
         except ValueError as error:
-            raise _malformed(directory, f"{name} cannot be: {error}") from error
+            raise _malformed(directory, f"{name} is invalid: {error}") from error
         if largest > self._limit_bytes:
-            raise _malformed(directory, f"{name} would take {largest} bytes, and its files have {self.size_bytes}")
+            raise _malformed(directory, f"{name} would take {largest} bytes, but its files have only {self.size_bytes}")
         part = OrbaxArray(store, name, directory, dtype, shape)
         return InputArray(dtype, shape, (Chunk(whole_box(shape), part),) if 0 not in shape else (), "jax")
 
@@ -249,9 +249,9 @@ def _measure(directory: Path) -> int:
                     elif stat.S_ISREG(status.st_mode):
                         size_bytes += status.st_size
                     else:
-                        raise _malformed(directory, f"{entry.path} is no plain file")
+                        raise _malformed(directory, f"{entry.path} is not a regular file")
     except FileNotFoundError as error:
-        raise NoCheckpointError(f"{directory} was changed while it was being read") from error
+        raise NoCheckpointError(f"{directory} changed while it was being read") from error
     except OSError as error:
         raise StorageError(f"cannot read {directory}: {error.strerror or error}") from error
     return size_bytes
@@ -267,7 +267,7 @@ def _read_json(path: Path) -> Any:
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise _malformed(path.parent, f"{path.name} is no JSON: {_shortened(error)}") from error
+        raise _malformed(path.parent, f"{path.name} is not valid JSON: {_shortened(error)}") from error
 
 
 def _name_of(path: tuple[_Key, ...]) -> str:
@@ -288,9 +288,9 @@ def _put(root: dict[Any, Any], path: tuple[_Key, ...], value: Any, directory: Pa
     for step in steps:
         place = place.setdefault(step, {})
         if type(place) is not dict:
-            raise _malformed(directory, f"{_name_of(path)} leads through another value")
+            raise _malformed(directory, f"{_name_of(path)} passes through another value")
     if last in place:
-        raise _malformed(directory, f"{_name_of(path)} stands twice")
+        raise _malformed(directory, f"{_name_of(path)} appears twice")
     place[last] = value
 
 
@@ -298,7 +298,7 @@ def _step(key: _Key, directory: Path) -> str | int:
     if not key.is_place:
         return key.key
     if not key.key.isdecimal() or len(key.key) > 9:
-        raise _malformed(directory, f"{key.key[:100]!r} is no place in a list")
+        raise _malformed(directory, f"{key.key[:100]!r} is not an index of a list")
     return int(key.key)
 
 
@@ -307,12 +307,12 @@ def _listed(root: Any, directory: Path, depth: int = 0) -> Any:
     if type(root) is not dict:
         return root
     if depth > 64:
-        raise _malformed(directory, "its tree is nested too deep")
+        raise _malformed(directory, "its tree is nested too deeply")
     parts = {key: _listed(part, directory, depth + 1) for key, part in root.items()}
     if not any(type(key) is int for key in parts):
         return parts
     if parts.keys() != set(range(len(parts))):
-        raise _malformed(directory, "a list lacks some of its places")
+        raise _malformed(directory, "a list has missing entries")
     return [parts[number] for number in range(len(parts))]
 
 

@@ -55,12 +55,12 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
     kept, places = _list_objects(accelerator), _follow_loaders(accelerator)
     if not kept:
         raise UsageError(
-            "the accelerator has prepared nothing yet", hint="Call accelerator.prepare(...) before resumable(...)."
+            "the accelerator has not prepared anything yet", hint="Call accelerator.prepare(...) before resumable(...)."
         )
     known = holdfast.run.resumable.__kwdefaults__ or {}
     for name in [name for name in options if name not in known]:
         if name in kept:
-            raise UsageError(f"{name} is what the accelerator has prepared, and is kept already")
+            raise UsageError(f"{name} was prepared by the accelerator, and is saved already")
         kept[name] = options.pop(name)
     kept["accelerator"] = PerWorker(_Progress(accelerator, places))
     kept["rng"] = RNG()
@@ -85,13 +85,13 @@ def check_strategy(accelerator: Any) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) != 2:
         raise UnsupportedValueError(
-            "FSDP1 has a flat piece of the parameters on each worker, and cannot be saved",
+            "FSDP1 cannot be saved: each worker holds a flat piece of the parameters",
             path="accelerator",
-            hint="Use fsdp_version=2: its shards say where they belong.",
+            hint="Use fsdp_version=2: its shards record where they belong.",
         )
     if kind.name not in _SUPPORTED:
         raise UnsupportedValueError(
-            f"jobs of accelerate's kind {kind.name} cannot be saved",
+            f"training with accelerate's {kind.name} cannot be saved",
             path="accelerator",
             hint="Use one process, several with DDP, or FSDP with fsdp_version=2; or that framework's own checkpoints.",
         )
@@ -99,7 +99,7 @@ def check_strategy(accelerator: Any) -> None:
     divisions = {name: getattr(config, name, None) or 1 for name in _OTHER_DIVISIONS}
     if found := ", ".join(f"{name}={size}" for name, size in divisions.items() if size > 1):
         raise UnsupportedValueError(
-            f"a parallelism_config with {found} divides the job in a way that cannot be saved",
+            f"a parallelism_config with {found} splits the model in a way that cannot be saved",
             path="accelerator",
             hint="Use DDP, or FSDP with fsdp_version=2 and dp_shard_size alone; or that framework's own checkpoints.",
         )
@@ -117,8 +117,8 @@ def follow(loader: Any) -> DataPlace:
         return place
     if not hasattr(inner, "worker_init_fn"):
         raise UsageError(
-            f"{type(loader).__name__} is no DataLoader of torch, so its place in the data cannot be kept",
-            hint="Give a plain DataLoader(dataset, shuffle=True); it needs nothing of its own to be resumed.",
+            f"{type(loader).__name__} is not a torch DataLoader, so its position in the data cannot be saved",
+            hint="Pass a plain DataLoader(dataset, shuffle=True); it needs nothing else to be resumable.",
         )
     if inner is loader:
         return DataPlace(loader)

@@ -48,8 +48,8 @@ class _Opened:
         objects = {name: node for index in step.indexes for name, node in index.objects.items()}
         if objects.keys() != {TREE}:
             raise UsageError(
-                f"{storage.url} holds a run of {', '.join(sorted(objects))}, which dcp.load does not read",
-                hint="It was written by a training loop of holdfast: restore it with that, or with hf.load.",
+                f"{storage.url} contains a run of {', '.join(sorted(objects))}, which dcp.load does not read",
+                hint="A holdfast training loop wrote it: restore it with that loop, or with hf.load.",
             )
         self.storage, self.step = storage, step
         forms = list_leaves(step.indexes)
@@ -171,10 +171,10 @@ class StorageReader(dcp.StorageReader):
         for rank, plan in enumerate(plans):
             found.setdefault(plan.storage_data, rank)
         if len(found) > 1:
-            told = ", ".join(f"step {name.step} for worker {rank}" for name, rank in found.items())
+            told = ", ".join(f"step {name.step} on worker {rank}" for name, rank in found.items())
             raise NoCheckpointError(
-                f"the workers do not find the same newest step: {told}",
-                hint="Load again if a save has just ended; else see whether all look at the same place.",
+                f"the workers found different newest steps: {told}",
+                hint="If a save has just ended, load again; otherwise check that all workers use the same directory.",
             )
         return plans
 
@@ -214,12 +214,12 @@ class StorageReader(dcp.StorageReader):
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _get_opened(self) -> _Opened:
-        assert self._opened is not None, "read_metadata() comes first"
+        assert self._opened is not None, "read_metadata() must be called first"
         return self._opened
 
     def _locate(self) -> Storage:
         if self._location is None:
-            raise UsageError("it was not said what to load", hint='Give the path: hf.dcp.StorageReader("runs/a").')
+            raise UsageError("no path to load from was given", hint='Pass the path: hf.dcp.StorageReader("runs/a").')
         return open_storage(self._location)
 
     def _open(self) -> _Opened:
@@ -235,11 +235,11 @@ class StorageReader(dcp.StorageReader):
                 if self.step is not None:
                     raise
                 damages.append(damage)
-                warnings.warn(f"step {name.step} is damaged and passed over: {damage.message}", stacklevel=2)
+                warnings.warn(f"step {name.step} is damaged and was skipped: {damage.message}", stacklevel=2)
         if damages:
-            text = f"{storage.url}: no step is whole: {'; '.join(damage.message for damage in damages)}"
+            text = f"{storage.url}: every step is damaged: {'; '.join(damage.message for damage in damages)}"
             raise NoWholeCheckpointError(text, damages=tuple(damages))
-        raise NoCheckpointError(f"{storage.url} holds no checkpoint")
+        raise NoCheckpointError(f"{storage.url} contains no checkpoint")
 
 
 class _Reading:
@@ -261,7 +261,7 @@ class _Reading:
         offsets = tuple(map(int.__add__, begin, item.storage_offsets))
         tensor = place = planner.resolve_tensor(item).detach()
         if tuple(tensor.shape) != shape:
-            raise UsageError(f"{leaf}: the planner asks for {list(shape)} into a tensor of {list(tensor.shape)}")
+            raise UsageError(f"{leaf}: the planner requested {list(shape)} for a tensor of {list(tensor.shape)}")
         if type(tensor) is not torch.Tensor or tensor.dtype != dtype or not self._torch.fillable(tensor):
             place = torch.empty(shape, dtype=dtype)
         address = self._torch.address(place)
@@ -307,7 +307,7 @@ class _ValueDecoder(Decoder):
         try:
             return codec.decode(made)
         except Exception as error:
-            raise malformed(path, f"the codec {codec.tag!r} refused what is stored: {error!r}") from error
+            raise malformed(path, f"the codec {codec.tag!r} rejected the stored value: {error!r}") from error
 
 
 class _ArrayFinder(_ValueDecoder):

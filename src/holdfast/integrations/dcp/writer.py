@@ -147,11 +147,12 @@ class StorageWriter(dcp.StorageWriter):
             UsageError: If there is none, or the workers are not to speak with each other.
         """
         if self._location is None:
-            raise UsageError("it was not said where to save", hint='Give the path: hf.dcp.StorageWriter("runs/a").')
+            raise UsageError("no path to save to was given", hint='Pass the path: hf.dcp.StorageWriter("runs/a").')
         if not kwargs.get("use_collectives", True):
             raise UsageError(
-                "dcp.save(use_collectives=False) makes a checkpoint for each worker, which holdfast does not",
-                hint="Leave it out: all workers write one step together.",
+                "dcp.save(use_collectives=False) creates one checkpoint for each worker, which holdfast does not "
+                "support",
+                hint="Leave the argument out: all workers write one step together.",
             )
         if self._storage is None:
             self._storage = open_storage(self._location)
@@ -221,8 +222,8 @@ class StorageWriter(dcp.StorageWriter):
             StorageError: If the place fails.
         """
         storage, line, name = self._open(), self._line, self._name
-        assert line is not None, "prepare_global_plan() comes first"
-        assert name is not None, "prepare_global_plan() comes first"
+        assert line is not None, "prepare_global_plan() must be called first"
+        assert name is not None, "prepare_global_plan() must be called first"
         try:
             receipts = self._complete(storage, name, [written[0].storage_data for written in results], metadata)
             notes = {"written_by": _METADATA, FLATTENED: metadata.planner_data is not None}
@@ -231,7 +232,7 @@ class StorageWriter(dcp.StorageWriter):
             try:
                 line.give_up(name)
             except HoldfastError as left:
-                error.add_note(f"What was written is still there, and is no checkpoint: {left}")
+                error.add_note(f"The partly written step is still there, but is not a checkpoint: {left}")
             raise
         line.clean(name, {})
         self.saved_step = name.step
@@ -244,7 +245,7 @@ class StorageWriter(dcp.StorageWriter):
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _open(self) -> Storage:
-        assert self._storage is not None, "set_up_storage_writer() comes first"
+        assert self._storage is not None, "set_up_storage_writer() must be called first"
         return self._storage
 
     def _complete(
@@ -278,9 +279,9 @@ def _read_back(storage: Storage, name: StepName, rank: int, world_size: int) -> 
         return decode_index(storage.read(path, MAX_INDEX_BYTES), path=path, step=name.step)
     except NotFoundError as error:
         raise StorageError(
-            f"{storage.url}: what worker {rank} has written to {path} is not there for worker 0",
+            f"{storage.url}: worker 0 does not see what worker {rank} wrote to {path}",
             path=path,
-            hint="All workers have to write to one place, such as a file system that their machines share.",
+            hint="All workers must write to one place, such as a file system that their machines share.",
         ) from error
 
 
@@ -324,12 +325,12 @@ class _Collector(Encoder):
         way = find_path(paths, name)
         leaf = leaf_name(way)
         if len(way) > MAX_DEPTH:
-            raise unsupported(leaf, f"something nested more than {MAX_DEPTH} deep", "Make the state flatter.")
+            raise unsupported(leaf, f"a value nested more than {MAX_DEPTH} levels deep", "Make the state flatter.")
         if item.type is WriteItemType.BYTE_IO:
             look_up = getattr(planner, "lookup_object", None)
             if look_up is None:
                 raise UsageError(
-                    f"{type(planner).__name__} does not hand out values, but what it has pickled",
+                    f"{type(planner).__name__} gives out pickled bytes, but values are needed",
                     hint="Derive the planner from torch's DefaultSavePlanner.",
                 )
             self.nodes[name] = self.encode(look_up(item.index), leaf, len(way))
@@ -343,7 +344,7 @@ class _Collector(Encoder):
         shape = tuple(data.size)
         problem = find_box_problem(Box(offsets, spec.shape), shape)
         if problem:
-            raise unsupported(leaf, f"a part that cannot be one ({problem})", "The planner says where it lies.")
+            raise unsupported(leaf, f"an invalid part ({problem})", "The planner sets its offsets and sizes.")
         array = leaf if leaf not in self._names else f"{leaf}~b{len(self._boxes)}"
         if spec.shape != shape:
             self._boxes.append(BoxRecord(array, "" if array == leaf else leaf, shape, offsets))
@@ -368,7 +369,7 @@ class _Collector(Encoder):
 
     def _add(self, name: str, spec: ArraySpec, array: Any, backend: ArrayBackend) -> None:
         if spec.quantizer is not None:
-            raise unsupported(name, "a quantized tensor", "Store its int_repr(), and scale and zero point beside it.")
+            raise unsupported(name, "a quantized tensor", "Store its int_repr(), with scale and zero point next to it.")
         if spec.strides is not None and not any(box.name == name for box in self._boxes[-1:]):
             self._strides.append(StridesRecord(name, spec.strides))
         self._names.add(name)

@@ -104,7 +104,7 @@ class MadeArray(PendingArray):
         """JAX makes arrays of 64 bits only where it was told to, and of 32 otherwise."""
         if jax.dtypes.canonicalize_dtype(self._dtype) != self._dtype:
             raise UnsupportedValueError(
-                f"{leaf}: stored as {self._dtype}, which JAX cannot hold here: its types of 64 bits are disabled",
+                f"{leaf}: stored as {self._dtype}, which JAX cannot represent here: its 64-bit types are disabled",
                 path=leaf,
                 hint='Enable them before the restore: jax.config.update("jax_enable_x64", True).',
             )
@@ -190,9 +190,9 @@ class JaxBackend:
             raise UnsupportedValueError(
                 f"{path}: an array of dtype {array.dtype} cannot be stored",
                 path=path,
-                hint="Store jax.random.key_data(...) of it."
+                hint="Store jax.random.key_data(...) of it instead."
                 if is_key(array)
-                else "Convert it to a type that numpy or ml_dtypes has and XLA computes with.",
+                else "Convert it to a dtype that numpy or ml_dtypes has and XLA supports.",
             )
         return spec_of(dtype, tuple(array.shape))
 
@@ -286,10 +286,10 @@ class JaxSharder:
         holders = {} if numbers.is_fully_addressable else _find_holders(numbers.sharding, spec.shape)
         if holders and (jax.process_index(), jax.process_count()) != (worker.rank, worker.world_size):
             raise UnsupportedValueError(
-                f"{path}: an array of process {jax.process_index()} of {jax.process_count()} of JAX cannot be stored "
-                f"by worker {worker.rank} of {worker.world_size}",
+                f"{path}: JAX process {jax.process_index()} of {jax.process_count()} cannot save an array as "
+                f"worker {worker.rank} of {worker.world_size}",
                 path=path,
-                hint="Give the cluster of the job, which numbers workers as jax.distributed does.",
+                hint="Pass the cluster of the job, which numbers workers as jax.distributed does.",
             )
         boxes: dict[Box, LocalBox] = {}
         for shard in numbers.addressable_shards:
@@ -323,9 +323,9 @@ class AbstractSharder(JaxSharder):
             _ = array.sharding is None or _local_boxes(array.sharding, spec.shape)
         except ValueError as error:
             raise UnsupportedValueError(
-                f"{path}: an array of {array.dtype}{list(array.shape)} cannot be divided as is asked: {error}",
+                f"{path}: an array of {array.dtype}{list(array.shape)} cannot be sharded as requested: {error}",
                 path=path,
-                hint="Give a sharding that divides its dimensions evenly.",
+                hint="Use a sharding that divides its dimensions evenly.",
             ) from error
         # One record may stand for many arrays, none of which has anything of another's memory.
         return Sharding(spec, _BACKEND, (LocalBox(whole_box(spec.shape), None, None),), object(), is_abstract=True)
@@ -334,9 +334,9 @@ class AbstractSharder(JaxSharder):
 def _check_there(array: Any, path: str) -> None:
     if array.is_deleted():
         raise UnsupportedValueError(
-            f"{path}: the array has been deleted, as donating it does, and has no values any more",
+            f"{path}: the array was deleted (donated buffers are) and has no values",
             path=path,
-            hint="Put what the function returned into its place, or save before it is donated.",
+            hint="Replace it with the function's result, or save before it is donated.",
         )
 
 

@@ -46,5 +46,5 @@ def _fit(stored: Skeleton, live: Any) -> Skeleton:
 
 
 if not hasattr(nnx, "Pytree"):
-    raise MissingPackageError("modules of Flax NNX are kept with flax 0.12 or newer", hint="pip install -U flax")
+    raise MissingPackageError("Flax NNX modules need flax 0.12 or newer", hint="pip install -U flax")
 register_adapter(nnx.Pytree, NNXAdapter())

@@ -67,11 +67,11 @@ class Resumable(keras.callbacks.Callback):
         backend = keras.backend.backend()
         if backend not in ("torch", "jax"):
             raise UsageError(
-                f"Keras runs with the backend {backend}, with which a resumed fit is not the same bit for bit",
+                f"Keras uses the {backend} backend, with which a resumed fit is not bit for bit the same",
                 hint="Set KERAS_BACKEND to torch or jax, or use keras.callbacks.BackupAndRestore.",
             )
         if not directory:
-            raise UsageError("the directory is empty", hint="Give the path of the run's directory.")
+            raise UsageError("the directory is empty", hint="Pass the path of the run's directory.")
         saves = FitSaves(at_epochs=True) if save_every == "epoch" else save_every
         self._directory, self._saves = directory, saves
         others = {name: value for name, value in options.items() if name not in _OPTIONS}
@@ -83,7 +83,9 @@ class Resumable(keras.callbacks.Callback):
         }
         taken = sorted({*OWN_NAMES} & others.keys())
         if taken:
-            raise UsageError(f"{taken[0]} is kept already, under that name", hint="Give the object another name.")
+            raise UsageError(
+                f"an object named {taken[0]} is already saved by Resumable", hint="Give the object another name."
+            )
         arguments.check_names(others, self._options)
         arguments.check_kept_objects(others)
         make_termination(preemption, others)
@@ -166,11 +168,11 @@ class BackupAndRestore(Resumable):
         if save_freq is False:
             if not save_before_preemption:
                 raise UsageError(
-                    "nothing would be backed up: save_freq is False, and so is save_before_preemption",
-                    hint='Give save_freq="epoch", a number of batches, or save_before_preemption=True.',
+                    "nothing would be backed up: both save_freq and save_before_preemption are False",
+                    hint='Pass save_freq="epoch", a number of batches, or save_before_preemption=True.',
                 )
         elif save_freq != "epoch":
-            batches = check_whole("save_freq", save_freq, 1, hint='Or it is "epoch", or False.')
+            batches = check_whole("save_freq", save_freq, 1, hint='"epoch" and False are also allowed.')
         super().__init__(
             backup_dir,
             save_every=FitSaves(batches=batches, at_epochs=save_freq == "epoch"),
@@ -200,6 +202,6 @@ def _check_alone() -> None:
     """
     if getattr(keras.distribution.distribution(), "_is_multi_process", False):
         raise UsageError(
-            "several processes train this model together, and their data cannot be taken up by each alone",
-            hint="Train in one process; with JAX it may have several devices.",
+            "several processes train this model together; their position in the data cannot be restored",
+            hint="Train in one process; with JAX it may use several devices.",
         )

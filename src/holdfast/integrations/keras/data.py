@@ -208,9 +208,9 @@ class _Source:
     def __init__(self, adapter: Any, name: str = "") -> None:
         self._adapter: Any = weakref.proxy(adapter)
         self.remark = name and (
-            f"{name} can only be read from its beginning: within an epoch, a resumed run reads again what was trained "
-            "before, and leaves it out. Arrays, a keras.utils.PyDataset and a torch DataLoader of a map-style dataset "
-            "are taken up at once"
+            f"{name} can only be read from its beginning: if a run is resumed within an epoch, it reads the "
+            "batches that were trained before and discards them. Arrays, a keras.utils.PyDataset and a torch "
+            "DataLoader of a map-style dataset resume at once"
         )
 
     def generators(self) -> list[Any]:
@@ -297,8 +297,8 @@ class _Loader(_Source):
         own = (self._loader, self._loader.batch_sampler, self._loader.sampler)
         if any(hasattr(one, "state_dict") for one in own):
             raise UsageError(
-                f"{type(self._loader).__name__} keeps a place in the data by itself, which fit moves before it trains",
-                hint="Give fit a plain DataLoader: its place is kept without a sampler for that.",
+                f"{type(self._loader).__name__} has a position of its own, which fit advances before it trains",
+                hint="Pass a plain DataLoader to fit: its position is saved without a stateful sampler.",
             )
         if self._is_by_index:
             self.remark = ""
@@ -501,8 +501,8 @@ def _find_source(iterator: Any) -> _Source:
         source = _Dataset(adapter)
         if adapter.enqueuer is not None and iterator.steps_per_epoch:
             source.remark = (
-                "a PyDataset with workers hands over batches from one epoch to the next if steps_per_epoch is given: "
-                "where it stands cannot be kept. Leave out steps_per_epoch, or the workers"
+                "the position of a PyDataset with workers cannot be saved if steps_per_epoch is given, because "
+                "batches are carried over from one epoch to the next. Leave out steps_per_epoch, or the workers"
             )
         return source
     return _Source(adapter, type(adapter).__name__.removesuffix("Adapter"))

@@ -56,7 +56,7 @@ class FitSaves(SavePolicy):
             return SaveDecision(True, f"{self.batches} batches were trained")
         if self.at_epochs and self._ends_epoch:
             return SaveDecision(True, "an epoch has ended")
-        return SaveDecision(False, "no epoch has ended, and not as many batches were trained")
+        return SaveDecision(False, "no epoch has ended, and too few batches were trained")
 
     def __repr__(self) -> str:
         return f"FitSaves(batches={self.batches}, at_epochs={self.at_epochs})"
@@ -81,8 +81,8 @@ def find_fit(model: Any) -> tuple[Any, Any]:
             return callbacks, iterator
         frame = frame.f_back
     raise UsageError(
-        f"{type(model).__name__} is not trained by Model.fit of Keras, so where it stands in its data is not known",
-        hint="In a training loop of your own, use holdfast.resumable.",
+        f"{type(model).__name__} is not trained by Keras' Model.fit, so its position in the data is unknown",
+        hint="In your own training loop, use holdfast.resumable.",
     )
 
 
@@ -166,14 +166,14 @@ class FitRun(keras.callbacks.Callback):
             restored = self._restored or {}
             self._random["own"] = restored["own_random"]
             for kind in self._states.write(restored["callbacks"]):
-                run._loop.warn(f"the checkpoint has the state of a {kind}, which is no callback of this fit")
+                run._loop.warn(f"the checkpoint has the state of a {kind}, but this fit has no such callback")
             self._feed.resume(PlaceInData(**restored["place"]))
             self._feed.source.write(restored["data"])
             self._feed.write_random({"shared": {}, "own": restored["own_random"]})
             epochs = int(self.params["epochs"])
             if restored["is_stopped"] and restored["epoch"] < epochs:
                 self._is_stopped = True
-                inform(f"holdfast: a callback had stopped training after epoch {restored['epoch']}, and it stays so")
+                inform(f"holdfast: a callback stopped training after epoch {restored['epoch']}; it stays stopped")
             model._initial_epoch = epochs if restored["is_stopped"] else restored["epoch"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -294,7 +294,9 @@ class FitRun(keras.callbacks.Callback):
 
     def _list_objects(self, model: Any) -> Checkpoint:
         if not model.built:
-            raise UsageError(f"{model!r} is not built", hint="Build it before fit, by calling it on a batch of data.")
+            raise UsageError(
+                f"{model!r} has not been built", hint="Build it before fit, by calling it on a batch of data."
+            )
         optimizer = [] if model.optimizer is None else model.optimizer.variables
         objects: dict[str, object] = {
             "model": Variables(model, model.variables),

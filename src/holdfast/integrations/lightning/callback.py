@@ -69,7 +69,7 @@ class Resumable(Callback):
             near = difflib.get_close_matches(name, sorted(_OPTIONS), n=1)
             raise UsageError(
                 f"Resumable has no option {name!r}",
-                hint=f"Write {near[0]}=." if near else "It takes the directory and the options of hf.resumable.",
+                hint=f"Write {near[0]}=." if near else "Resumable takes the directory and the options of hf.resumable.",
             )
         self._directory = directory
         self._options = {"save_every": save_every, "keep": keep, "strict": strict, "preemption": preemption, **options}
@@ -144,15 +144,17 @@ def _check_trainer(trainer: Any) -> None:
     """
     if not isinstance(trainer, Trainer):
         raise UsageError(
-            f"Resumable works with lightning.pytorch.Trainer, and this one is {type(trainer).__module__}'s",
-            hint="Import Trainer and LightningModule from lightning.pytorch: pytorch_lightning is another package.",
+            f"Resumable needs a lightning.pytorch.Trainer, got one of {type(trainer).__module__}",
+            hint="Import Trainer and LightningModule from lightning.pytorch; pytorch_lightning is a different package.",
         )
     strategy = trainer.strategy
     kinds = {kind.__name__ for kind in type(strategy).__mro__}
     if not isinstance(strategy, _STRATEGIES) or any("XLA" in kind for kind in kinds):
         raise UsageError(
             f"Resumable does not support {type(strategy).__name__}",
-            hint='Use one device, strategy="ddp", or ModelParallelStrategy, which divides a model by fully_shard.',
+            hint='Use one device, strategy="ddp", or ModelParallelStrategy with fully_shard.',
         )
     if sum(isinstance(callback, Resumable) for callback in trainer.callbacks) > 1:
-        raise UsageError("a Trainer takes one Resumable", hint="Remove the others: each would resume the same fit.")
+        raise UsageError(
+            "a Trainer can have only one Resumable", hint="Remove the others: each would resume the same fit."
+        )

@@ -52,7 +52,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             UnsupportedValueError: If it holds a value that cannot be stored; it says where.
         """
         if storage_options is not None:
-            raise UsageError("HoldfastCheckpointIO takes no storage_options", hint="Leave them out.")
+            raise UsageError("HoldfastCheckpointIO does not support storage_options", hint="Leave them out.")
         self._wait()  # One save at a time: the next one has the memory of this one.
         replaced = Path(path).with_name(Path(path).name + ".replaced")
         if Path(path).is_file():
@@ -150,7 +150,7 @@ def _leave_out(checkpoint: dict[str, Any], error: UnsupportedValueError) -> dict
     parts = str(error.path).split("/")
     for key in _HYPERPARAMETERS:
         if key in parts[:-1] and (name := parts[parts.index(key) + 1]) in checkpoint.get(key, {}):
-            rank_zero_warn(f"the hyperparameter {name!r} is no plain value, and is left out of the checkpoint")
+            rank_zero_warn(f"the hyperparameter {name!r} is not a plain value and is not saved")
             return {**checkpoint, key: {each: value for each, value in checkpoint[key].items() if each != name}}
     raise error
 

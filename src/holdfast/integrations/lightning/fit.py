@@ -151,9 +151,9 @@ class Fit:
         combined.flattened = [_copy_plain(loader) for loader in combined.flattened]
         if len(combined.flattened) > 1 and combined._mode == "max_size_cycle" and _has_no_length(combined):
             self._warn(
-                "one of several loaders does not say how many batches it has, and Lightning begins the shorter ones "
-                "again until all have ended: after a restart within an epoch, that one may have more batches than it "
-                "would have had. Give that loader's dataset a __len__, or set limit_train_batches"
+                "one of several loaders has no length, and Lightning restarts the shorter loaders until all have "
+                "ended. After a restart within an epoch, that loader may give more batches than it would have. "
+                "Give its dataset a __len__, or set limit_train_batches"
             )
         self._followed = [self._follow(loader, combined) for loader in combined.flattened]
         for loader, place, state in zip(combined.flattened, self._followed, stored, strict=False):
@@ -168,8 +168,8 @@ class Fit:
             return None
         if not isinstance(loader, DataLoader):
             self._warn(
-                f"{type(loader).__name__} has no state_dict and load_state_dict, so its place cannot be kept: after a "
-                "restart within an epoch, its data begin anew. Use a DataLoader"
+                f"{type(loader).__name__} has no state_dict and load_state_dict, so its position cannot be saved: "
+                "after a restart within an epoch, its data starts from the beginning. Use a DataLoader"
             )
             return None
         # Lightning takes a batch ahead where it does not know how many there are. If a loader has a state of its own,
@@ -314,8 +314,8 @@ class Fit:
             self._is_counted = True
         else:
             run._loop.warn(
-                "the job is to leave, and waits for the end of the validation: that has changed the weights, to "
-                "average them, say, and puts them back itself"
+                "the job was asked to stop, but waits until the validation ends: the validation has changed the "
+                "weights (to average them, for example) and restores them itself"
             )
         # The job stays.
         self._exchange(averages, "start")
@@ -397,8 +397,8 @@ def _check_statistics(trainer: Any) -> None:
     for name, module in trainer.lightning_module.named_modules():
         if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm) and module.track_running_stats:
             raise UsageError(
-                f"{name} is a {type(module).__name__}, whose statistics are others on each worker with "
-                "ModelParallelStrategy, so they cannot be kept as one",
+                f"{name} is a {type(module).__name__}: with ModelParallelStrategy its statistics differ between "
+                "workers, so they cannot be saved as one",
                 hint="Use LayerNorm, GroupNorm or torch.nn.SyncBatchNorm; or DDP.",
             )
 
@@ -413,8 +413,8 @@ def _copy_plain(loader: Any) -> Any:
         return loader
     if isinstance(loader.batch_sampler, ResumableSampler):
         raise UsageError(
-            "a DataLoader over a ResumableSampler counts its epochs by itself, and Lightning's Trainer does, too",
-            hint="Give the Trainer a plain DataLoader, which Resumable makes resumable, or a ResumableDataLoader.",
+            "a DataLoader with a ResumableSampler counts its epochs itself, and so does Lightning's Trainer",
+            hint="Pass a plain DataLoader, which Resumable makes resumable, or a ResumableDataLoader.",
         )
     return copy.copy(loader)
 

@@ -75,7 +75,9 @@ class RaySession(Session):
         super().__init__(() if nodes is None else nodes)
         names = self.nodes
         if not isinstance(actor_options, Mapping | None):
-            raise UsageError(f"actor_options={actor_options!r} is no mapping", hint='Write {"num_cpus": 2}, say.')
+            raise UsageError(
+                f"actor_options must be a mapping, got {actor_options!r}", hint='For example, {"num_cpus": 2}.'
+            )
         check_whole("replacements_allowed", replacements_allowed)
         check_seconds("grace_seconds", grace_seconds, least=0)
         check_seconds("start_seconds", start_seconds)
@@ -113,7 +115,7 @@ class RaySession(Session):
         except TypeError as error:
             raise UsageError(
                 f"a task of the group {group} cannot be sent to its node: {str(error).strip().splitlines()[0]}",
-                hint="Functions of tasks and objects cannot hold on to locks, open files or devices.",
+                hint="The functions and objects of a task must not hold locks, open files or devices.",
             ) from error
         # Those without tasks hear of the epoch too.
         refs = {
@@ -163,9 +165,9 @@ class RaySession(Session):
             ray.get(self._store.try_get.remote(""), timeout=_STORE_SECONDS)
         except RayActorError as error:
             raise NodeLostError(
-                "the actor through which the nodes agree is gone: its process has ended",
+                "the actor that coordinates the nodes is gone: its process has ended",
                 nodes=self.nodes,
-                hint="The log of Ray says why: out of memory, for instance, or a machine that was taken away.",
+                hint="Ray's log has the cause, such as lack of memory or a lost machine.",
             ) from error
         except GetTimeoutError:
             return  # One that is slow lives.
@@ -199,9 +201,12 @@ class RaySession(Session):
         if late:
             self._stop()
             raise NodeLostError(
-                f"Ray has found no place for {', '.join(late)} within {self._start_seconds:g} s",
+                f"Ray did not place {', '.join(late)} within {self._start_seconds:g} s",
                 nodes=late,
-                hint="Ask for less in actor_options, or give the Ray cluster more; `ray status` says what it has.",
+                hint=(
+                    "Ask for fewer resources in actor_options, or enlarge the Ray cluster; `ray status` shows what "
+                    "it has."
+                ),
             )
 
     def _stop(self) -> None:
@@ -245,13 +250,13 @@ class RaySession(Session):
             raise NodeLostError(
                 f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} gone: the process has ended",
                 nodes=tuple(lost),
-                hint="The log of Ray says why: out of memory, for instance, or a machine that was taken away.",
+                hint="Ray's log has the cause, such as lack of memory or a lost machine.",
             )
         for node, error in unsent:
             text = str(error.cause).strip().splitlines()
             raise UsageError(
-                f"{node} cannot send back what a task returned: {text[0] if text else repr(error.cause)}",
-                hint="What tasks return travels to this process: return plain values or arrays.",
+                f"{node} cannot send a task's result: {text[0] if text else repr(error.cause)}",
+                hint="Task results are sent to this process: return plain values or arrays.",
             ) from error
 
     def _raise_failure(self, group: str, answers: Mapping[str, NodeAnswer]) -> None:
@@ -265,7 +270,7 @@ class RaySession(Session):
             error.add_note(f"{also.task} on {other} failed too: {also.text}")
         for silent in self.nodes:
             if silent not in answers:
-                error.add_note(f"{silent} is still at work after {self._grace_seconds:g} s, and is ended")
+                error.add_note(f"{silent} was still running after {self._grace_seconds:g} s and is terminated")
         raise error
 
 
@@ -280,8 +285,8 @@ class _RayNodeStore(WorkerNodeStore):
         """
         if find_location(options.storage) is None:
             raise UsageError(
-                f"{options.storage.url} cannot be seen by other processes",
-                hint="Give the path of a directory that all nodes see.",
+                f"other processes cannot see {options.storage.url}",
+                hint="Pass the path of a directory that all nodes can see.",
             )
         self._session = session
         self._start = session.start

@@ -115,7 +115,7 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
             nonlocal is_used
             if is_used:
                 trainer_module.logger.warning(
-                    "holdfast: the second train() in this process is left alone, and nothing of it is saved"
+                    "holdfast: this is the second train() in this process; holdfast does not save it"
                 )
                 return begin(*positional, **named)
             result = self._train(begin, *positional, **named)
@@ -132,7 +132,7 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """
         if self._trainer is None:
             raise UsageError(
-                "hf.transformers.Resumable was added after the Trainer was made",
+                "hf.transformers.Resumable was added after the Trainer was created",
                 hint="Write Trainer(..., callbacks=[hf.transformers.Resumable(...)]).",
             )
         if self._session is not None:
@@ -193,7 +193,7 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _open_run(self, objects: dict[str, Any]) -> Run:
         for name in self._objects:
             if name in objects:
-                raise UsageError(f"{name} is an object of the Trainer's, and is kept already")
+                raise UsageError(f"{name} is an object of the Trainer, and is saved already")
         return holdfast.run.resumable(self._directory, Checkpoint(**objects, **self._objects), **self._options)
 
 
@@ -245,7 +245,7 @@ class _Session:
             return given
         if given is not None:
             trainer_module.logger.warning(
-                f"holdfast: goes on from its own checkpoint of step {progress.global_step}, not from {given}"
+                f"holdfast: resuming from its own checkpoint of step {progress.global_step}, not from {given}"
             )
         for name in _LOADING:
             hook = self._put_generators_back if name == "_load_rng_state" else _do_nothing
@@ -398,7 +398,7 @@ class _Session:
         self._evaluation = None
         if not evaluation.has_own_weights():
             run._loop.warn(
-                "the job is to leave, and waits for the end of the evaluation, which has changed the weights"
+                "the job was asked to stop, but waits until the evaluation ends, which has changed the weights"
             )
             return
         self._counted = self._trainer.state.global_step
@@ -460,7 +460,7 @@ def _find_trainer(callback: TrainerCallback) -> Any:
             return found
         frame = frame.f_back  # type: ignore[assignment]
     raise UsageError(
-        "hf.transformers.Resumable finds no Trainer", hint="Write Trainer(..., callbacks=[Resumable(...)])."
+        "hf.transformers.Resumable cannot find its Trainer", hint="Write Trainer(..., callbacks=[Resumable(...)])."
     )
 
 
@@ -473,23 +473,23 @@ def _check_trainer(trainer: Any) -> None:
         "sagemaker_model_parallel",
     ):
         raise UnsupportedValueError(
-            f"training of the kind {args.parallel_mode.value} cannot be saved",
+            f"training with parallel mode {args.parallel_mode.value} cannot be saved",
             path="trainer",
             hint="Use one process, or DDP.",
         )
     if args.auto_find_batch_size:
         raise UsageError(
-            "auto_find_batch_size=True begins the training again with another batch size, so a step means nothing",
+            "auto_find_batch_size=True restarts the training with another batch size, so step numbers have no meaning",
             hint="Find the batch size once, and set it.",
         )
     if getattr(args, "enable_jit_checkpoint", False):
         raise UsageError(
-            "enable_jit_checkpoint=True hears SIGTERM too, and saves in a way of its own",
-            hint="Leave it away: Resumable hears SIGTERM, saves and leaves.",
+            "enable_jit_checkpoint=True also handles SIGTERM, and saves in its own way",
+            hint="Remove it: Resumable handles SIGTERM, saves and exits.",
         )
     if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.load_best_model_at_end:
         trainer_module.logger.warning(
-            f"holdfast: the Trainer saves as well, to {args.output_dir}, while training waits "
-            f'(save_strategy="{getattr(args.save_strategy, "value", args.save_strategy)}"). Set save_strategy="no" to '
-            "leave that to Resumable"
+            f"holdfast: the Trainer saves as well, to {args.output_dir}, and blocks training meanwhile "
+            f'(save_strategy="{getattr(args.save_strategy, "value", args.save_strategy)}"). Set '
+            'save_strategy="no" to save with Resumable alone'
         )

@@ -98,7 +98,7 @@ class StuckThreadAborter:
         waited_seconds = now - erred_at
         thrown_at = self._thrown_at
         if thrown_at is not None and waited_seconds >= _CLEAN_UP_SECONDS:
-            self._end(error, "does not come to its end")
+            self._end(error, "did not finish in time")
         if thrown_at is not None and self._is_handled(error):
             return
         # On its way from one frame to the next an error is not handled for a moment.
@@ -112,13 +112,18 @@ class StuckThreadAborter:
             for collectives in _find_collectives():
                 start_thread(collectives.abort, "holdfast-abort")
         if waited_seconds >= _END_SECONDS and self._unhandled_looks >= _LOOKS:
-            self._end(error, "does not come back from what it is in" if thrown_at is None else "goes on all the same")
+            self._end(
+                error,
+                "did not return from the call that it is in"
+                if thrown_at is None
+                else "continued in spite of the error",
+            )
 
     def count_raise(self, error: Exception) -> None:
         """The error is about to be raised between two steps. Ends a program that asks for steps again and again."""
         self._raised_at.append(time.monotonic())
         if len(self._raised_at) > _RAISES and self._raised_at[-1] - self._raised_at[0] >= _RAISE_SECONDS:
-            self._end(error, "goes on all the same")
+            self._end(error, "continued in spite of the error")
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
@@ -145,8 +150,8 @@ class StuckThreadAborter:
         where = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else ""
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         text = (
-            f"holdfast: another worker has failed, and this one {why}: it ends.\n"
-            f"{error}{notes}\nThis worker was in:\n{where}"
+            f"holdfast: another worker failed, and this one {why}: its process is ended.\n{error}{notes}\nThis "
+            f"worker was in:\n{where}"
         )
         try:
             say(text.rstrip())

@@ -405,7 +405,9 @@ class StopCoordinator:
             for rank in sorted(missing):
                 outcome = self._records.read(SaveOutcome, "outcome", number, rank)
                 if outcome is None and rank in dead:
-                    outcome = SaveOutcome(f"rank {rank} was gone before it had said that all is saved", True, False)
+                    outcome = SaveOutcome(
+                        f"rank {rank} was gone before it reported that its state was saved", True, False
+                    )
                 if outcome is not None:
                     outcomes[rank] = outcome
                     missing.discard(rank)
@@ -457,13 +459,15 @@ class ConsensusTimeout:
         self._waiting_since = self._waiting_since or now
         waited_seconds = now - self._waiting_since
         if turn is Turn.OUT:
-            return "the other workers have taken this one for dead, and go on without it"
+            return "the other workers took this one for dead and continued without it"
         if trouble:
             return trouble
         is_late = left_seconds is not None and left_seconds <= MARGIN_SECONDS / 2
-        what = "not all workers have said {} {:.0f} s at which step they can stop"
+        what = "not all workers reported {} {:.0f} s at which step they can stop"
         if is_behind:
-            what = "the loop has not gone on {} {:.0f} s to the step at which all stop, which others have begun"
+            what = (
+                "the loop did not reach, {} {:.0f} s, the step at which all workers stop, and which others have begun"
+            )
         if (is_late and waited_seconds >= LEAST_SECONDS) or waited_seconds > self._peers.timeout_seconds:
             return what.format("within", waited_seconds)
         if waited_seconds > _WARN_SECONDS and not self._is_told:
@@ -480,4 +484,6 @@ def merge(outcomes: list[SaveOutcome], *, is_complete: bool) -> SaveOutcome:
     failed = sorted((outcome for outcome in outcomes if outcome.error), key=lambda outcome: not outcome.is_cause)
     if failed:
         return SaveOutcome(failed[0].error, by_hand, False, failed[0].is_cause)
-    return SaveOutcome("" if is_complete else "the others have not said whether their state is saved", by_hand, False)
+    return SaveOutcome(
+        "" if is_complete else "the other workers did not report whether their state is saved", by_hand, False
+    )

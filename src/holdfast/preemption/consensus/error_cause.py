@@ -36,7 +36,7 @@ def describe_early_exit(error: BaseException | None) -> str:
     No worker has trained by then, so that all may leave.
     """
     is_early = isinstance(error, PeerError) and error.kind == EarlyExit.__name__
-    return f"rank {error.rank} leaves: {error.text}" if is_early and isinstance(error, PeerError) else ""
+    return f"rank {error.rank} is leaving: {error.text}" if is_early and isinstance(error, PeerError) else ""
 
 
 def find_missing(error: BaseException) -> PeerError | None:

@@ -43,8 +43,10 @@ counted, and not the time: where this process stands still, it does not miss any
 _VAIN_SECONDS: Final = 2.0
 """How long a worker waits in a collective which one that has ended its training never began."""
 
-_STORE_HINT: Final = "Look whether the process that hosts the job's store still runs, and can be reached from here."
-_EARLY_HINT: Final = "All workers have to take the same steps; a `break` counts the step that it leaves as taken."
+_STORE_HINT: Final = (
+    "Check whether the process that hosts the job's store is still running and can be reached from here."
+)
+_EARLY_HINT: Final = "All workers must take the same steps; a `break` counts the step that it leaves as taken."
 
 
 class TrainingEnd(msgspec.Struct, frozen=True):
@@ -212,7 +214,7 @@ class PeerFailures:
             self._err(self._peers.failures.describe_loss(LEADER))
         if self.error is None and not self._is_over and seconds >= self._peers.liveness_seconds:
             self._erred_at = time.monotonic()
-            self.error = ClusterError(f"for {seconds:.0f} s no other worker could be reached: {what}", hint=_STORE_HINT)
+            self.error = ClusterError(f"no other worker could be reached for {seconds:.0f} s: {what}", hint=_STORE_HINT)
 
     def find_end(self, rank: int) -> TrainingEnd | None:
         """**Blocks.** Where another worker's training has ended for good, if it has."""
@@ -255,14 +257,14 @@ class PeerFailures:
             wait_counted(self._peers.cluster, heard, lambda: self._peers.failures.dead, end_at)
         if found is None and cause is None and error is not self.error:
             trouble = self._peers.mailbox.trouble or "the store of the job is slow"
-            _note(error, f"The other workers could not be told: {trouble}")
+            _note(error, f"The failure could not be reported to the other workers: {trouble}")
         # The others may have found this worker gone from the loop before it came to its end.
         if found is None or found == failure or (found.rank == self._peers.rank and not self._is_over):
             return cause
         first = self._peers.failures.make_error(found)
         if may_follow(error, first.kind):
             return first
-        _note(error, f"Another worker has failed, too: {first.message}")
+        _note(error, f"Another worker failed too: {first.message}")
         return None
 
     def _log(self, error: BaseException) -> None:
@@ -362,8 +364,8 @@ def _note(error: BaseException, text: str) -> None:
 
 def _describe_end(end: TrainingEnd, step: int | None = None) -> Failure:
     """The failure of a worker that has ended too early for another one, which is at `step` or in a collective."""
-    what = "without a collective in which another worker is"
+    what = "but another worker is still in a collective with it"
     if step is not None:
-        what = f"that of another worker has come to step {step}"
-    text = f"its training has ended after step {end.step}, {what}"
+        what = f"but another worker is at step {step}"
+    text = f"its training ended after step {end.step}, {what}"
     return replace(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT), step=end.step)

@@ -79,8 +79,8 @@ class AWS(MetadataSource):
         if not isinstance(action, str):
             raise OSError(f"{self._url(_ACTION_PATH)} names no action: {str(record)[:200]}")
         if action == "hibernate":
-            return Notice(source=self.name, text="this spot instance is hibernated", demand=Demand.SAVE)
-        text = f"this spot instance is to {action} at {record.get('time')}"
+            return Notice(source=self.name, text="this spot instance is being hibernated", demand=Demand.SAVE)
+        text = f"this spot instance will {action} at {record.get('time')}"
         return Notice(
             source=self.name, text=text, demand=Demand.LEAVE_BY, left_seconds=_left_seconds(record.get("time"))
         )

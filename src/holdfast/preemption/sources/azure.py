@@ -24,10 +24,10 @@ _FIRST_ANSWER_SECONDS: Final = 150.0
 
 _PREEMPT_SECONDS: Final = 30.0
 _ENDING: Final = {
-    "Preempt": "this spot machine is taken away",
-    "Terminate": "this machine is deleted",
-    "Reboot": "this machine is rebooted",
-    "Redeploy": "this machine is moved to another host, and its memory is lost",
+    "Preempt": "this spot machine is being evicted",
+    "Terminate": "this machine is being deleted",
+    "Reboot": "this machine is being rebooted",
+    "Redeploy": "this machine is being moved to another host, which loses its memory",
 }
 
 _NAME: Final = re.compile(r"(?!(?:null|true|false)$)[\w.-]{1,256}")
@@ -134,7 +134,7 @@ class Azure(MetadataSource):
     def _notice(self, event: _Event) -> Notice:
         kind = event.event_type
         if kind not in _ENDING:
-            return Notice(source=self.name, text=f"this machine has a {kind} ahead of it", demand=Demand.SAVE)
+            return Notice(source=self.name, text=f"this machine has a scheduled {kind}", demand=Demand.SAVE)
         self._ending.add(event.event_id)
         left_seconds = _left_seconds(event.not_before, kind, event.event_status)
         return Notice(source=self.name, text=_ENDING[kind], demand=Demand.LEAVE_BY, left_seconds=left_seconds)

@@ -49,7 +49,7 @@ class GCP(MetadataSource):
             UsageError: If an argument is wrong.
         """
         if attribute not in (_PREEMPTED, _MAINTENANCE):
-            raise UsageError(f"{attribute!r} is none of {_PREEMPTED!r} and {_MAINTENANCE!r}")
+            raise UsageError(f"the attribute must be {_PREEMPTED!r} or {_MAINTENANCE!r}, got {attribute!r}")
         super().__init__(base_url, timeout_seconds)
         self.name = f"gcp {attribute}"
         self.interval_seconds = 0.0
@@ -82,8 +82,8 @@ class GCP(MetadataSource):
             raise unexpected(self._url(path), answer)
         if answer.headers.get("metadata-flavor") != "Google":
             raise OSError(
-                f"{unexpected(self._url(path), answer)}, without the header 'Metadata-Flavor: Google': "
-                "it is not Google's metadata server that answers, but a proxy, say"
+                f"{unexpected(self._url(path), answer)}, without the header 'Metadata-Flavor: Google': this is "
+                "not Google's metadata server (perhaps a proxy)"
             )
         waited_seconds = time.monotonic() - asked_at
         before, self._value = self._value, answer.body.strip()
@@ -98,9 +98,9 @@ class GCP(MetadataSource):
             case "preempted", "TRUE":
                 text, demand = "this machine is being preempted", Demand.LEAVE_BY
             case "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE":
-                text, demand = "this machine is stopped for maintenance of its host", Demand.LEAVE_BY
+                text, demand = "this machine is being stopped for maintenance of its host", Demand.LEAVE_BY
             case "maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE":
-                text, demand = "this machine is moved to another host", Demand.SAVE
+                text, demand = "this machine is being moved to another host", Demand.SAVE
             case _:
                 return ()
         left_seconds = self._left_seconds if demand is Demand.LEAVE_BY else None

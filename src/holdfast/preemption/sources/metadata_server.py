@@ -68,7 +68,7 @@ class MetadataSource(PolledSource):
             port = 0
         if parts.scheme != "http" or not parts.hostname or not port or parts.query or parts.fragment:
             raise UsageError(
-                f"{base_url!r} is no URL of a metadata server", hint="Write http://HOST or http://HOST:PORT."
+                f"{base_url!r} is not the URL of a metadata server", hint="Write http://HOST or http://HOST:PORT."
             )
         self._host, self._port, self._base = parts.hostname, port, parts.path.rstrip("/")
         self._timeout_seconds = timeout_seconds
@@ -106,7 +106,7 @@ class MetadataSource(PolledSource):
                 self._refuse_closed()  # What was cut off then may look whole.
                 return Answer(reply.status, {name.lower(): value for name, value in reply.getheaders()}, text)
         except TimeoutError:
-            raise TimeoutError(f"{self._url(path)} has not answered within {limit_seconds:g} s") from None
+            raise TimeoutError(f"{self._url(path)} did not answer within {limit_seconds:g} s") from None
         except HTTPException as error:
             raise OSError(f"{self._url(path)}: {type(error).__name__}: {error}") from error
         finally:

@@ -61,7 +61,7 @@ class SourcePoller:
             try:
                 source.note_leaving()
             except Exception as error:  # noqa: BLE001  A source can be of the user's, and leaving goes on.
-                self._emit(Warned(text=f"{source.name} could not be told that the job leaves: {_say(error)}"))
+                self._emit(Warned(text=f"{source.name} could not be notified that the job is leaving: {_say(error)}"))
 
     def close(self) -> None:
         """**Blocks** for a moment at most: a look that does not end is left behind."""
@@ -85,7 +85,7 @@ class SourcePoller:
                     self._hear(notice)
                 wait_seconds = source.interval_seconds or 0.0
                 if not wait_seconds >= 0:
-                    raise ValueError(f"interval_seconds={wait_seconds!r} is no time")
+                    raise ValueError(f"interval_seconds={wait_seconds!r} is not a number of seconds")
                 self._closing.wait(wait_seconds)
                 pause_seconds = self._pause_seconds
             except BaseException as error:  # noqa: BLE001  A source can be of the user's, and this thread is ours.
@@ -94,7 +94,7 @@ class SourcePoller:
                 # One that is closed meanwhile fails for that reason.
                 if not is_warned and not self._closing.is_open:
                     is_warned = True
-                    text = f"{source.name} cannot be asked for notices, and is asked again later: {_say(error)}"
+                    text = f"{source.name} cannot be queried for notices; it will be tried again: {_say(error)}"
                     self._emit(Warned(text=text))
                 self._closing.wait(wait_seconds)
 

@@ -54,14 +54,14 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("source", "text"):
             if not isinstance(getattr(self, name), str):
-                raise UsageError(f"{name}={getattr(self, name)!r} is no text", hint="Give a str.")
+                raise UsageError(f"{name} must be text, got {getattr(self, name)!r}", hint="Pass a str.")
         if not isinstance(self.demand, Demand):
-            raise UsageError(f"demand={self.demand!r} is no Demand", hint="Give Demand.LEAVE, say.")
+            raise UsageError(f"demand must be a Demand, got {self.demand!r}", hint="For example: Demand.LEAVE.")
         left: object = self.left_seconds
         if left is None:
             return
         # Compared with anything NaN is false: such a notice would be heard, and nothing done.
-        hint = "Give a number of seconds, or None if it is not known."
+        hint = "Pass a number of seconds, or None if it is not known."
         number = left if isinstance(left, bool) or not isinstance(left, Real) else float(left)
         left_seconds = check_seconds("left_seconds", number, least=-math.inf, most=math.inf, hint=hint)
         force_setattr(self, "left_seconds", max(left_seconds, 0.0))

@@ -54,10 +54,12 @@ class Signals:
         try:
             self.numbers = tuple(signal.Signals(number) for number in numbers or DEFAULT_SIGNALS)
         except ValueError as error:
-            raise UsageError(f"{numbers!r}: {error}", hint="Give numbers such as signal.SIGTERM.") from error
+            raise UsageError(f"{numbers!r}: {error}", hint="Pass numbers such as signal.SIGTERM.") from error
         for number in self.numbers:
             if number in (signal.SIGKILL, signal.SIGSTOP):
-                raise UsageError(f"{number.name} cannot be handled", hint="No process can do so; name another signal.")
+                raise UsageError(
+                    f"{number.name} cannot be handled", hint="No process can handle this signal; use another one."
+                )
         self._left_seconds = None if left_seconds is None else check_seconds("left_seconds", left_seconds, least=0)
         self._handle = _Handler(self, self._act)
         self._hear: Hear | None = None
@@ -75,8 +77,8 @@ class Signals:
         """
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
-                "signals can be heard only by what is made in the main thread",
-                hint="Make it there, or name other sources: TerminationConfig(sources=[...]).",
+                "signals can be handled only by an object that was created in the main thread",
+                hint="Create it there, or use other sources: TerminationConfig(sources=[...]).",
             )
         self._process = os.getpid()
         self._hear = hear
@@ -219,7 +221,7 @@ class _Handler:
     def __int__(self) -> NoReturn:
         if threading.current_thread() is threading.main_thread():
             answer()
-        raise TypeError("a handler of signals is no number")
+        raise TypeError("a signal handler is not a number")
 
 
 class Kubernetes(Signals):

@@ -22,14 +22,14 @@ def check_function(what: str, function: object) -> None:
         UsageError: If it cannot be called, or only returns a coroutine or a generator, which is always true.
     """
     if not callable(function):
-        raise UsageError(f"{what}={function!r} cannot be called", hint="Give a plain function.")
+        raise UsageError(f"{what} must be a function, got {function!r}", hint="Pass a plain function.")
     for each in (function, type(function).__call__):
         is_async = inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
         if is_async or inspect.isgeneratorfunction(each):
             kind = "async" if is_async else "a generator"
             raise UsageError(
-                f"{what}={function!r} is {kind}: to call it runs nothing of it",
-                hint="Give a plain function, without async, await and yield.",
+                f"{what}={function!r} is {kind}: calling it would not run it",
+                hint="Pass a plain function, without async, await and yield.",
             )
 
 
@@ -61,7 +61,7 @@ class FileAppears(PolledSource):
         seen, self._seen = self._seen, self._mark()
         if self._seen is None or self._seen == seen:
             return ()
-        return (Notice(source=self.name, text=f"{self._path} has appeared"),)
+        return (Notice(source=self.name, text=f"{self._path} appeared"),)
 
     def _mark(self) -> tuple[int, int] | None:
         try:
@@ -101,11 +101,11 @@ class Watcher(PolledSource):
         if inspect.isawaitable(answer) or inspect.isgenerator(answer) or inspect.isasyncgen(answer):
             if inspect.iscoroutine(answer):
                 answer.close()
-            raise TypeError(f"it returned {answer!r}, which is always true, in place of an answer")
+            raise TypeError(f"it returned {answer!r}, which is always true, instead of an answer")
         was_true, self._was_true = self._was_true, bool(answer)
         if not answer or was_true:
             return ()
         if isinstance(answer, Notice):
             return (answer,)
         name = getattr(self._function, "__qualname__", repr(self._function))
-        return (Notice(source=self.name, text=f"{name} says so", demand=Demand.LEAVE),)
+        return (Notice(source=self.name, text=f"{name} returned True", demand=Demand.LEAVE),)

@@ -34,15 +34,15 @@ from holdfast.state.leaves import Skeleton
 from holdfast.storage.protocol import Storage
 
 _COVER_HINT: Final = (
-    "All boxes of a leaf together hold each of its elements once. Of a Shard, look at global_shape and offsets, and "
-    "whether all workers save. What is not the same leaf everywhere, as in the stages of a pipeline, needs a name of "
-    "its own on each worker or in each stage, or hf.PerWorker."
+    "The boxes of a leaf must cover each of its elements exactly once. Check global_shape and offsets of the "
+    "Shard, and whether all workers save. A leaf that differs between workers (pipeline stages, for example) "
+    "needs its own name on each worker or in each stage, or hf.PerWorker."
 )
 
 _VALUES_HINT: Final = (
-    "If these are different things, as in the stages of a pipeline, give them different names: "
-    "Checkpoint(**{f'stage{number}': model}). If they are copies, they have to be kept equal, as by the same start and "
-    "an all_reduce of the gradients: find out why they differ."
+    "If these are different things (pipeline stages, for example), give them different names: "
+    "Checkpoint(**{f'stage{number}': model}). If they are copies, they must stay equal (same initial values, and "
+    "an all_reduce of the gradients): find out why they differ."
 )
 
 
@@ -120,7 +120,8 @@ _MOST_CHARACTERS: Final = 100
 _NAMED_OBJECTS: Final = 3
 
 OBJECTS_HINT: Final = (
-    "All workers name the same objects. What only some of them have, such as a log on rank 0, is given as hf.PerWorker."
+    "All workers must name the same objects. If only some workers have an object, such as a log on rank 0, wrap "
+    "it in hf.PerWorker."
 )
 
 
@@ -144,7 +145,7 @@ def digest_objects(snapshot: Snapshot) -> ObjectSetDigest:
         name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}... {_digest([name])}" for name in bare
     ]
     if len(told) > _MOST_NAMES:
-        told[_MOST_NAMES:] = [f"{len(told) - _MOST_NAMES} objects more ({_digest(bare)})"]
+        told[_MOST_NAMES:] = [f"{len(told) - _MOST_NAMES} more objects ({_digest(bare)})"]
     return ObjectSetDigest(_digest(sorted(map(make_sendable, full))), tuple(told))
 
 
@@ -186,9 +187,9 @@ def find_unlike(object_sets: Sequence[ObjectSetDigest]) -> tuple[int, str] | Non
 def _tell(usual: Sequence[str], other: Sequence[str], most: Sequence[int], few: Sequence[int]) -> str:
     ending = "" if len(most) > 1 else "s"
     who = name_ranks(tuple(most))
-    told = [f"it lacks {name}, which {who} name{ending}" for name in usual if name not in other]
-    told += [f"it names {name}, which {who} lack{ending}" for name in other if name not in usual]
-    more = f"; and {len(told) - _NAMED_OBJECTS} objects more" if len(told) > _NAMED_OBJECTS else ""
+    told = [f"it lacks {name}, which {who} save{ending}" for name in usual if name not in other]
+    told += [f"it saves {name}, which {who} lack{ending}" for name in other if name not in usual]
+    more = f"; and {len(told) - _NAMED_OBJECTS} more objects" if len(told) > _NAMED_OBJECTS else ""
     also = f"; the same goes for {name_ranks(tuple(few[1:]))}" if len(few) > 1 else ""
     return f"{'; '.join(told[:_NAMED_OBJECTS])}{more}{also}"
 

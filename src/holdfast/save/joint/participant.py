@@ -254,7 +254,7 @@ class JointParticipant:
         if is_missed:
             # Otherwise those who were there would seem to be as far as this worker is when it saves next.
             self._places.pass_by()
-            reason = f"rank {self.peers.rank} was at step {step} when it heard of a save at step {plan.step}"
+            reason = f"rank {self.peers.rank} was already at step {step} when it learned of a save at step {plan.step}"
             self.peers.cluster.set(self._key_of_missed(plan.number), reason.encode())
 
     def _key_of_missed(self, number: int) -> str:

@@ -342,7 +342,7 @@ class CommitProtocol:
         failure = end.failure
         if failure.rank == self._peers.rank and failure.kind == AbsentError.__name__:
             # It knows that it lives, and not that it was silent.
-            told = f"{failure.text}, so the others gave up the save of step {self.place.step}"
+            told = f"{failure.text}, so the other workers abandoned the save of step {self.place.step}"
             failure = replace(failure, text=told, hint=_LATE_HINT)
         error = self._peers.failures.make_error(failure)
         if end.failure.kind == FencedError.__name__:
@@ -417,13 +417,13 @@ class CommitProtocol:
         if is_beyond:
             # The leader comes here no more, to read or to delete what is said.
             self._is_over = self._is_over or rank == LEADER
-            text = f"it saves step {position.place.step}, and not step {self.place.step} with rank {self._peers.rank}"
+            text = f"it saves step {position.place.step}, but rank {self._peers.rank} saves step {self.place.step}"
             raise self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
         if position.has_ended and position.place == self.place and rank == LEADER:
             self._is_over = True
             if position.was_committed and self._has_handed_in:
                 raise _CommittedError
-            text = f"came to the save of step {self.place.step} when the others had given it up"
+            text = f"reached the save of step {self.place.step} after the others had abandoned it"
             raise self._peers.failures.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
 
     def _find_position(self, rank: int) -> WorkerProgress | None:
@@ -459,5 +459,5 @@ def check_verdict(protocol: CommitProtocol) -> None:
     protocol._check_way(LEADER)
 
 
-_LATE_HINT: Final = "It was taken for dead: was it cut off from the others, or stopped for a while?"
-_WAY_HINT: Final = "All workers have to save the same steps, in the same order."
+_LATE_HINT: Final = "It was taken for dead: was it disconnected from the others, or stopped for a while?"
+_WAY_HINT: Final = "All workers must save the same steps, in the same order."

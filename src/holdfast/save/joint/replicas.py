@@ -42,16 +42,16 @@ _PIECE_BYTES: Final = 8 << 20
 """So much of an array that lies elsewhere than in host memory is digested at a time."""
 
 LEAVES_HINT: Final = (
-    "State that not all workers have, or that has a form of its own on each, is given as hf.PerWorker, as hf.Shard, or "
-    "under a name of its own: Checkpoint(**{f'stage{number}': model}) for the stages of a pipeline. (Each stage needs "
-    "a name that the others lack: a worker that names less than another one seems to have forgotten something.)"
+    "If only some workers have a piece of state, or each has its own form of it, use hf.PerWorker, hf.Shard, or "
+    "a name of its own: Checkpoint(**{f'stage{number}': model}) for pipeline stages. (Each stage needs a name "
+    "that the others lack: a worker that names fewer objects than another is taken to have forgotten one.)"
 )
 
 VALUES_HINT: Final = (
-    "Of a plain tensor that all workers name, one copy is saved, and all get that back. If these are copies, they must "
-    "be equal: look whether DDP has the module, and whether all workers begin alike. If each worker has a tensor of "
-    "its own, give it a name of its own (Checkpoint(**{f'stage{number}': model}) for the stages of a pipeline), or "
-    "hf.PerWorker. check_replicas=False saves one of them all the same."
+    "If all workers name a plain tensor, one copy is saved and all workers get it back, so the copies must be "
+    "equal: check whether the module is wrapped in DDP, and whether all workers start with equal values. If each "
+    "worker has its own tensor, give it its own name (Checkpoint(**{f'stage{number}': model}) for pipeline "
+    "stages), or use hf.PerWorker. check_replicas=False turns the check off and saves one copy."
 )
 
 
@@ -264,7 +264,7 @@ def name_difference(disagreement: Disagreement, details: Mapping[int, Detail]) -
     """
     sides = [(side, details[side[0]]) for side in disagreement.sides if side[0] in details]
     if not sides:
-        return disagreement.sides[-1][0], "its leaves are not those of the others"
+        return disagreement.sides[-1][0], "its leaves differ from those of the others"
     holders = set(sides[0][1].holders)
     without = tuple(sorted(holders.difference(*disagreement.sides)))
     if without:
@@ -272,14 +272,14 @@ def name_difference(disagreement: Disagreement, details: Mapping[int, Detail]) -
     sides.sort(key=lambda side: (-len(side[0]), side[0]))
     (most, usual), (few, other) = sides[0], sides[-1]
     if len(sides) == 1:
-        return disagreement.sides[-1][0], f"its leaves are not those of {name_ranks(most)}"
+        return disagreement.sides[-1][0], f"its leaves differ from those of {name_ranks(most)}"
     differing = [
         leaf
         for leaf in [*usual.boxes, *(leaf for leaf in other.boxes if leaf not in usual.boxes)]
         if _kinds(usual, leaf) != _kinds(other, leaf)
     ]
     told = [_tell(leaf, _kinds(usual, leaf), _kinds(other, leaf), name_ranks(most)) for leaf in differing]
-    more = f"; and {len(told) - _NAMED_LEAVES} leaves more" if len(told) > _NAMED_LEAVES else ""
+    more = f"; and {len(told) - _NAMED_LEAVES} more leaves" if len(told) > _NAMED_LEAVES else ""
     also = f"; the same goes for {name_ranks(few[1:])}" if len(few) > 1 else ""
     return few[0], f"{'; '.join(told[:_NAMED_LEAVES])}{more}{also}"
 
@@ -311,7 +311,7 @@ def find_refused(divergences: Sequence[Divergence], replicas: Sequence[Replica])
         return None
     first = refused[0]
     leaves = ", ".join(divergence.leaf for divergence in refused[:_NAMED_LEAVES])
-    more = f" and {len(refused) - _NAMED_LEAVES} leaves more" if len(refused) > _NAMED_LEAVES else ""
+    more = f" and {len(refused) - _NAMED_LEAVES} more leaves" if len(refused) > _NAMED_LEAVES else ""
     others = tuple(sorted(rank for ranks in first.ranks[1:] for rank in ranks))
     who = f"{name_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from {name_ranks(first.ranks[0])}"
     return first.ranks[-1][0], f"the values of {leaves}{more} are not the same on all workers: {who}"
@@ -326,8 +326,8 @@ def tell_apart(divergences: Sequence[Divergence], replicas: Sequence[Replica]) -
         return ""
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (
-        f"{found[0].leaf}{more} differ between workers. One worker's values are saved, and a restore gives them to "
-        "all. If each worker needs its own, keep them as hf.PerWorker"
+        f"{found[0].leaf}{more} differ between workers. One worker's values are saved, and a restore gives them "
+        "to all. If each worker needs its own, wrap them in hf.PerWorker"
     )
 
 
@@ -366,7 +366,7 @@ def _tell(leaf: str, usual: Sequence[str], other: Sequence[str], most: str) -> s
         return f"it lacks {leaf} ({', '.join(usual)}), which {most} hold{ending}"
     if not usual:
         return f"it holds {leaf} ({', '.join(other)}), which {most} lack{ending}"
-    return f"its {leaf} is {', '.join(other)}, and with {most} it is {', '.join(usual)}"
+    return f"its {leaf} is {', '.join(other)}, but on {most} it is {', '.join(usual)}"
 
 
 def _kinds(detail: Detail, leaf: str) -> list[str]:

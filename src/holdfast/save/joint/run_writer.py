@@ -305,8 +305,8 @@ class JointRunWriter(CheckpointWriter):
         for rank, part in enumerate(parts):
             if part.check_replicas != self._check_replicas:
                 own, theirs = self._check_replicas, part.check_replicas
-                text = f"it was given check_replicas={theirs!r}, and rank 0 check_replicas={own!r}"
-                raise self._make_error(rank, text, "Give the managers of all workers the same arguments.")
+                text = f"it has check_replicas={theirs!r}, but rank 0 has check_replicas={own!r}"
+                raise self._make_error(rank, text, "Create the managers of all workers with the same arguments.")
         unlike = find_unlike([part.object_set for part in parts])
         if unlike is not None:
             raise self._make_error(*unlike, OBJECTS_HINT)
@@ -325,7 +325,7 @@ class JointRunWriter(CheckpointWriter):
             for leaf, ranks, _ in divergences[:_MOST_TOLD]:
                 self._emit(Diverged(step=name.step, generation=name.generation, tensor=leaf, ranks=ranks))
             if (more := len(divergences) - _MOST_TOLD) > 0:
-                text = f"step {name.step}: {more} tensors more differ between workers that hold them alike"
+                text = f"step {name.step}: {more} more replicated tensors differ between workers"
                 self._emit(Warned(text=text))
         for text in filter(None, warnings):
             self._emit(Warned(step=name.step, text=text))

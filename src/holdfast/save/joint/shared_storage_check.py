@@ -17,7 +17,7 @@ from holdfast.save.joint.protocol import NameRecord
 from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage
 
-_HINT: Final = "All workers have to save into one directory: is it on a file system that all nodes share?"
+_HINT: Final = "All workers must save into one directory: is it on a file system that all nodes share?"
 
 
 def try_put_token(storage: Storage) -> str:
@@ -49,7 +49,7 @@ def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout
 
     def look() -> str:
         seen = storage.read(START_NAME, len(token))
-        return "" if seen.decode(errors="replace") == token else f"{START_NAME} is that of another job"
+        return "" if seen.decode(errors="replace") == token else f"{START_NAME} belongs to another job"
 
     _check_seen(
         storage,
@@ -58,8 +58,8 @@ def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout
         look,
         timeout_seconds,
         f"{who} does not see what rank 0 writes there",
-        f"the directory of {who} is {storage.url}, and that of rank 0 is {leader_url}: "
-        "what rank 0 writes does not appear there",
+        f"the directory of {who} is {storage.url}, but that of rank 0 is {leader_url}: what rank 0 writes does "
+        "not appear there",
     )
 
 
@@ -74,7 +74,7 @@ def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds:
 
     def look() -> str:
         is_same = read_opening_digest(storage, told.generation) == told.opening
-        return "" if is_same else f"{path} is that of another run"
+        return "" if is_same else f"{path} belongs to another run"
 
     unseen = f"does not see generation {told.generation}, which rank 0 has opened"
     _check_seen(
@@ -84,7 +84,7 @@ def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds:
         look,
         timeout_seconds,
         f"{who} {unseen}",
-        f"{who} saves into {storage.url}, and rank 0 into {told.url}: it {unseen} there",
+        f"{who} saves into {storage.url}, but rank 0 into {told.url}: it {unseen} there",
     )
 
 
@@ -132,7 +132,7 @@ def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_se
         found = {entry.name: entry.size_bytes for entry in storage.list(name.directory)}
         for file, (rank, size_bytes) in expected.items():
             if found.get(file) != size_bytes:
-                text = f"it has written {name.directory}/{file}, which rank 0 does not see in {storage.url}"
+                text = f"it has written {name.directory}/{file}, but rank 0 does not see the file in {storage.url}"
                 return Failure.of(rank, StorageError.__name__, text, _HINT)
         return None
 

@@ -48,10 +48,10 @@ class Position:
             UsageError: If it is not the state of a sampler, or of another version.
         """
         if not is_position(state):
-            raise UsageError(f"this is not the state of a sampler, which has {', '.join(_NAMES)}")
+            raise UsageError(f"expected the state of a sampler, with {', '.join(_NAMES)}")
         if state["version"] != VERSION:
             raise UsageError(
-                f"the sampler's state is of version {state['version']!r}, and this holdfast knows version {VERSION}",
+                f"the sampler's state has version {state['version']!r}, but this holdfast reads version {VERSION}",
                 hint="Install the version of holdfast that wrote it, or a newer one.",
             )
         position = cls(**{name: state[name] for name in _NAMES})
@@ -125,8 +125,8 @@ def count_samples(length_or_dataset: Any) -> int:
         length = len(length_or_dataset)
     else:
         raise UsageError(
-            f"{type(length_or_dataset).__name__} is neither a number of samples nor something with a length",
-            hint="A dataset that can only be iterated needs a loader that keeps the dataset's own state.",
+            f"expected a number of samples or a dataset with a length, got {type(length_or_dataset).__name__}",
+            hint="An iterable dataset needs a loader that saves the dataset's own state.",
         )
     return check_whole("the number of samples", length, 0, MAX_LENGTH)
 
@@ -202,8 +202,8 @@ def find_apart(positions: Sequence[Iterable[PositionRecord]]) -> str:
                 for (epoch, samples), ranks in sorted(places.items())[:3]
             )
             return (
-                f"the workers are at different places of the same data in {name}: {told}. Another number of workers "
-                "cannot go on from there without losing or repeating samples. All workers have to take as many "
-                "batches between saves; data that are each worker's own are given as hf.PerWorker"
+                f"the workers are at different positions in the same data of {name}: {told}. Another number of "
+                "workers cannot resume from there without losing or repeating samples. All workers must take the "
+                "same number of batches between saves; wrap data that differs per worker in hf.PerWorker"
             )
     return ""

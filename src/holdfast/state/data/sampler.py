@@ -130,7 +130,7 @@ class ResumableSampler:
         if world_size > batch_size:
             raise OutOfRangeError(
                 f"rank={rank!r} of world_size={world_size!r} workers cannot share a batch of {batch_size} samples",
-                hint="The batch is that of the whole job: at least a sample for each worker.",
+                hint="batch_size counts the samples of the whole job: it needs at least one for each worker.",
             )
         self._cut = Batches(self._length, batch_size, bool(drop_last), rank, world_size)
         self._shuffle = bool(shuffle)
@@ -207,8 +207,8 @@ class ResumableSampler:
         self.check_loader(loader)
         if not len(self):
             raise UsageError(
-                f"{self!r} has no batch to give",
-                hint="Check the dataset's length; with drop_last=True it must have a whole batch.",
+                f"{self!r} has no batches",
+                hint="Check the dataset's length; with drop_last=True it must have at least one whole batch.",
             )
         return BatchStream(self._follow_for_ever(loader), len(self))
 
@@ -230,8 +230,8 @@ class ResumableSampler:
             elif self._epoch > epoch + 1 and not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "epochs %d to %d went by in one turn of epochs(%d): if one of them only evaluates, it does not "
-                    "train, and counts all the same. Evaluate over a loader of its own",
+                    "epochs %d to %d ended within one turn of epochs(%d): a pass that only evaluates counts as "
+                    "an epoch, too. Use a separate loader for evaluation",
                     epoch,
                     self._epoch - 1,
                     total,
@@ -253,7 +253,7 @@ class ResumableSampler:
             self._has_warned = True
             _log.warning(
                 "set_epoch(%d) after a restore in epoch %d: the position stays in epoch %d. A loop over range(n) "
-                "trains n more epochs; write `for epoch in loader.epochs(n)` to train n in all",
+                "trains n more epochs; write `for epoch in loader.epochs(n)` to train n in total",
                 epoch,
                 self._epoch,
                 self._epoch,
@@ -272,10 +272,10 @@ class ResumableSampler:
         """
         if self._unfollowed_batches:
             raise UsageError(
-                f"{self._unfollowed_batches} batches of this sampler went to a loader that was iterated directly, so "
-                "nobody knows how many of them the training loop has taken",
-                hint="Iterate sampler.batches(loader) or sampler.stream(loader) in place of the loader, or use "
-                "ResumableDataLoader. A StatefulDataLoader keeps a position of its own and needs a plain sampler.",
+                f"{self._unfollowed_batches} batches of this sampler went to a loader that was iterated directly, "
+                "so it is unknown how many of them were trained",
+                hint="Iterate sampler.batches(loader) or sampler.stream(loader) instead of the loader, or use "
+                "ResumableDataLoader. A StatefulDataLoader saves its own position and needs a plain sampler.",
             )
         epoch, position_samples = self._epoch, self._position_samples
         if self._untrained is not None and self._untrained[0] == step_break.number:
@@ -293,9 +293,9 @@ class ResumableSampler:
         difference = self.difference_from(stored)
         if difference:
             raise MismatchError(
-                f"the stored data position does not fit: {difference}",
+                f"the saved data position does not fit: {difference}",
                 differences=Differences(wrong_shape=[difference]),
-                hint="Give the data that the job was trained on, or restore everything but the loader.",
+                hint="Use the data that the job was trained on, or restore everything but the loader.",
             )
         live = {"seed": (self._seed, stored.seed), "shuffle": (self._shuffle, stored.shuffle)}
         self._overruled = {name: pair for name, pair in live.items() if pair[0] != pair[1]}
@@ -320,13 +320,13 @@ class ResumableSampler:
             return
         if hasattr(loader, "state_dict"):
             raise UsageError(
-                f"{type(loader).__name__} keeps a position of its own, which would be the wrong one",
+                f"{type(loader).__name__} saves its own position, which would be wrong with this sampler",
                 hint="Use a ResumableDataLoader or a plain loader, or iterate it directly, without a ResumableSampler.",
             )
         if getattr(loader, "in_order", True) is False:
             raise UsageError(
-                "a loader with in_order=False gives batches in an order that cannot be taken up again",
-                hint="Leave in_order as it is.",
+                "a loader with in_order=False gives batches in an order that cannot be resumed",
+                hint="Leave in_order at its default.",
             )
 
     def __repr__(self) -> str:
@@ -390,8 +390,8 @@ class ResumableSampler:
         self._check_current(current)
         if current.taken == current.handed_out:
             raise UsageError(
-                "the loader gave a batch for which this sampler handed out no indices",
-                hint="Make the loader with this sampler: DataLoader(dataset, batch_sampler=sampler).",
+                "the loader gave a batch that this sampler did not produce",
+                hint="Create the loader with this sampler: DataLoader(dataset, batch_sampler=sampler).",
             )
         current.taken += 1
         self._count.batches += 1
@@ -412,7 +412,8 @@ class ResumableSampler:
         self._count.ends += 1
         if current.taken < current.batches:
             raise UsageError(
-                f"the loader ended after {current.taken} of the {current.batches} batches left in epoch {self._epoch}",
+                f"the loader ended after {current.taken} of the {current.batches} remaining batches of epoch "
+                f"{self._epoch}",
                 hint="To leave an epoch early, break out of the loop and call set_epoch, or use epochs().",
             )
         # The last batch may have gone on into the next epoch.
@@ -423,9 +424,10 @@ class ResumableSampler:
     def _check_current(self, current: _Pass) -> None:
         if self._pass is not current:
             raise UsageError(
-                "another loop over this loader has begun, or its position was set or loaded: this loop cannot go on",
-                hint="To evaluate, use a loader of its own, and not the one that trains. To train on from a position "
-                "that was set or loaded, begin a new loop.",
+                "another loop over this loader has started, or its position was set or loaded: this loop cannot "
+                "continue",
+                hint="For evaluation, use a separate loader. To continue from a position that was set or loaded, "
+                "start a new loop.",
             )
 
     def _move(self, epoch: int, position_samples: int) -> None:
@@ -457,7 +459,7 @@ class BatchStream(BatchIterator[Batch]):
         self._epoch_batches = epoch_batches
 
     def __repr__(self) -> str:
-        return f"<BatchStream: {self._epoch_batches} batches an epoch, without an end>"
+        return f"<BatchStream: {self._epoch_batches} batches per epoch, endless>"
 
     def __len__(self) -> int:
         """The batches of a whole epoch, for loops that ask for so many at a time."""

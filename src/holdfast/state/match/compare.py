@@ -271,8 +271,8 @@ class Comparison(Decoder):
                 lives = {part: getattr(live, part) for part in names}
             elif self.rules.fixed_kinds:
                 self.differences.wrong_kind.append(
-                    f"{path}: stored a {cls.__qualname__} of {list(stored.shape)} with other settings than the live one"
-                    f" of {list(live.shape)}"
+                    f"{path}: stored a {cls.__qualname__} of {list(stored.shape)} with other settings than the "
+                    f"live one of {list(live.shape)}"
                 )
                 return live
         outer, self.like = self.like, None
@@ -289,7 +289,7 @@ class Comparison(Decoder):
         try:
             return cls.__tensor_unflatten__(parts, context, stored.shape, stored.strides)
         except Exception as error:
-            raise malformed(path, f"{cls.__qualname__} refused what is stored: {error!r}") from error
+            raise malformed(path, f"{cls.__qualname__} rejected the stored value: {error!r}") from error
 
     def node(self, name: str, parts: Mapping[str, Any] | None, live: Any, path: str, depth: int) -> Any:
         """What stands for a value like the live one, with the stored parts, until these have been read."""
@@ -304,9 +304,9 @@ class Comparison(Decoder):
                 self.differences.wrong_kind.append(f"{path}: stored a {cls}, live {_describe_live(live)}")
                 return live
             raise UnsupportedValueError(
-                f"{path}: a {cls} is stored, and is made again only after the one that the program has",
+                f"{path}: a {cls} is stored, and can be restored only into one that the program has",
                 path=path,
-                hint=f"Let a {cls} of the same structure stand there when the restore begins.",
+                hint=f"Put a {cls} of the same structure there before the restore.",
             )
         missing = [f"{path}/{escape(part)}" for part in own.parts if part not in parts]
         extra = [f"{path}/{escape(part)}" for part in parts if part not in own.parts]
@@ -342,8 +342,8 @@ class Comparison(Decoder):
             raise
         except Exception as error:
             raise UsageError(
-                f"{path}: the present state of {type(live).__qualname__} could not be compared: {error!r}",
-                hint="See the cause above: it was raised by the object itself.",
+                f"{path}: the current state of {type(live).__qualname__} could not be compared: {error!r}",
+                hint="The object itself raised the error; see its cause above.",
             ) from error
         finally:
             self.rules = rules
@@ -384,7 +384,8 @@ class Comparison(Decoder):
             return super().unknown_type(name, live, path)
         cls = name.rpartition(":")[2]
         self.differences.wrong_kind.append(
-            f"{path}: stored a {cls}, live {_describe_live(live)} (holdfast.register_type({cls}) takes what is stored)"
+            f"{path}: stored a {cls}, live {_describe_live(live)} (holdfast.register_type({cls}) accepts the "
+            "stored type)"
         )
         return live
 
@@ -480,7 +481,7 @@ class ObjectLoading:
     def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
         """The parts of a stored dict."""
         if type(stored) is not dict or "$" in stored:
-            raise malformed(self.name(*at), "a dict is expected")
+            raise malformed(self.name(*at), "expected a dict")
         return stored
 
 

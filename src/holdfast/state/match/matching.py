@@ -75,8 +75,8 @@ class Matching(msgspec.Struct, frozen=True):
                 raise
             except Exception as error:
                 raise ApplyError(
-                    f"{job.path} refused the state that was read for it: {error!r}",
-                    hint="Objects before it have been changed: restore into new objects, or mend this one.",
+                    f"{job.path} rejected the stored state: {error!r}",
+                    hint="Objects before it have already been changed: restore into new objects, or fix this one.",
                 ) from error
         return changed
 

@@ -28,8 +28,8 @@ class PendingCoded(PendingArray):
             return self._codec.decode(made)
         except Exception as error:
             raise ApplyError(
-                f"{self._path}: the codec {self._codec.tag!r} refused what is stored: {error!r}",
-                hint="See the cause above; objects that came before it have been changed.",
+                f"{self._path}: the codec {self._codec.tag!r} rejected the stored value: {error!r}",
+                hint="See the cause above; objects before it have already been changed.",
             ) from error
 
 
@@ -50,6 +50,6 @@ class PendingNode(PendingArray):
             return self._like.join(values)
         except Exception as error:
             raise ApplyError(
-                f"{self._path}: what is stored was refused where it was put together again: {error!r}",
-                hint="See the cause above; objects that came before it have been changed.",
+                f"{self._path}: the stored tree could not be rebuilt: {error!r}",
+                hint="See the cause above; objects before it have already been changed.",
             ) from error

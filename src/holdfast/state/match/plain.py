@@ -37,9 +37,9 @@ class PlainDecoder(Comparison):
             raise malformed(path, f"there is no array {leaf!r}")
         if spec.quantizer is not None:
             raise UnsupportedValueError(
-                f"{path}: a quantized array, which NumPy has not, cannot be read",
+                f"{path}: NumPy cannot represent a quantized array",
                 path=path,
-                hint="Read it into a tree of the program's, with `like`.",
+                hint="Read it into the program's own tree, with `like`.",
             )
         return self.claims.new(leaf, spec, backend_named("numpy"))
 

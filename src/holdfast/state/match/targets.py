@@ -171,7 +171,9 @@ class RestoreTargets:
         """Whether live memory is free for a leaf, which has it from then on."""
         owner = self._by_memory[backend.name].setdefault(memory, leaf)
         if owner != leaf:
-            self._differences.wrong_kind.append(f"{path}: stored apart from {owner}, live the two share their memory")
+            self._differences.wrong_kind.append(
+                f"{path}: stored separately from {owner}, but the live arrays share memory"
+            )
         return owner == leaf
 
     def _claim(self, key: _Key, spec: ArraySpec) -> _Claim:

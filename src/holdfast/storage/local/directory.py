@@ -84,7 +84,7 @@ class LocalStorage:
         """Reads and writes nothing yet. `direct`: large files pass by the page cache where they can."""
         text = os.fspath(root)
         if not text or "\0" in text:
-            raise UsageError(f"{text!r} is not the name of a directory", hint="give the path of a directory")
+            raise UsageError(f"{text!r} is not the name of a directory", hint="pass the path of a directory")
         self._root = Path(text).absolute()
         self.url = str(self._root)
         self.spare = LocalSpare(self._root)
@@ -182,10 +182,10 @@ class LocalStorage:
                 return publish_file(directory, name, data)
             except CannotPublishError as error:
                 raise StorageError(
-                    f"cannot publish {self._root / path}: its file system has neither hard links nor a rename that "
-                    "replaces nothing, so two jobs could both believe that theirs is the checkpoint",
+                    f"cannot publish {self._root / path}: its file system has neither hard links nor an atomic "
+                    "rename without overwriting, so two jobs could each believe that the checkpoint is theirs",
                     path=path,
-                    hint="use a file system of another kind",
+                    hint="use another kind of file system",
                 ) from error
 
     def read(self, path: str, limit_bytes: int) -> bytes:
@@ -310,8 +310,8 @@ class LocalStorage:
             _without_direct.add(self.url)
         if is_first:
             self.warn(
-                f"{self.url}: its file system takes no direct writes, so what is saved passes through the page cache, "
-                "which takes time of the processor and memory from training"
+                f"{self.url}: its file system does not support direct writes, so saves go through the page cache, "
+                "which takes CPU time and memory from training"
             )
         return False
 
@@ -336,7 +336,7 @@ class LocalStorage:
 
     def _not_plain(self, path: str) -> DamageError:
         return DamageError(
-            f"{self._root / path} is not a plain file, or a directory on the way to it is none",
+            f"{self._root / path} is not a regular file, or is below something that is not a directory",
             path=path,
             hint="links and special files are not followed: put the file itself there",
         )

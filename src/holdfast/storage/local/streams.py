@@ -65,7 +65,7 @@ class SharedDescriptor:
             is_closed = self._is_closing
             self.users += not is_closed
         if is_closed:
-            raise UsageError(f"{self._what} is closed", hint="open it anew")
+            raise UsageError(f"{self._what} is closed", hint="open it again")
         try:
             yield self._descriptor
         finally:
