@@ -1,6 +1,6 @@
 """Checks of numeric arguments. Pure.
 
-A value of a wrong type is a `UsageError`, and a number that cannot be meant is an `OutOfRangeError`.
+A value of a wrong type is a `UsageError`, and a number outside of the valid range an `OutOfRangeError`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any, Final
 from holdfast.errors import OutOfRangeError, UsageError
 
 _MOST_SECONDS: Final = 1e300
-"""To compute with larger numbers overflows at once."""
+"""Computing with larger numbers could overflow."""
 
 
 def check_whole(name: str, value: Any, least: int = 0, most: int | None = None, *, hint: str = "") -> int:
-    """**Pure.** A whole number within a range, as a plain int.
+    """**Pure.** Returns a whole number within a range, as a plain int.
 
     Args:
-        name: What the error calls it.
+        name: The name of the argument, for the error.
         value: The argument.
-        least: The least that it may be.
-        most: The most that it may be; None for any.
+        least: The smallest valid value.
+        most: The largest valid value; None for any.
         hint: What to do, for the error.
 
     Raises:
@@ -44,13 +44,13 @@ def check_whole(name: str, value: Any, least: int = 0, most: int | None = None, 
 def check_seconds(
     name: str, value: Any, *, least: float | None = None, most: float = _MOST_SECONDS, hint: str = ""
 ) -> float:
-    """**Pure.** A length of time.
+    """**Pure.** Returns a number of seconds within a range.
 
     Args:
-        name: What the error calls it.
+        name: The name of the argument, for the error.
         value: The argument.
-        least: The least that it may be; None for anything above 0.
-        most: The most that it may be.
+        least: The smallest valid value; None for anything above 0.
+        most: The largest valid value.
         hint: What to do, for the error.
 
     Raises:
@@ -68,7 +68,7 @@ def check_seconds(
 
 
 def check_share(name: str, value: Any, *, hint: str = "") -> float:
-    """**Pure.** A share of a whole, which is neither nothing nor all of it.
+    """**Pure.** Returns a number between 0 and 1, exclusive.
 
     Raises:
         OutOfRangeError: If it is not between 0 and 1.

@@ -1,4 +1,4 @@
-"""Notices of Google's cloud."""
+"""Preemption notices on Google Compute Engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MAINTENANCE: Final = "maintenance-event"
 
 
 class GCP(MetadataSource):
-    """Hears that a spot machine is taken away, and that the host goes into maintenance.
+    """Notices that a spot machine is about to be preempted, or that its host goes into maintenance.
 
-    One of the two attributes is waited for with a long poll, the other is asked for at each turn: `preempted` by the
-    source `GCP()`, and `maintenance-event` by `GCP("maintenance-event")`. Use both.
+    A source waits for one attribute with a long poll: `GCP()` for `preempted`, and `GCP("maintenance-event")` for
+    `maintenance-event`. Use both.
     """
 
     def __init__(
@@ -35,13 +35,14 @@ class GCP(MetadataSource):
         wait_seconds: float = 60.0,
         timeout_seconds: float = 5.0,
     ) -> None:
-        """Takes note of what to ask for; nothing is sent.
+        """Stores the settings; sends no request.
 
         Args:
             attribute: `preempted` or `maintenance-event`.
             base_url: The metadata server.
-            left_seconds: The time from the notice until the machine is gone; None for 30 s of a preemption, and 60 s
-                before maintenance. Machines with GPUs hear of maintenance an hour before: 3600 then.
+            left_seconds: The time from the notice until the machine is gone; None for 30 s after a preemption notice,
+                and 60 s before maintenance. Machines with GPUs get notice of maintenance an hour before: use 3600
+                there.
             wait_seconds: How long one request waits for a change.
             timeout_seconds: How long one request may take beyond that.
 
