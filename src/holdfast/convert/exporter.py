@@ -1,4 +1,4 @@
-"""Drives an export: a step of a run to files that other programs read."""
+"""Exports a step of a run to files that other programs read."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from holdfast.tracebacks import short_traceback
 
 FORMATS: Final = ("safetensors", "transformers", "torch", "dcp")
 FILE_BYTES: Final = 5_000_000_000
-"""How large a file of several gets: what Hugging Face's hub likes."""
+"""The size of one file of several: what the Hugging Face hub recommends."""
 
 
 _MOST_ATTEMPTS: Final = 30
 
 
 class ProgressWatcher(Protocol):
-    """Hears how far an export or an import has come."""
+    """Receives the progress of an export or an import."""
 
     def expect(self, total_bytes: int) -> None:
-        """How much there is to do."""
+        """Called with the total amount of work."""
         ...
 
     def advance(self, moved_bytes: int) -> None:
-        """How much was just done."""
+        """Called with the amount that was just done."""
         ...
 
 
 class ExportOptions(msgspec.Struct, frozen=True):
-    """What is to be written, and how; the arguments of `export_checkpoint`."""
+    """What to write, and how; the arguments of `export_checkpoint`."""
 
     to: str
     only: str | Iterable[str] | None = None
@@ -62,16 +62,16 @@ class ExportOptions(msgspec.Struct, frozen=True):
 
 
 class Export(msgspec.Struct, frozen=True):
-    """What an export has written.
+    """The result of an export.
 
     Attributes:
         step: The step.
-        name: Which checkpoint it was.
-        out: Where it is now.
+        name: The name of the checkpoint.
+        out: The path of the export.
         files: The names of the files.
-        arrays: How many arrays are in them.
-        size_bytes: What these take, each counted once.
-        left_out: What does not stand there, and why.
+        arrays: How many arrays they contain.
+        size_bytes: The size of the arrays, each counted once.
+        left_out: What was not exported, and why.
         seconds: How long it took.
     """
 
@@ -100,31 +100,32 @@ def export_checkpoint(
     threads: int = 3,
     watcher: ProgressWatcher | None = None,
 ) -> Export:
-    """**Blocks.** Writes a checkpoint of a run as files that other programs read; every byte is checked on the way.
+    """**Blocks.** Exports a checkpoint of a run to files that other programs read; every byte is checked on the way.
 
-    It takes the same memory however large the checkpoint is. What is there is under its name only when it is whole.
+    Memory use does not depend on the size of the checkpoint. The export appears under its name only once it is
+    complete.
 
     Args:
         run: The run's directory, a URL, or an open storage.
-        out: Where to write. For safetensors a directory, which gets `model.safetensors` or several files and an index,
-            or one file, if its name ends in `.safetensors`; for torch a file; for dcp a directory.
-        to: The format: `safetensors`; `transformers`, a directory for `from_pretrained`, of a model that the Trainer of
-            Hugging Face has trained; `torch`, for `torch.load(path, weights_only=True)`; or `dcp`, for
+        out: The path to write. For safetensors, a directory, which gets `model.safetensors` or several files and an
+            index, or one file, if the name ends in `.safetensors`; for torch a file; for dcp a directory.
+        to: The format: `safetensors`; `transformers`, a directory for `from_pretrained`, of a model that the Hugging
+            Face Trainer has trained; `torch`, for `torch.load(path, weights_only=True)`; or `dcp`, for
             `torch.distributed.checkpoint`.
-        step: The step; None for the newest of the living line.
+        step: The step; None for the newest of the current lineage.
         only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); None for everything.
-        keep_prefix: True to keep the object's name in front of all names also where `only` leaves a single object.
-        repeat_shared: For safetensors, True to write arrays that share their memory once for each of their names.
-        overwrite: True to replace an export that is there.
-        file_bytes: How large the arrays in one file get together, where there may be several files.
-        threads: How many threads read.
-        watcher: Told how far it has come.
+        keep_prefix: True to keep the object's name as a prefix even if `only` selects a single object.
+        repeat_shared: For safetensors, True to write arrays that share memory once under each of their names.
+        overwrite: True to replace an existing export.
+        file_bytes: The total size of the arrays in one file, if the format allows several files.
+        threads: The number of threads that read.
+        watcher: Receives the progress.
 
     Raises:
-        UsageError: If an argument is wrong, or something is there already.
-        NoCheckpointError: If there is no such checkpoint.
+        UsageError: If an argument is wrong, or the path already exists.
+        NoCheckpointError: If the checkpoint does not exist.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     storage = open_storage(run)
     if step is not None:
@@ -148,13 +149,13 @@ def export_chosen(
     out: Path,
     options: ExportOptions,
 ) -> Export:
-    """**Blocks.** Writes a step of a run; another one if a job that goes on has removed it meanwhile.
+    """**Blocks.** Exports a step of a run; chooses another one if a running job has removed it meanwhile.
 
     Raises:
-        UsageError: If an option is wrong, or something is there already.
-        NoCheckpointError: If there is no such checkpoint, or no longer.
+        UsageError: If an option is wrong, or the path already exists.
+        NoCheckpointError: If the checkpoint does not exist, or no longer.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     _check(options)
     run = local_directory(storage)
@@ -191,14 +192,14 @@ def export_step(
     out: Path,
     options: ExportOptions,
 ) -> Export:
-    """**Blocks.** Writes one step; as `export_checkpoint`, but for where the step lies.
+    """**Blocks.** Exports one step like `export_checkpoint`, given its directory.
 
-    It may be any step if none is `expected`; `beside` is where the steps lie that it refers to.
+    It may be any step if none is `expected`; `beside` is where the steps are that it refers to.
 
     Raises:
-        UsageError: If an option is wrong, or something is there already.
+        UsageError: If an option is wrong, or the path already exists.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     begun_at = time.monotonic()
     _check(options)
@@ -267,7 +268,7 @@ def export_step(
 
 
 def find_descriptions(objects: dict[str, Any], step: int) -> dict[str, str]:
-    """**Pure.** The text of the files that say what model the Trainer of Hugging Face has trained, by name.
+    """**Pure.** Returns the files that describe the model that the Hugging Face Trainer has trained, by name.
 
     Raises:
         UsageError: If the checkpoint has none.
@@ -285,19 +286,19 @@ def find_descriptions(objects: dict[str, Any], step: int) -> dict[str, str]:
 
 
 def name_adapters(names: dict[str, str]) -> dict[str, str]:
-    """**Pure.** The arrays of the default adapter of PEFT, under the names that its files have."""
+    """**Pure.** Returns the arrays of the default PEFT adapter, with the names that its files use."""
     found = {name.replace(".default", ""): leaf for name, leaf in names.items() if ".default" in name}
     return {name.replace(".modules_to_save", ""): leaf for name, leaf in found.items()}
 
 
 def name_arrays(tree: dict[str, Any], *, has_prefix: bool, repeat_shared: bool) -> tuple[dict[str, str], list[LeftOut]]:
-    """**Pure.** What arrays are called where all names stand in one list: the keys on the way, joined by dots.
+    """**Pure.** Names arrays for a flat list of names: by the keys on the way, joined with dots.
 
-    Gives for each name its leaf, and what does not stand there: an array with several names stands under the first, or
-    with `repeat_shared` under each.
+    Returns the leaf of each name, and what is left out: an array with several names gets the first one, or with
+    `repeat_shared` each of them.
 
     Raises:
-        UsageError: If two arrays get one name.
+        UsageError: If two arrays get the same name.
     """
     names: dict[str, str] = {}
     paths: dict[str, KeyPath] = {}

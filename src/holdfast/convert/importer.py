@@ -1,4 +1,4 @@
-"""Drives an import: files of other programs to a committed checkpoint."""
+"""Imports files of other programs into a committed checkpoint."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ _MOST_TIMES: Final = 4
 _ALWAYS_BYTES: Final = 64 << 20
 
 _OPTIMIZER_STATE: Final = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer"})
-"""State of an optimizer for one parameter has these: nothing in it is ever one with another thing."""
+"""Per-parameter optimizer state has these names; its arrays are never tied to other arrays."""
 
 
 class Import(msgspec.Struct, frozen=True):
-    """What an import has made.
+    """The result of an import.
 
     Attributes:
         step: The step.
-        name: The checkpoint.
-        run: The run that it lies in.
-        format: What it was made of: `torch`, `dcp`, `safetensors`, `lightning`, `transformers` or `orbax`.
+        name: The name of the checkpoint.
+        run: The run that contains it.
+        format: The format of the source: `torch`, `dcp`, `safetensors`, `lightning`, `transformers` or `orbax`.
         objects: The names of its objects.
         arrays: How many arrays it has.
-        size_bytes: What these take.
-        left_out: What does not stand in it, and why.
-        renamed: The objects whose names lost what stood in front of them: a wrapper's part, or `strip_prefix`.
+        size_bytes: The size of the arrays.
+        left_out: What was not imported, and why.
+        renamed: The objects whose names lost a prefix: that of a wrapper, or `strip_prefix`.
         seconds: How long it took.
     """
 
@@ -97,32 +97,32 @@ def import_checkpoint(
     skip_unknown: bool = False,
     watcher: ProgressWatcher | None = None,
 ) -> Import:
-    """**Blocks.** Makes a committed checkpoint of what another program has saved; nothing in it is executed.
+    """**Blocks.** Makes a committed checkpoint from the file of another program; nothing in it is executed.
 
-    It takes the same memory however large the arrays are. Its objects are the outermost entries of the source: with
-    `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}` a run with a `model` and an `optimizer` goes on
-    from it. So it does from a checkpoint of Lightning or of the Hugging Face Trainer, whose `scheduler` comes along.
+    Memory use does not depend on the size of the arrays. The outermost entries of the source become the objects: from
+    `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`, a run with a `model` and an `optimizer` can
+    resume. It can also resume from a checkpoint of Lightning or of the Hugging Face Trainer, including its `scheduler`.
 
     Args:
         source: A file of `torch.save` or of Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or of
-            `torch.distributed.checkpoint`, a safetensors file, or a directory of such.
-        run: The run's directory, a URL, or an open storage. It must have no checkpoint yet.
-        step: The step that the checkpoint is of: a job goes on from there. None for what the source says, or else 0.
-        only: The objects to take, by their new names; None for all that are state of the training.
-        name: What the model is called, and the object where the source is the state of one, such as a bare
+            `torch.distributed.checkpoint`, a safetensors file, or a directory of safetensors files.
+        run: The run's directory, a URL, or an open storage. It must not contain a checkpoint yet.
+        step: The step of the checkpoint, from which a job resumes. None for the step in the source, or else 0.
+        only: The objects to import, by their new names; None for all that are state of the training.
+        name: The name of the model, and of the object if the source is the state of a single one, such as a plain
             `model.state_dict()`.
-        rename: Other names for objects, by those that they have in the source. The name of a part, such as
-            `state/params`, makes that part an object of its own; `.` makes one object of all.
-        strip_prefix: What to take away where names of a model's arrays begin with it, such as `model.`.
-        skip_unknown: True to leave out values of classes that are not known here, in place of an error.
-        watcher: Told how far it has come.
+        rename: New names for objects, by those that they have in the source. The name of a part, such as
+            `state/params`, makes that part a separate object; `.` makes one object of everything.
+        strip_prefix: A prefix to remove from the names of a model's arrays, such as `model.`.
+        skip_unknown: True to skip values of unknown classes instead of raising an error.
+        watcher: Receives the progress.
 
     Raises:
-        UsageError: If an argument is wrong, the source is nothing that can be imported, or the run has checkpoints.
-        UnsupportedValueError: If something in the source cannot be stored.
-        NoCheckpointError: If nothing is at the source.
-        FormatError: If the source is malformed, or wants what no such file may have.
-        StorageError: If a place fails.
+        UsageError: If an argument is wrong, the source cannot be imported, or the run already has checkpoints.
+        UnsupportedValueError: If a value in the source cannot be stored.
+        NoCheckpointError: If the source does not exist.
+        FormatError: If the source is malformed, or contains something that is not supported.
+        StorageError: If the storage fails.
     """
     begun_at = time.monotonic()
     step = None if step is None else check_whole("step", step, 0, MAX_STEP)
@@ -183,7 +183,8 @@ def import_checkpoint(
 
 
 def list_objects(root: Any, name: str) -> Recognized:
-    """**Pure.** The objects that a tree stands for: its outermost entries, or one if it is the state of one itself."""
+    """**Pure.** Returns the objects in a tree: its outermost entries, or one if the tree is the state of a single
+    object."""
     archive = root.archive if type(root) is ArchivedTree else None
     value = root.value if type(root) is ArchivedTree else root
     is_one = type(value) is not dict or not all(type(key) is str and key and is_text(key) for key in value)
@@ -194,7 +195,7 @@ def list_objects(root: Any, name: str) -> Recognized:
 
 
 def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
-    """Gives objects other names, or makes objects of parts of them, which are then taken."""
+    """Renames objects, or makes objects of parts of them, which then count as selected."""
     moved: dict[str, ArchivedTree] = {}
     if _WHOLE in names:
         found.objects[_WHOLE] = ArchivedTree({name: found.objects.pop(name) for name in found.taken}, None)
@@ -248,7 +249,7 @@ def _select(found: Recognized, selection: Selection | None, source: str) -> dict
 
 
 def _strip(objects: Mapping[str, ArchivedTree], prefix: str, source: str) -> list[str]:
-    """Takes a prefix away from the names of arrays, and gives the objects that had it."""
+    """Removes a prefix from the names of arrays, and returns the objects that had it."""
     prefix = f"{prefix.rstrip('.')}."
     stripped = []
     for key, tree in objects.items():
@@ -277,7 +278,7 @@ def _is_array(value: Any, archive: TorchArchive | None) -> bool:
 
 
 def _unwrap(tree: ArchivedTree) -> bool:
-    """Takes what wrappers of modules put in front of all names away."""
+    """Removes the prefix that wrappers of modules add to all names."""
     value, was_wrapped = tree.value, False
     if type(value) is not dict or not value or not all(type(key) is str for key in value):
         return False
@@ -291,12 +292,12 @@ def _unwrap(tree: ArchivedTree) -> bool:
 
 
 class _ImportEncoder(Encoder):
-    """Writes what was found as the format has it; arrays get names, and are read later.
+    """Encodes what was found; arrays get names, and are read later.
 
     Attributes:
-        arrays: By name.
+        arrays: The arrays by name.
         left: What was left out.
-        tied_candidates: For each dict with several arrays, the nodes of these: some of them may be tied weights.
+        tied_candidates: For each dict with several arrays, their nodes: some of them may be tied weights.
     """
 
     def __init__(self, source: str, *, skip_unknown: bool) -> None:
@@ -382,7 +383,7 @@ def _commit(
     source: str,
     watcher: ProgressWatcher | None,
 ) -> StepName:
-    """Writes the checkpoint of a new generation. What ends it before it is committed leaves nothing."""
+    """Writes the checkpoint as a new generation. If this ends before the commit, nothing is left behind."""
     layout = plan_layout(
         [(name, array.dtype, array.shape) for name, array in arrays.items()],
         {"format": "holdfast", "step": str(step)},
@@ -442,7 +443,7 @@ def _write(
     arrays: Mapping[str, InputArray],
     watcher: ProgressWatcher | None,
 ) -> list[LeafRecord]:
-    """Writes the data file piece by piece, with digests taken on the way."""
+    """Writes the data file piece by piece, and computes digests on the way."""
     storage.make_directory(name.directory)
     writer = storage.open_writer(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
     leaves: list[LeafRecord] = []
@@ -470,7 +471,7 @@ def _write(
 
 
 def _pack(parts: Iterable[memoryview], memory: memoryview) -> Iterator[memoryview]:
-    """Parts as pieces that fill the memory, but for the last; each is good until the next one is asked for."""
+    """Combines parts to pieces that fill the memory; each piece is valid until the next one is requested."""
     filled = 0
     for part in parts:
         begin = 0
@@ -489,10 +490,10 @@ def _pack(parts: Iterable[memoryview], memory: memoryview) -> Iterator[memoryvie
 def _tie_equal(
     groups: Iterable[Mapping[str, Node]], leaves: Mapping[str, LeafRecord], arrays: Mapping[str, InputArray]
 ) -> None:
-    """Lets the nodes of arrays that are equal refer to the first of them, where the format cannot say which were one.
+    """Makes equal arrays share one stored array, if the format does not record which were tied.
 
-    Two parameters that were trained apart do not have the same values, unless all of one value, as zeros. A live module
-    whose parameters are two gets the values in both; one in which they are one would refuse two stored arrays.
+    Two parameters that were trained separately do not have equal values, unless all values are the same, such as zeros.
+    A live module with two parameters gets the values in both; one with a tied parameter would reject two stored arrays.
     """
     for group in groups:
         first: dict[tuple[Any, ...], str] = {}
@@ -504,7 +505,7 @@ def _tie_equal(
 
 
 def _is_constant(array: InputArray) -> bool:
-    """Whether all elements of an array are the same bytes."""
+    """Returns True if all elements of an array are the same bytes."""
     import numpy as np
 
     kind = f"V{ITEM_BYTES[array.dtype]}"
@@ -517,7 +518,7 @@ def _is_constant(array: InputArray) -> bool:
 
 
 def _list_strides(arrays: Mapping[str, InputArray]) -> Iterator[StridesRecord]:
-    """How tensors lie in their file, where each is one tensor there and is not in row-major order."""
+    """Returns the strides of the tensors that are not in row-major order in their file."""
     for name, array in arrays.items():
         layout = find_layout(array.shape, array.chunks[0].tensor.strides) if len(array.chunks) == 1 else None
         if layout is not None:

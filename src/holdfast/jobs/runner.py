@@ -1,4 +1,4 @@
-"""`JobRunner`: drives a job from its beginning, or from a checkpoint, to its end."""
+"""`JobRunner`: runs a job from its beginning, or from a checkpoint, to its end."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _STOPPED: Final = "stopped"
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How far a job has come, and what was lost on the way.
+    """The progress of a job, and its failures.
 
     Attributes:
-        last_epoch: The last epoch that is over.
-        resumed_from: The epoch that was loaded last, at the beginning as a rule; None if the job began from nothing.
+        last_epoch: The last complete epoch.
+        resumed_from: The epoch that was loaded last, usually at the start; None if the job started from the beginning.
         replacements: How often nodes were lost and replaced.
         last_saved_epoch: The newest epoch that is saved for all nodes, by this run or before it; None if none is.
         saves_committed: How many epochs this run has saved.
-        saves_failed: How many it could not save.
-        failed_epochs: Which these were.
-        upload_error: Why the last saved epoch was not uploaded; None if it was, or was not to be.
+        saves_failed: How many epochs it could not save.
+        failed_epochs: Those epochs.
+        upload_error: Why the last saved epoch was not uploaded; None if it was, or no upload was requested.
     """
 
     last_epoch: int = 0
@@ -56,7 +56,7 @@ class JobResult:
 
 
 class _Epochs:
-    """The epochs of a job, as a guard asks for them."""
+    """The epochs of a job, in the form that a guard needs."""
 
     worker = ALONE
     participant: JointParticipant | None = None
@@ -72,13 +72,13 @@ class _Epochs:
         raise UsageError("a job saves its nodes only at the end of an epoch")
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Nothing: the runner tells which save to wait for."""
+        """Does nothing: the runner tells the guard which save to wait for."""
 
     def latest_step(self) -> int | None:
         return max(self._manager.epochs(), default=None)
 
     def abandon(self) -> None:
-        """Nothing: the end of the process gives up what is in flight."""
+        """Does nothing: the end of the process abandons a save in progress."""
 
 
 class JobRunner:
@@ -103,20 +103,20 @@ class JobRunner:
         sinks: Iterable[Sink] = (),
         preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     ) -> None:
-        """Begins nothing yet.
+        """Stores the settings; runs nothing yet.
 
         Args:
-            job: What to run.
-            checkpoint_manager: What saves and restores; None to keep nothing.
-            resume_from_epoch: The epoch to go on from; None for what the manager's metadata handler says, which is the
-                newest epoch there is, or the beginning.
-            upload_task_group_builder: Makes the tasks that bring the last saved epoch elsewhere.
-            failures_allowed: How many saves in a row may fail before the job ends. That the last one has failed is
-                raised in any case, when all else is done.
-            sinks: Functions that get the job's own events; the manager has its own.
-            preemption: How to hear, while the job runs, that it is to be taken away, and how to leave: "auto" for
-                signals and what fits the place where it runs, "off" for nothing, or a `TerminationConfig`. Without a
-                manager nothing is heard.
+            job: The job to run.
+            checkpoint_manager: Saves and restores; None to save nothing.
+            resume_from_epoch: The epoch to resume from; None for the choice of the manager's metadata handler: the
+                newest epoch, or the beginning if there is none.
+            upload_task_group_builder: Makes the tasks that upload the last saved epoch.
+            failures_allowed: How many saves in a row may fail before the job ends. A failure of the last save is always
+                raised, after everything else is done.
+            sinks: Functions that are called with the job's own events; the manager has its own.
+            preemption: How to notice a preemption while the job runs, and how to exit: "auto" for signals and the
+                sources that fit the machine, "off" for none, or a `TerminationConfig`. Without a manager, notices are
+                not handled.
 
         Raises:
             UsageError: If an argument is wrong, or needs a manager and there is none.
@@ -162,32 +162,32 @@ class JobRunner:
 
     @property
     def result(self) -> JobResult:
-        """What came of the run; while it runs, or if it has failed, how far it has come."""
+        """The result of the run; while it runs, or if it failed, its progress."""
         return self._result
 
     def train(self, session: Session) -> int:
         """**Blocks.** Runs the job to its end.
 
-        From nothing: the init tasks, a save of epoch 0; then an epoch, the stop conditions, a save, until one of them
-        is true. From a checkpoint: it is loaded, and the epochs go on behind it; if a stop condition is true already,
-        none runs. Then the upload, the download tasks and the exit tasks.
+        From the beginning: the init tasks and a save of epoch 0; then an epoch, the stop conditions and a save, until
+        one condition is true. From a checkpoint: the checkpoint is loaded, and the epochs continue after it; if a stop
+        condition is already true, none runs. Then the upload, the download tasks and the exit tasks.
 
-        If the job is asked to leave meanwhile (SIGTERM, say), the save in flight is brought to its end and the process
-        exits with code 42. The epoch that runs is not waited for: it is run again.
+        If the job is asked to stop meanwhile (SIGTERM, for example), the save in progress is completed and the process
+        exits with code 42. The current epoch is not waited for: it is run again.
 
         Returns:
             The last epoch.
 
         Raises:
             UsageError: If the job cannot be run like this; no task has run.
-            SystemExit: When the job leaves.
+            SystemExit: When the job exits.
             NoCheckpointError: If the epoch to resume from was not saved; no task has run.
-            NoWholeCheckpointError: If what is to be resumed from is damaged; no task has run.
+            NoWholeCheckpointError: If the epoch to resume from is damaged; no task has run.
             MismatchError: If the checkpoint does not fit the job; no task has run.
-            NodeLostError: If a node is gone, and the session does not replace it or nothing is kept.
-            TaskFailedError: If a task failed. A failed upload is raised when all else is done.
-            SaveFailedError: If more saves in a row have failed than are allowed; or, when all else is done, if the last
-                one has.
+            NodeLostError: If a node is gone, and the session does not replace it or nothing is saved.
+            TaskFailedError: If a task failed. A failed upload is raised after everything else is done.
+            SaveFailedError: If more saves in a row have failed than are allowed; or, after everything else is done, if
+                the last save failed.
         """
         _check_session(session)
         with (
@@ -216,10 +216,10 @@ class JobRunner:
         return epoch
 
     def save_checkpoints(self, epoch: int, session: Session) -> bool:
-        """**Blocks.** Saves all nodes now, as an epoch that is later than all there are.
+        """**Blocks.** Saves all nodes now, as an epoch later than all existing ones.
 
         Returns:
-            Whether it was saved; a failure is counted.
+            True if it was saved; a failure is counted.
 
         Raises:
             UsageError: If there is no manager.
@@ -234,25 +234,25 @@ class JobRunner:
     def load_blobs_from_checkpoints(
         self, names: str | Iterable[str], epoch: int, session: Session
     ) -> dict[str, tuple[str, ...]]:
-        """**Blocks.** Loads single values of an epoch into the workspaces of the nodes that they are of.
+        """**Blocks.** Loads single values of an epoch into the workspaces of their nodes.
 
         Args:
-            names: The values; those of that name of all nodes are meant.
+            names: The values; those of that name on all nodes.
             epoch: The epoch.
-            session: Where the workspaces are; they need not have been trained.
+            session: The session of the workspaces; they need not have been trained.
 
         Returns:
-            For each node, the names that it has got.
+            For each node, the names of its loaded values.
 
         Raises:
             UsageError: If there is no manager, or no node has a value of some name; nothing has been loaded.
             NoCheckpointError: If the epoch was not saved.
-            MismatchError: If a value does not fit what stands there.
+            MismatchError: If a value does not fit the existing one.
         """
         return self._ready(session).load_blobs(names, epoch)
 
     def _check(self, session: Session) -> None:
-        """Makes sure that the job can be run in a session, before anything is."""
+        """Checks that the job can be run in a session, before anything runs."""
         job = self._job
         if not job.has_stop_condition:
             raise UsageError(
@@ -263,7 +263,7 @@ class JobRunner:
         job.freeze(session.nodes)
 
     def _train(self, session: Session) -> int:
-        """Runs the job to its end, with other nodes in place of those that are lost."""
+        """Runs the job to its end, replacing lost nodes."""
         goes_on = False
         while True:
             try:
@@ -302,7 +302,7 @@ class JobRunner:
             self._manager.close()
 
     def _close_after(self, error: BaseException) -> None:
-        """Waits for a save in flight; what ended the job matters more than what comes of that."""
+        """Waits for a save in progress; the error that ended the job takes precedence over its result."""
         with noting_on(error):
             self._close()
         if self._pending is not None and self._manager is not None and self._manager.committed == self._pending[0]:
@@ -310,7 +310,7 @@ class JobRunner:
             self._note_saved(self._pending[0])
 
     def _ready(self, session: Session) -> MultiNodeCheckpointManager:
-        """The manager, made ready for a session that is not in a run."""
+        """Returns the manager, prepared for a session that is not in a run."""
         if self._manager is None:
             raise UsageError("the runner has no checkpoint manager", hint="Pass checkpoint_manager= to the runner.")
         _check_session(session)
@@ -322,7 +322,7 @@ class JobRunner:
         return self._manager
 
     def _begin(self, session: Session, *, goes_on: bool) -> tuple[int, bool]:
-        """Comes to where the epochs go on: the last one that is over, and whether there is to be no other."""
+        """Reaches the point from which the epochs continue: the last complete one, and whether it is to be the last."""
         job, manager = self._job, self._manager
         self._outputs = []
         if manager is None:
@@ -355,7 +355,7 @@ class JobRunner:
             self._emit(GroupEnded(group=group.name, epoch=epoch, seconds=time.monotonic() - begun_at))
 
     def _is_stopped(self, session: Session, epoch: int) -> bool:
-        """Whether one of the stop conditions that are not outputs of the epoch's tasks is true."""
+        """Returns True if a stop condition that is not an output of the epoch's tasks is true."""
         session.run(self._job.stop_group, epoch=epoch)
         found = [value for task in self._job.stop_group for value in task.results().values()]
         return bool(session.share(f"the end after epoch {epoch}", any(map(bool, found)))[0])
@@ -380,7 +380,7 @@ class JobRunner:
             self._rest(epoch)
 
     def _listen(self, session: Session) -> None:
-        """Hears from now on that the job is to be taken away, if something is kept that it could go on from."""
+        """Starts handling preemption notices, if something is saved that the job could resume from."""
         config, manager = self._termination, self._manager
         if config is None or manager is None:
             return
@@ -392,13 +392,13 @@ class JobRunner:
         self._guard = guard
 
     def _rest(self, epoch: int) -> None:
-        """From now on the job may leave at any moment, when the save of that epoch has ended."""
+        """From now on the job may exit at any moment, once the save of that epoch has ended."""
         is_known = self._handle is not None or (self._pending is None and self._last_failure is None)
         if self._guard is not None and is_known:
             self._guard.pause(epoch, saved=self._handle)
 
     def _find_save(self, epoch: int) -> SaveHandle | None:
-        """The save of the last epoch, for the guard.
+        """Returns the save of the last epoch, for the guard.
 
         Raises:
             SaveFailedError: If it has failed.
@@ -410,7 +410,7 @@ class JobRunner:
         return self._handle
 
     def _settle(self) -> None:
-        """Waits for the save in flight, and takes note of what came of it."""
+        """Waits for the save in progress, and records its result."""
         if self._pending is None or self._manager is None:
             return
         epoch, saving = self._pending
@@ -442,7 +442,7 @@ class JobRunner:
             raise failure
 
     def _upload(self, session: Session) -> None:
-        """Uploads the last epoch that is saved. What goes wrong is reported, and raised when all else is done."""
+        """Uploads the last saved epoch. An error is reported, and raised after everything else is done."""
         if self._upload_builder is None or self._manager is None:
             return
         epoch = self._result.last_saved_epoch
@@ -478,10 +478,10 @@ def _check_session(session: object) -> None:
 
 @contextmanager
 def _running_alone(run_lock: threading.Lock, trouble: str, hint: str) -> Iterator[None]:
-    """Makes sure that a job, or a session, has one run at a time: tasks have one place for what they return, and nodes.
+    """Checks that a job, or a session, has one run at a time: tasks and nodes have one place for outputs.
 
     Raises:
-        UsageError: If it has one already.
+        UsageError: If it already has one.
     """
     if not run_lock.acquire(blocking=False):
         raise UsageError(trouble, hint=hint)

@@ -1,4 +1,4 @@
-"""What plain arrays cannot say: that a worker holds a part of one, or something that is its own."""
+"""`Shard` and `PerWorker`: mark a part of an array, and state that differs per worker."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from holdfast.state.registry import backend_of, find_stateful, may_change_when_r
 
 
 class Shard:
-    """A part of an array of which other workers hold the rest.
+    """A part of an array; other workers hold the rest.
 
-    Give it in place of the array, wherever one may stand: `Checkpoint(table=hf.Shard(rows, (1_000_000, 64), (rank *
-    250_000, 0)))`. All workers together must hold the whole array, each element once; what several hold alike is
-    written once if each names all its holders. It is restored into any other division, or into a plain array.
+    Use it instead of the array, wherever an array is allowed: `Checkpoint(table=hf.Shard(rows, (1_000_000, 64), (rank *
+    250_000, 0)))`. All workers together must hold the whole array, each element once; a part that several workers hold
+    is written once if each names all holders. It can be restored into any other division, or into a plain array.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class Shard:
         *,
         holders: Iterable[int] | None = None,
     ) -> None:
-        """Says what a tensor is a part of.
+        """Describes what a tensor is a part of.
 
         Args:
             tensor: A plain tensor or array, which holds the values.
             global_shape: The shape of the whole array.
-            offsets: For each dimension, where the part begins in it.
-            holders: The ranks of all workers that hold this very part; None if this one alone does.
+            offsets: For each dimension, where the part begins.
+            holders: The ranks of all workers that hold this same part; None if only this worker does.
 
         Raises:
-            UsageError: If it is no tensor or array, or cannot be such a part.
+            UsageError: If it is not a tensor or array, or cannot be such a part.
         """
         if backend_of(tensor) is None:
             raise UsageError(f"a Shard needs a tensor or an array, got {type(tensor).__qualname__}")
@@ -69,7 +69,7 @@ def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
 
 
 class _PendingShard(Shard, PendingArray):
-    """Stands for a Shard whose tensor is made when its values have come."""
+    """Stands for a Shard whose tensor is created once its values are there."""
 
     def check(self, leaf: str) -> None:
         self.tensor.check(leaf)
@@ -79,17 +79,17 @@ class _PendingShard(Shard, PendingArray):
 
 
 class PerWorker:
-    """State that is each worker's own, such as the place in a stream of data that no other worker reads.
+    """State that differs per worker, such as the position in a stream of data that no other worker reads.
 
-    Give it around an object: `Checkpoint(stream=hf.PerWorker(stream))`. What is not marked so is taken for the same
-    with all workers, but for random generators (`RNG`), which are each worker's own in any case.
+    Wrap an object in it: `Checkpoint(stream=hf.PerWorker(stream))`. Everything else is assumed to be the same on all
+    workers, except random generators (`RNG`), which always differ per worker.
 
-    Each worker restores what the worker of its rank had saved. If the number of workers has changed, that means
-    nothing any more: then what is marked so stays as it is, and random generators are seeded anew; an event says so.
+    Each worker restores what the worker of its rank saved. If the number of workers has changed, such state has no
+    meaning any more: then it is left unchanged, and random generators are reseeded; an event says so.
     """
 
     def __init__(self, value: Any) -> None:
-        """Takes an object with state, a tensor, or a tree of such."""
+        """Wraps an object with state, a tensor, or a tree of these."""
         self.value = value
 
     def __repr__(self) -> str:

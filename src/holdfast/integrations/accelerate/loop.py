@@ -1,4 +1,4 @@
-"""A run over what an `Accelerator` has prepared: models, optimizers, schedulers, the scaler, and places in the data."""
+"""A run that saves everything that an `Accelerator` has prepared."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from holdfast.storage import Storage
 
 _SUPPORTED: Final = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP"}
 _OTHER_DIVISIONS: Final = ("dp_replicate_size", "tp_size", "cp_size", "sp_size")
-"""What a `ParallelismConfig` may divide the job by besides `dp_shard_size`."""
+"""The ways besides `dp_shard_size` in which a `ParallelismConfig` may split the job."""
 
 
 def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **options: Any) -> Run:
-    """A run, as `hf.resumable` gives it, that keeps all that the accelerator has prepared.
+    """Creates a run, like `hf.resumable`, that saves everything the accelerator has prepared.
 
-    Call it when everything is prepared, and `run.finish_step()` at the end of each batch: it counts a step when the
-    gradients are synchronized, so not while `accelerator.accumulate` accumulates them. A prepared loader gives what is
-    left of its epoch; `loader.iteration`, accelerate's own counter, is the epoch in which training goes on.
+    Call it after everything is prepared, and call `run.finish_step()` at the end of each batch: it counts a step when
+    the gradients are synchronized, so not while `accelerator.accumulate` accumulates them. A prepared loader gives the
+    rest of its epoch; `loader.iteration`, accelerate's own counter, is the epoch in which training resumes.
 
     Example:
         ```python
@@ -43,12 +43,12 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
         ```
 
     Args:
-        accelerator: What has prepared models, optimizers, schedulers and loaders.
+        accelerator: The accelerator that prepared models, optimizers, schedulers and loaders.
         directory: The run's directory, a URL, or an open storage.
-        **options: Those of `hf.resumable`, and further objects to keep, by name.
+        **options: Options of `hf.resumable`, and further objects to save, by name.
 
     Raises:
-        UnsupportedValueError: If the accelerator divides the job in a way that cannot be kept, as DeepSpeed does.
+        UnsupportedValueError: If the accelerator splits the job in a way that cannot be saved, as DeepSpeed does.
         UsageError: If an argument is wrong, or nothing is prepared.
     """
     check_strategy(accelerator)
@@ -76,7 +76,7 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
 
 
 def check_strategy(accelerator: Any) -> None:
-    """Makes sure that the job is divided in a way that can be kept.
+    """Checks that the job is split in a way that can be saved.
 
     Raises:
         UnsupportedValueError: If it is not.
@@ -106,10 +106,10 @@ def check_strategy(accelerator: Any) -> None:
 
 
 def follow(loader: Any) -> DataPlace:
-    """Follows the place in a loader, which accelerate may have prepared.
+    """Follows the position of a loader, which accelerate may have prepared.
 
     Raises:
-        UsageError: If it is no loader of torch, or iterates in a way of its own.
+        UsageError: If it is not a torch loader, or iterates in its own way.
     """
     inner = getattr(loader, "base_dataloader", loader)
     place: DataPlace | None = getattr(inner, "__dict__", {}).get("_place")
@@ -133,7 +133,7 @@ def follow(loader: Any) -> DataPlace:
 
 
 class _FollowedDispatcher:
-    """A dispatcher, which raises where nothing is left of an epoch; this one gives nothing."""
+    """A dispatcher that gives nothing when its epoch has no batch left, instead of raising an error."""
 
     base_dataloader: Any
 
@@ -143,7 +143,7 @@ class _FollowedDispatcher:
 
 
 def unwrap(obj: Any) -> Any:
-    """The optimizer or scheduler in accelerate's wrapper; or the object, if it is in none."""
+    """Returns the optimizer or scheduler inside accelerate's wrapper; or the object, if it has no wrapper."""
     if isinstance(obj, AcceleratedOptimizer):
         return obj.optimizer
     return obj.scheduler if isinstance(obj, AcceleratedScheduler) else obj
@@ -154,7 +154,7 @@ def _follow_loaders(accelerator: Any) -> list[DataPlace]:
 
 
 def _list_objects(accelerator: Any) -> dict[str, Any]:
-    """What is prepared and registered, by names that the next process gives them as well."""
+    """Returns what is prepared and registered, by names that are the same in the next process."""
     groups = {
         "model": accelerator._models,
         "optimizer": [unwrap(each) for each in accelerator._optimizers],
@@ -170,7 +170,7 @@ def _list_objects(accelerator: Any) -> dict[str, Any]:
 
 
 class _Progress:
-    """How far the accelerator has accumulated, and the places in its loaders."""
+    """The progress of the accelerator's accumulation, and the positions of its loaders."""
 
     def __init__(self, accelerator: Any, places: list[DataPlace]) -> None:
         self._accelerator, self._places = accelerator, places

@@ -1,4 +1,4 @@
-"""`Resumable`: a callback that makes `trainer.fit` begin where the last process stopped."""
+"""`Resumable`: a callback that makes `trainer.fit` continue where the last process stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STRATEGIES: Final = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 
 @short_traceback
 class Resumable(Callback):
-    """Saves a fit in the background, and begins it where the last process stopped, in the middle of an epoch too.
+    """Saves a fit in the background, and continues it where the last process stopped, even in the middle of an epoch.
 
     Example:
         ```python
@@ -33,12 +33,12 @@ class Resumable(Callback):
         trainer.fit(model)
         ```
 
-    It keeps the model, optimizers, schedulers, precision plugin, callbacks, progress of all loops, logged figures,
-    metrics, random generators and the place in the data. A step is one that `trainer.global_step` counts; with manual
-    optimization, it is a batch. The job hears notices of preemption as `hf.resumable` does, in place of Lightning's own
-    handling of signals, and leaves with the same exit codes.
+    It saves the model, optimizers, schedulers, precision plugin, callbacks, progress of all loops, logged metrics,
+    torchmetrics, random generators and the position in the data. A step is one that `trainer.global_step` counts; with
+    manual optimization, a step is one batch. It handles preemption notices like `hf.resumable`, instead of Lightning's
+    own signal handling, and exits with the same codes.
 
-    The single-device strategy, DDP and `ModelParallelStrategy` are supported.
+    It supports the single-device strategy, DDP and `ModelParallelStrategy`.
     """
 
     def __init__(
@@ -55,11 +55,12 @@ class Resumable(Callback):
 
         Args:
             directory: The run's directory, a URL, or an open storage.
-            save_every: When to save; None for `Auto()`, which measures what a save costs.
-            keep: What to keep; None for `Latest(3)`. `Best` chooses by the figures that validation has logged.
-            strict: False to take from the checkpoint what fits, if the model has changed since.
-            preemption: How to hear that the job is to be taken away: "auto", "off", or a `TerminationConfig`.
-            **options: Others of `hf.resumable`.
+            save_every: When to save; None for `Auto()`, which measures the cost of a save.
+            keep: Which checkpoints to keep; None for `Latest(3)`. `Best` compares the metrics that validation has
+                logged.
+            strict: False to restore whatever fits, if the model has changed since the save.
+            preemption: How to notice a preemption: "auto", "off", or a `TerminationConfig`.
+            **options: Other options of `hf.resumable`.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -84,14 +85,14 @@ class Resumable(Callback):
 
     @property
     def run(self) -> Run | None:
-        """The run while a fit is in progress; None before and after. Its `report` adds figures to the next save."""
+        """The run while a fit is in progress; None before and after. Its `report` adds metrics to the next save."""
         return None if self._fit is None else self._fit.run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called by Lightning. Checks that the fit is one that can be kept.
+        """Called by Lightning. Checks that the fit can be saved.
 
         Raises:
-            UsageError: If it is not.
+            UsageError: If it cannot.
         """
         if stage != "fit":
             return
@@ -105,10 +106,10 @@ class Resumable(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called by Lightning. Leaves, if the job is to leave.
+        """Called by Lightning. Exits if the job was asked to stop.
 
         Raises:
-            SystemExit: When the job leaves.
+            SystemExit: When the job exits.
         """
         if self._fit is not None:
             self._fit.begin_validation_batch()
@@ -119,12 +120,12 @@ class Resumable(Callback):
             self._fit.has_validated = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called by Lightning, when a fit has ended well."""
+        """Called by Lightning when a fit has succeeded."""
         if stage == "fit":
             self._end(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Called by Lightning, also when the job leaves after a notice."""
+        """Called by Lightning, also when the job exits after a notice."""
         self._end(exception)
 
     def _end(self, error: BaseException | None) -> None:
@@ -137,7 +138,7 @@ class Resumable(Callback):
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Makes sure that a fit of this trainer can be kept.
+    """Checks that a fit of this trainer can be saved.
 
     Raises:
         UsageError: If it cannot.

@@ -1,4 +1,4 @@
-"""One `trainer.fit` that is kept: when it restores, where a step ends, and what Lightning does otherwise meanwhile."""
+"""One `trainer.fit` that is saved: when it restores, where a step ends, and which Lightning methods it replaces."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Fit:
     methods of this Trainer's loops and connectors are replaced until the fit ends.
 
     Attributes:
-        run: Saves, once training is about to begin; None before.
-        has_validated: Whether validation has logged figures that no save has yet.
+        run: The run that saves, once training is about to begin; None before.
+        has_validated: True if validation has logged metrics that no save has stored yet.
     """
 
     def __init__(self, trainer: Any, directory: str | os.PathLike[str] | Storage, options: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class Fit:
         self._replace(loop.epoch_loop.val_loop, "run", self._validate)
 
     def end(self, error: BaseException | None) -> None:
-        """**Blocks.** Leaves the run, unless training has left it already, and puts Lightning's methods back.
+        """**Blocks.** Leaves the run, unless training has left it already, and restores Lightning's methods.
 
         Raises:
             HoldfastError: If the last save has failed.
@@ -100,12 +100,12 @@ class Fit:
             run.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
 
     def forget(self) -> None:
-        """Puts Lightning's methods back."""
+        """Restores Lightning's methods."""
         while self._undo:
             self._undo.pop()()
 
     def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Has `call` called in the place of a method, with that method before all other arguments."""
+        """Replaces a method by `call`, which gets that method before all other arguments."""
         original = getattr(owner, name)
         setattr(owner, name, MethodType(lambda _, *args, **options: call(original, *args, **options), owner))
 
@@ -163,7 +163,7 @@ class Fit:
                 loader.load_state_dict(state)
 
     def _follow(self, loader: Any, combined: Any) -> DataPlace | None:
-        """Returns what keeps the place in a loader; None if the loader does so by itself, or cannot."""
+        """Returns an object that saves the position of a loader; None if the loader does so itself, or cannot."""
         if has_state(loader):
             return None
         if not isinstance(loader, DataLoader):
@@ -243,7 +243,7 @@ class Fit:
                 del loop._should_check_val_fx
 
     def _settle(self) -> None:
-        """Applies what hooks, loaders and Lightning's own restart may have disturbed, last of all the generators."""
+        """Restores what hooks, loaders and Lightning's own restart may have changed; the generators last."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         assert self._progress is not None
         load_progress(trainer, self._progress)
@@ -297,10 +297,10 @@ class Fit:
             self._evaluation = self._before = None
 
     def begin_validation_batch(self) -> None:
-        """Leaves from within the validation, if the job is to leave: a restart validates anew.
+        """Exits from within the validation if the job was asked to stop: a restart validates again.
 
         Raises:
-            SystemExit: When the job leaves.
+            SystemExit: When the job exits.
         """
         evaluation, run, trainer = self._evaluation, self.run, self._trainer
         if evaluation is None or run is None or not evaluation.is_to_leave():
@@ -321,7 +321,7 @@ class Fit:
         self._exchange(averages, "start")
 
     def _exchange(self, averages: list[Any], moment: str) -> None:
-        """Has callbacks exchange the weights with the averaged ones, or put them back."""
+        """Lets callbacks swap the weights with the averaged ones, or swap them back."""
         for callback in averages:
             getattr(callback, f"on_validation_epoch_{moment}")(self._trainer, self._trainer.lightning_module)
 
@@ -367,7 +367,7 @@ class Fit:
         return [] if combined is None else combined.flattened
 
     def _load_validation(self, parts: list[Any]) -> None:
-        """Puts loaders of validation to where they were: their own generators, and what their samplers count."""
+        """Restores the state of validation loaders: their own generators, and the counts of their samplers."""
         if any(map(any, parts)):
             trainer = self._trainer
             trainer.validating = True
@@ -382,12 +382,12 @@ class Fit:
 
 
 def _has_no_length(combined: Any) -> bool:
-    """Whether it is not known before its end how many batches an epoch has."""
+    """Returns True if the number of batches of an epoch is not known before its end."""
     return sized_len(_SUPPORTED_MODES[combined._mode]["iterator"](combined.flattened, combined.limits)) is None
 
 
 def _check_statistics(trainer: Any) -> None:
-    """Makes sure that no worker has statistics of its own within the model.
+    """Checks that no worker has statistics of its own within the model.
 
     Raises:
         UsageError: If one has.
@@ -404,10 +404,10 @@ def _check_statistics(trainer: Any) -> None:
 
 
 def _copy_plain(loader: Any) -> Any:
-    """A copy of a plain loader, since one that is followed is changed; others as they are.
+    """Returns a copy of a plain loader, because following changes a loader; other loaders are returned unchanged.
 
     Raises:
-        UsageError: If its sampler counts by itself.
+        UsageError: If its sampler counts epochs itself.
     """
     if not isinstance(loader, DataLoader) or has_state(loader):
         return loader
@@ -420,5 +420,5 @@ def _copy_plain(loader: Any) -> Any:
 
 
 def _name_all(name: str, objects: list[Any]) -> dict[str, Any]:
-    """By name: the first one is called so, the others have a number as well."""
+    """Returns the objects by name; after the first, names get a number."""
     return {f"{name}_{number}" if number else name: obj for number, obj in enumerate(objects)}

@@ -1,4 +1,4 @@
-"""`RaySession`: nodes are actors of Ray, and this process drives them."""
+"""`RaySession`: nodes are Ray actors, and this process drives them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _numbers: Final = itertools.count()
 
 
 class RaySession(Session):
-    """Every node is an actor, with a process of its own, where Ray finds room for it. This process is the master.
+    """Runs every node as an actor, in its own process, wherever Ray has room for it. This process is the master.
 
-    Functions of tasks and objects travel to the nodes as Ray sends them, so they must not hold on to what cannot be
-    sent; outputs travel back. The state of all nodes is one commit, and each node writes its own part: the directory of
-    the checkpoints has to be one that all of them see.
+    Functions and objects of tasks are sent to the nodes by Ray, so they must not hold anything that cannot be sent;
+    outputs are sent back. The state of all nodes is one commit, and each node writes its own part: all of them must see
+    the directory of the checkpoints.
 
-    A node that dies is replaced, with all others, and the job goes on from the last epoch that all nodes have.
+    If a node dies, all nodes are replaced, and the job resumes from the last epoch that all nodes have.
 
     Attributes:
         start: How often the nodes have been started.
@@ -61,12 +61,12 @@ class RaySession(Session):
 
         Args:
             nodes: The names of the nodes.
-            actor_options: Options of each actor for Ray (`num_cpus`, `num_gpus`, `resources`), or such options by node.
+            actor_options: Ray's options for each actor (`num_cpus`, `num_gpus`, `resources`), or such options by node.
             address: The Ray cluster to join, if this process has joined none; None for one on this machine, or the one
                 that the environment names.
-            replacements_allowed: How often the nodes are replaced, over the life of the session.
-            grace_seconds: How long the other tasks of a group may go on when one has failed.
-            start_seconds: How long Ray may take to find room for all nodes.
+            replacements_allowed: How often the nodes may be replaced, over the life of the session.
+            grace_seconds: How long the other tasks of a group may continue after one has failed.
+            start_seconds: How long Ray may take to place all nodes.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -103,9 +103,9 @@ class RaySession(Session):
         """**Blocks.** Runs tasks on their nodes; see `Session`.
 
         Raises:
-            TaskFailedError: If one raised an error.
+            TaskFailedError: If a task raised an error.
             NodeLostError: If a node is gone.
-            UsageError: If a task cannot be sent to its node, or what it returns cannot be sent back.
+            UsageError: If a task cannot be sent to its node, or its result cannot be sent back.
         """
         calls: dict[str, list[NodeCall]] = {node: [] for node in self.nodes}
         for place, one in enumerate(placed):
@@ -132,11 +132,12 @@ class RaySession(Session):
         return {one: answers[one.node].outputs[place] for place, one in enumerate(placed)}
 
     def _make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> WorkerNodeStore:
-        """What saves and restores the workspaces: each node its own, in one commit."""
+        """Creates what saves and restores the workspaces: each node its own, in one commit."""
         return _RayNodeStore(self, nodes, options)
 
     def try_replace(self, lost: NodeLostError) -> bool:
-        """**Blocks.** Starts all nodes anew, with empty workspaces, unless that was done as often as it may be."""
+        """**Blocks.** Starts all nodes again with empty workspaces, unless the allowed number of replacements is used
+        up."""
         if self._replacements_left <= 0:
             return False
         self._replacements_left -= 1
@@ -145,7 +146,7 @@ class RaySession(Session):
         return True
 
     def call_all(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """**Blocks.** Calls a method of the nodes, all at the same time, and gives what each returned.
+        """**Blocks.** Calls a method of the nodes, all at the same time, and returns their results.
 
         Raises:
             NodeLostError: If a node is gone.
@@ -156,7 +157,7 @@ class RaySession(Session):
         return answers
 
     def check_store(self) -> None:
-        """**Blocks** for moments. Makes sure that the actor lives through which the nodes agree.
+        """**Blocks** for moments. Checks that the actor that the nodes share is alive.
 
         Raises:
             NodeLostError: If it is gone; then the nodes are of no use either.
@@ -173,7 +174,7 @@ class RaySession(Session):
             return  # One that is slow lives.
 
     def close(self) -> None:
-        """**Blocks.** Ends the nodes, and Ray if this session has started it; harmless twice."""
+        """**Blocks.** Ends the nodes, and Ray if this session started it; a second call does nothing."""
         if self._closed:
             return
         try:
@@ -227,7 +228,7 @@ class RaySession(Session):
                 ray.kill(self._actors[node])
 
     def _collect(self, refs: Mapping[str, Any], answers: dict[str, Any]) -> None:
-        """Adds what each node gives back. Once one has failed, the others have some time to end."""
+        """Adds the results of each node. After one has failed, the others have some time to end."""
         nodes = {ref: node for node, ref in refs.items()}
         lost: list[str] = []
         unsent: list[tuple[str, RayTaskError]] = []
@@ -275,13 +276,13 @@ class RaySession(Session):
 
 
 class _RayNodeStore(WorkerNodeStore):
-    """The parts are with the nodes' actors; this process has none of its own."""
+    """The parts are in the nodes' actors; this process has none of its own."""
 
     def __init__(self, session: RaySession, nodes: Sequence[str], options: NodeStoreOptions) -> None:
-        """**Blocks.** Has the actors join each other, and make their managers.
+        """**Blocks.** Lets the actors join each other, and create their managers.
 
         Raises:
-            UsageError: If the checkpoints are to lie where not all actors see them.
+            UsageError: If the checkpoints are to be in a directory that not all actors see.
         """
         if find_location(options.storage) is None:
             raise UsageError(
