@@ -90,7 +90,7 @@ SAME = ElsewhereRecord("same", "I32", (3,), (0,))
         ({"boxes": (BoxRecord("rows", "", (-4, 2), (0, 0)),)}, "negative"),
         ({"boxes": (BoxRecord("rows", "", (4, 2) * 40, (0, 0) * 40),)}, "dimensions"),
         ({"boxes": (BoxRecord("other", "", (4, 2), (0, 0)),)}, "belongs to no array"),
-        ({"boxes": (ROWS, ROWS)}, "stands twice"),
+        ({"boxes": (ROWS, ROWS)}, "appears twice"),
         ({"boxes": (BoxRecord("rows", "same", (4, 2), (0, 0)),)}, "is both a whole leaf and a box of one"),
         ({"elsewhere": (SAME,)}, "cannot be stored by another worker"),
         ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (0,)),)}, "cannot be stored by the ranks"),
@@ -101,7 +101,7 @@ SAME = ElsewhereRecord("same", "I32", (3,), (0,))
             {"elsewhere": (ElsewhereRecord("rows", "F32", (5, 2), (1,)),)},
             "has another dtype or shape on another worker",
         ),
-        ({"elsewhere": (ElsewhereRecord("x", "I32", (), ()), ElsewhereRecord("x", "I32", (), ()))}, "stands twice"),
+        ({"elsewhere": (ElsewhereRecord("x", "I32", (), ()), ElsewhereRecord("x", "I32", (), ()))}, "appears twice"),
     ],
 )
 def test_an_index_that_cannot_be_is_refused(run: Path, changes: dict[str, Any], problem: str) -> None:

@@ -328,7 +328,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         ((tmp_path / "a.pt", tmp_path / "run"), 2, "already contains checkpoints, the newest of step 0"),
         ((tmp_path / "nowhere", tmp_path / "new"), 3, "nowhere does not exist"),
         ((tmp_path / "old.pt", tmp_path / "new"), 2, "before version 1.6"),
-        ((tmp_path / "text", tmp_path / "new"), 2, "nothing that can be imported"),
+        ((tmp_path / "text", tmp_path / "new"), 2, "not in a format that can be imported"),
         ((tmp_path / "empty", tmp_path / "new"), 2, "nothing that can be imported"),
         ((tmp_path / "run", tmp_path / "new"), 2, "It is a holdfast run already"),
         ((tmp_path / "a.pt", tmp_path / "new", "--step", "-1"), 2, "Invalid value for '--step'"),

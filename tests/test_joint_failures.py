@@ -193,7 +193,10 @@ def test_survivors_that_are_to_leave_do_so_with_nothing_saved(
     said = capfd.readouterr().err
     what = "step 2 could NOT be saved: .*Connection reset by peer.*there is no checkpoint"
     if grace_period is None:
-        what = r"rank 0 on node-0 has not been heard of for 2 s\. .* A restart starts from the beginning: there is no c"
+        what = (
+            r"rank 0 on node-0 has not been heard of for 2 s\. .* "
+            "A restart starts from the beginning: there is no checkpoint"
+        )
     for rank in (1, 2):
         assert re.search(f"rank {rank}: {what}; leaving with exit code 74", said)
 

@@ -360,12 +360,15 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(tmp_path: Path) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = hf.ResumableDataLoader(torch.arange(20.0), batch_size=4)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"save_every": hf.Steps}, r"save_every=Steps is a class.*\n.*hf.Steps\(500\)"),
+        ({"save_every": hf.Steps}, r"save_every must be a policy, got the class.*\n.*hf.Steps\(500\)"),
         ({"keep": hf.Best}, r'keep=Best is a class.*\n.*hf.Best\("val_loss"\)'),
         ({"keep": 3}, r"keep must be a policy such as hf.Latest.3., got int 3\n.*hf.Latest\(3\)"),
         ({"save_every": 5}, r"save_every must be a policy such as hf.Steps.500., got int 5\n.*hf.Steps\(5\)"),
         ({"save_every": True}, r"got bool True\n.*The policies are Steps"),
-        ({"optimizer": optimizer.state_dict()}, r"optimizer is what an optimizer's.*\n.*optimizer=optimizer, without"),
+        (
+            {"optimizer": optimizer.state_dict()},
+            r"optimizer is the result of an optimizer's.*\n.*optimizer=optimizer, without",
+        ),
         ({"loader": loader.stream()}, r"loader is an iterator.*\n.*Pass the loader itself"),
         ({"batches": iter(loader)}, r"batches is an iterator.*\n.*Pass the loader itself"),
     ]
@@ -381,7 +384,7 @@ def test_a_policy_is_no_object_and_odd_arguments_are_refused(tmp_path: Path) -> 
         hf.resumable(tmp_path, a=np.zeros(3), strict="no")  # type: ignore[arg-type]
     arrays: Any = np.zeros(3), 5
     for unnamed in (lambda: hf.resumable(tmp_path, *arrays), lambda: hf.Checkpoint(np.zeros(3), 5)):
-        with pytest.raises(TypeError, match="ndarray, int has none") as refused:
+        with pytest.raises(TypeError, match="ndarray, int without a name") as refused:
             unnamed()
         assert "model=model" in str(refused.value)
     run = hf.resumable(tmp_path, a=np.zeros(3))
@@ -551,7 +554,7 @@ def test_optimizer_of_a_kept_model_that_is_not_kept_is_warned_of(tmp_path: Path)
     assert train(adam, model=model, trainer=Trainer(adam)) == []
     assert train(plain, aside, model=model) == []
     assert train(adam, thread=True, model=model) == []
-    assert train(adam, optimizer=adam) == ["the parameters of optimizer belong to nothing that is kept"]
+    assert train(adam, optimizer=adam) == ["the parameters of optimizer belong to no saved object"]
     assert train(adam, optimizer=adam, weights=list(model.parameters())) == []
     assert train(adam, optimizer=adam, trainer=Trainer(adam)) == []
 
@@ -579,7 +582,7 @@ def test_a_run_that_is_made_and_never_entered_is_warned_of(tmp_path: Path, caplo
     caplog.clear()
     hf.resumable(tmp_path / "never", state=[0])
     gc.collect()
-    assert [text.partition(": ")[2][:40] for text in caplog.messages] == ["the run was created but never entered, so"]
+    assert [text.partition(": ")[2][:41] for text in caplog.messages] == ["the run was created but never entered, so"]
     caplog.clear()
     with hf.resumable(tmp_path / "entered", state=[0]) as run:
         run.finish_step()
@@ -621,7 +624,7 @@ def test_saves_by_hand_of_a_loop_that_counts_no_step_are_warned_of(tmp_path: Pat
 def test_a_step_is_finished_within_a_loop_of_steps_by_that_alone(tmp_path: Path) -> None:
     with hf.resumable(tmp_path, state=[0]) as run:
         for step in run.steps(10):
-            with pytest.raises(UsageError, match="once more") as refused:
+            with pytest.raises(UsageError, match="a second time") as refused:
                 run.finish_step()
             if step == 3:
                 break
@@ -661,7 +664,7 @@ def test_steps_zipped_with_batches_count_those_that_have_a_batch(tmp_path: Path)
         assert train(place, 12, stop_at) + train(place, 12) == whole
     with hf.resumable(tmp_path / "turned", sampler=(sampler := hf.ResumableSampler(20, batch_size=4))) as run:
         for batches in (sampler.stream(sampler), sampler.batches(sampler)):
-            with pytest.raises(UsageError, match=r"sampler before the step .* zip\(loader, run.steps\(n\)\)"):
+            with pytest.raises(UsageError, match=r"sampler before the step .*zip\(loader, run.steps\(n\)\) does that"):
                 list(zip(batches, run.steps(3), strict=False))
         assert list(zip(run.steps(3), sampler.stream(sampler), strict=False))[-1][0] == 2
         # A step that takes batches of several passes is one, and so is one that takes none of what is kept.
@@ -722,7 +725,7 @@ def test_a_loop_of_ones_own_that_begins_its_epochs_anew_is_warned_of(
                 list(aside.batches(aside))  # It evaluates, so the program has no need to ask where that stands.
         return [text for text, _ in told(events)]
 
-    three = "sampler was restored with 3 complete epochs. A loop over range(n) trains n epochs more"
+    three = "sampler was restored with 3 complete epochs. A loop over range(n) trains n more epochs"
     assert train(lambda _: range(3)) == []
     assert train(lambda _: range(2)) == [three]
     assert train(lambda sampler: sampler.epochs(5)) == []
@@ -856,7 +859,7 @@ holdfast: resumed runs/backup after epoch 1 (saved N)
 holdfast: runs/backup: the backup of epoch 2 is kept
 --
 holdfast: PLACE/runs/backup: no backup was made after that of epoch 2, which was restored. If all epochs were \
-trained, call delete_backup(): until then each run begins behind that epoch
+trained, call delete_backup(); until then every run continues after that epoch
 --
 holdfast: resumed runs/backup after epoch 2 (saved N)
 holdfast: runs/backup: training is complete, and its backup is deleted

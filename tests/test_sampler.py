@@ -521,12 +521,12 @@ class TestLoadersThatCannotBeFollowed:
             def __iter__(self) -> Iterator[list[int]]:
                 return itertools.islice(iter(sampler), 2)
 
-        with pytest.raises(UsageError, match="ended after 2 of the 5 batches"):
+        with pytest.raises(UsageError, match="ended after 2 of the 5 remaining batches"):
             list(sampler.batches(Short()))
 
     def test_one_with_a_position_of_its_own(self) -> None:
         sampler = ResumableSampler(9, batch_size=2)
-        with pytest.raises(UsageError, match="position of its own"):
+        with pytest.raises(UsageError, match="saves its own position"):
             sampler.batches(ResumableSampler(9, batch_size=2))
 
     def test_one_that_does_not_keep_the_order(self) -> None:

@@ -706,7 +706,7 @@ def test_a_checkpoint_names_objects() -> None:
         _ = checkpoint.gone
     with pytest.raises(AttributeError):
         del checkpoint.gone
-    with pytest.raises(KeyError, match="there are: model"):
+    with pytest.raises(KeyError, match="the names are: model"):
         checkpoint["gone"]
 
 

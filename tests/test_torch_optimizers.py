@@ -666,7 +666,7 @@ def test_an_optimizer_that_steps_where_no_step_is_counted_is_warned_of(tmp_path:
         for _ in range(9):
             train_step()
     assert warned() == [
-        (f"optimizer has stepped 8 times, {uncounted} nothing is saved yet", False),
+        (f"optimizer has stepped 8 times, {uncounted} nothing was saved yet", False),
         (f"optimizer has stepped 9 times, {uncounted} nothing was saved", True),
     ]
     with enter(optimizer=optimizer, loader=loader):

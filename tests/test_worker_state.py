@@ -483,10 +483,10 @@ def test_training_that_backs_nothing_up_is_warned_of_meanwhile_and_at_end(
         return [
             (record.levelname, record.getMessage().partition(": ")[2])
             for record in caplog.records
-            if record.name == "holdfast" and (record.levelno > logging.INFO or " is over" in record.getMessage())
+            if record.name == "holdfast" and (record.levelno > logging.INFO or " is complete" in record.getMessage())
         ]
 
-    early = "5 batches were taken from sampler, but no epoch was backed up, so nothing is saved yet"
+    early = "5 batches were taken from sampler, but no epoch was backed up, so nothing was saved yet"
     whole = "8 batches were taken from sampler, but no epoch was backed up, so "
     advice = ": call back_up(epoch) after each epoch"
     while_it_runs = ("WARNING", f"{early}{advice}. If your next backup is yet to come, ignore this")

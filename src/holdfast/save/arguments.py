@@ -77,7 +77,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
         if replicas != "first" and not isinstance(replicas, bool):
             raise UsageError(
                 f'check_replicas must be True, False or "first", got {replicas!r}',
-                hint='"first" compares the workers at the first save only.',
+                hint='"first" compares at the first save, and at the first one after a restore.',
             )
         check_whole("failures_allowed", self.failures_allowed)
         check_timeout(self.timeout_seconds)

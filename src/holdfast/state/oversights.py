@@ -393,7 +393,7 @@ class TrainingWatch:
 
     def _warn_early(self) -> None:
         if not self._has_warned:
-            self.warn_once("nothing is saved yet", self._remark)
+            self.warn_once("nothing was saved yet", self._remark)
 
     def _read(self) -> tuple[dict[str, int], dict[str, int]]:
         return {path: count.batches for path, count in self._counts.items()}, dict(self._updates)
