@@ -221,7 +221,7 @@ def test_another_number_of_workers_may_be_refused(tmp_path: Path, way: str) -> N
         restore("refuse")
     assert "the same number of workers" in caught.value.hint
     assert x.tolist() == [0, 0]
-    with pytest.raises(errors.UsageError, match="on_resize must be .* got 'never'"):
+    with pytest.raises(errors.UsageError, match=r"on_resize must be .* got 'never'"):
         restore("never")
     restore("allow")
     assert x.tolist() == [1, 1]
