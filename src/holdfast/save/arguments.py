@@ -1,4 +1,4 @@
-"""What a manager and a save are given, looked at before anything is done with it."""
+"""Checks of the arguments of managers and saves, before anything is done with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.storage import Storage, local_directory
 LEAST_LIVENESS_SECONDS: Final = 1.0
 
 _NAMES_OF_BEST: Final = ("best", "keep_best", "save_best", "monitor", "metric_for_best_model")
-"""What other libraries call the metric by which the best checkpoint is kept."""
+"""The names that other libraries use for the metric by which the best checkpoint is kept."""
 _EXAMPLES: Final = {
     "Steps": "500",
     "Seconds": "600",
@@ -41,7 +41,7 @@ _EXAMPLES: Final = {
 
 
 class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to save: what a manager is made with, checked once. `CheckpointManager` says what each option does."""
+    """The options of a manager, checked once. `CheckpointManager` documents each."""
 
     save_every: SavePolicy | None = None
     keep: RetentionPolicy = msgspec.field(default_factory=All)
@@ -62,7 +62,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def pick(cls, given: Mapping[str, Any], **defaults: Any) -> Self:
-        """The options among a constructor's arguments, as `locals()` has them; `defaults` says what None stands for."""
+        """Returns the options among a constructor's arguments, as `locals()` has them; `defaults` replace None."""
         options = {name: given[name] for name in cls.__struct_fields__ if name in given}
         return cls(**options | {name: value for name, value in defaults.items() if options[name] is None})
 
@@ -93,12 +93,13 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_step(step: int, name: str = "a step") -> int:
-    """**Pure.** The step, which the error calls by that name, as a plain number; raises as `check_timeout`."""
+    """**Pure.** Returns the step, which errors call `name`, as a plain number; raises as `check_timeout` does."""
     return check_whole(name, step, 0, MAX_STEP)
 
 
 def check_place(step: int, url: str, living: Collection[int], newest_asked: int, *, replace: bool) -> None:
-    """**Pure.** Raises `StepExistsError` or `UsageError` if a step may not be saved now, in place of another or not."""
+    """**Pure.** Raises `StepExistsError` or `UsageError` if a step may not be saved now; `replace` allows to replace
+    one."""
     newest = max(living, default=-1)
     if step < newest_asked and not replace:
         # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
@@ -145,10 +146,10 @@ def check_switches(**switches: object) -> None:
 
 
 def check_like(like: object) -> dict[str, Any]:
-    """**Pure.** For objects by name, what says how they are to be made; empty for None.
+    """**Pure.** Returns the trees by name that describe what to create; empty for None.
 
     Raises:
-        UsageError: If it is no dict with names.
+        UsageError: If it is not a dict with names.
     """
     if like is None:
         return {}
@@ -161,24 +162,24 @@ def check_like(like: object) -> dict[str, Any]:
 
 
 def check_timeout(seconds: object) -> None:
-    """**Pure.** Checks the deadline of every wait; raises `OutOfRangeError`, or `UsageError` for what is no number."""
+    """**Pure.** Checks the deadline of every wait; raises `OutOfRangeError`, or `UsageError` if it is not a number."""
     check_seconds("timeout_seconds", seconds, most=threading.TIMEOUT_MAX)
 
 
 def check_wait(seconds: object) -> float:
-    """**Pure.** For how long to wait: 0 to look only, infinity for as long as it takes; raises as `check_timeout`."""
+    """**Pure.** Returns how long to wait: 0 to only look, infinity for no limit; raises as `check_timeout` does."""
     return check_seconds("timeout_seconds", seconds, least=0, most=math.inf)
 
 
 def check_liveness(seconds: object) -> None:
-    """**Pure.** Checks after how long a silent worker is taken for dead; raises as `check_timeout`."""
+    """**Pure.** Checks after how long a silent worker is taken for dead; raises as `check_timeout` does."""
     hint = "A worker gives fifteen signs of life in that time."
     most = threading.TIMEOUT_MAX
     check_seconds("liveness_seconds", seconds, least=LEAST_LIVENESS_SECONDS, most=most, hint=hint)
 
 
 def check_kept_objects(objects: Mapping[str, object]) -> None:
-    """**Pure.** Raises `UsageError` for an optimizer's state, or an iterator over a loader, in place of the object."""
+    """**Pure.** Raises `UsageError` for an optimizer's state, or an iterator over a loader, instead of the object."""
     for name, value in objects.items():
         if isinstance(value, dict) and value.keys() == {"state", "param_groups"}:
             raise UsageError(
@@ -194,10 +195,10 @@ def check_kept_objects(objects: Mapping[str, object]) -> None:
 
 
 def check_names(objects: Mapping[str, object], options: Mapping[str, object]) -> None:
-    """**Pure.** Every name that is no option's is taken for an object's, so a misspelt option must not become one.
+    """**Pure.** Checks names: every unknown name counts as an object's, so a misspelled option must not become one.
 
-    Raises `UsageError` if an option was given what looks like an object, or an object is a policy or its name too like
-    an option's.
+    Raises `UsageError` if an option was given something that looks like an object, or an object is a policy or its name
+    is too similar to an option's.
     """
     hint = "To save an object of that name, write resumable(directory, Checkpoint({}=..., ...))."
     for name, value in options.items():
@@ -226,7 +227,7 @@ def _find_policy_option(value: object) -> str:
 
 
 def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
-    """**Pure.** The option that was meant by a name; empty if it may well be that of an object."""
+    """**Pure.** Returns the option that a name probably means; empty if it may well be that of an object."""
     from difflib import get_close_matches
 
     if isinstance(value, str) and name in _NAMES_OF_BEST:
@@ -252,7 +253,8 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
 
 
 def look_into(storage: Storage) -> Catalog:
-    """**Blocks.** What a run's directory holds. It need not be there yet; if something else is, raises `UsageError`."""
+    """**Blocks.** Returns the content of a run's directory, which need not exist; raises `UsageError` if it is
+    something else."""
     if local_directory(storage) is not None and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
         raise UsageError(f"{storage.url} exists but is not a directory", hint="Pass the path of the run's directory.")
     return read_catalog(storage)
@@ -261,9 +263,9 @@ def look_into(storage: Storage) -> Catalog:
 def check_notes(
     metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """**Pure.** Copies of both, fit for a manifest, so that later changes to the originals are not seen.
+    """**Pure.** Returns copies of both, fit for a manifest, so that later changes to the originals have no effect.
 
-    A figure that is not finite is left out; `UsageError` is raised for what would not come back as it is.
+    Metrics that are not finite are left out; `UsageError` is raised for values that would not come back unchanged.
     """
     figures = {}
     for name, value in check_metrics(metrics).items():
@@ -279,9 +281,9 @@ def check_notes(
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """**Pure.** The metrics by name, each a number or an array with one element; the error names what is none.
+    """**Pure.** Returns the metrics by name, each a number or an array with one element; the error names the wrong one.
 
-    Values of arrays are not read: a training loop would wait there for a GPU, at every step.
+    Values of arrays are not read: a training loop would wait for the GPU there, at every step.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(

@@ -1,1 +1,1 @@
-"""How the workers of a job agree on the step at which all of them save and stop, and learn that one has failed."""
+"""How workers agree on the step at which all of them save and stop, and learn that one has failed."""

@@ -1,4 +1,4 @@
-"""Whether all workers see one and the same run, wherever they are."""
+"""Checks that all workers see one and the same run, wherever they are."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HINT: Final = "All workers must save into one directory: is it on a file system
 
 
 def try_put_token(storage: Storage) -> str:
-    """**Blocks.** The leader makes a file in the run's directory which the other workers have to see.
+    """**Blocks.** On the leader, creates a file in the run's directory, which the other workers must see.
 
-    A crash before it is removed leaves it there; the next one takes its place. Gives what it holds; empty where nothing
-    can be written: a job that only restores needs no more than to read.
+    A crash before it is removed leaves it there; the next one replaces it. Returns its content; empty if nothing can be
+    written: a job that only restores needs only to read.
     """
     token = os.urandom(16).hex()
     try:
@@ -36,15 +36,15 @@ def try_put_token(storage: Storage) -> str:
 
 
 def remove_token(storage: Storage) -> None:
-    """**Blocks.** Removes that file, if the place lets us."""
+    """**Blocks.** Removes that file, if possible."""
     with suppress(HoldfastError):
         storage.remove(START_NAME)
 
 
 def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout_seconds: float) -> None:
-    """**Blocks.** Raises `StorageError`, which names this worker (`who`), unless it sees the file that the leader made.
+    """**Blocks.** Raises `StorageError`, which names this worker (`who`), unless it sees the leader's file.
 
-    No more than half of `timeout_seconds` is spent on looking again.
+    At most half of `timeout_seconds` is spent on looking again.
     """
 
     def look() -> str:
@@ -64,12 +64,12 @@ def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout
 
 
 def read_opening_digest(storage: Storage, generation: int) -> str:
-    """**Blocks.** What tells the opening of a generation from that of any other run."""
+    """**Blocks.** Returns a digest that identifies the opening of a generation."""
     return digest(storage.read(generation_path(generation), MAX_GENERATION_BYTES))
 
 
 def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds: float) -> None:
-    """**Blocks.** As `check_token`, for the generation that the leader has opened, by the digest of its record."""
+    """**Blocks.** Like `check_token`, for the generation that the leader has opened, by the digest of its record."""
     path = generation_path(told.generation)
 
     def look() -> str:
@@ -97,9 +97,9 @@ def _check_seen(
     unseen: str,
     unseen_elsewhere: str,
 ) -> None:
-    """**Blocks.** Looks again and again what is wrong with a file; raises that in the end.
+    """**Blocks.** Checks a file repeatedly; raises the problem in the end.
 
-    The last two are what to say where this worker was given the same path as the leader, and where another.
+    The last two are the messages if this worker was given the same path as the leader, and another one.
     """
     is_elsewhere = make_sendable(storage.url) != leader_url
 
@@ -117,7 +117,7 @@ def _check_seen(
 
 
 def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_seconds: float) -> Failure | None:
-    """**Blocks.** Whose files are not seen here, now or after a while, though they were written; None if all are."""
+    """**Blocks.** Returns a worker whose files are not visible here, now or after a while; None if all are."""
     world_size = len(receipts.workers)
     expected = {
         file: (rank, size_bytes)
