@@ -267,7 +267,7 @@ def test_all_that_restores_takes_it(tmp_path: Path) -> None:
     with kept:
         kept.restore()
     assert made["optimizer"].param_groups[1]["weight_decay"] == 0.5
-    with pytest.raises(UsageError, match="quiet=2"):
+    with pytest.raises(UsageError, match="quiet must be True or False, got 2"):
         hf.resumable(tmp_path / "run", **made, quiet=2)  # type: ignore[arg-type]
 
 

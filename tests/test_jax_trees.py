@@ -167,7 +167,7 @@ def test_what_cannot_be_saved_or_loaded_is_said(tmp_path: Path) -> None:
     uneven = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=divided("a"))
     with pytest.raises(errors.UnsupportedValueError, match=r"tree/w: an array of float32\[3\] cannot be sharded"):
         hf.load(tmp_path / "tree", like={"w": uneven})
-    with pytest.raises(errors.UsageError, match="overwrite=1"):
+    with pytest.raises(errors.UsageError, match="overwrite must be True or False, got 1"):
         hf.save(tmp_path / "tree", {}, overwrite=1)  # type: ignore[arg-type]
 
 

@@ -192,7 +192,7 @@ def test_what_cannot_be_run_is_refused_before_any_task(tmp_path: Path) -> None:
     for number in (-1, "2", 2.0, True):
         with pytest.raises(UsageError, match="resume_from_epoch must be a whole number"):
             hf.JobRunner(job, manager, resume_from_epoch=number)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="no Job"):
+    with pytest.raises(UsageError, match="expected a Job"):
         hf.JobRunner(make_job, manager)  # type: ignore[arg-type]
     for wrong in (str(tmp_path), hf.CheckpointManager(tmp_path, hf.Checkpoint())):
         with pytest.raises(UsageError, match="expected a MultiNodeCheckpointManager"):

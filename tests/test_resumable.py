@@ -361,7 +361,7 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(tmp_path: Path) -> N
     loader = hf.ResumableDataLoader(torch.arange(20.0), batch_size=4)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"save_every": hf.Steps}, r"save_every must be a policy, got the class.*\n.*hf.Steps\(500\)"),
-        ({"keep": hf.Best}, r'keep=Best is a class.*\n.*hf.Best\("val_loss"\)'),
+        ({"keep": hf.Best}, r'keep must be a policy, got the class Best.*\n.*hf.Best\("val_loss"\)'),
         ({"keep": 3}, r"keep must be a policy such as hf.Latest.3., got int 3\n.*hf.Latest\(3\)"),
         ({"save_every": 5}, r"save_every must be a policy such as hf.Steps.500., got int 5\n.*hf.Steps\(5\)"),
         ({"save_every": True}, r"got bool True\n.*The policies are Steps"),
@@ -867,7 +867,7 @@ holdfast: runs/backup: training is complete, and its backup is deleted
 --
 INFO step 6 restored: 0 B in N
 INFO resumed runs/gpt at step 6 (saved N), next save at step 10
-INFO runs/gpt was at step 6 already; no step was added
+INFO runs/gpt was already at step 6; no step was added
 --
 """
 
