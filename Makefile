@@ -13,6 +13,7 @@ $(error PEERS is "all" or "light", not "$(PEERS)")
 endif
 RAY_VENV ?= .venv-ray
 FRAMEWORKS_VENV ?= .venv-frameworks
+DOCS_VENV ?= .venv-docs
 COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 CRASH := PYTHONPATH=tests $(BIN)/python -m crash
@@ -21,7 +22,7 @@ DEMO ?=
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=
 
-.PHONY: demo test test-ray test-frameworks check crash bench bench-frameworks clean
+.PHONY: demo docs test test-ray test-frameworks check crash bench bench-frameworks clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -36,6 +37,11 @@ test-ray: $(RAY_VENV)/ready
 # Lightning, transformers, Keras and Flax are large: the tests of their integrations have an environment of their own.
 test-frameworks: $(FRAMEWORKS_VENV)/ready
 	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks -n $(WORKERS) --dist worksteal --durations=15
+
+# The site, in build/site: every warning is an error, and every link and anchor of what was built is followed.
+docs: $(DOCS_VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	$(DOCS_VENV)/bin/pytest tests/site --noconftest
 
 check: .venv/ready
 	$(BIN)/ruff check .
@@ -55,19 +61,20 @@ crash: .venv/ready
 bench: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)
 
-# The page of the docs is written by BENCH="--docs docs/benchmarks.md".
+# The page of the docs is written by BENCH="--docs docs/internals/benchmarks.md".
 bench-frameworks: $(FRAMEWORKS_VENV)/ready
 	$(FRAMEWORKS_VENV)/bin/python -m benchmarks.frameworks $(BENCH)
 
 clean:
-	rm -rf .venv .venv-bench .venv-ray .venv-frameworks build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
+	rm -rf .venv .venv-bench .venv-ray .venv-frameworks .venv-docs build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
 .venv/ready: EXTRAS := torch,dev
 $(BENCH_VENV)/ready: EXTRAS := torch,dev,bench
 $(RAY_VENV)/ready: EXTRAS := ray,dev
 $(FRAMEWORKS_VENV)/ready: EXTRAS := torch,dev,frameworks
-.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready $(FRAMEWORKS_VENV)/ready: pyproject.toml constraints.txt $(COMPILED)
+$(DOCS_VENV)/ready: EXTRAS := docs
+.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready $(FRAMEWORKS_VENV)/ready $(DOCS_VENV)/ready: pyproject.toml constraints.txt $(COMPILED)
 	if [ -e $(@D)/pyvenv.cfg ]; then rm -rf $(@D); fi
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(@D)

@@ -34,7 +34,7 @@ from benchmarks.turns import Bench
 
 _HERE: Final = Path(__file__).parent
 _OUT: Final = _HERE / "out"
-_DOCS: Final = _HERE.parent / "docs"
+_DOCS: Final = _HERE.parent / "docs" / "internals"
 PARTS: Final = ("small", "model", "small-tensors", "training", "mostly-frozen", "many-saves")
 RESULTS_NAME: Final = "results.json"
 

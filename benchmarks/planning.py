@@ -1,7 +1,7 @@
 """`python -m benchmarks.planning`: planning a save with up to many thousand workers, beside torch's DCP.
 
 Everything runs in one process, with the code that a job would run; the network is not counted, but what would go over
-it is. The figures go to `docs/scale.json`, and the picture beside it.
+it is. The figures go to `docs/internals/scale.json`, and the picture beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import click
 from benchmarks.planning_job import measure_leader, measure_worker
 from benchmarks.planning_picture import render_scale, render_table
 
-_DOCS: Final = Path(__file__).parent.parent / "docs"
+_DOCS: Final = Path(__file__).parent.parent / "docs" / "internals"
 _WORKERS: Final = (8, 32, 128, 512, 2048, 4096, 16_384)
 _DCP_RANKS: Final = (8, 32, 128, 256)
 

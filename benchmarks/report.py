@@ -50,7 +50,7 @@ by two threads in the process that saves (the mean of one copy right before the 
 a round ago as the save's was, and of one right after it), written directly or read, with nothing else to do. Before
 these, all tensors are read once, as training does. Times drift with the machine; ratios last. The bare copy is the C
 library's, as the contenders' copies are; holdfast's own goes past the processor's cache, and takes less for that reason
-([why](design/0012-what-a-save-does-again-and-again.md)).
+([why](../design/0012-what-a-save-does-again-and-again.md)).
 
 - **Stall**: how long the call that saves keeps training waiting, from the second save on.
 - **Until the state may change**: the stall, and what a change of the state would have to wait if it came at once. It is

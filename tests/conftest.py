@@ -42,11 +42,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Several processes of pytest take turns at the tests: one slow test that begins last keeps the others waiting.
     """
     _put_slow_files_first(items)
+    _skip_without_cuda([item for item in items if item.get_closest_marker("cuda") is not None])
     if IS_LONG:
         return
     for item in items:
         if item.get_closest_marker("long") is not None:
             item.add_marker(pytest.mark.skip(reason="takes long: `make crash` runs it"))
+
+
+def _skip_without_cuda(items: list[pytest.Item]) -> None:
+    if not items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        reason = f"torch {torch.__version__} sees no CUDA device: `make gpu` runs it on a machine that has one"
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

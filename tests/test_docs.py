@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import inspect
+import importlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ import pytest
 
 import holdfast as hf
 import preloaded
-from reference_page import PAGE, make_page
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "holdfast"
@@ -28,6 +24,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 PATH = re.compile(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+|(?:\w+/)*\w+\.py)`")
 TEST = re.compile(r"`(test_\w+)`")
 
@@ -41,8 +38,8 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    found: set[str] = set()
+    """The anchors of a page's headings, as GitHub makes them; and of what the site puts into it of docstrings."""
+    found: set[str] = set(DIRECTIVE.findall(page.read_text()))
     for heading in HEADING.findall(without_code(page.read_text())):
         plain = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower())
         found.add(plain.strip().replace(" ", "-"))
@@ -132,7 +129,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_what_is_named_exists(page: Path) -> None:
-    text = page.read_text()
+    text = DIRECTIVE.sub("", page.read_text())  # The directives are held by `tests/test_reference.py`.
     for name in set(re.findall(r"\bhf\.([A-Za-z_]\w*)", text)):
         assert name in hf.__all__, f"hf.{name} is not public"
     for dotted in set(re.findall(r"\bholdfast((?:\.[A-Za-z_]\w*)+)", text)):
@@ -162,7 +159,18 @@ def test_a_page_has_one_title_and_short_lines_of_code(page: Path) -> None:
         assert all(len(line) <= 120 for line in match["body"].splitlines())
 
 
+def in_navigation() -> list[Path]:
+    """The pages in the site's navigation. That of the design records is a pattern."""
+    listed = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    return [page for name in listed for page in ((ROOT / "docs").glob(name) if "*" in name else [ROOT / "docs" / name])]
+
+
+def test_the_navigation_lists_every_page() -> None:
+    assert set(in_navigation()) == set((ROOT / "docs").rglob("*.md"))
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
+    """By links, and by the navigation of the docs."""
     seen: set[Path] = set()
     ahead = [ROOT / "README.md"]
     while ahead:
@@ -172,55 +180,9 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         seen.add(page)
         paths = [target.partition("#")[0] for target in links(page) if "://" not in target]
         ahead += [(page.parent / path).resolve() for path in paths if path]
+        if page == ROOT / "docs" / "index.md":
+            ahead += in_navigation()
     assert seen == set(PAGES)
-
-
-def test_the_page_of_the_interface_is_made_of_its_docstrings() -> None:
-    assert PAGE.read_text() == make_page(), "write it anew: python tests/reference_page.py"
-
-
-def shown_signatures() -> Iterator[tuple[str, ast.arguments]]:
-    """The signatures on the page of the interface, each with the name of what is called."""
-    for title, body in re.findall(r"^###+ (\S+)\n\n(.*?)(?=^#|\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL):
-        if fenced := re.match(r"```text\n\.?[\w.]+(\(.*?)\n?```", body, re.DOTALL):
-            (function,) = ast.parse(f"def shown{fenced[1].rstrip()}: ...").body
-            assert isinstance(function, ast.FunctionDef)
-            yield title, function.args
-
-
-def test_each_signature_on_the_page_of_the_interface_is_the_true_one() -> None:
-    compared, missing = 0, [name for name in ("ray", "torch") if importlib.util.find_spec(name) is None]
-    for title, shown in shown_signatures():
-        owner, _, method = title.removeprefix("jobs.").removeprefix("storage.").partition(".")
-        if {"RaySession": "ray", "StorageReader": "torch"}.get(owner, "") in missing:
-            continue
-        if owner == "keras" or (owner in hf._MODULES and importlib.util.find_spec(owner) is None):
-            continue  # Keras is imported in processes of the tests' own, each with a backend.
-        homes = (hf, hf.jobs, importlib.import_module("holdfast.storage"), hf.dcp)
-        thing = next(getattr(home, owner) for home in homes if hasattr(home, owner))
-        called = getattr(thing, method) if method else thing
-        module = vars(sys.modules[inspect.unwrap(called).__module__])
-        parameters = {name: one for name, one in inspect.signature(called).parameters.items() if name != "self"}
-        kinds = {
-            **dict.fromkeys((one.arg for one in shown.posonlyargs), "POSITIONAL_ONLY"),
-            **dict.fromkeys((one.arg for one in shown.args), "POSITIONAL_OR_KEYWORD"),
-            **({shown.vararg.arg: "VAR_POSITIONAL"} if shown.vararg else {}),
-            **dict.fromkeys((one.arg for one in shown.kwonlyargs), "KEYWORD_ONLY"),
-            **({shown.kwarg.arg: "VAR_KEYWORD"} if shown.kwarg else {}),
-        }
-        assert kinds == {name: one.kind.name for name, one in parameters.items()}, title
-        plain = [one.arg for one in (*shown.posonlyargs, *shown.args)]
-        texts: dict[str, ast.expr | None] = {
-            **dict(zip(plain[len(plain) - len(shown.defaults) :], shown.defaults, strict=True)),
-            **dict(zip((one.arg for one in shown.kwonlyargs), shown.kw_defaults, strict=True)),
-        }
-        for name, one in parameters.items():
-            text = texts.get(name)
-            assert (text is None) == (one.default is inspect.Parameter.empty), f"{title}: {name}"
-            if text is not None and "factory" not in repr(one.default):
-                assert eval(ast.unparse(text), module) == one.default, f"{title}: {name}"
-                compared += 1
-    assert compared > 100
 
 
 def test_the_readme_fits_a_screen() -> None:

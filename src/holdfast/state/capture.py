@@ -456,7 +456,7 @@ class _Capturing(Encoder):
         addresses = [address for address in columns.addresses[first:] if address is not None]
         self._cache.pop(path, None)
         arrays = arrays_of(value)
-        if len(addresses) != len(arrays) or len(columns.names) - first != len(arrays) or "$" in node:
+        if not len(arrays) == len(addresses) == len(columns.names) - first > 0 or "$" in node:
             return
         dicts = list(dicts_in(value, node))
         if any("$" in own for own in dicts):

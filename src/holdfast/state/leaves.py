@@ -50,6 +50,10 @@ class Transfer(Protocol):
         """**Blocks.** Waits until the copies are made."""
 
 
+Pin: TypeAlias = Callable[[memoryview], Callable[[], None] | None]
+"""Makes host memory quick to copy to. It returns what undoes that, or None if it could not."""
+
+
 class DeviceCopier(Protocol):
     """How arrays come from the devices of one library, behind the thread that asks for it."""
 
@@ -71,12 +75,8 @@ class DeviceCopier(Protocol):
             What is still under way, or None if all is copied.
         """
 
-    def pin(self, image: memoryview) -> Callable[[], None] | None:
-        """Makes memory quick to copy to.
-
-        Returns:
-            What undoes it, or None if nothing was done.
-        """
+    def find_pin(self, arrays: Sequence[Any]) -> Pin | None:
+        """What makes host memory quick to copy these arrays to; None if nothing does."""
 
 
 def part_of(array: Any, box: Box) -> Any:

@@ -25,6 +25,7 @@ from torch.utils.weak import TensorWeakRef
 from holdfast.format.decoding import Decoder, malformed
 from holdfast.integrations.torch.modules import holders_of, refuse_localized, renaming, settle
 from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
+from holdfast.integrations.torch.tensors import is_capturing
 from holdfast.state.adapters import (
     FSDP1,
     REPLACED,
@@ -84,6 +85,9 @@ class _Steps:
         for call in self._calls.copy().values():
             call(optimizer)
 
+
+_CAPTURED: Final = weakref.WeakSet[object]()
+"""The optimizers of which a step was seen to be captured in a CUDA graph."""
 
 _STEPS: Final = _Steps(register_optimizer_step_pre_hook)
 _STEPPED: Final = _Steps(register_optimizer_step_post_hook)
@@ -202,7 +206,12 @@ class OptimizerAdapter(Adapter):
         if getattr(obj, "register_step_pre_hook", None) is None:
             return None  # A wrapper, say, that passes on little of what it wraps.
 
-        remove = _STEPS.add(call)
+        def note_and_call(stepping: object) -> None:
+            if is_capturing():
+                _CAPTURED.add(stepping)
+            call(stepping)
+
+        remove = _STEPS.add(note_and_call)
         weakref.finalize(obj, remove).atexit = False
         return remove
 
@@ -212,7 +221,13 @@ class OptimizerAdapter(Adapter):
         return Oversights(find_loss=_Gradients(obj).find_loss, trains=parameters)
 
     def stepped_arrays(self, obj: Any) -> list[Any]:
-        """The parameters, and the tensors that stand in their state."""
+        """The parameters, and the tensors that stand in their state.
+
+        Nothing where a CUDA graph may take the steps: its replays call no hook, raise no version, and may change the
+        parameters of any optimizer. `capturable` says that an optimizer is made for that.
+        """
+        if _CAPTURED or any(group.get("capturable") for group in obj.param_groups):
+            return []
         parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
         values = [value for state in obj.state.values() if isinstance(state, dict) for value in state.values()]
         return [tensor for tensor in (*parameters, *values) if isinstance(tensor, torch.Tensor)]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, repeat
 from operator import add, attrgetter, gt
 from typing import Any, Final, TypeAlias, cast
 
 import torch
 
-from holdfast.errors import UnsupportedValueError
+from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.events.sinks import logger
 from holdfast.format.dtypes import Quantizer, find_quantizer_problem, names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, row_major
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
+from holdfast.state.leaves import ArraySpec, DeviceCopier, Pin, Plain, spec_of
 
 Items: TypeAlias = list[tuple[torch.Tensor, int]]
 """Tensors, each with the byte of the image where its values go."""
@@ -45,19 +47,35 @@ class DeviceCopies:
     sources: list[torch.Tensor] = field(default_factory=list)
 
     def hold(self) -> None:
-        """Lets the calling thread's current streams wait for the copies; the thread itself goes on."""
+        """Lets the calling thread's current streams wait for the copies; the thread itself goes on.
+
+        Raises:
+            UsageError: If the calling thread captures a CUDA graph, which cannot wait for anything outside of it.
+        """
+        if self.done and is_capturing():
+            raise UsageError(
+                "an optimizer's step is being captured in a CUDA graph while a save still copies what it changes",
+                hint="Call manager.wait() before the capture begins.",
+            )
         for device, event in self.done.items():
             torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
         """**Blocks.** Waits for the copies, and lets other threads run meanwhile."""
-        for event in self.done.values():
-            event.synchronize()
+        for device, event in self.done.items():
+            # A thread begins with device 0, and most calls of CUDA take memory there unless another one is set.
+            with torch.cuda.device(device):
+                event.synchronize()
         self.sources.clear()
 
 
+def is_capturing() -> bool:
+    """Whether the calling thread's current stream is being captured in a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class TorchDevices:
-    """Copies from any device; those of CUDA go on behind the call, other devices are waited for."""
+    """Copies from any device; CUDA makes them in the background, for other devices the call waits."""
 
     def moment(self, arrays: Sequence[Any]) -> dict[torch.device, torch.cuda.Event]:
         """For each device of CUDA, an event behind all that the calling thread has asked of it."""
@@ -89,35 +107,55 @@ class TorchDevices:
                 # The device is a setting of the thread, and this may be any thread.
                 stream = _copy_stream(device)
                 with torch.cuda.device(device), torch.cuda.stream(stream):
-                    if device in events:
-                        stream.wait_event(events[device])
-                    for tensor, offset in _gathered(own):
-                        _into(image, tensor, offset)
-                        copies.sources.append(tensor)
-                    # A thread that waits for it leaves the processor to training.
-                    copies.done[device] = torch.cuda.Event(blocking=True)
-                    copies.done[device].record(stream)
+                    try:
+                        if device in events:
+                            stream.wait_event(events[device])
+                        for tensor, offset in _gathered(own):
+                            _into(image, tensor, offset)
+                            copies.sources.append(tensor)
+                        # A thread that waits for it leaves the processor to training.
+                        copies.done[device] = torch.cuda.Event(blocking=True)
+                        copies.done[device].record(stream)
+                    except BaseException:
+                        # The image and the arrays may go now: no copy may still be under way.
+                        stream.synchronize()
+                        raise
         return copies
 
-    def pin(self, image: memoryview) -> Callable[[], None] | None:
-        """Makes host memory such that CUDA copies to it directly and without waiting."""
-        if not image.nbytes or not torch.cuda.is_available() or not torch.cuda.is_initialized():
-            return None
-        runtime: Any = torch.cuda.cudart()
-        address = ctypes.addressof(ctypes.c_char.from_buffer(image))
-        if int(runtime.cudaHostRegister(address, image.nbytes, _PORTABLE)) != 0:
-            # As where the limit of locked memory is low: copies work all the same, only slower. CUDA keeps the error
-            # for the next call that asks, and torch would raise it at this thread's next kernel: this call takes it.
-            with suppress(RuntimeError):
-                torch.ones((), device="cuda")
-            return None
-        process = os.getpid()
+    def find_pin(self, arrays: Sequence[Any]) -> Pin | None:
+        """Pinned memory is what CUDA copies to directly, and without waiting; arrays on other devices need none."""
+        device = next((array.device for array in arrays if array.is_cuda), None)
+        return None if device is None else partial(_pin, device)
 
-        def unpin() -> None:
-            if os.getpid() == process:  # CUDA does not live on in a forked child.
+
+def _pin(device: torch.device, image: memoryview) -> Callable[[], None] | None:
+    runtime: Any = torch.cuda.cudart()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(image))
+    # For all devices of the process. Without the right one set, it would take memory on device 0 as well.
+    with torch.cuda.device(device):
+        code = int(runtime.cudaHostRegister(address, image.nbytes, _PORTABLE))
+        if code != 0:
+            # CUDA keeps the error for the next call that asks, and torch would raise it at this thread's next kernel:
+            # this call takes it.
+            with suppress(RuntimeError):
+                torch.ones((), device=device)
+    if code != 0:
+        logger.warning(
+            "%.1f GB of host memory could not be pinned (CUDA error %d), so saves copy from the device more slowly. "
+            "Raise the limit of locked memory (ulimit -l unlimited), or leave more memory free.",
+            image.nbytes / 1e9,
+            code,
+        )
+        return None
+    process, getpid, is_finalizing = os.getpid(), os.getpid, sys.is_finalizing
+
+    def unpin() -> None:
+        # CUDA does not live on in a forked child, and torch not while the interpreter ends.
+        if getpid() == process and not is_finalizing():
+            with torch.cuda.device(device):
                 runtime.cudaHostUnregister(address)
 
-        return unpin
+    return unpin
 
 
 def integers_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,7 +177,8 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of a device on which all copies go, beside those on which it computes."""
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        # Several threads may come here at once, and are to share one.
+        _streams.setdefault(device, torch.cuda.Stream(device))
     return _streams[device]
 
 
@@ -155,6 +194,9 @@ def _gathered(items: Items) -> Iterator[tuple[torch.Tensor, int]]:
     for tensor, offset in items:
         # Otherwise torch would conjugate or negate in the host's memory, and not wait with it for the transfer.
         tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.itemsize == 1:
+            # For some types of one byte, such as float4, CUDA has no kernel that makes them contiguous.
+            tensor = tensor.view(torch.uint8)
         if run and (offset != end or tensor.nbytes > GATHERED_BYTES):
             yield torch.cat(run), begin
             run = []
@@ -322,6 +364,9 @@ class TorchBackend:
         with torch.no_grad():
             live = integers_of(array) if array.is_quantized else array.detach()
             live.copy_(tensor_over(data, live.dtype, live.shape))
+        if array.is_cuda and not array.is_contiguous():
+            # The values have come to the device, and a kernel on this thread's stream still puts them in place.
+            torch.cuda.synchronize(array.device)
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """A new tensor, in host memory or on the device of another."""

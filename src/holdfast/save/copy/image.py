@@ -16,7 +16,7 @@ from holdfast.errors import ChangedError, OutOfMemoryError
 from holdfast.format.index import Layout, plan_layout, relabel, round_up
 from holdfast.save.copy.plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.records import CopyProgress, Snapshot
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Transfer, alias_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Pin, Transfer, alias_of
 from holdfast.storage.buffers import batches
 from holdfast.storage.worker_pool import WorkerPool
 
@@ -77,8 +77,10 @@ class Stager:
                 backend = captured.backends[plan.order[own[0]]]
                 devices, moment = backend.devices, None
                 if devices is not None:
-                    self._buffer.pin(devices.pin)
-                    moment = devices.moment([captured.arrays[plan.order[place]] for place in own])
+                    arrays = [captured.arrays[plan.order[place]] for place in own]
+                    if (pin := devices.find_pin(arrays)) is not None:
+                        self._buffer.pin(pin)
+                    moment = devices.moment(arrays)
                 for batch in batches(own, plan.sizes.__getitem__, PART_BYTES):
                     leaves = [plan.order[place] for place in batch]
                     arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in leaves]
@@ -127,12 +129,15 @@ class Staging:
 
         `started` is called when all are made, or made by devices that can be told to wait for them.
         """
-        pool.run(self.later)
-        self.check_unchanged()
-        started(list(self._transfers))
-        for transfer in self._transfers:
-            transfer.wait()
-        self._transfers.clear()
+        try:
+            pool.run(self.later)
+            self.check_unchanged()
+            started(list(self._transfers))
+        finally:
+            # Whatever has failed: the next save uses the same memory, and no copy of this one may still come there.
+            for transfer in self._transfers:
+                transfer.wait()
+            self._transfers.clear()
 
     def forget(self) -> None:
         """Lets go of the arrays: the save has ended."""
@@ -285,9 +290,10 @@ class HostBuffer:
                 self._memory = _map(wanted_bytes)
         return memoryview(self._memory)[:size_bytes]
 
-    def pin(self, pin: Callable[[memoryview], Callable[[], None] | None]) -> None:
-        """Pins the memory for a device, unless it is pinned."""
-        if self._memory is not None and self._memory.unpin is None:
+    def pin(self, pin: Pin) -> None:
+        """Pins the memory for a device, unless that was done, or tried, before."""
+        if self._memory is not None and not self._memory.is_pin_tried:
+            self._memory.is_pin_tried = True
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 # What was not touched yet: a device has fewer pages to be told of, and the processor copies nothing.
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -314,6 +320,7 @@ class _Memory(mmap.mmap):
     """
 
     unpin: Callable[[], None] | None = None
+    is_pin_tried = False
 
     def __del__(self) -> None:
         if self.unpin is not None:
