@@ -46,10 +46,7 @@ class Checkpoint:
             given = ", ".join(type(obj).__name__ for obj in unnamed)
             raise UnnamedError(
                 f"objects must be given by name, got {given} without a name",
-                hint=(
-                    "Write Checkpoint(model=model, optimizer=optimizer): the keyword is the name that it is "
-                    "stored under."
-                ),
+                hint=("Write Checkpoint(model=model, optimizer=optimizer): the keyword is its stored name."),
             )
         self._objects = {}
         self._own = {}

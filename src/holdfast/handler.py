@@ -55,8 +55,8 @@ class PreemptionCheckpointHandler:
     handler's block may leave half a step behind, so the next handler restores.
 
     A notice takes effect before the next step, or when the block is left, so anything that the loop does after a step
-    belongs to that step. If the manager has `save_every`, steps are saved by that policy as well. `hf.resumable` has
-    all of this built in.
+    belongs to that step. If the manager has `save_every`, steps are saved by that policy as well. `hf.resumable` does
+    all of this.
 
     Use it from one thread.
 
@@ -140,8 +140,8 @@ class PreemptionCheckpointHandler:
         """Runs one step, and counts it when it returns.
 
         Before the step, this saves the last complete step if a save is due, and saves and exits if the job was asked to
-        stop. A batch that is taken from one of holdfast's own loaders between two steps, as an argument, counts for the
-        next step.
+        stop. A batch that is taken from one of holdfast's own loaders between two steps, as an argument, belongs to the
+        next one.
 
         Returns:
             The return value of `fn`.
@@ -217,8 +217,7 @@ class PreemptionCheckpointHandler:
         return StepNumbers("handler.steps(n)", self._loop, whole, begin_turn, self._end_steps)
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Counts one step as complete, and saves and exits if the job was asked to stop: for a loop without `run` and
-        `steps`.
+        """Counts one step as complete, and saves and exits if asked to: for a loop without `run` and `steps`.
 
         Call it last in each step.
 
@@ -229,8 +228,7 @@ class PreemptionCheckpointHandler:
         Raises:
             SystemExit: When the job exits.
             ClosedError: If the handler is closed.
-            UsageError: If this is inside a step of `run` or of the loop of `steps`, or metrics or metadata cannot be
-                saved.
+            UsageError: If this is inside a step of `run` or of the loop of `steps`, or metrics or metadata are invalid.
             SaveFailedError: If saves by policy have failed.
         """
         self._check_between_steps("save_checkpoint_if_preempted")
@@ -242,8 +240,7 @@ class PreemptionCheckpointHandler:
         self._loop.count_own_step(*args, **kwargs)
 
     def should_stop(self) -> bool:
-        """Returns True if the job should exit as soon as this step ends, so that long work inside a step can end
-        early."""
+        """Returns True if the job should exit after this step, so that long work inside a step can end early."""
         return self._guard.should_stop()
 
     def checkpointable(self, *, step_done: bool = True) -> AbstractContextManager[None]:
@@ -328,10 +325,7 @@ class PreemptionCheckpointHandler:
         """Checks that no step is running, except for the turn of that loop."""
         self._check_open()
         if self._count.turn() not in (None, numbers):
-            hint = (
-                "Each turn of `for step in handler.steps(...)` is one step, and so is each function that "
-                "handler.run calls."
-            )
+            hint = "Each turn of `for step in handler.steps(...)` is one step, and so is each call of handler.run."
             raise UsageError(f"{name} would count a step inside of another step", hint=hint)
 
     def _end_steps(self) -> None:

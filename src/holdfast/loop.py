@@ -33,8 +33,7 @@ class StepCount:
     Attributes:
         done: How many steps are complete.
         unfinished: The loops that are inside a step that does not count yet.
-        turn: Returns what runs a step now, such as a loop of `steps`; None if nothing does, or the program has dropped
-            it.
+        turn: Returns what runs a step now, such as a loop of `steps`; None if nothing does, or it was dropped.
         saved_step: The step that was saved last; None if nothing is saved.
         saved: Its save; None if it was restored, or saved by other code.
     """
@@ -59,13 +58,12 @@ class StepCount:
             self.note(None if manager.restored is None else self.done, None)
 
     def counts_for(self, manager: CheckpointManager) -> bool:
-        """Returns True if the last loop that joined saves with that manager: then the live objects hold what was
-        counted."""
+        """Returns True if the last loop that joined saves with that manager: then the live objects are at that
+        count."""
         return manager is self._manager
 
     def note(self, step: int | None, saved: SaveHandle | None) -> None:
-        """Records that a save of that step was begun, unless it was skipped; the arguments are `saved_step` and
-        `saved`."""
+        """Records that a save of that step was begun, unless it was skipped; sets `saved_step` and `saved`."""
         if saved is None or not saved.skipped:
             self.saved_step, self.saved = step, saved
 
@@ -158,8 +156,7 @@ class TrainingLoop:
 
     @contextmanager
     def checkpointable(self, step: int) -> Iterator[None]:
-        """A block in which the process may be saved and exit at any moment, because nothing in it changes the saved
-        objects.
+        """A block in which the process may be saved and exit at any moment, because it changes no saved object.
 
         Args:
             step: How many steps are complete.

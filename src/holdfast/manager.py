@@ -83,8 +83,8 @@ class CheckpointManager:
         """Reads the directory; creates nothing there until the first save.
 
         In a job of several workers (under torchrun, for example) every worker creates its managers with the same
-        arguments and in the same order; this waits for the others. After that, all call `restore` and `save` at the
-        same steps.
+        arguments and in the same order; this waits for the others. Then all call `restore` and `save` at the same
+        steps.
 
         Args:
             directory: The run's directory, a URL, or an open storage.
@@ -96,12 +96,12 @@ class CheckpointManager:
                 a job is always raised.
             begin_anew: True to start from the beginning; existing checkpoints stay until they are pruned, but no longer
                 belong to the current lineage.
-            incremental: True to write only arrays that have changed; the steps that hold the others are kept,
-                regardless of `keep`.
+            incremental: True to write only arrays that have changed; the steps that hold the others stay, regardless of
+                `keep`.
             reuse_space: True to write each save over the data file of a checkpoint that `keep` gave up, if the file
                 system supports it; until the manager is closed, the run uses one data file more. Pass False if other
-                machines read files of removed checkpoints through NFS version 3. Jobs of several workers always write
-                new files.
+                machines read files of removed checkpoints through NFS version 3. Several workers always write new
+                files.
             sinks: Functions that are called with each event.
             timeout_seconds: The deadline of every wait that sets none of its own.
             threads: The number of threads that write, and read during a restore. They mostly wait for the disk.
@@ -218,7 +218,7 @@ class CheckpointManager:
             StepExistsError: If the step is already committed.
             UsageError: If the step is older than the newest, or an argument is wrong.
             UnsupportedValueError: If an object has state that cannot be stored.
-            SaveFailedError: If an earlier save failed and the failure has not been raised yet. This save continues as
+            SaveFailedError: If an earlier save failed and that was not raised yet. This one continues as
                 `error.next_save`.
             DeadlineError: If the previous save does not end in time.
             StorageError: If the cleanup after an earlier save failed. This save continues.
@@ -260,8 +260,7 @@ class CheckpointManager:
 
         Args:
             step: The step to restore, which is then kept, regardless of `keep`, until the manager restores another one
-                or is closed; None for the newest whole step of the current lineage (with `begin_anew`: saved since
-                then).
+                or is closed; None for the newest whole step of the current lineage (with `begin_anew`: since then).
             only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); the rest is left unchanged.
             strict: False to restore whatever fits, and report the rest in the result.
             keep_current: What stays as the program set it: hyperparameters such as `"optimizer.lr"`, which a schedule
@@ -342,8 +341,7 @@ class CheckpointManager:
         return max(self.steps(), default=None)
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """**Blocks.** Waits for the save in progress, ends all threads and frees the memory; a second call does
-        nothing.
+        """**Blocks.** Waits for the save in progress, ends all threads and frees the memory; may be repeated.
 
         Raises:
             SaveFailedError: If a save failed and the failure has not been raised yet, or the last save failed.

@@ -142,10 +142,7 @@ def _find_checkpoint(directory: object, given: tuple[object, ...], objects: Mapp
     if unnamed:
         raise UnnamedError(
             f"objects must be given by name, got {unnamed} without a name",
-            hint=(
-                "Write resumable(directory, model=model, optimizer=optimizer): the keyword is the name that it is "
-                "stored under."
-            ),
+            hint=("Write resumable(directory, model=model, optimizer=optimizer): the keyword is its stored name."),
         )
     if len(given) + bool(objects) > 1:
         raise UsageError("pass the objects to save in one Checkpoint or by name, not both")
@@ -220,7 +217,7 @@ class Run:
             An iterator whose `len` is the number of remaining steps.
 
         Raises:
-            UsageError: At the first turn, if a batch was taken from a saved loader since this call, as in `zip(loader,
+            UsageError: At the first turn, if a saved loader gave a batch since this call, as in `zip(loader,
                 run.steps(n))`.
             SaveFailedError: If more than `failures_allowed` saves in a row have failed.
             SystemExit: When the job was asked to stop, once the step before is complete and saved.
@@ -270,8 +267,8 @@ class Run:
 
         Args:
             *unnamed: Not allowed: every metric needs a name.
-            **metrics: Numbers, or arrays with one element, which are read when they are saved. Values that are not
-                finite are not stored.
+            **metrics: Numbers, or arrays with one element, which are read when they are saved. Others than finite
+                values are not stored.
 
         Raises:
             UsageError: If a metric is not a number or has no name.
@@ -288,8 +285,7 @@ class Run:
         self._loop.is_stopped = True
 
     def should_stop(self) -> bool:
-        """Returns True if the job should exit as soon as this step ends, so that long work inside a step can end
-        early."""
+        """Returns True if the job should exit after this step, so that long work inside a step can end early."""
         return self._guard.should_stop()
 
     def checkpointable(self, *, step_done: bool = True) -> AbstractContextManager[None]:
@@ -428,8 +424,7 @@ class Run:
             raise
 
     def _end_badly(self, error: BaseException) -> None:
-        """Ends the run after an error: the failed step may have changed part of the state, so only earlier saves
-        count."""
+        """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""
         cause = self._guard.fail(error)
         if not self._guard.leaving and not self._guard.inbox.gave_up:
             self.manager.__exit__(type(error), error, error.__traceback__)

@@ -31,8 +31,7 @@ def open_cluster(choice: Choice = "auto", timeout_seconds: float = JOIN_SECONDS)
     environment define; this process alone. A job with a single worker is alone.
 
     Args:
-        choice: `"auto"`; `"alone"` for a worker that is independent of the others, if there are any; or a cluster,
-            which is returned.
+        choice: `"auto"`; `"alone"` for a worker that is independent of the others, if there are any; or a cluster.
         timeout_seconds: How long to wait for the other workers.
 
     Raises:

@@ -50,8 +50,8 @@ class Heartbeat:
     """**Thread-safe.** One thread that gives signs of life, and watches those of the others.
 
     Each worker increments a counter in the store, which must respond each time. The leader watches all others and
-    reports who is lost; they watch the leader, and its reports. So the store is queried a few times per worker, and not
-    per pair of workers.
+    reports who is lost; they watch the leader, and its reports. So the store is queried per worker, and not per pair of
+    workers.
 
     Workers on one machine also watch each other's processes. If a process has ended without signing off, the first one
     to notice marks the counter of that worker, so that all know it at their next look.
@@ -157,8 +157,7 @@ class Heartbeat:
         self._wake.put(None)
 
     def stop(self) -> None:
-        """**Blocks** for a moment. Signs off, if the store can be reached, and ends the thread; a second call does
-        nothing."""
+        """**Blocks** for a moment. Signs off, if the store can be reached, and ends the thread; may be repeated."""
         self.leave()
         self._ended.wait(_STOP_SECONDS)
 

@@ -35,10 +35,8 @@ class Watch:
     Attributes:
         look: The query, called in the mailbox's thread; if it raises `HoldfastError`, it is called again.
         pauses: The usual time between two queries.
-        is_urgent: Returns True while something is in progress. Then it is queried more often for a while, as in
-            `URGENT_NEWS`.
-        on_silence: Called in the mailbox's thread with the seconds for which the store has not responded, and its
-            error.
+        is_urgent: True while something is in progress. Then it is queried more often, as in `URGENT_NEWS`.
+        on_silence: Called in the mailbox's thread with the seconds without a response, and the error.
     """
 
     look: Callable[[], object]
@@ -87,8 +85,7 @@ class StoreMailbox:
     def post(self, write: Callable[[], object]) -> None:
         """Schedules a write, which is repeated until the store has responded; returns at once.
 
-        A write that the store performed without a response is performed a second time. So it must be a record, not a
-        count.
+        A write without a response is performed a second time. So it must be a record, not a count.
         """
         self._writes.append(write)
         self._inbox.put(None)
@@ -139,8 +136,7 @@ class StoreMailbox:
             changed.wait(NEWS.longest_seconds)
 
     def close(self) -> None:
-        """**Blocks** for a moment. Ends the thread, once it has written what was posted before; a second call does
-        nothing."""
+        """**Blocks** for a moment. Ends the thread, once it has written what was posted; may be repeated."""
         self._is_closed = True
         self._inbox.put(None)
         self._ended.wait(_CLOSE_SECONDS)

@@ -121,8 +121,7 @@ class FailureFeed:
     """**Thread-safe.** Which of the other workers are gone, which have failed, and with what error, as far as known.
 
     A thread gives signs of life and watches those of the others; results are available here at once, and only
-    `find_explanation` and `explain` query the store. A worker that leaves because of an error reports it before it
-    goes.
+    `find_explanation` and `explain` query the store. A worker that leaves with an error reports it first.
 
     PREFIX/heartbeat/RANK         signs of life
     PREFIX/left/RANK              why a worker has left
@@ -290,8 +289,7 @@ class FailureFeed:
 
 
 class Peers:
-    """**Thread-safe.** This worker and the others. Each worker creates as many of these with one name, in the same
-    order.
+    """**Thread-safe.** This worker and the others. Each creates as many of these with one name, in the same order.
 
     Attributes:
         cluster: The workers.

@@ -87,8 +87,7 @@ PROCESS_LOOK_SECONDS: Final = 0.25
 _BEATS: Final = 15
 _FEW_BEATS: Final = 5
 _MANY: Final = 512
-"""How many signs of life a worker gives within the liveness time; fewer if more workers than this use the same
-store."""
+"""How many signs of life a worker gives within the liveness time; fewer if more workers than this share a store."""
 
 
 def heartbeat_seconds(liveness_seconds: float, world_size: int) -> float:

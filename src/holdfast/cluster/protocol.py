@@ -6,8 +6,8 @@ a value or a counter, never both.
 
 Every method raises `UsageError` for a malformed or too large key or value, `ClusterError` if the store does not
 respond, for example because the process that hosts it is gone, and `ClosedError` after `close`. Every method is
-thread-safe, and a wait in one thread blocks no other. None of them waits longer than its deadline, or `ANSWER_SECONDS`
-if it has none.
+thread-safe, and a wait in one thread blocks no other. None waits longer than its deadline, or `ANSWER_SECONDS` without
+one.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class Cluster(Protocol):
         ...
 
     def node_of(self, rank: int) -> str:
-        """**Thread-safe.** Returns the node of another worker, for people to read; empty if it cannot be found out
-        now."""
+        """**Thread-safe.** Returns the node of another worker, for people to read; empty if it is unknown."""
         ...
 
     def set(self, key: str, value: bytes) -> None:
@@ -92,8 +91,7 @@ class Cluster(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """**Thread-safe.** Deletes a value or a counter; does nothing if there is none. No worker may be waiting for
-        it."""
+        """**Thread-safe.** Deletes a value or a counter; does nothing if there is none. No worker may wait for it."""
         ...
 
     def close(self) -> None:

@@ -102,8 +102,7 @@ def export_checkpoint(
 ) -> Export:
     """**Blocks.** Exports a checkpoint of a run to files that other programs read; every byte is checked on the way.
 
-    Memory use does not depend on the size of the checkpoint. The export appears under its name only once it is
-    complete.
+    Memory use does not depend on the size of the checkpoint. The export appears under its name once it is complete.
 
     Args:
         run: The run's directory, a URL, or an open storage.

@@ -109,8 +109,7 @@ def import_checkpoint(
         run: The run's directory, a URL, or an open storage. It must not contain a checkpoint yet.
         step: The step of the checkpoint, from which a job resumes. None for the step in the source, or else 0.
         only: The objects to import, by their new names; None for all that are state of the training.
-        name: The name of the model, and of the object if the source is the state of a single one, such as a plain
-            `model.state_dict()`.
+        name: The name of the model, and of the only object of a source such as a plain `model.state_dict()`.
         rename: New names for objects, by those that they have in the source. The name of a part, such as
             `state/params`, makes that part a separate object; `.` makes one object of everything.
         strip_prefix: A prefix to remove from the names of a model's arrays, such as `model.`.
@@ -183,8 +182,7 @@ def import_checkpoint(
 
 
 def list_objects(root: Any, name: str) -> Recognized:
-    """**Pure.** Returns the objects in a tree: its outermost entries, or one if the tree is the state of a single
-    object."""
+    """**Pure.** Returns the objects in a tree: its outermost entries, or one if it is the state of one object."""
     archive = root.archive if type(root) is ArchivedTree else None
     value = root.value if type(root) is ArchivedTree else root
     is_one = type(value) is not dict or not all(type(key) is str and key and is_text(key) for key in value)

@@ -134,8 +134,7 @@ class Committed(Event, frozen=True):
         blocked_seconds: How long it blocked training, as in its `Staged`.
         background_seconds: How long the rest took, in the background.
         size_bytes: The size of what was written.
-        training_saved_seconds: The training time between the previous commit and this one, which a crash can no longer
-            lose.
+        training_saved_seconds: The training time between the previous commit and this one, now safe from a crash.
         referred_bytes: The size of unchanged data that is stored in earlier steps and was not written again.
     """
 

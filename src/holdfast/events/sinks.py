@@ -46,8 +46,7 @@ logger = logging.getLogger("holdfast")
 
 
 def _name_where_nothing_does(record: logging.LogRecord) -> bool:
-    """Names the logger in the text if no handler is configured: Python then prints only the text of warnings and
-    errors."""
+    """Names the logger in the text if no handler is configured: Python then prints only the text."""
     if not logger.hasHandlers():
         record.msg = f"holdfast: {record.msg}"
     return True
@@ -277,8 +276,7 @@ class JsonLinesSink:
 def read_events(path: str | os.PathLike[str]) -> Iterator[AnyEvent]:
     """Returns the events of a file and of the one that was renamed before it, oldest first.
 
-    Torn and damaged lines are skipped, and so are kinds that this version does not know. Without a file there are no
-    events.
+    Damaged lines are skipped, and so are kinds that this version does not know. Without a file there are none.
     """
     for part in (_put_aside(Path(path)), Path(path)):
         try:

@@ -63,8 +63,8 @@ def register_codec(cls: type[T], *, tag: str, encode: Callable[[T], Any], decode
     Args:
         cls: The type; subclasses are not included.
         tag: A name for it that stays the same in all versions of the program, such as `myproject.Vocabulary`.
-        encode: Takes a value, returns its content: any tree of plain values, tensors and arrays. It must not change
-            anything.
+        encode: Takes a value, returns its content: any tree of plain values, tensors and arrays. It must change
+            nothing.
         decode: Takes the result of `encode`, returns an equal value. Its tensors and arrays are new ones with the
             stored values, on the device of the value that is replaced, or else of the parameter whose state it is.
 
@@ -85,15 +85,13 @@ def register_codec(cls: type[T], *, tag: str, encode: Callable[[T], Any], decode
 
 
 def register_type(cls: type[T], *, name: str | None = None) -> type[T]:
-    """Allows values of a dataclass, enum, namedtuple or tensor subclass to be created by a restore; also a class
-    decorator.
+    """Lets a restore create values of a dataclass, enum, namedtuple or tensor subclass; also a class decorator.
 
     This is needed only if there is no live value of the type at the same path when the restore begins, for example for
     the elements of a list that is still empty, or for the state of an optimizer that has not stepped yet. Types that
     the program or a library passed to `torch.serialization.add_safe_globals` need no registration.
 
-    A tensor subclass must have `__tensor_flatten__` and `__tensor_unflatten__`, which define the plain tensors that it
-    is made of.
+    A tensor subclass must have `__tensor_flatten__` and `__tensor_unflatten__`, which define its plain tensors.
 
     Args:
         cls: The type.
@@ -162,8 +160,7 @@ def is_tensor_subclass(cls: type) -> bool:
 
 
 def is_plain_dataclass(cls: type) -> bool:
-    """**Pure.** Returns True if a type is a dataclass that derives from no built-in type, so its fields are its
-    value."""
+    """**Pure.** Returns True if a type is a dataclass without a built-in base type, so its fields are its value."""
     return dataclasses.is_dataclass(cls) and all(
         ancestor is object or ancestor.__module__ != "builtins" for ancestor in cls.__mro__
     )

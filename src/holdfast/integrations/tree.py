@@ -36,8 +36,7 @@ def save(
     The tree is durable when this returns. In a job of several workers all call it; sharded arrays are written by all.
 
     Args:
-        path: A directory, which is created if needed, a URL, or an open storage. `holdfast list`, `show` and `verify`
-            read it.
+        path: A directory, created if needed, a URL, or an open storage. `holdfast list`, `show` and `verify` read it.
         tree: The tree. It may contain arrays of NumPy, JAX and torch, and anything else that a checkpoint may contain.
         overwrite: True to replace an existing tree, which is removed once this one is durable.
         cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves on its own, or a cluster.
@@ -78,13 +77,11 @@ def load(
         path: The directory, a URL, or an open storage.
         like: A tree of the same structure, which is left unchanged. Each array is created like the one in this tree: of
             the same library, on the same device, with the same sharding. A `jax.ShapeDtypeStruct`, with or without a
-            sharding, is enough. For a run, a dict with some of its objects. None for NumPy arrays in plain dicts, lists
-            and tuples.
+            sharding, is enough. For a run, a dict with some of its objects. None for NumPy arrays in plain containers.
         cluster: As in `save`. In a job of several workers all call this.
 
     Returns:
-        The tree. Objects with state in `like`, such as torch or Flax NNX modules, are filled and are part of it
-        themselves.
+        The tree. Objects with state in `like`, such as torch or Flax NNX modules, are filled and are part of it.
 
     Raises:
         NoCheckpointError: If there is none.

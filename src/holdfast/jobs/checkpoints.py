@@ -169,8 +169,7 @@ class Loaded:
 class MultiNodeCheckpointManager:
     """Saves the workspaces of all nodes of a job in one commit per epoch, and restores them.
 
-    An epoch is saved for all nodes or for none. A `JobRunner` drives the manager, which may be used for several runs in
-    turn.
+    An epoch is saved for all nodes or for none. A `JobRunner` drives it; it may be used for several runs in turn.
 
     Attributes:
         background: True if the next epoch begins while the previous one is still being written.

@@ -114,7 +114,7 @@ class Job:
         It is created on each node before the init tasks, and also when the job resumes from a checkpoint: code creates
         objects, and a checkpoint only restores their state. If the workspace already has something of that name, it is
         left; but an object that was created for an earlier run in the same session is created again when a job starts
-        from the beginning.
+        over.
 
         Args:
             name: Its name in the workspace.
@@ -229,8 +229,7 @@ class Job:
 def epoch_limiter(job: Job, num_epochs: int) -> None:
     """Ends a job after that many epochs in total, including those before a restart.
 
-    The limit is that of the current program: a job that has completed 3 of 3 epochs continues if it is started with a
-    limit of 10.
+    The limit is that of the current program: a job that has completed 3 of 3 epochs continues with a limit of 10.
 
     Args:
         job: The job.

@@ -59,8 +59,8 @@ class NodeDurations:
     """How long an action took on each node.
 
     Attributes:
-        node_seconds: The time of each node. Nodes that share a process are saved together; each gets its share of the
-            time, by its bytes.
+        node_seconds: The time of each node. Nodes of one process are saved together; each gets its share of the time,
+            by its bytes.
     """
 
     node_seconds: Mapping[str, float]
@@ -79,8 +79,7 @@ class LoadOrder:
         name: The checkpoint.
         nodes: The nodes, each with the names of the values to load; None for all of them.
         stored: All nodes of the checkpoint, in order.
-        keep_added: True to keep values that are not stored. Otherwise plain values are removed, because everything was
-            stored.
+        keep_added: True to keep values that are not stored. Otherwise plain values are removed: everything was stored.
         strict: True to raise an error for any difference.
     """
 
@@ -142,8 +141,7 @@ class LocalNodeStore:
         cluster: Cluster | Literal["alone"] = "alone",
         liveness_seconds: float = LIVENESS_SECONDS,
     ) -> None:
-        """**Collective.** Creates the manager; `cluster` is "alone" if the session is this process, even if there are
-        others."""
+        """**Collective.** Creates the manager; `cluster` is "alone" if the session is this process alone."""
         self._workspaces = {workspace.node: workspace for workspace in workspaces}
         self._options = options
         self._emit = Fanout([LoggingSink(), *options.sinks])

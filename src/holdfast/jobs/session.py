@@ -174,8 +174,7 @@ class Session(ABC):
         """Creates what saves and restores the workspaces of some nodes."""
 
     def close(self) -> None:
-        """**Blocks.** Waits for saves in progress, and ends the session; its workspaces are gone. A second call does
-        nothing.
+        """**Blocks.** Waits for saves in progress, and ends the session with its workspaces; may be repeated.
 
         Raises:
             SaveFailedError: If a save failed and the failure was not reported yet.
@@ -236,8 +235,7 @@ class LocalSession(Session):
         return self._workspaces[name]
 
     def _run_making(self, group: TaskGroup) -> None:
-        """**Blocks.** Runs a task that creates an object, on one node after the other, so that random draws are
-        reproducible."""
+        """**Blocks.** Runs a task that creates an object, on one node after the other, for reproducible draws."""
         for node in self.nodes:
             self.run(group, only=[node])
 

@@ -23,8 +23,7 @@ _groups: ContextVar[TaskGroup | None] = ContextVar("holdfast_task_group", defaul
 class Task:
     """A plain function and the nodes on which it runs.
 
-    A task that is created inside the `with` block of a group or of a job is added to that group, or to the job's epoch
-    group.
+    A task created inside the `with` block of a group or of a job is added to that group, or to the job's epoch group.
 
     Attributes:
         name: Its name in errors and events.

@@ -48,8 +48,7 @@ _FAREWELL_SECONDS: Final = 5.0
 """How long the leader waits for the others at the end, because it may host the store."""
 
 _INTERRUPT: Final = signal.SIGURG
-"""No other library uses this signal, a process that does not know it ignores it, and no shell ignores it from the
-start."""
+"""No other library uses this signal, a process without a handler ignores it, and no shell does so from the start."""
 
 _GONE: Final = "died or left while the job was running"
 
@@ -93,8 +92,7 @@ class _Gathering:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wraps what all workers do. An error in the block belongs to one worker, which cannot meet the others any
-        more.
+        """Wraps what all workers do. An error in the block is one worker's own, which cannot meet the others any more.
 
         The others learn of it at once, and none of them takes part in anything any more. An error that all have met is
         raised after the block.
@@ -339,13 +337,12 @@ class _Part(msgspec.Struct, omit_defaults=True):
 
 
 class TorchrunSession(Session):
-    """Makes every worker that torchrun started a node. All run the same program, which creates the same job and
-    session.
+    """Makes every worker that torchrun started a node. All run the same program, with the same job and session.
 
     Each worker runs the tasks of its own node, and meets the others when its part of a group is done. If a task fails,
     all workers get the same `TaskFailedError` within seconds; a worker that dies is named. The state of all nodes is
-    one commit. A task's output can be fetched on all workers if it is a plain value; of other outputs, only whether
-    they are true.
+    one commit. A task's output can be fetched on all workers if it is a plain value; of others, only whether they are
+    true.
 
     Example:
         ```python

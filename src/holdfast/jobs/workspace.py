@@ -209,10 +209,7 @@ register_adapter(Workspace, WorkspaceAdapter())
 
 
 def _advise_object(name: str) -> str:
-    return (
-        f"register the function that makes it, job.add_object({name!r}, ...); then the job can resume from what was "
-        "saved"
-    )
+    return f"register the function that makes it, job.add_object({name!r}, ...); then the job can resume"
 
 
 def explain_missing(workspace: Workspace, paths: Sequence[str]) -> str:

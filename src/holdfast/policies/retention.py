@@ -201,8 +201,7 @@ class Referrer(msgspec.Struct, Generic[Key], frozen=True):
 
 
 def spare_referred(going: Collection[Key], referrers: Sequence[Referrer[Key]]) -> dict[Key, str]:
-    """**Pure.** Returns which of the checkpoints to remove must stay because a kept one refers to them, with the
-    reason.
+    """**Pure.** Returns which of those to remove must stay because a kept one refers to them, with the reason.
 
     A checkpoint that stays for that reason stays whole, and so does everything that it refers to itself. `referrers`
     are all checkpoints that refer to others, including those to remove.

@@ -242,8 +242,7 @@ def daly_interval_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
 
 
 def is_by_step(policy: SavePolicy) -> bool:
-    """**Pure.** Returns True if a policy depends on step numbers only, so that all workers decide the same on their
-    own.
+    """**Pure.** Returns True if a policy depends on step numbers only, so that all workers decide the same.
 
     Your own policy can declare that with an attribute `by_step = True`.
     """

@@ -37,8 +37,7 @@ class Announced(Protocol):
 
 
 class Announcements:
-    """Reports on the leader where training begins and ends: in the log at level INFO, or on standard error without
-    one."""
+    """Reports on the leader where training begins and ends: in the log at level INFO, or on standard error."""
 
     def __init__(self, url: str, worker: Worker, *, quiet: bool) -> None:
         self.place = name_place(url)
@@ -62,8 +61,7 @@ class Announcements:
             self._warn_of_changes({**restored.hyperparameters, **loaders})
 
     def end(self, manager: Announced, step: int, total: int = 0) -> None:
-        """**Blocks** while it reads the run's directory. Reports that training has ended, if its beginning was
-        reported.
+        """**Blocks** while it reads the run's directory. Reports the end of a training whose beginning was reported.
 
         `step` steps are complete, of `total`; 0 if that is not known.
         """
@@ -96,8 +94,7 @@ class Announcements:
             self._warn_of_changes(backup.restoration.hyperparameters)
 
     def end_epochs(self, backup: Backup | None, *, had_backup: bool = True) -> None:
-        """Reports, once, that training in epochs has ended, with a backup that stays; None if it is deleted, or there
-        was none."""
+        """Reports, once, that training in epochs has ended, with a backup that stays; None if there is none."""
         if self._began_at is not None:
             self._began_at = None
             if backup is not None:

@@ -200,8 +200,8 @@ class FinalSave:
                 is_told = True
                 limit = describe_limit(end_at - time.monotonic())
                 say(
-                    f"holdfast: training is done, and the last save is being written{limit}; press Ctrl-C twice to "
-                    "stop waiting."
+                    f"holdfast: training is done, and the last save is being written{limit}; Ctrl-C twice stops "
+                    "waiting."
                 )
             if time.monotonic() >= end_at:
                 hint = "The save continues. Check whether the storage still responds."

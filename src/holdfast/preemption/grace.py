@@ -99,8 +99,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> CombinedDemand:
-    """**Pure.** Returns the combined demand of several notices, and the time that remains at `now`, by the monotonic
-    clock.
+    """**Pure.** Returns the combined demand of several notices, and the time that remains at `now` (monotonic).
 
     `grace_period` is the user's limit for training on; None for what the sources say.
     """

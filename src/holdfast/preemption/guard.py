@@ -100,8 +100,7 @@ class Guard:
         Args:
             manager: The manager that saves.
             config: The user's configuration.
-            keep: Begins the save of a step, unless it is saved or in progress, and returns it; None if nothing could be
-                lost.
+            keep: Begins the save of a step, unless it is saved or in progress, and returns it; or None.
             consensus: Decides when to save and when to exit.
             yields: True to leave notices to the guard of another manager in the same thread, if there is one.
         """
@@ -173,8 +172,7 @@ class Guard:
         return self._pause is not None and self._pause.mark is not None
 
     def begin_steps(self) -> SaveHandle | None:
-        """Called when the training thread continues; waits if all may stop at a step before the one that continues
-        here.
+        """Called when the training thread continues; waits if all may stop at an earlier step.
 
         Returns:
             The save that was made while it was paused; None if none was.
@@ -265,8 +263,7 @@ class Guard:
             self._leave(step, call.reason, "", 0.0, problem="", by_hand=call.by_hand)
 
     def fail(self, error: BaseException) -> HoldfastError | None:
-        """**Blocks** for a moment. Called when an error ends training; exits if a worker was asked to with nothing to
-        save.
+        """**Blocks** for a moment. Called when an error ends training; exits if asked to with nothing to save.
 
         Returns:
             An error to raise instead: that of another worker from which this one results.
@@ -434,8 +431,7 @@ class Guard:
         return SaveOutcome(shown, together.by_hand, together.is_proof)
 
     def _may_save_again(self, call: CallRecord) -> bool:
-        """Returns True if there is time for another save than the one that was begun after the notice; the same on
-        all."""
+        """Returns True if there is time for another save than the one after the notice; the same on all."""
         if self._consensus.has_peers:
             return call.saves
         outlook = self._outlook()

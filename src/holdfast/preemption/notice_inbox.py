@@ -1,5 +1,4 @@
-"""The notices for one loop, from all its sources, until they are handled; and those that arrive before there is a
-loop."""
+"""The notices for one loop, from all its sources, until they are handled; and those that arrive before it."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ class NoticeInbox:
             self._bell.close()
 
     def hear(self, notice: Notice) -> bool:
-        """**Thread-safe.** Receives a notice, also in signal handlers; returns False if it should have its own
-        effect."""
+        """**Thread-safe.** Receives a notice, also in signal handlers; False if it should have its own effect."""
         if threading.get_ident() == threading.main_thread().ident:
             answer()
             if notice in self._heard_ahead:
@@ -154,11 +152,11 @@ class NoticeInbox:
             self._bell.ring()
 
     def take_no_more(self) -> None:
-        """Stops receiving: the process is exiting, with an exit code that tells whether the state is saved. No signal
-        changes that.
+        """Stops receiving: the process is exiting, with a code that tells whether the state is saved. No signal changes
+        that.
 
-        Launchers send several signals, one at the notice and one at the end. But a person who presses Ctrl-C again does
-        not want to wait.
+        Launchers send several signals, one at the notice and one at the end. But a person who presses Ctrl-C again
+        won't wait.
         """
         self._takes_more = False
         is_launched = self._interrupts_taken == _MOST_SIGNALS
@@ -191,8 +189,7 @@ class NoticeInbox:
         self.tell()
 
     def tell(self) -> None:
-        """**Thread-safe.** **Blocks.** Emits the events of notices that have none yet, for example before the process
-        exits."""
+        """**Thread-safe.** **Blocks.** Emits the events of notices that have none yet, such as before the exit."""
         if not self._telling.acquire(timeout=_TELLING_SECONDS):
             return  # A sink hangs: that must not keep anybody from leaving.
         try:

@@ -83,7 +83,7 @@ class Restoration:
     Attributes:
         step: The step that the live objects now have.
         name: The name of the checkpoint.
-        seen_generation: The newest generation of the run when the search for a checkpoint began: a later one is another
+        seen_generation: The run's newest generation when the search for a checkpoint began: a later one is another
             job's.
         manifest: Its manifest, with the metrics and metadata of the save.
         differences: What did not fit and was left unchanged; empty unless `strict=False`.

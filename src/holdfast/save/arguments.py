@@ -98,8 +98,7 @@ def check_step(step: int, name: str = "a step") -> int:
 
 
 def check_place(step: int, url: str, living: Collection[int], newest_asked: int, *, replace: bool) -> None:
-    """**Pure.** Raises `StepExistsError` or `UsageError` if a step may not be saved now; `replace` allows to replace
-    one."""
+    """**Pure.** Raises `StepExistsError` or `UsageError` if a step may not be saved now, or replaced."""
     newest = max(living, default=-1)
     if step < newest_asked and not replace:
         # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
@@ -253,8 +252,8 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
 
 
 def look_into(storage: Storage) -> Catalog:
-    """**Blocks.** Returns the content of a run's directory, which need not exist; raises `UsageError` if it is
-    something else."""
+    """**Blocks.** Returns the content of a run's directory, which need not exist; `UsageError` if it is something
+    else."""
     if local_directory(storage) is not None and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
         raise UsageError(f"{storage.url} exists but is not a directory", hint="Pass the path of the run's directory.")
     return read_catalog(storage)

@@ -32,8 +32,7 @@ class Drainable(Protocol):
     """An object that may have work in progress when the program ends."""
 
     def drain(self) -> list[HoldfastError]:
-        """**Blocks.** Waits for the work in progress, within its own deadline; returns the failures that were not
-        raised yet.
+        """**Blocks.** Waits for the work in progress, within its own deadline; returns failures not raised yet.
 
         If it raises `KeyboardInterrupt`, that tells what is lost.
         """
@@ -139,8 +138,7 @@ def leave_with_thread(leaving: LeavingExit) -> None:
 
 
 def is_interactive() -> bool:
-    """Returns True if a person works in this process and continues in it: a notebook, IPython, `python -i`, a
-    prompt."""
+    """Returns True if a person works in this process and continues in it: a notebook, IPython, a prompt."""
     # What multiprocessing has forked from it, as notebook launchers do, has the mark too, and no prompt.
     processes = sys.modules.get("multiprocessing.process")
     is_child = processes is not None and processes.parent_process() is not None

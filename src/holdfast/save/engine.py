@@ -63,7 +63,7 @@ class Engine:
     The first save starts the engine's thread. The public methods and `_note_held` run in the training thread, except
     `emit_soon`, which runs in any. While a save is in progress, only the engine's thread writes the attributes, of
     which others may read the public ones, and `_note_held` writes `_held_seconds`. At other times the training thread
-    may write them.
+    may.
 
     Attributes:
         barrier: Holds up the steps of optimizers, or None.
@@ -275,8 +275,7 @@ class Engine:
         """**Blocks** until the copy has ended, and the training thread has confirmed the save.
 
         Meanwhile the interpreter's lock is left to training: a save of many small arrays does not delay the next step.
-        Raises `CalledOffError` if that thread was interrupted instead, or the copy has failed, which that thread knows
-        too.
+        Raises `CalledOffError` if that thread was interrupted instead, or the copy has failed, as that thread knows.
         """
         request.copied.copy_ended.wait(threading.TIMEOUT_MAX)
         request.decided.wait(threading.TIMEOUT_MAX)
@@ -328,8 +327,8 @@ class Engine:
     def _give_up(self, request: SaveRequest, error: BaseException) -> None:
         """**Blocks.** Cleans up after a save that failed with `error`. If this raises, that error replaces it.
 
-        If a file was missing, another job may have removed it, or the other workers have abandoned the save: the error
-        says so.
+        If a file was missing, another job may have removed it, or the others have abandoned the save: the error says
+        so.
         """
         try:
             if self._files is not None:
@@ -372,8 +371,7 @@ class Engine:
         _empty_frames(error)
 
     def _retain(self, name: StepName, origin: Origin, *, at_end: bool = False) -> None:
-        """**Blocks.** Removes checkpoints that are not kept after a commit. A failure is reported, but the checkpoint
-        is valid.
+        """**Blocks.** Removes checkpoints that are not kept after a commit. A failure is only reported.
 
         If the run has succeeded (`at_end`), the step that it resumed from is no longer protected.
         """

@@ -64,8 +64,7 @@ class PendingFailures:
                     self._failures_in_a_row += 1
 
     def take(self, *, last: bool) -> list[HoldfastError]:
-        """Returns the failures to raise now, oldest first; they count as raised. At the `last` call none is
-        tolerated."""
+        """Returns the failures to raise now, oldest first; they count as raised. The `last` call tolerates none."""
         with self._lock:
             fenced = any(isinstance(error.__cause__, FencedError) for error in self._untold)
             counted, any_lost = self._failures_in_a_row, self._failures_in_a_row + self._changes_in_a_row > 0

@@ -41,8 +41,8 @@ def describe_limit(left_seconds: float) -> str:
 
 
 def find_wait_seconds(timeout_seconds: float, worker: Worker) -> float:
-    """**Pure.** Returns how long to wait for a save; longer in a job of several workers, because the save itself waits
-    for the others."""
+    """**Pure.** Returns how long to wait for a save; longer with other workers, because the save itself waits for
+    them."""
     return timeout_seconds if worker.is_alone else timeout_seconds + _GRACE_SECONDS + _GRACE_SHARE * timeout_seconds
 
 
@@ -161,8 +161,7 @@ class SaveHandle:
 
     @property
     def must_be_replaced(self) -> bool:
-        """True if another save of that step must replace a checkpoint: this one, or the one that this save should
-        replace."""
+        """True if another save of that step must replace a checkpoint: this one, or the one before."""
         return self.replaces or not self.failed
 
     @property
@@ -362,7 +361,7 @@ def name_state(handle: SaveHandle) -> str:
 
 
 def find_canceller(handle: SaveHandle) -> Callable[[HoldfastError], bool] | None:
-    """Returns a function that ends a save on all workers with an error, unless they agreed to commit it; None for one
+    """Returns a function that ends a save on all workers with an error, unless all agreed to commit it; None for one
     process.
 
     The function **blocks** while it queries the store of the job, and returns whether the save will never be committed.

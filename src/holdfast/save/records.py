@@ -100,8 +100,7 @@ class CopyProgress:
             self._wake()
 
     def wait(self, end: float = math.inf) -> None:
-        """**Blocks** until the image is complete up to that byte, exclusive, or as a whole; raises what ended the
-        copy."""
+        """**Blocks** until the image is complete up to that byte, exclusive, or whole; raises what ended the copy."""
         latch = Latch()
         with self._lock:
             self._waiting.append((end, latch))

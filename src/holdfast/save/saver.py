@@ -70,8 +70,7 @@ class Saver:
 
     @property
     def costs(self) -> tuple[float | None, float | None]:
-        """The cost of the newest committed save: seconds that training was blocked, and seconds until it was
-        durable."""
+        """The cost of the newest committed save: seconds of blocked training, and seconds until it was durable."""
         return self.engine.blocked_seconds, self.engine.durable_seconds
 
     def prepare(self, size_bytes: int | Literal["auto"]) -> None:
@@ -119,8 +118,7 @@ class Saver:
         return captured if barrier is None else keep_steady(captured, barrier)
 
     def check_capture(self, objects: Mapping[str, object]) -> None:
-        """Raises `UnsupportedValueError` unless the state of the live objects can be captured; changes nothing in
-        them."""
+        """Raises `UnsupportedValueError` unless the state of the live objects can be captured; changes nothing."""
         check_capture(objects, self._captures, self._worker, self._holders)
 
     def save(self, request: SaveRequest, captured: Captured) -> None:
@@ -153,8 +151,7 @@ class Saver:
             self.engine.emit_soon(Warned(text=text))
 
     def start_from(self, step: int) -> None:
-        """Counts training time from now on, because training before that step cannot be lost (after a restore, for
-        example)."""
+        """Counts training time from now on, because earlier training cannot be lost (after a restore, for example)."""
         self.engine.protected_since_at = time.monotonic()
         self._immutable.begin(self._objects, step)
         self._loss_watch.begin(self._objects)
@@ -210,8 +207,7 @@ class StepTimer:
         self._seen_step = step
 
     def moment(self, step: int, blocked_seconds: float | None, durable_seconds: float | None) -> SaveMoment:
-        """Returns the facts for a policy after a step; the costs are those of the newest durable save, if there is
-        one."""
+        """Returns the facts for a policy after a step; the costs are those of the newest durable save, if any."""
         now = time.monotonic()
         if self._seen_step is not None and step > self._seen_step:
             measured = (now - self._seen_at) / (step - self._seen_step)
@@ -240,8 +236,7 @@ class StepTimer:
 
 
 def usual_stall_seconds(stalls_seconds: Sequence[float]) -> float:
-    """**Pure.** Returns how long a save usually blocks training: the median of the last few, the lower of two in the
-    middle.
+    """**Pure.** Returns how long a save usually blocks training: the median of the last few (the lower one).
 
     The first save touches fresh memory, which no later one does, and counts only until two others are known: one is not
     enough, because that may be the slow one.

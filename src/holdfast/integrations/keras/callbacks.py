@@ -122,8 +122,7 @@ class Resumable(keras.callbacks.Callback):
 
 
 class BackupAndRestore(Resumable):
-    """A replacement for Keras' callback of that name, with the same arguments: backs up during `fit`, restores at the
-    next.
+    """Replaces Keras' callback of that name, with the same arguments: backs up during `fit`, restores at the next.
 
     Unlike Keras' own, a backup is never incomplete, a resumed epoch continues with the batch after the last backup and
     in the same order, and EarlyStopping, ReduceLROnPlateau, random generators and the history continue as well.
@@ -144,7 +143,7 @@ class BackupAndRestore(Resumable):
     ) -> None:
         """Stores the settings; the directory is read when `fit` begins.
 
-        A backup that fails (on a full disk, for example) logs a warning, and training continues; the previous backup
+        A backup that fails (on a full disk, for example) logs a warning; training continues, and the previous backup
         stays.
 
         Args:

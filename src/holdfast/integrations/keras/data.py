@@ -356,8 +356,7 @@ class _Once:
 
 
 def begin_behind(loader: Any, taken: int, draw: Callable[[], None]) -> Any:
-    """Returns an iterator over a loader that skips that many batches: their indices are drawn, but they are not
-    loaded."""
+    """Returns an iterator over a loader that skips that many batches: their indices are drawn, but not loaded."""
     behind = _Behind(_sampler_of(loader), taken)
     workers = getattr(loader, "_iterator", None)
     if workers is not None:
@@ -381,8 +380,7 @@ def _sampler_of(loader: Any) -> Any:
 
 @contextmanager
 def _sampling(loader: Any, sampler: Any) -> Iterator[None]:
-    """In the block, the loader takes its indices from another sampler, although it does not allow setting that
-    attribute."""
+    """In the block, the loader takes its indices from another sampler, although it refuses setting that attribute."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     plain = loader.__dict__[name]
     loader.__dict__[name] = sampler

@@ -34,8 +34,7 @@ def _put(tree: KeptTree, loaded: Any) -> None:
 
 
 class _TreeAdapter(StateAdapter):
-    """Workers may have different values, such as metrics that each of them logs for itself. Those of rank 0 are
-    saved."""
+    """Workers may have different values, such as metrics that each logs for itself. Those of rank 0 are saved."""
 
     def replication_of(self, obj: Any) -> Replication:
         return Replication(trained=())

@@ -136,8 +136,7 @@ class RaySession(Session):
         return _RayNodeStore(self, nodes, options)
 
     def try_replace(self, lost: NodeLostError) -> bool:
-        """**Blocks.** Starts all nodes again with empty workspaces, unless the allowed number of replacements is used
-        up."""
+        """**Blocks.** Starts all nodes again with empty workspaces, unless the allowed replacements are used up."""
         if self._replacements_left <= 0:
             return False
         self._replacements_left -= 1
@@ -204,10 +203,7 @@ class RaySession(Session):
             raise NodeLostError(
                 f"Ray did not place {', '.join(late)} within {self._start_seconds:g} s",
                 nodes=late,
-                hint=(
-                    "Ask for fewer resources in actor_options, or enlarge the Ray cluster; `ray status` shows what "
-                    "it has."
-                ),
+                hint=("Ask for fewer resources in actor_options, or enlarge the Ray cluster; see `ray status`."),
             )
 
     def _stop(self) -> None:

@@ -80,8 +80,7 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
             directory: The run's directory, a URL, or an open storage.
             save_every: When to save; None for `hf.Auto()`, which measures the cost of a save.
             keep: Which checkpoints to keep; None for `hf.Latest(3)`.
-            **options: Other options of `hf.resumable`, and further objects to save, by name. `on_resize` is "refuse"
-                here.
+            **options: Other options of `hf.resumable`, and further objects to save. `on_resize` is "refuse" here.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -237,7 +236,7 @@ class _Session:
         self.is_epoch_over = False
 
     def prepare(self, given: str | None) -> str | None:
-        """Replaces the methods. Returns the folder from which the Trainer is to read its state, if it begins in the
+        """Replaces the methods. Returns the folder from which the Trainer reads its state, if it begins in the
         middle."""
         trainer, stack, progress = self._trainer, self._stack, self._progress
         stack.enter_context(_replaced(trainer, "get_train_dataloader", self._get_loader))
@@ -454,8 +453,7 @@ def _do_nothing() -> None:
 
 
 def _find_trainer(callback: TrainerCallback) -> Any:
-    """Returns the Trainer that is calling its callbacks. It is not passed to them, so it is taken from the callers'
-    frames."""
+    """Returns the Trainer that is calling its callbacks. It is not passed to them, so the callers' frames have it."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")

@@ -23,7 +23,7 @@ from holdfast.save.say import say
 _INTERRUPT_SECONDS: Final = 1.0
 _ABORT_SECONDS: Final = 1.5
 _END_SECONDS: Final = 4.0
-"""The times after the news at which the training thread is interrupted, its collectives are aborted, and the process is
+"""The times after the news at which the training thread is interrupted, its collectives aborted, and the process
 ended."""
 
 _LOOKS: Final = 8
@@ -121,8 +121,7 @@ class StuckThreadAborter:
             )
 
     def count_raise(self, error: Exception) -> None:
-        """Counts an error that is about to be raised between two steps. Ends a program that asks for steps again and
-        again."""
+        """Counts an error that is about to be raised between two steps. Ends a program that keeps asking for steps."""
         self._raised_at.append(time.monotonic())
         if len(self._raised_at) > _RAISES and self._raised_at[-1] - self._raised_at[0] >= _RAISE_SECONDS:
             self._end(error, "continued in spite of the error")
@@ -170,8 +169,7 @@ def count_begun() -> int | None:
 
 
 def find_library_call(thread: int) -> list[tuple[int, CodeType, int]] | None:
-    """Returns the position of a thread, if its innermost function is one of the library's: it is equal while the thread
-    stays there.
+    """Returns the position of a thread, if its innermost function is one of the library's: equal while it stays there.
 
     Each frame is identified by its address, so as not to be kept alive, its code, and its current instruction.
     """

@@ -46,14 +46,12 @@ def find_missing(error: BaseException) -> PeerError | None:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """**Pure.** Returns True if it was raised by a collective, or because of such an error: it does not tell who
-    failed."""
+    """**Pure.** Returns True if it was raised by a collective, or because of one: it does not tell who failed."""
     return any(map(_is_raised_by_collective, _causes(error)))
 
 
 def tells_of_collective(error: PeerError) -> bool:
-    """**Pure.** Returns True if a collective raised it on another worker, and it does not tell which worker is
-    missing."""
+    """**Pure.** Returns True if a collective raised it on another worker, and it does not tell which is missing."""
     is_such = error.kind == RuntimeError.__name__ or error.kind.startswith("Dist")
     return is_such and _WORDS.search(error.text) is not None
 
@@ -67,8 +65,7 @@ def may_follow(error: BaseException, kind: str) -> bool:
 
 
 def is_cause(error: ClusterError) -> bool:
-    """**Pure.** Returns True if it tells why that worker failed: more than that a worker is missing or a save
-    failed."""
+    """**Pure.** Returns True if it tells why that worker failed: more than a missing worker or a failed save."""
     if not isinstance(error, PeerError) or error.kind == AbsentError.__name__:
         return False
     return not is_of_save(error) and not tells_of_collective(error)

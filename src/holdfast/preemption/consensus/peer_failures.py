@@ -125,8 +125,7 @@ class PeerFailures:
         self._aborter.is_raised = False
 
     def escalate(self) -> None:
-        """Enforces an error that was not raised yet, with stronger means each time; called repeatedly beside the
-        loop."""
+        """Enforces an error that was not raised yet, with ever stronger means; called repeatedly beside the loop."""
         if self.error is not None:
             self._log(self.error)
             if not self._aborter.is_raised:
@@ -147,7 +146,7 @@ class PeerFailures:
         return FailureReport(cause, blamed, find_loss(blamed or error))
 
     def find_cause(self) -> ClusterError | None:
-        """**Blocks** for a moment. Returns the failure of another worker that explains why nothing can be saved, if
+        """**Blocks** for a moment. Returns the failure of another worker because of which nothing can be saved, if
         any."""
         self._peers.mailbox.ask(self._look_for_failure)
         error = self.error
@@ -281,8 +280,7 @@ class PeerFailures:
         self._emit(Failed(stage="training", error=text, step=step, rank=failure.rank, path=self._url))
 
     def _await_cause(self) -> ClusterError | None:
-        """**Blocks** until another worker has failed or is missed; returns None if all stay alive for longer than that
-        takes.
+        """**Blocks** until another worker has failed or is missed; None if all stay alive for longer than that takes.
 
         It waits no longer than the job's remaining time, if it is to exit.
         """

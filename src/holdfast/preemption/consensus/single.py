@@ -101,8 +101,7 @@ class NoFailures:
         """Puts back the error that was taken: it is still to be raised in the training thread."""
 
     def escalate(self) -> None:
-        """Enforces an error that was not raised yet, with stronger means each time; called repeatedly beside the
-        loop."""
+        """Enforces an error that was not raised yet, with ever stronger means; called repeatedly beside the loop."""
 
     def report(
         self, error: BaseException, left_seconds: float | None = None, *, is_exit: bool = False
@@ -117,7 +116,7 @@ class NoFailures:
         return None
 
     def find_cause(self) -> ClusterError | None:
-        """**Blocks** for a moment. Returns the failure of another worker that explains why nothing can be saved, if
+        """**Blocks** for a moment. Returns the failure of another worker because of which nothing can be saved, if
         any."""
         return None
 
@@ -173,8 +172,7 @@ class SingleConsensus:
         """**Blocks** for a moment. Ends; a second call does nothing."""
 
     def begin_step(self, step: int, *, is_asked: bool, is_tentative: bool) -> bool:
-        """Called when the training thread continues after that many complete steps; returns False if it must ask first
-        (`arrive`).
+        """Called when training continues after that many complete steps; returns False if it must ask first (`arrive`).
 
         Args:
             step: How many steps.
@@ -250,8 +248,7 @@ class SingleConsensus:
         return outcome
 
     def end_round(self, provisional: int | None) -> int | None:
-        """Called when this worker has done what was called for. Takes and returns the step whose save may be
-        incomplete, if any."""
+        """Called when this worker has done what was called for. Passes on the step whose save may be incomplete."""
         self.call = None
         return provisional
 

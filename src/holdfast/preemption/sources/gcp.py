@@ -41,8 +41,7 @@ class GCP(MetadataSource):
             attribute: `preempted` or `maintenance-event`.
             base_url: The metadata server.
             left_seconds: The time from the notice until the machine is gone; None for 30 s after a preemption notice,
-                and 60 s before maintenance. Machines with GPUs get notice of maintenance an hour before: use 3600
-                there.
+                and 60 s before maintenance. Machines with GPUs get notice an hour before: use 3600 there.
             wait_seconds: How long one request waits for a change.
             timeout_seconds: How long one request may take beyond that.
 

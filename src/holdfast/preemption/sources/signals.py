@@ -109,8 +109,7 @@ class Signals:
         return os.getpid() == self._process and (self._hear is not None or self._is_absorbed(number))
 
     def handles(self, number: int) -> bool:
-        """**Thread-safe.** Returns True if Python would call its handler now, or one that passes the signal on to
-        it."""
+        """**Thread-safe.** Returns True if Python would call its handler now, or one that forwards to it."""
         handler = signal.getsignal(number)
         for _ in range(_MOST_CHAINED):
             if handler == self._handle:
@@ -122,8 +121,7 @@ class Signals:
         return False
 
     def foretell(self, number: int, hear: Hear) -> Notice | None:
-        """**Thread-safe.** Returns the notice that `hear` will get when Python runs the handler of that signal, or
-        None."""
+        """**Thread-safe.** Returns the notice that `hear` will get when Python runs that handler, or None."""
         if self._hear != hear or os.getpid() != self._process or self._is_absorbed(number) or not self.handles(number):
             return None
         return self._make_notice(number)
@@ -138,8 +136,7 @@ class Signals:
     def absorb(self, spared: Collection[int] = ()) -> None:
         """Lets signals have no effect until the process has ended, because it is already exiting.
 
-        If the program catches the exit and the process stays, signals have the effect that they had before holdfast,
-        after a minute.
+        If the program catches the exit and stays, signals get their earlier effect back after a minute.
 
         Args:
             spared: Signals that keep their effect.

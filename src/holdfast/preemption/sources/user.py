@@ -87,8 +87,7 @@ class Watcher(PolledSource):
             interval_seconds: How long to wait between two calls.
 
         Raises:
-            UsageError: If it cannot be called, or is an `async def` or a generator; or the interval is not a valid
-                time.
+            UsageError: If it cannot be called, or is an `async def` or a generator; or the interval is invalid.
         """
         check_function("function", function)
         check_seconds("interval_seconds", interval_seconds)

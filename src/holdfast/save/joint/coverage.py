@@ -9,8 +9,8 @@ counter, has no leaf. So for these, workers are compared only if they have the s
 
 Only the user knows which part of its leaf a hand-made shard is. And if only some workers have a leaf, others may have
 another one of the same name: a copy, or another stage of the model. Such leaves are *loose*. Each worker reports a
-digest of its boxes of them; if any of these is new, the leader reads the indexes, which are durable by then, and checks
-them as `verify` does.
+digest of its boxes of them; if any of these is new, the leader reads the indexes, durable by then, and checks them as
+`verify` does.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ _VALUES_HINT: Final = (
 
 
 def digest_shards(snapshot: Snapshot) -> str:
-    """**Pure.** Returns a digest of the boxes of a worker's loose leaves, without their values; empty if it has
-    none."""
+    """**Pure.** Returns a digest of the boxes of a worker's loose leaves, without their values; or empty."""
     state = snapshot.state
     if not state.loose:
         return ""
@@ -79,8 +78,7 @@ class Coverage:
         in equal boxes. If workers have some boxes in common, but not all, indexes are read each time.
 
         Raises:
-            UsageError: If something is missing, or appears twice with different values; the error names the leaf and
-                ranks.
+            UsageError: If something is missing, or appears twice with different values; with the leaf and ranks.
         """
         if not any(shards):
             return

@@ -403,8 +403,8 @@ class CommitProtocol:
     def _check_way(self, rank: int, awaited: Collection[str] = ()) -> None:
         """Checks that a worker has not continued with another save without this one.
 
-        A worker that has written what is awaited, under one of those keys, may continue: it need not wait until it is
-        read.
+        A worker that has written what is awaited, under one of those keys, may continue: it need not wait for the
+        reader.
         """
         position = self._find_position(rank)
         if position is None:
@@ -434,8 +434,7 @@ class CommitProtocol:
         self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(position))
 
     def _take_back(self, key: str) -> None:
-        """Deletes this worker's records if the leader has deleted all: a worker that was taken for dead may write too
-        late."""
+        """Deletes this worker's records if the leader has deleted all: a worker taken for dead may write too late."""
         position = self._find_position(LEADER)
         if position is not None and position.has_ended and position.place == self.place:
             self._peers.delete([key])
@@ -448,8 +447,7 @@ class CommitProtocol:
 
 
 def try_cancel(protocol: CommitProtocol, error: BaseException) -> bool:
-    """**Thread-safe.** **Blocks.** Ends a save with an error, unless all agreed to commit it; returns True if it has
-    ended."""
+    """**Thread-safe.** **Blocks.** Ends a save with an error, unless all agreed to commit it; True if it has ended."""
     return not protocol._decide(EndRecord(failure=protocol._peers.failures.describe(error))).is_well
 
 

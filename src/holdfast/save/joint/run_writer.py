@@ -135,8 +135,7 @@ class JointRunWriter(CheckpointWriter):
         return digest_values(staging.captured, staging.moments, pool)
 
     def open(self, origin: Origin, step: int) -> tuple[StepName, Base | None]:
-        """**Blocks.** The leader opens a generation if there is none yet, chooses the directory, and tells the
-        others."""
+        """**Blocks.** The leader opens a generation if there is none, chooses the directory, and tells the others."""
         protocol = self._get_protocol()
         protocol.announce()
         if not self._peers.is_leader:
@@ -241,8 +240,7 @@ class JointRunWriter(CheckpointWriter):
             self._protocol.tell(error)
 
     def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning | None:
-        """**Blocks.** Like `RunWriter.clean`, except for directories that others may be writing to. The leader does
-        it."""
+        """**Blocks.** Like `RunWriter.clean`, except for directories that others may write to. The leader does it."""
         return self._own.clean(newest, protected, self._list_busy()) if self._peers.is_leader else None
 
     def _list_busy(self) -> list[StepName]:
@@ -252,8 +250,7 @@ class JointRunWriter(CheckpointWriter):
     def finish(self) -> None:
         """**Blocks.** Ends a save; the leader waits a little until all others are done with it.
 
-        Then it removes the remains of failed attempts that no worker writes to any more; the rest at the end of later
-        saves.
+        Then it removes the remains of failed attempts that no worker writes to any more; the rest after later saves.
         """
         protocol, self._protocol = self._protocol, None
         if protocol is None:

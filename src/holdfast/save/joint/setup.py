@@ -68,8 +68,7 @@ def try_plan_save(policy: SavePolicy, moment: SaveMoment, participant: JointPart
 def make_writer(
     storage: Storage, options: SaveOptions, participant: JointParticipant | None, emit: Sink
 ) -> tuple[CheckpointWriter, FileRecycler]:
-    """Returns what writes the checkpoints of a run, by this worker alone or by all together; and the files that it
-    recycles."""
+    """Returns what writes the checkpoints of a run, by this worker or by all together; and the recycled files."""
     # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
     reuse_space = options.reuse_space and participant is None
     writer = RunWriter(storage, options.keep, incremental=options.incremental, reuse_space=reuse_space)

@@ -68,8 +68,8 @@ class Offer(msgspec.Struct, frozen=True):
     Attributes:
         name: The step.
         held_bytes: How many bytes of the save are there.
-        kept_bytes: What must stay on the disk if it is referred to, by step: its own data, and that of the steps that
-            it refers to itself.
+        kept_bytes: What must stay on the disk if it is referred to, by step: its data, and that of the steps it refers
+            to itself.
     """
 
     name: StepName

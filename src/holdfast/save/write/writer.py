@@ -100,8 +100,7 @@ def _room_for_digests(snapshot: Snapshot) -> list[list[str]]:
 
 
 def _pieces(snapshot: Snapshot, writer: FileWriter | None, digests: list[list[str]]) -> Iterator[Callable[[], None]]:
-    """Yields one job for each piece of the file: it computes the digests of the spans that begin there, and writes it,
-    if asked.
+    """Yields one job for each piece of the file: it digests the spans that begin there, and writes it, if asked.
 
     Both use the piece while it is in the processor's cache, and both let the other threads run.
     """
@@ -142,8 +141,7 @@ def _digest_and_write(
 
 
 def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterable[str]) -> Index:
-    """**Pure.** Returns the index of a data file, with the digests of the spans of each array in the order of the
-    file."""
+    """**Pure.** Returns the index of a data file, with the digests of each array's spans in the order of the file."""
     return Index(
         step=name.step,
         generation=name.generation,
@@ -204,8 +202,7 @@ def write_segments(
 ) -> None:
     """**Blocks.** Writes the file that a layout describes, except for its last sync.
 
-    A piece that is page-aligned in both the image and the file is written from there; any other one is gathered in
-    aligned memory first.
+    A piece that is page-aligned in both the image and the file is written from there; others are gathered first.
     """
     lies_alike = len(segments) == 1 and (segments[0].image_begin - segments[0].begin) % ALIGNMENT_BYTES == 0
     # The header is gathered in any case, by one thread.
