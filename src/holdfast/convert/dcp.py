@@ -1,7 +1,7 @@
 """Directories of `torch.distributed.checkpoint`: written so that it loads them, and read as data.
 
-Their metadata is a pickle. What is written there are records of torch's classes; of all that may be named in what is
-read, only the classes below mean anything, and none of them is ever made.
+Their metadata is a pickle. It is written as records of torch's classes; when it is read, only the names of the classes
+below have a meaning, and none of them is ever instantiated.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from holdfast.format.shapes import Box, find_box_problem, find_overlap
 METADATA_NAME: Final = ".metadata"
 MAX_METADATA_BYTES: Final = 1 << 30
 CHUNK_BYTES: Final = 512 << 20
-"""A larger leaf is cut along its first dimension: to read a part of a chunk, torch reads all of it."""
+"""A larger leaf is split along its first dimension: to read a part of a chunk, torch reads all of it."""
 
 EntryPath: TypeAlias = tuple[str | int, ...]
-"""The keys and numbers on the way to an entry."""
+"""The keys and indices on the way to an entry."""
 
 _RECORD_BYTES: Final = 2048
 _MAX_NUMBER: Final = 1 << 32
@@ -71,7 +71,7 @@ _DAMAGED: Final = "Load it with torch where it was written and save it again, or
 
 
 class _StoredItem(msgspec.Struct, frozen=True):
-    """Where the archive of a chunk or of a value lies."""
+    """The position of the archive of a chunk or of a value."""
 
     file: str
     offset_bytes: int
@@ -90,12 +90,13 @@ def write_dcp(
 ) -> list[str]:
     """**Blocks.** Writes a tree as a directory of `torch.distributed.checkpoint`.
 
-    Gives the names of the files, none of which gets more once it has `file_bytes`; what is left out is added to `left`.
+    Returns the names of the files, none of which gets more once it has `file_bytes`; what is left out is added to
+    `left`.
 
     Raises:
-        UsageError: If something is there already, or two entries get one name.
+        UsageError: If the path already exists, or two entries get the same name.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     entries = flatten(tree, modules)
     paths: dict[str, EntryPath] = {}
@@ -144,7 +145,7 @@ def write_dcp(
 
 
 def flatten(tree: Mapping[Any, Any], modules: list[str]) -> dict[EntryPath, Any]:
-    """**Pure.** The entries of a tree, each with the way to it, as torch divides a state into entries."""
+    """**Pure.** Returns the entries of a tree, each with its path, as torch flattens a state."""
     entries: dict[EntryPath, Any] = {}
 
     def visit(path: EntryPath, value: Any) -> None:
@@ -165,7 +166,7 @@ def flatten(tree: Mapping[Any, Any], modules: list[str]) -> dict[EntryPath, Any]
 
 
 def _is_divided(value: Any) -> bool:
-    """Whether a list stands in parts: it holds dicts, or tensors."""
+    """Returns True if a list is stored in parts: it contains dicts or tensors."""
     if any(True for _ in list_arrays(value)):
         return True
     return type(value) is list and any(
@@ -174,7 +175,8 @@ def _is_divided(value: Any) -> bool:
 
 
 def plan_chunks(stored: StoredLeaf) -> list[Box]:
-    """**Pure.** The boxes that a leaf is stored in: one, or if it is too large several along its first dimension."""
+    """**Pure.** Returns the boxes that a leaf is stored in: one, or if it is too large several along its first
+    dimension."""
     rows, *rest = stored.shape or (1,)
     most = max(1, CHUNK_BYTES // max(stored.size_bytes // max(rows, 1), 1))
     if rows <= most:
@@ -184,7 +186,7 @@ def plan_chunks(stored: StoredLeaf) -> list[Box]:
 
 
 def _is_dcp_file(name: str) -> bool:
-    """Whether a name is one of those that are written into a directory here."""
+    """Returns True for the names of files that are written here."""
     return bool(_OWN_FILE.fullmatch(name))
 
 
@@ -203,7 +205,7 @@ def _list_extents(chunks: Mapping[str, list[Box]]) -> Iterator[Extent]:
 def _write_item(
     file: BinaryIO, name: str, pickle: bytes, storages: Iterable[tuple[str, int, Iterable[memoryview]]] = ()
 ) -> _StoredItem:
-    """Each tensor and each value is an archive of its own."""
+    """Writes each tensor and each value as an archive of its own."""
     begin = file.tell()
     write_archive(file, pickle, storages)
     return _StoredItem(name, begin, file.tell() - begin)
@@ -217,7 +219,7 @@ def _encode_metadata(
     stored_chunks: Mapping[tuple[str, Box], _StoredItem],
     stored_values: Mapping[str, _StoredItem],
 ) -> bytes:
-    """The record that says what lies where, with the classes that torch has for it."""
+    """Returns the metadata record, with torch's classes for it."""
     entries: dict[str, Any] = {}
     storage: list[tuple[Any, Any]] = []
     for name in paths:
@@ -267,10 +269,10 @@ class DcpDirectory:
     def __init__(
         self, metadata: InputFile, open_file: Callable[[str], InputFile], *, keep_unknown: bool = False
     ) -> None:
-        """**Blocks.** Reads what is in it, but for the tensors' values.
+        """**Blocks.** Reads everything except the tensors' values.
 
         Raises:
-            FormatError: If it is malformed, names what it may not, or says what cannot be.
+            FormatError: If it is malformed, or contains something that is not supported or invalid.
             StorageError: If it cannot be read.
         """
         self._path = str(metadata.path)
@@ -295,7 +297,7 @@ class DcpDirectory:
             self.entries[path] = self._entry(name, entry)
 
     def _list_items(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _StoredItem]:
-        """By the name and the offsets of each piece, where it lies."""
+        """Returns the position of each piece, by its name and offsets."""
         items: dict[tuple[str, tuple[int, ...] | None], _StoredItem] = {}
         for key, info in storage.items():
             index = self._state(key, _INDEX)
@@ -370,7 +372,7 @@ class DcpDirectory:
         return box
 
     def _state(self, made: Any, cls: Global) -> dict[str, Any]:
-        """The attributes of an object that has to be of a class."""
+        """Returns the attributes of an object, which must be of that class."""
         state = made.state if type(made) is PickledObject and made.function == cls else None
         if type(state) is not dict:
             raise self._malformed(f"expected a {cls.name}, got something else")

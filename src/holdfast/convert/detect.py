@@ -1,4 +1,4 @@
-"""Finds out in which format another program has saved something, and reads the tree in it."""
+"""Detects the format in which another program has saved something, and reads the tree in it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class ImportSource:
 
     Attributes:
         format: `torch`, `dcp`, `safetensors`, `lightning`, `transformers` or `orbax`.
-        root: The tree: dicts and lists, in whose leaves stand `InputArray`, `ArchivedTree` and plain values.
-        recognized: The objects in it, where the format says which these are; None where they are what the tree has.
+        root: The tree: dicts and lists of `InputArray`, `ArchivedTree` and plain values.
+        recognized: The objects in it, if the format defines them; None if they are the entries of the tree.
     """
 
     def __init__(self, path: Path, *, keep_unknown: bool) -> None:
-        """**Blocks.** Finds out what it is, and reads what is in it but for the arrays' values.
+        """**Blocks.** Detects the format, and reads everything except the arrays' values.
 
         Raises:
-            NoCheckpointError: If nothing is there.
-            UsageError: If it is nothing that can be imported.
+            NoCheckpointError: If the source does not exist.
+            UsageError: If it cannot be imported.
             FormatError: If it is malformed.
             StorageError: If it cannot be read.
         """
@@ -64,7 +64,7 @@ class ImportSource:
         return self._files.size_bytes + self._size_bytes
 
     def close(self) -> None:
-        """Closes the files; harmless twice."""
+        """Closes the files; may be repeated."""
         self._files.close()
 
     def _read_file(self, keep_unknown: bool) -> None:
@@ -131,12 +131,13 @@ class ImportSource:
         self.root = arrays
 
     def _beside(self, name: str) -> InputFile:
-        """A file of the directory. Links of a model's are followed, as Hugging Face's cache has them; DCP's are not."""
+        """Returns a file of the directory. Links of a model's are followed, as in Hugging Face's cache; DCP's are
+        not."""
         return self._files.find(self._path / name, follow_links=self.format != "dcp")
 
 
 def _nest(entries: dict[EntryPath, Any], path: str) -> dict[Any, Any]:
-    """The tree that entries make up; numbers among the keys are places in lists."""
+    """Builds the tree of entries; numbers among the keys are indices of lists."""
     root: dict[Any, Any] = {}
     for keys, value in entries.items():
         place = root

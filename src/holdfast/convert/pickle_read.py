@@ -1,10 +1,10 @@
-"""Reads pickles as data. Nothing that stands in one is imported or called: a record of it is made. Pure.
+"""Reads pickles as data. Nothing in a pickle is imported or called: a record of it is made. Pure.
 
 A pickle is a program for a small machine, whose dangerous instructions look up a name, call it, and set attributes.
-`pickletools` decodes the instructions and follows none. Here a name stays a name (`Global`), and a call becomes a
-`PickledObject`, which says what was to be called with what. Only plain containers are built. What is built is bounded
-by the length of the pickle: lengths in it are held against what is left of it, what the machine keeps lies in a dict,
-with any numbers that the pickle chooses, and what it copies is counted.
+`pickletools` decodes the instructions and executes none. Here a name stays a name (`Global`), and a call becomes a
+`PickledObject`, which records the function and its arguments. Only plain containers are built. Their size is bounded by
+the length of the pickle: lengths in it are compared with what remains of it, the machine's memo is a dict, with any
+numbers that the pickle chooses, and copies are counted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MAX_KEY_DEPTH: Final = 8
 """How deep tuples and frozen sets may be nested in a key."""
 
 MAX_KEY_PARTS: Final = 100
-"""How many values a key may be made of; what stands in it twice counts twice."""
+"""How many values a key may consist of; a value that appears twice counts twice."""
 
 MAX_KEY_LENGTH: Final = 1 << 16
-"""How long a text in a key may be, in characters, or a row of bytes."""
+"""The longest text in a key, in characters, or bytes."""
 
 MAX_KEY_BITS: Final = 1024
-"""How large a number in a key may be."""
+"""The largest number in a key."""
 
 MAX_EQUAL_HASHES: Final = 128
 """How many different keys may have the same hash. Each new one is compared with all of them."""
@@ -47,10 +47,10 @@ class PickledObject:
     """An object that the writer of a pickle had made by a call.
 
     Attributes:
-        function: What was to be called.
-        arguments: What it was to be called with.
-        is_known: Whether the function is one of those that the reader of the pickle allows.
-        state: What was to be set on the result; None if nothing was.
+        function: The function.
+        arguments: Its arguments.
+        is_known: True if the reader of the pickle allows the function.
+        state: The state to set on the result; None if there is none.
     """
 
     function: Global
@@ -60,7 +60,7 @@ class PickledObject:
 
 
 def shown(value: Any) -> str:
-    """**Pure.** A value from a pickle in a few words, for errors: what it holds has no bounds."""
+    """**Pure.** Returns a value from a pickle in a few words, for errors: its content may be arbitrarily large."""
     kind = type(value)
     if kind is Global:
         return f"{value.module[:_SHOWN]}.{value.name[:_SHOWN]}"
@@ -72,12 +72,12 @@ def shown(value: Any) -> str:
 
 
 def read_pickle(data: bytes, allowed: Collection[Global], path: str, *, keep_unknown: bool = False) -> Any:
-    """**Pure.** What a pickle describes, of protocol 2 or newer.
+    """**Pure.** Returns what a pickle of protocol 2 or newer describes.
 
-    With `keep_unknown` what is not allowed is given as a `PickledObject` that is not known, in place of an error.
+    With `keep_unknown`, anything that is not allowed becomes a `PickledObject` that is not known, instead of an error.
 
     Raises:
-        FormatError: If it is malformed, or names what is not allowed.
+        FormatError: If it is malformed, or names something that is not allowed.
     """
     machine = _Machine(len(data), frozenset(allowed), path, keep_unknown=keep_unknown)
     try:
@@ -89,27 +89,26 @@ def read_pickle(data: bytes, allowed: Collection[Global], path: str, *, keep_unk
 
 
 class KeyChecker:
-    """Says which keys of a pickle may be hashed.
+    """Checks which keys of a pickle may be hashed.
 
-    Python hashes and compares keys in code that bounds neither how deep it goes nor how often it comes by the same
-    part: what a few bytes of a pickle describe can take it beyond the end of its stack, or for ever. So a key is looked
-    at before it is hashed.
+    Python hashes and compares keys in code that bounds neither the depth nor the repetitions: a few bytes of a pickle
+    can make it overflow its stack, or run for ever. So a key is checked before it is hashed.
     """
 
     def __init__(self, also: Collection[type] = ()) -> None:
         """Prepares for the keys of one pickle.
 
-        Objects of the types in `also` are hashed and compared at once, with anything that they hold.
+        Objects of the types in `also` are hashed and compared at once, with everything in them.
         """
         self._plain = frozenset({NoneType, bool, float, *also})
         # By hash: the different keys that have it, among those whose hashes a writer can choose.
         self._equal: dict[int, list[Any]] = {}
 
     def check(self, key: Any) -> Any:
-        """The key, which can be hashed from now on.
+        """Returns the key, which can be hashed from now on.
 
         Raises:
-            ValueError: If it is none that a file of this kind may have.
+            ValueError: If a file of this kind may not contain it.
         """
         kind = type(key)
         self._measure(key, MAX_KEY_PARTS, 0)
@@ -122,7 +121,7 @@ class KeyChecker:
         return key
 
     def _measure(self, part: Any, left: int, depth: int) -> int:
-        """How many values may still come after this one and what is in it."""
+        """Returns how many values may still follow after this one and its content."""
         kind = type(part)
         if kind in (tuple, frozenset):
             if depth >= MAX_KEY_DEPTH:
@@ -143,7 +142,7 @@ class KeyChecker:
 
 
 class _Machine:
-    """Follows the instructions of one pickle, each of which has a function in `_INSTRUCTIONS`."""
+    """Executes the instructions of one pickle, each of which has a function in `_INSTRUCTIONS`."""
 
     def __init__(self, size_bytes: int, allowed: frozenset[Global], path: str, *, keep_unknown: bool) -> None:
         self._allowed = allowed
@@ -230,7 +229,7 @@ class _Machine:
         target.update(self.check_keys(values))
 
     def _target(self, kind: type, problem: str) -> Any:
-        """The container that values go into; None if it is an unknown object, which is left out as a whole."""
+        """Returns the container that values go into; None if it is an unknown object, which is left out as a whole."""
         target = self.stack[-1]
         if type(target) is PickledObject and not target.is_known:
             return None
@@ -242,7 +241,7 @@ class _Machine:
         return [self._keys.check(value) for value in values]
 
     def count_copied(self, length: int) -> None:
-        """Counts what is copied: one part that stands in a pickle once can be named in it again and again."""
+        """Counts copies: one part that appears in a pickle once can be referred to repeatedly."""
         self._copy_limit -= length
         if self._copy_limit < 0:
             raise ValueError("it copies more than it contains")
@@ -296,7 +295,7 @@ _BUILDERS: Final[dict[Global, Callable[..., Any]]] = {
     Global("builtins", "bytearray"): _bytearray,
     Global("builtins", "complex"): _complex,
 }
-"""What is built here, by code of this module."""
+"""The functions whose results are built here, by code of this module."""
 
 _VALUES: Final = frozenset(
     {
@@ -304,7 +303,7 @@ _VALUES: Final = frozenset(
         *("BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
     }
 )
-"""The instructions that put their argument on the stack."""
+"""The instructions that push their argument on the stack."""
 
 
 def _pushing(make: Callable[[_Machine], Any]) -> Callable[[_Machine, Any], None]:

@@ -1,6 +1,6 @@
-"""Values as a pickle, for programs that read nothing else. Pure.
+"""Writes values as a pickle, for programs that read nothing else. Pure.
 
-It uses what protocol 2 has and torch's careful reader (`weights_only=True`) allows. holdfast itself never unpickles.
+It uses protocol 2 and what torch's restricted reader (`weights_only=True`) allows. holdfast itself never unpickles.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _MAX_INT_BYTES: Final = 255
 
 
 class Global(msgspec.Struct, frozen=True):
-    """A class or function that the reader is to know."""
+    """A class or function that the reader must know."""
 
     module: str
     name: str
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """What a function of the reader's gives."""
+    """The result of a function of the reader's."""
 
     function: Global
     arguments: tuple[Any, ...]
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """An object of a class of the reader's, made without its constructor.
+    """An object of a class of the reader's, created without its constructor.
 
-    Its state is its attributes, or what its `__setstate__` takes.
+    Its state is its attributes, or the argument of its `__setstate__`.
     """
 
     cls: Global
@@ -48,16 +48,16 @@ class Pairs(msgspec.Struct, frozen=True):
 
 
 class Persistent(msgspec.Struct, frozen=True):
-    """Something that lies beside the pickle."""
+    """Data that is stored next to the pickle."""
 
     id: tuple[Any, ...]
 
 
 def write_pickle(value: Any) -> bytes:
-    """**Pure.** The pickle of a tree of plain values, and of the classes above.
+    """**Pure.** Returns the pickle of a tree of plain values, and of the classes above.
 
     Raises:
-        TypeError: If something else stands in it.
+        TypeError: If it contains something else.
     """
     writer = _Writer()
     writer.add(value)

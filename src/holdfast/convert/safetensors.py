@@ -1,4 +1,4 @@
-"""Safetensors files, alone or as Hugging Face has those of a large model: what lies where in them, in and out."""
+"""Safetensors files, single or as Hugging Face stores a large model: the positions of arrays in them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _MAX_INDEX_BYTES: Final = 256 << 20
 ADAPTER_NAME: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 DESCRIPTIONS: Final = ("config.json", "generation_config.json", ADAPTER_CONFIG)
-"""The files that say what a model is, beside its weights."""
+"""The files that describe a model, next to its weights."""
 
 
 class PlannedFile(msgspec.Struct, frozen=True):
-    """One file that is to be written."""
+    """One file to write."""
 
     name: str
     layout: Layout
 
 
 class _Entry(msgspec.Struct):
-    """What the header says of an array."""
+    """The header's entry of an array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,13 +60,13 @@ def write_safetensors(
 ) -> list[str]:
     """**Blocks.** Writes leaves as safetensors files.
 
-    Writes one file if the name of `out` ends so, or else into a directory, and gives the names of the files. `beside`
-    is the text of further files, by name, for a directory as `save_pretrained` makes it.
+    Writes one file if the name of `out` ends so, or else into a directory, and returns the names of the files. `beside`
+    is the text of further files, by name, for a directory like that of `save_pretrained`.
 
     Raises:
-        UsageError: If something is there already, or the arrays cannot stand in such files.
+        UsageError: If the path already exists, or the arrays cannot be in such files.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     arrays = {name: reader.leaves[leaf] for name, leaf in names.items()}
     texts = beside or {}
@@ -107,10 +107,10 @@ def _write(reader: LeafReader, names: Mapping[str, str], planned: PlannedFile, f
 def plan_files(
     arrays: Mapping[str, StoredLeaf], file_bytes: int | None, metadata: Mapping[str, str]
 ) -> list[PlannedFile]:
-    """**Pure.** Divides arrays into files, in their order; one that is larger than a file gets a file to itself.
+    """**Pure.** Divides arrays into files, in order; one that is larger than a file gets a file of its own.
 
     Raises:
-        UsageError: If a name cannot be one, or there are too many arrays for one header.
+        UsageError: If a name is not allowed, or there are too many arrays for one header.
     """
     groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     group_bytes = 0
@@ -132,7 +132,7 @@ def plan_files(
 
 
 def encode_weight_map(files: Sequence[PlannedFile], arrays: Mapping[str, StoredLeaf]) -> bytes:
-    """**Pure.** The index that says in which file each array lies."""
+    """**Pure.** Returns the index with the file of each array."""
     document = {
         "metadata": {"total_size": sum(leaf.size_bytes for leaf in arrays.values())},
         "weight_map": {place.name: file.name for file in files for place in file.layout.places},
@@ -141,7 +141,7 @@ def encode_weight_map(files: Sequence[PlannedFile], arrays: Mapping[str, StoredL
 
 
 def _is_model_file(name: str) -> bool:
-    """Whether a name is one of those that are written into a directory here."""
+    """Returns True for the names of files that are written into a directory here."""
     return name in (SINGLE_NAME, INDEX_NAME) or bool(_SHARD.fullmatch(name))
 
 
@@ -151,7 +151,7 @@ def _is_described_file(name: str) -> bool:
 
 
 def list_files(directory: Path) -> list[str]:
-    """**Blocks.** The files of a model that lies in a directory.
+    """**Blocks.** Returns the files of a model in a directory.
 
     Raises:
         FormatError: If the index is malformed, or names files elsewhere.
@@ -178,7 +178,7 @@ def list_files(directory: Path) -> list[str]:
 def read_model(
     directory: Path, open_file: Callable[[str], InputFile], names: Sequence[str] | None = None
 ) -> dict[str, InputArray]:
-    """**Blocks.** The arrays of a model that lies in a directory, in all of its files or in those of some names.
+    """**Blocks.** Returns the arrays of a model in a directory, from all of its files or those with some names.
 
     Raises:
         FormatError: If a file is malformed.
@@ -194,10 +194,10 @@ def read_model(
 
 
 def read_header(file: InputFile) -> dict[str, InputArray]:
-    """**Blocks.** The arrays of a safetensors file.
+    """**Blocks.** Returns the arrays of a safetensors file.
 
     Raises:
-        FormatError: If it is malformed, or says what cannot be.
+        FormatError: If it is malformed or invalid.
         StorageError: If it cannot be read.
     """
     path = str(file.path)

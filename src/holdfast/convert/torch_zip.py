@@ -1,4 +1,4 @@
-"""The archives that `torch.save` makes: a zip of a pickle and the bytes of each storage, none of it compressed."""
+"""The archives of `torch.save`: a zip of a pickle and the bytes of each storage, uncompressed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from holdfast.convert.input_files import InputFile
 from holdfast.errors import FormatError
 
 MAX_DIRECTORY_BYTES: Final = 128 << 20
-"""How large the directory of an archive may be that is read. Each of its records takes 46 bytes and its name."""
+"""The largest directory of an archive that is read. Each of its records takes 46 bytes and its name."""
 
 ALIGNMENT_BYTES: Final = 64
-"""Where torch has records begin, so that it can map them into memory."""
+"""Where torch lets records begin, so that it can map them into memory."""
 
 _LARGE_BYTES: Final = 1 << 30
-"""From here on the size of a record stands in fields of 64 bits. `zipfile` does that by itself from about 2 GiB on."""
+"""From this size on, a record's size is in 64-bit fields. `zipfile` does that by itself from about 2 GiB on."""
 
 _LOCAL: Final = struct.Struct("<4s22xHH")
 """The header before a record's bytes: a mark, and the lengths of its name and of its extra fields."""
@@ -32,7 +32,7 @@ _END_BYTES: Final = 22
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Where a record of an archive lies, in the file that holds the archive."""
+    """The position of an archive's record, in the file that contains the archive."""
 
     offset_bytes: int
     size_bytes: int
@@ -69,13 +69,13 @@ def _add(
 
 
 class ArchiveReader:
-    """What lies where in an archive. Only its directory is in memory."""
+    """Finds the records of an archive. Only its directory is in memory."""
 
     def __init__(self, file: InputFile, begin: int, size_bytes: int) -> None:
         """**Blocks.** Reads the directory.
 
         Raises:
-            FormatError: If it is no such archive.
+            FormatError: If it is not such an archive.
             StorageError: If the file cannot be read.
         """
         self._file = file
@@ -99,12 +99,12 @@ class ArchiveReader:
             raise self._malformed(error) from error
 
     def find(self, name: str) -> Record | None:
-        """**Blocks.** Where a record lies; None if there is none of that name.
+        """**Blocks.** Returns the position of a record; None if there is none of that name.
 
-        Its name is given without the folder in which all records lie.
+        Its name is without the folder that contains all records.
 
         Raises:
-            FormatError: If it is compressed, or does not lie in the archive.
+            FormatError: If it is compressed, or outside of the archive.
             StorageError: If the file cannot be read.
         """
         record = self._records.get(name)
@@ -130,7 +130,7 @@ class ArchiveReader:
 
 
 class _WrittenPart:
-    """A file from where it ends on, as `zipfile` writes it: places count from there."""
+    """The end of a file, as `zipfile` writes it: positions count from there."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -153,7 +153,7 @@ class _WrittenPart:
 
 
 class _ReadPart:
-    """A part of a file, as `zipfile` reads it. It gives no more at a time than a directory may have."""
+    """A part of a file, as `zipfile` reads it. A read returns at most the size of a directory."""
 
     def __init__(self, file: InputFile, begin: int, size_bytes: int) -> None:
         self._file = file

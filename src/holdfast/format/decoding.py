@@ -1,4 +1,4 @@
-"""JSON to Python values, along with a live tree. Pure."""
+"""Decodes JSON to Python values, guided by a live tree. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BROKEN: Final = (Malformed, ValueError, TypeError, OverflowError, ArithmeticErr
 
 
 class Marker(enum.Enum):
-    """What stands in place of a live value where there is none."""
+    """Stands for a live value that does not exist."""
 
     ABSENT = "absent"
     """The live container is filled, but has no such part. As a decoded value: leave that part out."""
@@ -33,11 +33,11 @@ UNFILLED: Final = Marker.UNFILLED
 
 
 class SubclassNode(msgspec.Struct, frozen=True):
-    """What is stored of a tensor of a class that is made of other tensors.
+    """The stored form of a tensor whose class is made of other tensors.
 
     Attributes:
         tensors: The node of each of these, by name.
-        context: That of what else the class says of it.
+        context: The node of its other settings.
         shape: Its own shape.
         strides: Its own strides, in elements.
     """
@@ -51,27 +51,27 @@ class SubclassNode(msgspec.Struct, frozen=True):
 class Decoder:
     """Makes values from JSON. Derive from it for more than plain values.
 
-    Where a method takes `live`, that is the live value at the same place, or one of the markers; it is never changed,
-    and nothing of it but its types is used here.
+    A `live` argument is the live value at the same path, or one of the markers; it is never changed, and only its types
+    are used here.
     """
 
     def __init__(self, find_codec: Callable[[str], Codec | None] = codec_tagged) -> None:
         self._find_codec = find_codec
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
-        """The array for a reference to a leaf."""
+        """Returns the array for a reference to a leaf."""
         raise malformed(path, "unexpected reference to an array")
 
     def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
-        """The object for the state of one."""
+        """Returns the object for a stored state."""
         raise malformed(path, "unexpected state of an object")
 
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
-        """The tensor of a class that is made of other tensors."""
+        """Returns the tensor of a class that is made of other tensors."""
         raise malformed(path, "unexpected tensor")
 
     def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
-        """The value of a type that has a codec."""
+        """Returns the value of a type that has a codec."""
         made = Decoder(self._find_codec).decode(payload, UNFILLED, path, depth)
         try:
             return codec.decode(made)
@@ -79,34 +79,34 @@ class Decoder:
             raise malformed(path, f"the codec {codec.tag!r} rejected the stored value: {error!r}") from error
 
     def standing(self, nodes: Collection[Node], lives: Sequence[Any], depth: int) -> Container[int]:
-        """The places of nodes whose value is just the live part beside them, found without decoding each.
+        """Returns the positions of nodes whose value is just the live part at the same position, without decoding each.
 
         Args:
             nodes: The nodes of one container.
-            lives: For each of them, the live value at its place or a marker.
-            depth: How deep the nodes lie.
+            lives: For each of them, the live value at its position or a marker.
+            depth: The depth of the nodes.
         """
         return ()
 
     def node(self, name: str, parts: Mapping[str, Node] | None, live: Any, path: str, depth: int) -> Any:
-        """The value of a class that a framework takes apart and puts together.
+        """Returns the value of a class that a framework takes apart and rebuilds.
 
-        Without parts it is something of the program's own, such as a function.
+        Without parts it is a value of the program itself, such as a function.
         """
         raise malformed(path, "unexpected node of a framework's tree")
 
     def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
-        """Whether a part of the live tree stays although nothing is stored for it.
+        """Returns True if a part of the live tree stays although it is not stored.
 
         Args:
             part: The part.
-            path: Where it stands.
-            emptied: True if nothing at all is stored for what it is a part of.
+            path: Its path.
+            emptied: True if nothing at all is stored for its container.
         """
         return False
 
     def unknown_type(self, name: str, live: Any, path: str) -> Any:
-        """What to take for a stored value whose type cannot be found."""
+        """Returns the replacement for a stored value whose type cannot be found."""
         module, _, cls = name.rpartition(":")
         raise UnsupportedValueError(
             f"{path}: the stored type {name.replace(':', '.')} is not known in this process",
@@ -117,7 +117,7 @@ class Decoder:
         )
 
     def other_fields(self, missing: list[str], extra: list[str], path: str) -> None:
-        """Called when a class has other fields now than were stored."""
+        """Called when the fields of a class have changed since the save."""
         raise UnsupportedValueError(
             f"{path}: the fields of the class have changed since the save (new: {missing}, gone: {extra})",
             path=path,
@@ -125,10 +125,10 @@ class Decoder:
         )
 
     def decode(self, node: Node, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
-        """The value of a node.
+        """Returns the value of a node.
 
         Raises:
-            FormatError: If no such node is ever written.
+            FormatError: If no encoder writes such a node.
             UnsupportedValueError: If a type or codec is not known to this process.
         """
         cls = type(node)
@@ -148,7 +148,7 @@ class Decoder:
         return self.mapping(node, live, path, depth + 1)
 
     def sequence(self, nodes: Node, live: Any, path: str, depth: int) -> list[Any]:
-        """The elements of a list, a tuple or a deque."""
+        """Returns the elements of a list, a tuple or a deque."""
         if type(nodes) is not list:
             raise malformed(path, "expected a list")
         parts: Sequence[Any] = live if isinstance(live, (list, tuple, collections.deque)) else ()
@@ -165,7 +165,7 @@ class Decoder:
         return values + [parts[i] for i in left if self.keeps(parts[i], f"{path}/{i}", emptied=not nodes)]
 
     def mapping(self, nodes: Mapping[Any, Node], live: Any, path: str, depth: int) -> dict[Any, Any]:
-        """The items of a dict of any kind."""
+        """Returns the items of a dict of any kind."""
         parts: Mapping[Any, Any] = live if isinstance(live, dict) else {}
         beyond = ABSENT if parts or live is ABSENT else UNFILLED
         lives = [parts.get(key, beyond) for key in nodes]
@@ -269,7 +269,7 @@ class Decoder:
 
 
 def _examples(live: Iterable[Any]) -> dict[str, Any]:
-    """By the name of its type, one of some live values of each type that has a name in what is stored."""
+    """Returns one of the live values of each type that has a stored name, by that name."""
     return {type(value).__qualname__: value for value in live if type(value) not in ENCODERS}
 
 
@@ -283,7 +283,7 @@ NAMED: Final = frozenset({"namedtuple", "dataclass", "enum", "flag", "tensor_sub
 
 
 def find_tags(node: Node) -> Iterator[tuple[str, str | None]]:
-    """**Pure.** The tag and the argument of each tagged value in a node, arguments that are no text as None."""
+    """**Pure.** Yields the tag and the argument of each tagged value in a node; arguments that are not text as None."""
     ahead = [node]
     while ahead:
         part = ahead.pop()
@@ -297,7 +297,7 @@ def find_tags(node: Node) -> Iterator[tuple[str, str | None]]:
 
 
 def malformed(path: str, what: str) -> FormatError:
-    """The error for JSON that no encoder writes."""
+    """Returns the error for JSON that no encoder writes."""
     return FormatError(f"{path}: {what}", tensor=path)
 
 
@@ -470,4 +470,4 @@ REBUILDERS: Final[dict[str, _Rebuild]] = {
     "set": _plain(lambda d, payload, live, path, depth: set(d._elements(payload, live, path, depth))),
     "frozenset": _plain(lambda d, payload, live, path, depth: d._elements(payload, live, path, depth)),
 }
-"""For each tag of what may hold other values, how it is rebuilt."""
+"""For each tag of values that may contain others, how it is rebuilt."""

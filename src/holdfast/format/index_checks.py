@@ -1,4 +1,4 @@
-"""Whether an index makes sense, by itself and with those of a step's other workers. Pure."""
+"""Checks an index, by itself and together with those of a step's other workers. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NAME_CHARACTERS: Final = 200
 
 
 def decode_index(data: bytes, *, path: str, step: int | None = None) -> Index:
-    """**Pure.** The index that the bytes hold, checked for sense.
+    """**Pure.** Returns the index in the bytes, after checks.
 
     Raises:
-        FormatError: If it is damaged, or says what cannot be: arrays that overlap or leave gaps, sizes that do not
-            follow from shape and type, names that stand twice.
+        FormatError: If it is damaged or invalid: arrays that overlap or leave gaps, sizes that do not follow from shape
+            and type, names that appear twice.
     """
     index = unseal(Index, data, path=path, step=step)
     problem = _find_problem(index)
@@ -44,7 +44,7 @@ def _find_problem(index: Index) -> str:
 
 
 def find_leaf_problem(index: Index) -> str:
-    """**Pure.** What is wrong with the leaves of an index; empty if nothing is."""
+    """**Pure.** Describes a problem of the leaves of an index; empty if there is none."""
     problem = _find_form_problem([*index.leaves, *index.referred], index.span_bytes)
     if problem:
         return problem
@@ -59,7 +59,7 @@ def find_leaf_problem(index: Index) -> str:
 
 
 def _find_form_problem(leaves: Sequence[LeafRecord], span_bytes: int) -> str:
-    """What is wrong with leaves, wherever each begins. There may be very many, most of them alike."""
+    """Describes a problem of leaves, apart from where each begins. There may be very many, most of them similar."""
     sizes_bytes: dict[tuple[str, tuple[int, ...]], int] = {}
     for leaf in leaves:
         kind = (leaf.dtype, leaf.shape)
@@ -87,7 +87,7 @@ def _is_hexadecimal(text: str) -> bool:
 
 
 def find_name_problem(index: Index) -> str:
-    """**Pure.** Which leaf the objects of an index name that it does not have, not even elsewhere; empty if none."""
+    """**Pure.** Names a leaf in an index's objects that exists neither in it nor elsewhere; empty if there is none."""
     known = {stored.leaf for stored in index.stored_boxes()}
     known.update(absent.name for absent in index.elsewhere)
     for name in _named_leaves(index):
@@ -111,7 +111,7 @@ def _named_leaves(index: Index) -> Iterator[Any]:
 
 
 def _find_strides_problem(index: Index) -> str:
-    """What is wrong with the strides of leaves: memory is taken by them, and they are not to reach beyond it."""
+    """Describes a problem of the strides of leaves: memory is allocated by them, and they must not reach beyond it."""
     leaves = index.list_leaves()
     for record in index.strides:
         _, shape = leaves.pop(record.leaf, ("", None))
@@ -169,7 +169,7 @@ def _find_referred_problem(index: Index) -> str:
 
 
 def find_part_problem(index: Index) -> str:
-    """**Pure.** What is wrong with what an index says of the leaves that its arrays are boxes of; empty if nothing."""
+    """**Pure.** Describes a problem of the boxes of leaves in an index; empty if there is none."""
     records = {record.name: record for record in index.all_leaves()}
     leaves: dict[str, tuple[str, tuple[int, ...]]] = {}
     seen: set[str] = set()
@@ -219,10 +219,10 @@ def _find_kind_problem(dtype: str, shape: Sequence[int]) -> str:
 
 
 def find_cover_problem(indexes: Iterable[Index]) -> str:
-    """**Pure.** What is wrong with the boxes of a whole step, of all its workers together; empty if nothing is.
+    """**Pure.** Describes a problem of the boxes of a whole step, of all its workers together; empty if there is none.
 
     Each leaf that any of them names must be covered exactly: boxes have no element in common, unless they are the same
-    box with the same digests, and together they leave none out.
+    box with the same digests, and together they cover all.
     """
     named: dict[str, tuple[str, tuple[int, ...], int]] = {}
     boxes: dict[str, dict[Box, StoredBox]] = {}

@@ -1,4 +1,4 @@
-"""Drives a restore: tries checkpoints from the best to the worst until one is whole."""
+"""Performs a restore: tries checkpoints from the best to the worst until one is whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.peers import Peers
 
 _MOST_LOOKS: Final = 30
-"""How often a run is looked at again, since a job that goes on has removed what was found there."""
+"""How often a run is read again, because a running job has removed the chosen step."""
 
 
 @gc_paused()
@@ -63,29 +63,28 @@ def restore_objects(
     keeping: Keeping | None = None,
     made_anew: Collection[str] = (),
 ) -> Restoration | None:
-    """**Blocks.** Gives the live objects the state of a checkpoint.
+    """**Blocks.** Restores the live objects from a checkpoint.
 
-    Nothing live is touched before the checkpoint's records are checked and found to fit. Arrays are then read in place;
-    a damaged span that is found there sends the whole restore to the next older checkpoint, which overwrites what was
-    read. Python state and counters are set last, when every byte has been checked.
+    No live object is changed before the checkpoint's records are checked and found to fit. Arrays are then read in
+    place; a damaged span found there restarts the whole restore with the next older checkpoint, which overwrites what
+    was read. Python state and counters are set last, after every byte has been checked.
 
-    A checkpoint that goes while it is being read was not damaged: a job that goes on has removed it, and committed a
-    newer one before. Then the run is looked at again.
+    If a checkpoint disappears while it is being read, it was not damaged: a running job has removed it, and committed a
+    newer one before. Then the run is read again.
 
-    `named` has the objects of all workers: what another one has, this one need not have. Where a line `begins_anew`,
-    nothing is restored unless a step is asked for. What is in `keeping` stays as the script has it, and
-    so do objects in `made_anew`, which are made as the live ones are.
+    `named` has the objects of all workers: this one may lack an object that another one has. If the lineage
+    `begins_anew`, nothing is restored unless a step is requested. Entries of `keeping` stay as the script set them, and
+    so do objects in `made_anew`, from which new ones are created.
 
     Returns:
-        What was done, or None if there is no checkpoint at all.
+        The result, or None if there is no checkpoint at all.
 
     Raises:
-        MismatchError: If the checkpoint does not fit, or was saved by a number of workers that is refused; nothing has
-            been changed.
-        ApplyError: If an object refuses its state, or live arrays share memory and cannot hold what is stored for each.
+        MismatchError: If the checkpoint does not fit, or was saved by a refused number of workers; nothing was changed.
+        ApplyError: If an object rejects its state, or live arrays that share memory cannot hold the stored values.
         PeerError: If another worker has failed, does not come, or dies.
-        NoCheckpointError: If the step that was asked for does not exist.
-        NoWholeCheckpointError: If there are checkpoints, or were and their manifests are gone, but none is whole.
+        NoCheckpointError: If the requested step does not exist.
+        NoWholeCheckpointError: If there are checkpoints, but all are damaged or have lost their manifests.
     """
     begun_at = time.monotonic()
     agreement = agreement or Agreement()
@@ -115,7 +114,7 @@ def restore_objects(
 
 
 def make_agreement(peers: Peers | None, url: str) -> Agreement:
-    """How this worker keeps together with the others, if there are any; `url` is where the run lies for it."""
+    """Returns how this worker coordinates with the others, if there are any; `url` is its URL of the run."""
     if peers is None:
         return Agreement()
     # Most programs have one worker, and do without what several need.
@@ -125,7 +124,7 @@ def make_agreement(peers: Peers | None, url: str) -> Agreement:
 
 
 class _Request(NamedTuple):
-    """What is asked of a restore; see `restore_objects`."""
+    """The request of a restore; see `restore_objects`."""
 
     storage: Storage
     objects: Mapping[str, object]
@@ -144,8 +143,8 @@ class _Candidates:
     """The checkpoints that are still to be tried, the best first.
 
     Attributes:
-        damages: The damage of each that was passed over.
-        seen_generation: The newest generation that the run had at the first look.
+        damages: The damage of each that was skipped.
+        seen_generation: The newest generation of the run at the first look.
     """
 
     def __init__(self, request: _Request, agreement: Agreement, emit: Sink) -> None:
@@ -159,7 +158,7 @@ class _Candidates:
         self.seen_generation = 0
 
     def find(self, *, begins_anew: bool) -> bool:
-        """**Blocks.** Whether there are any; warns if there are none but those of an earlier line."""
+        """**Blocks.** Returns True if there are any; warns if there are only those of an earlier lineage."""
         catalogs: list[Catalog] = []
 
         def find() -> tuple[StepName, ...]:
@@ -186,7 +185,7 @@ class _Candidates:
         return self._left.pop(0) if self._left else None
 
     def pass_over(self, name: StepName, damage: DamageError) -> None:
-        """**Blocks.** Goes on to the next; or, if the checkpoint is no longer there, to what is there now."""
+        """**Blocks.** Goes on to the next; or, if the checkpoint no longer exists, to those that exist now."""
         found = self._look_again(name) if self._looks <= _MOST_LOOKS else ()
         if found:
             self._looks += 1
@@ -234,14 +233,14 @@ def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: 
 
 
 class _RestoreTrial:
-    """One checkpoint that is tried.
+    """One attempt with one checkpoint.
 
     Attributes:
-        name: Which it is.
-        touched: Whether live arrays have been read into, now or before.
+        name: Its name.
+        touched: True if live arrays have been read into, now or before.
         opened: Its records, once they have been read and checked.
         matching: How they fit the live objects.
-        size_bytes: What was read.
+        size_bytes: The size of what was read.
         replaced: New values of named objects that could not be changed in place.
     """
 
@@ -270,7 +269,7 @@ class _RestoreTrial:
             return agreement.run(self._prepare) or agreement.run(self._fill) or agreement.run(self._apply)
 
     def _prepare(self) -> None:
-        """Nothing live is touched: finds out whether the checkpoint is there, and fits."""
+        """Checks whether the checkpoint exists and fits; changes no live object."""
         storage = self._request.storage
         self.opened = opened = open_step(storage, self.name.directory, self.name, self._request.worker)
         workers, stored_workers = self._request.worker.world_size, opened.manifest.world_size
@@ -309,9 +308,9 @@ class _RestoreTrial:
                 )
 
     def _find_objects(self) -> dict[str, Skeleton]:
-        """The stored state of each object: of those that the worker of this rank had, and of those that others had.
+        """Returns the stored state of each object: those of the worker of this rank, and those of the others.
 
-        Stages of a pipeline have objects of their own. This worker may have another stage than the one of its rank had.
+        Pipeline stages have different objects. This worker may have another stage than the one of its rank had.
         """
         request, own = self._request, self.opened.indexes[0]
         stored = {
@@ -384,14 +383,14 @@ class _RestoreTrial:
             )
 
     def _apply(self) -> None:
-        """Sets all else, when every byte has been checked, by all workers."""
+        """Sets everything else, after all workers have checked every byte."""
         self.replaced = self.matching.apply()
         if self._request.keeping is not None:
             self._request.keeping.put_back()
 
 
 def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
-    """What each leaf is; raises `DamageError` if all files together are too small for them."""
+    """Returns each leaf's dtype and shape; raises `DamageError` if all files together are too small for them."""
     index, *others = opened.indexes
     if not index.is_shared and not others:
         specs = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
@@ -416,7 +415,7 @@ def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
 
 @contextmanager
 def _enough_memory(opened: OpenedStep) -> Iterator[None]:
-    """Says in holdfast's own words that there is not enough memory for the arrays of a step."""
+    """Raises holdfast's own error if there is not enough memory for the arrays of a step."""
     try:
         yield
     except MemoryError as error:
@@ -442,10 +441,9 @@ def _tell_of_resize(storage: Storage, trial: _RestoreTrial, worker: Worker, emit
 
 
 def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: Sink) -> None:
-    """**Blocks.** Warns if those that saved were at different places of the data that they divided.
+    """**Blocks.** Warns if the workers that saved were at different positions of shared data.
 
-    Each worker looks at some of them, beside the first: all workers together at all. Where no position is stored,
-    nothing is read.
+    Each worker reads some of them besides the first; together they read all. Without stored positions nothing is read.
     """
     manifest = opened.manifest
     known = {index.rank: list_positions(index.objects) for index in opened.indexes}

@@ -1,4 +1,4 @@
-"""Which stored arrays serve which live ones, where both may be boxes of leaves. It does no I/O."""
+"""Assigns stored arrays to live ones, if both may be boxes of leaves. It does no I/O."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Share(msgspec.Struct, frozen=True):
 
     Attributes:
         target: The target.
-        inner: Which part of the stored array it takes.
-        at: Where that part lies in the target's array.
+        inner: The part of the stored array.
+        at: Its offsets in the target's array.
     """
 
     target: Target
@@ -29,7 +29,7 @@ class Share(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Order:
-    """What is to be read of one file.
+    """What to read of one file.
 
     Attributes:
         whole: By the name of a stored array, the target that takes all of it.
@@ -65,17 +65,17 @@ class Assignment:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every target is served."""
+        """True if every target is served."""
         return not self._open
 
     def list_missing(self) -> set[str]:
-        """The leaves of which something has not been offered yet."""
+        """Returns the leaves of which a part has not been offered yet."""
         return {leaf for leaf, targets in self._targets.items() if any(self._left[id(target)] for target in targets)}
 
     def guess_place(self) -> float:
-        """Where something that is missing lies in its leaf, from 0 to 1, along the first dimension that is cut.
+        """Returns where a missing part is in its leaf, from 0 to 1, along the first dimension that is split.
 
-        Workers mostly hold the parts of a leaf in the order of their ranks, so it says whom to ask first.
+        Workers mostly hold the parts of a leaf in the order of their ranks, so it tells which one to ask first.
         """
         for leaf, targets in self._targets.items():
             for target in targets:
@@ -87,7 +87,7 @@ class Assignment:
         return 0.0
 
     def offer(self, index: Index, path: str) -> Order:
-        """What is taken of an index; raises `DamageError` for leaves or values that are not those seen before."""
+        """Returns what is taken of an index; raises `DamageError` for leaves or values that contradict earlier ones."""
         order = Order()
         for number, stored in enumerate(index.stored_boxes()):
             targets = self._targets.get(stored.leaf)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: first its records, then, where that is asked for, every byte."""
+"""Checks a checkpoint: first its records, then, on request, every byte."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from holdfast.storage.protocol import FileReader, Storage
 
 
 def open_step(storage: Storage, directory: str, expected: StepName | None, worker: Worker | None = None) -> OpenedStep:
-    """**Blocks.** Reads a step's manifest and indexes, and checks them; raises `DamageError` if one is not whole.
+    """**Blocks.** Reads and checks a step's manifest and indexes; raises `DamageError` if one is not whole.
 
-    `directory` is empty if the storage's root is the step's own, `expected` is None where it may have another name.
-    With a `worker`, only the index of its rank is read, or of the one that stands for it if there were fewer workers;
-    with None all are, and whether they make up one state is looked at.
+    `directory` is empty if the storage's root is the step's own, `expected` is None if it may have another name. With a
+    `worker`, only the index of its rank is read, or the one that replaces it if there were fewer workers; with None all
+    are, and must fit together.
     """
     step = expected.step if expected else None
     path = join(directory, MANIFEST_NAME)
@@ -47,12 +47,13 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
 
 
 def find_rank(manifest: Manifest, worker: Worker) -> int:
-    """**Pure.** The worker of a step whose index says what state a worker has."""
+    """**Pure.** Returns the worker of a step whose index has a worker's state."""
     return worker.rank % manifest.world_size
 
 
 def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
-    """**Blocks.** The index of one worker; raises `DamageError` if it is missing, damaged, or not what was written."""
+    """**Blocks.** Returns the index of one worker; raises `DamageError` if it is missing, damaged, or not the one
+    written."""
     try:
         index = read_index(storage, directory, manifest, rank)
     except NotFoundError as error:
@@ -76,7 +77,7 @@ def _check_names(directory: str, manifest: Manifest, indexes: Sequence[Index]) -
 
 
 def _check_references(manifest: Manifest, indexes: Sequence[Index], path: str) -> None:
-    """Makes sure that the manifest names what the indexes refer to: what it does not name would not be kept."""
+    """Checks that the manifest names what the indexes refer to: anything else would not be kept."""
     counts: dict[StepName, tuple[int, int]] = {}
     for index in indexes:
         for name, (leaves, size_bytes) in index.refers_to().items():
@@ -96,9 +97,9 @@ _Bytes: TypeAlias = tuple[str, int, int, int, str]
 
 
 Checked: TypeAlias = dict[_Bytes, list[DamageError]]
-"""Which arrays have been read, and what was found: bytes that many steps refer to need be read only once.
+"""The arrays that have been read, and the results: bytes that many steps refer to are read only once.
 
-It is true for as long as no other process writes.
+It is valid as long as no other process writes.
 """
 
 
@@ -107,7 +108,7 @@ def _bytes_of(part: Part, leaf: LeafRecord) -> _Bytes:
 
 
 def count_unread(opened: OpenedStep, checked: Checked) -> int:
-    """**Pure.** How many bytes `verify_data` has to read of a step."""
+    """**Pure.** Returns how many bytes `verify_data` has to read of a step."""
     parts = list_parts(opened)
     headers_bytes = sum(part.index.header_bytes for part in parts if part.referrer is None)
     unread = (leaf for part in parts for leaf in part.index.leaves if _bytes_of(part, leaf) not in checked)
@@ -125,8 +126,8 @@ def verify_data(
 ) -> list[DamageError]:
     """**Blocks.** Reads every byte of a step's data files, and of what it refers to, and compares it with its digest.
 
-    The steps that it refers to lie `beside`, or in `storage` too. What was `checked` of other steps is not read again,
-    and what is read here is added. `progress` is called from any thread. Damage is given in the order of the files.
+    The steps that it refers to are `beside`, or in `storage` too. What was `checked` of other steps is not read again,
+    and what is read here is added. `progress` is called from any thread. Damage is returned in the order of the files.
     """
     if beside is None and opened.directory:
         beside = storage
@@ -142,9 +143,9 @@ def verify_data(
 
 
 def spares_restore(damages: Sequence[HoldfastError]) -> bool:
-    """**Pure.** Whether a restore takes a step in spite of the damages found in it: it reads no header of a data file.
+    """**Pure.** Returns True if a restore can use a step despite its damages: it reads no header of a data file.
 
-    Arrays begin behind the header, so that what is damaged at the beginning of a file is the header.
+    Arrays begin after the header, so damage at the beginning of a file is in the header.
     """
     return all(isinstance(damage, DamageError) and damage.offset_bytes == 0 and not damage.tensor for damage in damages)
 

@@ -1,4 +1,4 @@
-"""From what a user writes to the storage that is meant."""
+"""Finds the storage of a location that a user writes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ _memories: dict[str, MemoryStorage] = {}
 
 
 def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage at a location; nothing is read or written yet.
+    """Returns the storage at a location; nothing is read or written yet.
 
     Args:
-        location: A directory's path, `~` for that of the user's home; a `file://` URL; `memory://name`, which is the
-            same store each time it is opened under that name in this process, for tests and trials; or a storage,
-            which is given back.
+        location: A directory's path, `~` for the user's home; a `file://` URL; `memory://name`, which is the same store
+            each time it is opened under that name in this process, for tests; or a storage, which is returned.
 
     Raises:
         UsageError: If the location is of another kind.
@@ -57,17 +56,17 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
 
 
 def local_directory(storage: Storage) -> Path | None:
-    """The directory of this machine that a storage is; None if it is none, or lies elsewhere."""
+    """Returns the directory of this machine that a storage is; None if it is something else."""
     return Path(storage.url) if isinstance(storage, LocalStorage) else None
 
 
 def find_location(storage: Storage) -> str | None:
-    """Where other processes of this machine open the same storage with `open_storage`; None if they cannot."""
+    """Returns where other processes of this machine open the same storage with `open_storage`; None if they cannot."""
     return storage.url if type(storage) is LocalStorage else None
 
 
 def pass_on_warnings(storage: Storage, warn: Callable[[str], None]) -> None:
-    """Lets a function hear, from any thread, what a storage that has something to warn of tells a person."""
+    """Makes a storage that has warnings pass them to a function, from any thread."""
     if isinstance(storage, LocalStorage):
         storage.warn = warn
 

@@ -28,10 +28,11 @@ _ROOT: Final[Parts] = ()
 
 
 class MemoryStorage:
-    """**Thread-safe.** A tree of files in memory; see `Storage` for what each method promises.
+    """**Thread-safe.** A tree of files in memory; see `Storage` for the contract of each method.
 
-    As on a disk, a directory is made before something is put into it, a file is seen as soon as its writer is opened,
-    and an open file can be used after its name has gone. Nothing outlasts the process, so syncing does nothing.
+    As on a disk, a directory is created before something is put into it, a file is visible as soon as its writer is
+    opened, and an open file can be used after its name has been removed. Nothing outlasts the process, so syncing does
+    nothing.
 
     Attributes:
         url: `memory://` and the name.
@@ -69,7 +70,7 @@ class MemoryStorage:
             self._add(path, len(data))[:] = data
 
     def sync_directory(self, path: str) -> None:
-        """Checks that the directory is there; see `Storage`."""
+        """Checks that the directory exists; see `Storage`."""
         parts = split_directory(path)
         with self._lock:
             if parts not in self._directories:
@@ -98,7 +99,7 @@ class MemoryStorage:
             return MemoryReader(self._find(path), path)
 
     def list(self, path: str) -> list[Entry]:
-        """What lies directly in a directory, in order of name; see `Storage`."""
+        """Returns the entries of a directory, in order of name; see `Storage`."""
         parts = split_directory(path)
         with self._lock:
             entries = [Entry(at[-1], True, 0) for at in self._directories if at and at[:-1] == parts]
@@ -180,7 +181,7 @@ class MemoryStorage:
         return parts in self._files or parts in self._directories
 
     def _check_above(self, parts: Parts, path: str) -> None:
-        """A file is no directory: nothing lies, and nothing is put, below it."""
+        """Checks that no file is in the place of a directory above."""
         for depth in range(1, len(parts)):
             if parts[:depth] in self._files:
                 raise StorageError(f"{self._place(parts[:depth])} is a file, not a directory", path=path)
@@ -253,12 +254,12 @@ class MemoryReader:
             wanted[:] = memoryview(self._content)[offset_bytes : offset_bytes + wanted.nbytes]
 
     def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
-        """**Thread-safe.** Fills many places of memory, and gives the digest of each; see `FileReader`."""
+        """**Thread-safe.** Fills many places of memory, and returns the digest of each; see `FileReader`."""
         for part in parts:
             self.read_into(offset_bytes, part)
             offset_bytes += part.nbytes
         return digest_each(parts)
 
     def close(self) -> None:
-        """Gives the file back; harmless twice."""
+        """Closes; may be repeated."""
         self._is_closed = True

@@ -30,7 +30,7 @@ TREE_NAME: Final = "_METADATA"
 STEP_NAME: Final = "_CHECKPOINT_METADATA"
 
 MOST_TIMES: Final = 64
-"""How many times the size of the files their arrays may have: moments that are all zero are compressed to nothing."""
+"""How many times larger than its files the arrays may be: moments that are all zero are compressed to nothing."""
 
 _ALWAYS_BYTES: Final = 64 << 20
 _MAX_JSON_BYTES: Final = 256 << 20
@@ -46,7 +46,7 @@ class _Key(msgspec.Struct, frozen=True):
 
     @property
     def is_place(self) -> bool:
-        """Whether it is a place in a sequence."""
+        """True if it is an index of a sequence."""
         return self.key_type == 1
 
 
@@ -66,7 +66,7 @@ class _Tree(msgspec.Struct, frozen=True):
 
 
 class OrbaxArray:
-    """An array that `tensorstore` has opened. `strides` and the like: see `ArrayPart`."""
+    """An array that `tensorstore` has opened. For `strides` and so on, see `ArrayPart`."""
 
     is_contiguous = False
 
@@ -79,15 +79,15 @@ class OrbaxArray:
 
     @property
     def key(self) -> Hashable:
-        """Each array is one of its own."""
+        """Each array has its own."""
         return (str(self._directory), self._name)
 
     def read_run(self, box: Box, into: memoryview) -> None:
-        """Is not called: no array is contiguous here."""
+        """Never called: no array is contiguous here."""
         raise NotImplementedError
 
     def values(self, box: Box) -> Any:
-        """**Blocks.** The elements of a box, as raw bytes.
+        """**Blocks.** Returns the elements of a box, as raw bytes.
 
         Raises:
             FormatError: If they cannot be read.
@@ -102,7 +102,7 @@ class OrbaxArray:
 
 
 def is_orbax_directory(directory: Path) -> bool:
-    """**Blocks.** Whether Orbax has written a directory."""
+    """**Blocks.** Returns True if Orbax has written a directory."""
     return (directory / TREE_NAME).exists() or (directory / STEP_NAME).exists() or bool(_list_steps(directory))
 
 
@@ -110,17 +110,17 @@ class OrbaxDirectory:
     """One such checkpoint.
 
     Attributes:
-        recognized: Its objects: the outermost entries of its tree; where a step has items of other names than
-            `default`, each of these.
+        recognized: Its objects: the outermost entries of its tree; if a step has items of other names than `default`,
+            each of these.
         size_bytes: The size of its files.
     """
 
     def __init__(self, directory: Path) -> None:
-        """**Blocks.** Reads what is in it, but for the arrays' values.
+        """**Blocks.** Reads everything except the arrays' values.
 
         Raises:
             MissingPackageError: If `tensorstore` is not installed.
-            UsageError: If no array is in it.
+            UsageError: If it contains no array.
             FormatError: If it is malformed.
             StorageError: If it cannot be read.
         """
@@ -224,7 +224,7 @@ class OrbaxDirectory:
 
 
 def _list_steps(directory: Path) -> dict[int, Path]:
-    """The finished steps of a `CheckpointManager`."""
+    """Returns the finished steps of a `CheckpointManager`."""
     with suppress(OSError):
         found = ((one, _STEP.fullmatch(one.name)) for one in directory.iterdir() if _UNFINISHED not in one.name)
         return {int(named[1]): one for one, named in found if named and (one / STEP_NAME).exists()}
@@ -232,10 +232,10 @@ def _list_steps(directory: Path) -> dict[int, Path]:
 
 
 def _measure(directory: Path) -> int:
-    """The size of all files below a directory, which have to be plain files: a link could lead anywhere.
+    """Returns the size of all files below a directory, which must be regular files: a link could lead anywhere.
 
     Raises:
-        FormatError: If something else is among them.
+        FormatError: If there is something else among them.
         StorageError: If it cannot be read.
     """
     size_bytes, ahead = 0, [directory]
@@ -271,12 +271,12 @@ def _read_json(path: Path) -> Any:
 
 
 def _name_of(path: tuple[_Key, ...]) -> str:
-    """What the array of a leaf is called."""
+    """Returns the name of a leaf's array."""
     return ".".join(key.key for key in path)
 
 
 def _number(array: InputArray) -> Any:
-    """The number that an array without dimensions is, which Orbax has made of one of Python's."""
+    """Returns the number in an array without dimensions, which Orbax has made of a Python number."""
     raw = array.chunks[0].tensor.values(whole_box(()))
     kind = next(name for name, dtype in _DTYPES.items() if dtype == array.dtype)
     return raw.view(kind).item() if kind in ("bool", "int32", "int64", "float32", "float64") else array
@@ -303,7 +303,7 @@ def _step(key: _Key, directory: Path) -> str | int:
 
 
 def _listed(root: Any, directory: Path, depth: int = 0) -> Any:
-    """A tree in which dicts of places have become lists."""
+    """Returns a tree in which dicts with indices have become lists."""
     if type(root) is not dict:
         return root
     if depth > 64:

@@ -24,10 +24,10 @@ _DIVIDED: Final = ("pytorch_model_fsdp_0", "global_step*", "pytorch_model_fsdp.b
 
 
 def read_trainer_folder(directory: Path, open_file: Callable[[str], InputFile], *, keep_unknown: bool) -> Recognized:
-    """**Blocks.** The objects of a folder: `model` (or `adapter`), `optimizer`, `scheduler`, `scaler`.
+    """**Blocks.** Returns the objects of a folder: `model` (or `adapter`), `optimizer`, `scheduler`, `scaler`.
 
     Raises:
-        UsageError: If it holds no model that can be taken in.
+        UsageError: If it contains no model that can be imported.
         FormatError: If a file in it is malformed.
         StorageError: If it cannot be read.
     """
