@@ -968,7 +968,7 @@ def test_a_busy_worker_leaves_the_save_out_for_all(tmp_path: Path) -> None:
 
 def test_what_is_not_an_argument(tmp_path: Path) -> None:
     checkpoint = hf.Checkpoint(a=1)
-    with pytest.raises(UsageError, match="cluster='torch'"):
+    with pytest.raises(UsageError, match="got 'torch'"):
         hf.CheckpointManager(tmp_path, checkpoint, cluster="torch")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="liveness_seconds"):
         hf.CheckpointManager(tmp_path, checkpoint, liveness_seconds=0)

@@ -187,7 +187,7 @@ def test_a_signal_while_the_making_of_a_run_fails(tmp_path: Path, jobs: list[Job
     notify(job, jobs, number)
     job.go_on()
     assert job.end() == code, job.errors
-    assert ("the run was made, and that has failed: StorageError: it is gone" in job.errors) == (code == 42)
+    assert ("the run was being created, which then failed: StorageError: it is gone" in job.errors) == (code == 42)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -1536,7 +1536,7 @@ def test_a_handler_is_not_made_over_what_a_backup_has_restored(tmp_path: Path) -
     manager, _ = manager_of(tmp_path / "steps")
     with hf.WorkerTrainingState(tmp_path / "backup", manager.checkpoint) as backups, manager:
         backups.restore()
-        with pytest.raises(UsageError, match="backup has restored these objects") as refused:
+        with pytest.raises(UsageError, match="backup has already restored these objects") as refused:
             hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[]))
         assert "before you call restore()" in refused.value.hint
 

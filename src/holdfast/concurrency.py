@@ -1,7 +1,7 @@
 """Thread primitives that survive an exception raised by a signal handler.
 
 `threading.Event`, `Condition` and `Thread.start` run Python code while they hold a lock, and an interrupt there leaves
-the lock locked for ever.
+it locked.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class PreemptionCheckpointHandler:
     handler's block may leave half a step behind, so the next handler restores.
 
     A notice takes effect before the next step, or when the block is left, so anything that the loop does after a step
-    belongs to that step. If the manager has `save_every`, steps are saved by that policy as well. `hf.resumable` does
-    all of this.
+    belongs to that step. If the manager has `save_every`, steps are saved by that policy as well. `hf.resumable`
+    includes this.
 
     Use it from one thread.
 
@@ -140,8 +140,8 @@ class PreemptionCheckpointHandler:
         """Runs one step, and counts it when it returns.
 
         Before the step, this saves the last complete step if a save is due, and saves and exits if the job was asked to
-        stop. A batch that is taken from one of holdfast's own loaders between two steps, as an argument, belongs to the
-        next one.
+        stop. A batch that is taken from one of holdfast's own loaders between two steps, as an argument, is the next
+        one's.
 
         Returns:
             The return value of `fn`.

@@ -58,8 +58,7 @@ class StepCount:
             self.note(None if manager.restored is None else self.done, None)
 
     def counts_for(self, manager: CheckpointManager) -> bool:
-        """Returns True if the last loop that joined saves with that manager: then the live objects are at that
-        count."""
+        """Returns True if the last loop that joined saves with that manager: then the objects are at that count."""
         return manager is self._manager
 
     def note(self, step: int | None, saved: SaveHandle | None) -> None:

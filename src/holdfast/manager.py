@@ -83,8 +83,7 @@ class CheckpointManager:
         """Reads the directory; creates nothing there until the first save.
 
         In a job of several workers (under torchrun, for example) every worker creates its managers with the same
-        arguments and in the same order; this waits for the others. Then all call `restore` and `save` at the same
-        steps.
+        arguments and in the same order; this waits for the others. All call `restore` and `save` at the same steps.
 
         Args:
             directory: The run's directory, a URL, or an open storage.
@@ -92,16 +91,15 @@ class CheckpointManager:
             save_every: When `save_if_due` saves; None for never.
             keep: Which checkpoints to keep after each commit; None for all.
             when_busy: What to do with a save if the previous one is still in progress: wait for it, or skip this one.
-            failures_allowed: How many saves in a row may fail before an error is raised; a failure of the last save of
-                a job is always raised.
+            failures_allowed: How many saves in a row may fail before an error is raised; that of a job's last save is
+                always raised.
             begin_anew: True to start from the beginning; existing checkpoints stay until they are pruned, but no longer
                 belong to the current lineage.
-            incremental: True to write only arrays that have changed; the steps that hold the others stay, regardless of
+            incremental: True to write only arrays that have changed; steps that hold the others stay, regardless of
                 `keep`.
             reuse_space: True to write each save over the data file of a checkpoint that `keep` gave up, if the file
                 system supports it; until the manager is closed, the run uses one data file more. Pass False if other
-                machines read files of removed checkpoints through NFS version 3. Several workers always write new
-                files.
+                machines read files of removed checkpoints through NFSv3. Several workers always write new files.
             sinks: Functions that are called with each event.
             timeout_seconds: The deadline of every wait that sets none of its own.
             threads: The number of threads that write, and read during a restore. They mostly wait for the disk.
@@ -208,8 +206,8 @@ class CheckpointManager:
             metrics: Metrics to store with the checkpoint, for `Best` and for people.
             metadata: Any other JSON value to store with the checkpoint.
             replace: True to save a step again that is already committed. The old checkpoint is removed once the new one
-                is committed; if the old one belongs to an earlier generation, it leaves the current lineage then, and
-                stays until it is pruned.
+                is committed; if the old one belongs to an earlier generation, it leaves the current lineage, until it
+                is pruned.
 
         Returns:
             The save, to wait for if needed.
@@ -218,8 +216,7 @@ class CheckpointManager:
             StepExistsError: If the step is already committed.
             UsageError: If the step is older than the newest, or an argument is wrong.
             UnsupportedValueError: If an object has state that cannot be stored.
-            SaveFailedError: If an earlier save failed and that was not raised yet. This one continues as
-                `error.next_save`.
+            SaveFailedError: If an earlier save failed and that was not raised yet. `error.next_save` continues.
             DeadlineError: If the previous save does not end in time.
             StorageError: If the cleanup after an earlier save failed. This save continues.
         """

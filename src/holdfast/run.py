@@ -217,8 +217,7 @@ class Run:
             An iterator whose `len` is the number of remaining steps.
 
         Raises:
-            UsageError: At the first turn, if a saved loader gave a batch since this call, as in `zip(loader,
-                run.steps(n))`.
+            UsageError: At the first turn, if a saved loader gave a batch since, as in `zip(loader, run.steps(n))`.
             SaveFailedError: If more than `failures_allowed` saves in a row have failed.
             SystemExit: When the job was asked to stop, once the step before is complete and saved.
             PeerError: If another worker of the job has failed.
@@ -267,8 +266,8 @@ class Run:
 
         Args:
             *unnamed: Not allowed: every metric needs a name.
-            **metrics: Numbers, or arrays with one element, which are read when they are saved. Others than finite
-                values are not stored.
+            **metrics: Numbers, or arrays with one element, which are read when they are saved. Only finite values are
+                stored.
 
         Raises:
             UsageError: If a metric is not a number or has no name.

@@ -221,12 +221,7 @@ class WorkerTrainingState:
 
         Raises:
             SystemExit: When the job exits.
-            UsageError: As in `back_up`, like the following ones.
-            UnsupportedValueError: As there.
-            SaveFailedError: As there.
-            DeadlineError: As there.
-            PeerError: As there.
-            ClusterError: As there.
+            UsageError: As in `back_up`, like its other errors.
         """
         backup = self._check_backup(epoch, batch)
         metrics = check_metrics(metrics)
@@ -294,8 +289,8 @@ class WorkerTrainingState:
         aside: the next run begins with its first epoch, and the files stay until backups are deleted the next time.
         Each of these cases logs a warning.
 
-        In a job of several workers, the leader removes the backups once all have called this, because until then one of
-        them may still need them.
+        In a job of several workers, the leader removes the backups once all have called this, because one of them may
+        still need them.
 
         Returns:
             True if no backup remains to restore, False if the backup was kept; the same on all workers.
@@ -348,12 +343,12 @@ class WorkerTrainingState:
         Args:
             initial_epoch: The epoch to begin with if there is no backup, counted from 0.
             mode: What is about to run. Only training resumes where it stopped.
-            epochs: How many epochs training has in total. If the backup is of a later epoch, a warning says so, and
-                `delete_backup` keeps it.
+            epochs: How many epochs training has in total. If the backup is of a later epoch, `delete_backup` keeps it,
+                with a warning.
 
         Returns:
-            The epoch after the one that the backup completed; the same epoch if the backup was made within it;
-            otherwise `initial_epoch`.
+            The epoch after the one that the backup completed; the same epoch if the backup was made within it; or
+            `initial_epoch`.
 
         Raises:
             UsageError: If an argument is wrong, or there are backups that were not restored.

@@ -50,8 +50,7 @@ class Heartbeat:
     """**Thread-safe.** One thread that gives signs of life, and watches those of the others.
 
     Each worker increments a counter in the store, which must respond each time. The leader watches all others and
-    reports who is lost; they watch the leader, and its reports. So the store is queried per worker, and not per pair of
-    workers.
+    reports who is lost; they watch the leader, and its reports. So the store is queried per worker, not per pair.
 
     Workers on one machine also watch each other's processes. If a process has ended without signing off, the first one
     to notice marks the counter of that worker, so that all know it at their next look.
@@ -74,8 +73,8 @@ class Heartbeat:
             timeout_seconds: How long after its last sign all take a worker for lost, at the latest. Before its first
                 sign, a worker has four times as long.
             name: The prefix of its keys; the same on all workers, and used by this heartbeat only.
-            hear_of_leader: Called in the thread when the leader has signed off, before this worker knows it; again if
-                it raises `HoldfastError`.
+            hear_of_leader: Called in the thread when the leader has signed off, before this worker knows it; repeated
+                on `HoldfastError`.
 
         Raises:
             UsageError: If the times do not fit each other.

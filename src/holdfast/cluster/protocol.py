@@ -6,8 +6,7 @@ a value or a counter, never both.
 
 Every method raises `UsageError` for a malformed or too large key or value, `ClusterError` if the store does not
 respond, for example because the process that hosts it is gone, and `ClosedError` after `close`. Every method is
-thread-safe, and a wait in one thread blocks no other. None waits longer than its deadline, or `ANSWER_SECONDS` without
-one.
+thread-safe, and a wait in one thread blocks no other. None waits longer than its deadline, or `ANSWER_SECONDS`.
 """
 
 from __future__ import annotations

@@ -90,8 +90,7 @@ def write_dcp(
 ) -> list[str]:
     """**Blocks.** Writes a tree as a directory of `torch.distributed.checkpoint`.
 
-    Returns the names of the files, none of which gets more once it has `file_bytes`; what is left out is added to
-    `left`.
+    Returns the names of the files, none of which gets more once it has `file_bytes`; `left` gets what is left out.
 
     Raises:
         UsageError: If the path already exists, or two entries get the same name.
@@ -175,8 +174,8 @@ def _is_divided(value: Any) -> bool:
 
 
 def plan_chunks(stored: StoredLeaf) -> list[Box]:
-    """**Pure.** Returns the boxes that a leaf is stored in: one, or if it is too large several along its first
-    dimension."""
+    """**Pure.** Returns the boxes that a leaf is stored in: one, or several along its first dimension if it is
+    large."""
     rows, *rest = stored.shape or (1,)
     most = max(1, CHUNK_BYTES // max(stored.size_bytes // max(rows, 1), 1))
     if rows <= most:

@@ -131,8 +131,7 @@ class ImportSource:
         self.root = arrays
 
     def _beside(self, name: str) -> InputFile:
-        """Returns a file of the directory. Links of a model's are followed, as in Hugging Face's cache; DCP's are
-        not."""
+        """Returns a file of the directory. A model's links are followed, as in Hugging Face's cache; DCP's are not."""
         return self._files.find(self._path / name, follow_links=self.format != "dcp")
 
 

@@ -157,8 +157,7 @@ def _coded_call(tag: str, value: Any) -> Global | FunctionCall | None:
 
 
 def number_parameters(stored: Any) -> Any:
-    """**Pure.** Returns the result of `optimizer.state_dict()`: parameters by their numbers, in the order of the
-    groups.
+    """**Pure.** Returns the result of `optimizer.state_dict()`: parameters by number, in the order of the groups.
 
     State that is not in holdfast's form is returned unchanged.
     """
@@ -176,8 +175,7 @@ def name_parameters(stored: Any, modules: Collection[str]) -> Any:
 
 
 def _parameter_names(stored: Any) -> list[str] | None:
-    """Returns the names of all parameters in order; None if the state is not in holdfast's form, or only a part of
-    it."""
+    """Returns the names of all parameters in order; None if the state is not in holdfast's form, or partial."""
     if not isinstance(stored, dict) or not stored.keys() >= _OPTIMIZER_FORM or type(stored["groups"]) is not list:
         return None
     if not all(isinstance(stored[key], dict) for key in ("state", "loose", "rest")):

@@ -63,8 +63,7 @@ def register_codec(cls: type[T], *, tag: str, encode: Callable[[T], Any], decode
     Args:
         cls: The type; subclasses are not included.
         tag: A name for it that stays the same in all versions of the program, such as `myproject.Vocabulary`.
-        encode: Takes a value, returns its content: any tree of plain values, tensors and arrays. It must change
-            nothing.
+        encode: Takes a value, returns its content: any tree of plain values, tensors and arrays.
         decode: Takes the result of `encode`, returns an equal value. Its tensors and arrays are new ones with the
             stored values, on the device of the value that is replaced, or else of the parameter whose state it is.
 

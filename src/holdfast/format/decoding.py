@@ -51,8 +51,7 @@ class SubclassNode(msgspec.Struct, frozen=True):
 class Decoder:
     """Makes values from JSON. Derive from it for more than plain values.
 
-    A `live` argument is the live value at the same path, or one of the markers; it is never changed, and only its types
-    are used here.
+    A `live` argument is the live value at the same path, or one of the markers; only its types are used.
     """
 
     def __init__(self, find_codec: Callable[[str], Codec | None] = codec_tagged) -> None:

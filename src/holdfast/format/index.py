@@ -113,8 +113,7 @@ def _alignment_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _make_header(metadata: Mapping[str, str], entries: bytes) -> bytes:
-    """Returns a header with its length before it, padded: the metadata, then the entries of arrays, if there are
-    any."""
+    """Returns a header with its length before it, padded: the metadata, then the entries of arrays, if any."""
     opening = msgspec.json.encode({METADATA_KEY: dict(metadata)})[:-1]
     encoded = opening + (b"," if len(entries) > 1 else b"") + entries
     header_bytes = round_up(8 + len(encoded)) - 8

@@ -254,8 +254,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """**Pure.** Returns True if an array's elements fill one run of memory, without gaps or overlaps.
 
-    Strides of dimensions of length 1 may be anything from 0 to `MAX_ARRAY_BYTES`, and so may all those of an empty
-    array.
+    Strides of dimensions of length 1 may be anything from 0 to `MAX_ARRAY_BYTES`, and all those of an empty array.
 
     Args:
         shape: The length of each dimension.
@@ -320,8 +319,7 @@ def find_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, 
 
 
 def fit_layout(shape: tuple[int, ...], strides: tuple[int, ...], to: tuple[int, ...]) -> tuple[int, ...] | None:
-    """**Pure.** Returns the layout of an array that differs from another one only in its lengths; None if it is
-    row-major order.
+    """**Pure.** Returns the layout of an array that differs from another in its lengths; None if it is row-major order.
 
     Args:
         shape: The lengths of the other.

@@ -73,8 +73,8 @@ class Job:
             download_group: The tasks that run after the last epoch; likewise.
             exit_group: The tasks that run last; likewise.
             stop_conditions: As in `add_stop_condition`.
-            nodes_to_checkpoint: The nodes whose state is saved; None, or an empty list, for those that the init tasks
-                and objects name, or all.
+            nodes_to_checkpoint: The nodes whose state is saved; None, or an empty list, for those of the init tasks and
+                objects, or all.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -113,7 +113,7 @@ class Job:
 
         It is created on each node before the init tasks, and also when the job resumes from a checkpoint: code creates
         objects, and a checkpoint only restores their state. If the workspace already has something of that name, it is
-        left; but an object that was created for an earlier run in the same session is created again when a job starts
+        left; but an object that was created for an earlier run in the same session is created again if a job starts
         over.
 
         Args:

@@ -59,8 +59,7 @@ class NodeDurations:
     """How long an action took on each node.
 
     Attributes:
-        node_seconds: The time of each node. Nodes of one process are saved together; each gets its share of the time,
-            by its bytes.
+        node_seconds: The time of each node. Nodes of one process are saved together; each gets a share by its bytes.
     """
 
     node_seconds: Mapping[str, float]

@@ -115,8 +115,7 @@ class JobRunner:
                 raised, after everything else is done.
             sinks: Functions that are called with the job's own events; the manager has its own.
             preemption: How to notice a preemption while the job runs, and how to exit: "auto" for signals and the
-                sources that fit the machine, "off" for none, or a `TerminationConfig`. Without a manager, none are
-                handled.
+                sources that fit the machine, "off" for none, or a `TerminationConfig`. None without a manager.
 
         Raises:
             UsageError: If an argument is wrong, or needs a manager and there is none.
@@ -186,7 +185,7 @@ class JobRunner:
             MismatchError: If the checkpoint does not fit the job; no task has run.
             NodeLostError: If a node is gone, and the session does not replace it or nothing is saved.
             TaskFailedError: If a task failed. A failed upload is raised after everything else is done.
-            SaveFailedError: If more saves in a row have failed than are allowed; or, at the very end, if the last save
+            SaveFailedError: If more saves in a row have failed than are allowed; or, at the end, if the last one
                 failed.
         """
         _check_session(session)

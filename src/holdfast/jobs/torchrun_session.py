@@ -94,8 +94,8 @@ class _Gathering:
     def together(self) -> Iterator[None]:
         """Wraps what all workers do. An error in the block is one worker's own, which cannot meet the others any more.
 
-        The others learn of it at once, and none of them takes part in anything any more. An error that all have met is
-        raised after the block.
+        The others learn of it at once, and take part in nothing any more. An error that all have met is raised after
+        the block.
 
         Raises:
             ClosedError: If there was such an error before.
@@ -341,7 +341,7 @@ class TorchrunSession(Session):
 
     Each worker runs the tasks of its own node, and meets the others when its part of a group is done. If a task fails,
     all workers get the same `TaskFailedError` within seconds; a worker that dies is named. The state of all nodes is
-    one commit. A task's output can be fetched on all workers if it is a plain value; of others, only whether they are
+    one commit. A task's output can be fetched on all workers if it is a plain value; of others, only whether it is
     true.
 
     Example:

@@ -33,13 +33,12 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
         exit_fn: Called without arguments once a checkpoint of the state is committed, instead of exiting with
             `exit_code`. If it returns, training continues, and a later notice works again.
         grace_period: How many seconds to train on after a notice: the state is saved at once, and again before the time
-            is over. 0 to exit at once. None to exit at once too, unless the source knows when the machine is taken
-            away.
+            is over. 0 to exit at once. None to exit at once too, unless the source knows the time of the end.
         save_fn: Called instead of the manager's `save`, without arguments, or with those of
             `save_checkpoint_if_preempted`; not in a block of `checkpointable`, which the manager saves. If it returns a
             handle, that save is waited for. If it raises, or calls `sys.exit`, nothing counts as saved.
-        sources: The sources of notices: "auto" for signals and those that fit the machine, or a list from
-            `holdfast.preemption`.
+        sources: The sources of notices: "auto" for signals and those that fit the machine, or a list of
+            `holdfast.preemption`'s.
         exit_code: The exit code when everything is saved; whatever started the job should then start it again.
     """
 

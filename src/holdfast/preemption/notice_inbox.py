@@ -152,11 +152,11 @@ class NoticeInbox:
             self._bell.ring()
 
     def take_no_more(self) -> None:
-        """Stops receiving: the process is exiting, with a code that tells whether the state is saved. No signal changes
+        """Stops receiving: the process is exiting, with a code that tells if the state is saved. No signal changes
         that.
 
-        Launchers send several signals, one at the notice and one at the end. But a person who presses Ctrl-C again
-        won't wait.
+        Launchers send several signals, one at the notice and one at the end. But a person who repeats Ctrl-C won't
+        wait.
         """
         self._takes_more = False
         is_launched = self._interrupts_taken == _MOST_SIGNALS

@@ -14,8 +14,7 @@ class Agreement:
     """One worker's part in a restore of all. This one has no others, and agrees with itself."""
 
     def choose(self, step: int | None, find: Callable[[], tuple[StepName, ...]]) -> tuple[StepName, ...]:
-        """**Blocks.** Returns the checkpoints to try, the best first; `find` finds them here, for the requested
-        step."""
+        """**Blocks.** Returns the checkpoints to try, the best first; `find` finds them here."""
         return find()
 
     def see(self, storage: Storage, name: StepName) -> None:

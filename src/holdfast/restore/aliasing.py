@@ -42,11 +42,9 @@ def find_overlapping_targets(targets: Iterable[Target]) -> list[Target]:
 
 
 def find_clashes(targets: Sequence[Target], read: Callable[[Sequence[Target]], object]) -> list[str]:
-    """**Blocks.** Returns a sentence for each of the overlapping targets, all filled, that does not hold its stored
-    values.
+    """**Blocks.** Returns a sentence for each overlapping target, all filled, that does not hold its stored values.
 
-    Arrays that interleave without a common element do, and so do those whose stored values agree. `read` fills targets
-    with their stored values.
+    Arrays that interleave without a common element do, and so do those whose stored values agree. `read` fills targets.
     """
     for target in targets:
         if target.copies:

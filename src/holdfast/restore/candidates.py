@@ -49,8 +49,7 @@ class Selection:
 
 
 def make_selection(only: str | Iterable[str] | None) -> Selection | None:
-    """**Pure.** Returns the predicate for names of objects and of leaves, and patterns; `UsageError` if there are
-    none."""
+    """**Pure.** Returns the predicate for names of objects and of leaves, and patterns; `UsageError` without any."""
     if only is None:
         return None
     patterns = (only,) if isinstance(only, str) else tuple(only)

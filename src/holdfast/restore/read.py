@@ -62,8 +62,7 @@ _LARGE_BYTES: Final = 2 << 20
 
 
 class GatheredArrays:
-    """**Thread-safe.** Arrays that are gathered in host memory, and filled from there when their last byte has
-    arrived."""
+    """**Thread-safe.** Arrays that are gathered in host memory, and filled when their last byte has arrived."""
 
     def __init__(self) -> None:
         # Guards the two below: what is being gathered, and how much of each has yet to come.
@@ -262,8 +261,7 @@ def read_targets(
     threads: int,
     overlapping: list[Target] | None = None,
 ) -> int:
-    """**Blocks.** Fills each target, by leaf, from a data file; every byte is checked. Returns how many bytes were
-    read.
+    """**Blocks.** Fills each target, by leaf, from a data file; every byte is checked. Returns the number of bytes.
 
     `overlapping` gets the targets that may share memory.
 

@@ -83,14 +83,13 @@ class Restoration:
     Attributes:
         step: The step that the live objects now have.
         name: The name of the checkpoint.
-        seen_generation: The run's newest generation when the search for a checkpoint began: a later one is another
-            job's.
+        seen_generation: The run's newest generation when the search began: a later one is another job's.
         manifest: Its manifest, with the metrics and metadata of the save.
         differences: What did not fit and was left unchanged; empty unless `strict=False`.
         replaced: New values of named objects that could not be changed in place, such as numbers.
         passed_over: Newer checkpoints that were skipped because they are damaged.
-        hyperparameters: Values that differ between the script and the checkpoint and were restored anyway; by paths
-            such as `optimizer.lr`.
+        hyperparameters: Values that differ between the script and the checkpoint and were restored anyway; by path
+            (`optimizer.lr`).
         path: The directory of the checkpoint, or its equivalent in another storage.
         size_bytes: The size of what was read and checked.
         seconds: How long it took.

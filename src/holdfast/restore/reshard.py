@@ -116,8 +116,8 @@ _UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
 def plan_spans(record: LeafRecord, span_bytes: int, boxes: Sequence[Box]) -> Iterator[range]:
-    """**Pure.** Returns the spans of an array that contain something of given boxes of it: runs of their numbers, in
-    order."""
+    """**Pure.** Returns the spans of an array that contain something of given boxes of it: ordered runs of their
+    numbers."""
     runs = sorted(
         (begin // span_bytes, -(-end // span_bytes))
         for box in boxes

@@ -52,8 +52,7 @@ def find_rank(manifest: Manifest, worker: Worker) -> int:
 
 
 def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
-    """**Blocks.** Returns the index of one worker; raises `DamageError` if it is missing, damaged, or not the one
-    written."""
+    """**Blocks.** Returns the index of one worker; raises `DamageError` if it is missing, damaged, or another."""
     try:
         index = read_index(storage, directory, manifest, rank)
     except NotFoundError as error:

@@ -62,8 +62,7 @@ class Engine:
 
     The first save starts the engine's thread. The public methods and `_note_held` run in the training thread, except
     `emit_soon`, which runs in any. While a save is in progress, only the engine's thread writes the attributes, of
-    which others may read the public ones, and `_note_held` writes `_held_seconds`. At other times the training thread
-    may.
+    which others may read the public ones, and `_note_held` writes `_held_seconds`. Otherwise the training thread may.
 
     Attributes:
         barrier: Holds up the steps of optimizers, or None.
@@ -327,8 +326,7 @@ class Engine:
     def _give_up(self, request: SaveRequest, error: BaseException) -> None:
         """**Blocks.** Cleans up after a save that failed with `error`. If this raises, that error replaces it.
 
-        If a file was missing, another job may have removed it, or the others have abandoned the save: the error says
-        so.
+        If a file was missing, another job may have removed it, or the others abandoned the save: the error says so.
         """
         try:
             if self._files is not None:

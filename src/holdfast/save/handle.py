@@ -41,8 +41,7 @@ def describe_limit(left_seconds: float) -> str:
 
 
 def find_wait_seconds(timeout_seconds: float, worker: Worker) -> float:
-    """**Pure.** Returns how long to wait for a save; longer with other workers, because the save itself waits for
-    them."""
+    """**Pure.** Returns how long to wait for a save; longer with other workers, for whom the save waits."""
     return timeout_seconds if worker.is_alone else timeout_seconds + _GRACE_SECONDS + _GRACE_SHARE * timeout_seconds
 
 
@@ -301,8 +300,8 @@ class SaveRequest:
         protocol: The conversation between workers about it; None for a single worker.
         waited_seconds: How long it waited for the previous save.
         thread: The thread that requests it.
-        staging: What is to be copied, or the error if there was no memory for the copy. None before that is known, and
-            after the save has ended.
+        staging: What is to be copied, or the error if there was no memory for the copy. None before that, and after the
+            save.
         copied: The progress of the copy that training waits for.
         is_submitted: True once the engine has it, and so ends it.
         confirmed: Whether it is to be committed; None before that is decided.
@@ -361,8 +360,7 @@ def name_state(handle: SaveHandle) -> str:
 
 
 def find_canceller(handle: SaveHandle) -> Callable[[HoldfastError], bool] | None:
-    """Returns a function that ends a save on all workers with an error, unless all agreed to commit it; None for one
-    process.
+    """Returns a function that ends a save on all workers with an error, unless all agreed to commit it; None if alone.
 
     The function **blocks** while it queries the store of the job, and returns whether the save will never be committed.
     """

@@ -154,8 +154,7 @@ def backend_of_type(cls: type) -> ArrayBackend | None:
 
 
 def is_made_of_tensors(cls: type) -> bool:
-    """Returns True if values of a type have no memory of their own, but consist of tensors; not if they are sharded
-    arrays."""
+    """Returns True if values of a type have no memory of their own, but consist of tensors; not for sharded arrays."""
     return is_tensor_subclass(cls) and sharder_of_type(cls) is None
 
 

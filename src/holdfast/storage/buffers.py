@@ -27,8 +27,7 @@ def address_of(data: memoryview) -> int:
 
 
 def memory_between(begin: int, end: int, extent: Extent) -> memoryview:
-    """Returns the memory between two addresses; raises `ValueError` if some of it is not the array's, by its
-    `extent`."""
+    """Returns the memory between two addresses; raises `ValueError` if some is outside of the array's `extent`."""
     if not 0 < extent[0] <= begin <= end <= extent[1]:
         raise ValueError(
             f"expected memory from {begin:#x} to {end:#x}, but the array is at {extent[0]:#x} to {extent[1]:#x}"
@@ -41,8 +40,7 @@ _HUGE_BYTES: Final = 2 << 20
 
 
 def take_pages(size_bytes: int) -> memoryview:
-    """Returns new writable memory that begins on a page, with huge pages if possible; it is freed with the last view of
-    it.
+    """Returns new writable memory that begins on a page, with huge pages if possible; freed with the last view of it.
 
     A device reads into huge pages with far fewer entries in its lists, and they are first touched in a tenth of the
     time. Forks do not inherit the memory: a direct read into private memory that is forked meanwhile may end in the

@@ -86,8 +86,7 @@ def check_size(size_bytes: int, path: str) -> None:
 
 
 def kept_bytes(offset_bytes: int, length_bytes: int, size_bytes: int, path: str) -> int:
-    """Returns how much of a piece belongs to the file; `UsageError` if it is outside of it, except for padding at the
-    end."""
+    """Returns how much of a piece belongs to the file; `UsageError` if it is outside, except for padding."""
     over_bytes = offset_bytes + length_bytes - size_bytes
     if not 0 <= offset_bytes <= size_bytes or over_bytes > MAX_PADDING_BYTES:
         raise UsageError(

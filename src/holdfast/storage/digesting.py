@@ -51,8 +51,7 @@ class NativeDigests:
 
 @cache
 def find_native() -> NativeDigests | None:
-    """Returns the compiled functions, with those of the package xxhash; None without a compiler, or if xxhash hides its
-    own."""
+    """Returns the compiled functions, with those of the package xxhash; None if one of them is missing."""
     # By their names, since those who check what imports what know of no compiled modules.
     try:
         path = Path(import_module("xxhash._xxhash").__file__ or "")

@@ -31,8 +31,7 @@ class MemoryStorage:
     """**Thread-safe.** A tree of files in memory; see `Storage` for the contract of each method.
 
     As on a disk, a directory is created before something is put into it, a file is visible as soon as its writer is
-    opened, and an open file can be used after its name has been removed. Nothing outlasts the process, so syncing does
-    nothing.
+    opened, and an open file can be used after its name has been removed. Syncing does nothing.
 
     Attributes:
         url: `memory://` and the name.

@@ -110,8 +110,8 @@ class OrbaxDirectory:
     """One such checkpoint.
 
     Attributes:
-        recognized: Its objects: the outermost entries of its tree; if a step has items of other names than `default`,
-            each of these.
+        recognized: Its objects: the outermost entries of its tree; if a step has items besides `default`, each of
+            these.
         size_bytes: The size of its files.
     """
 

@@ -87,8 +87,7 @@ class StorageReader(dcp.StorageReader):
 
     It reads the newest committed step; the remains of a killed save do not count. A step with damaged records is
     skipped with a warning. Every byte that is read is checked: if one is damaged, `dcp.load` ends with an error that
-    names file and tensor, and `step=` selects an older step. Nothing in a step is executed. It also reads steps of
-    `hf.save`.
+    names file and tensor, and `step=` selects an older step. Nothing is executed. It also reads steps of `hf.save`.
 
     Attributes:
         loaded_step: The step that was loaded last, or None.

@@ -143,8 +143,7 @@ class BackupAndRestore(Resumable):
     ) -> None:
         """Stores the settings; the directory is read when `fit` begins.
 
-        A backup that fails (on a full disk, for example) logs a warning; training continues, and the previous backup
-        stays.
+        A backup that fails (on a full disk, for example) logs a warning, and the previous backup stays.
 
         Args:
             backup_dir: A directory for the backups of this `fit`. Other files in it stay.

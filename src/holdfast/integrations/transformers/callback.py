@@ -236,8 +236,7 @@ class _Session:
         self.is_epoch_over = False
 
     def prepare(self, given: str | None) -> str | None:
-        """Replaces the methods. Returns the folder from which the Trainer reads its state, if it begins in the
-        middle."""
+        """Replaces the methods. Returns the folder from which the Trainer reads its state, if any."""
         trainer, stack, progress = self._trainer, self._stack, self._progress
         stack.enter_context(_replaced(trainer, "get_train_dataloader", self._get_loader))
         stack.enter_context(_replaced(trainer, "_maybe_log_save_evaluate", self._end_step))

@@ -23,8 +23,7 @@ from holdfast.save.say import say
 _INTERRUPT_SECONDS: Final = 1.0
 _ABORT_SECONDS: Final = 1.5
 _END_SECONDS: Final = 4.0
-"""The times after the news at which the training thread is interrupted, its collectives aborted, and the process
-ended."""
+"""The times after the news of interrupting the training thread, aborting its collectives, and ending the process."""
 
 _LOOKS: Final = 8
 """How many looks there must have been by then: the whole machine may have been suspended."""

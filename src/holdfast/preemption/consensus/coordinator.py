@@ -228,8 +228,8 @@ class StopCoordinator:
         """Called when this worker has done what was called for.
 
         Returns:
-            The step that was saved, if all were there. Some may have saved it in a pause that continues, so if one must
-            save it again, all must.
+            The step that was saved, if all were there. Some may have saved it in a pause that continues, so all must
+            save again if one must.
         """
         stop = self.stop
         with self._lock:

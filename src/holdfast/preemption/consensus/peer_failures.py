@@ -146,8 +146,7 @@ class PeerFailures:
         return FailureReport(cause, blamed, find_loss(blamed or error))
 
     def find_cause(self) -> ClusterError | None:
-        """**Blocks** for a moment. Returns the failure of another worker because of which nothing can be saved, if
-        any."""
+        """**Blocks** for a moment. Returns the failure of another worker that prevents all saves, if any."""
         self._peers.mailbox.ask(self._look_for_failure)
         error = self.error
         if error is None or not is_cause(error):
@@ -228,8 +227,7 @@ class PeerFailures:
     def _tell(self, error: BaseException, left_seconds: float | None = None) -> ClusterError | None:
         """**Blocks** for a moment. Tells the others of an error that ends this worker's training.
 
-        A collective's error only tells that some worker is missing. So it is held back until it is known which one, and
-        that is reported instead.
+        A collective's error only tells that some worker is missing. So it is held back until it is known which one.
 
         Returns:
             The error of another worker from which this one results, as far as that can be known.

@@ -116,8 +116,7 @@ class NoFailures:
         return None
 
     def find_cause(self) -> ClusterError | None:
-        """**Blocks** for a moment. Returns the failure of another worker because of which nothing can be saved, if
-        any."""
+        """**Blocks** for a moment. Returns the failure of another worker that prevents all saves, if any."""
         return None
 
     def describe_losses(self, ranks: Iterable[int]) -> list[PeerError]:

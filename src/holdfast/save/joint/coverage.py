@@ -9,8 +9,8 @@ counter, has no leaf. So for these, workers are compared only if they have the s
 
 Only the user knows which part of its leaf a hand-made shard is. And if only some workers have a leaf, others may have
 another one of the same name: a copy, or another stage of the model. Such leaves are *loose*. Each worker reports a
-digest of its boxes of them; if any of these is new, the leader reads the indexes, durable by then, and checks them as
-`verify` does.
+digest of its boxes of them; if any of these is new, the leader reads the indexes, durable by then, and checks them like
+`verify`.
 """
 
 from __future__ import annotations

@@ -77,8 +77,7 @@ class JointParticipant:
     """
 
     def __init__(self, cluster: Cluster, *, closes: bool, liveness_seconds: float, timeout_seconds: float) -> None:
-        """Starts the threads that communicate with the others, and give signs of life. `closes`: close the cluster,
-        too."""
+        """Starts the threads that communicate with the others, and give signs of life. `closes`: the cluster, too."""
         self.worker = Worker(cluster.rank, cluster.world_size)
         self.peers = peers = Peers(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._closes = closes
@@ -103,8 +102,7 @@ class JointParticipant:
         return self._places.count
 
     def start(self, storage: Storage, names: Collection[str], *, is_new: bool) -> None:
-        """**Collective.** **Blocks.** Begins the job: exchanges names of objects, and checks that all see one
-        directory.
+        """**Collective.** **Blocks.** Begins the job: exchanges names of objects, and checks the common directory.
 
         If there is something to resume from (not `is_new`), the directory is checked by the restore.
 

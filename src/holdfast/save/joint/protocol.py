@@ -403,8 +403,7 @@ class CommitProtocol:
     def _check_way(self, rank: int, awaited: Collection[str] = ()) -> None:
         """Checks that a worker has not continued with another save without this one.
 
-        A worker that has written what is awaited, under one of those keys, may continue: it need not wait for the
-        reader.
+        A worker that has written what is awaited, under one of those keys, may continue.
         """
         position = self._find_position(rank)
         if position is None:

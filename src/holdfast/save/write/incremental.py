@@ -69,7 +69,7 @@ class Offer(msgspec.Struct, frozen=True):
         name: The step.
         held_bytes: How many bytes of the save are there.
         kept_bytes: What must stay on the disk if it is referred to, by step: its data, and that of the steps it refers
-            to itself.
+            to.
     """
 
     name: StepName

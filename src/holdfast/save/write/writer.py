@@ -29,8 +29,8 @@ PIECE_BYTES: Final = 8 << 20
 class WholeStepFiles:
     """One worker's data file in progress, with all arrays of a snapshot. Not thread-safe.
 
-    A crash anywhere in here leaves a directory without a manifest, which no reader takes for a checkpoint and the next
-    save of the run removes.
+    A crash anywhere in here leaves a directory without a manifest, which is not a checkpoint, and which the next save
+    removes.
     """
 
     def __init__(self, snapshot: Snapshot, storage: Storage, name: StepName) -> None:

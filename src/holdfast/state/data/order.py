@@ -162,8 +162,7 @@ class Batches(msgspec.Struct, frozen=True):
         return full if full and rest < self.world_size else full + 1
 
     def end_of(self, place: int) -> tuple[int, int]:
-        """Returns where the batch ends that begins at a place: how many epochs later, and at which place of that
-        epoch."""
+        """Returns where the batch ends that begins at a place: how many epochs later, and at which place there."""
         end = self._end_of(place)
         return (0, end) if end <= self.length else divmod(end, self.length)
 

@@ -199,8 +199,7 @@ class ResumableSampler:
         """Yields batches like `batches`, over one epoch after the other without end.
 
         If another position is loaded or set meanwhile, it continues there. Its `len` is the number of batches of an
-        epoch: a loop of another library that asks for that many in each of its epochs gets all of them, also after a
-        restart.
+        epoch: a loop of another library that asks for that many per epoch gets all of them, also after a restart.
 
         Raises:
             UsageError: As in `batches`; and if an epoch has no batch.
@@ -266,11 +265,11 @@ class ResumableSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns order and position as plain values; between two steps of `handler.run`, those of the last complete
-        step.
+        one.
 
         Raises:
-            UsageError: If batches were given to a loader that was not followed: then it is unknown which of them the
-                training loop has taken.
+            UsageError: If batches were given to a loader that was not followed: then it is unknown which of them were
+                trained.
         """
         if self._unfollowed_batches:
             raise UsageError(

@@ -30,8 +30,8 @@ def try_direct(descriptor: int) -> bool:
 
     The flag is set on an open file, because `open` with it may fail and yet leave the file behind. Some file systems
     accept the flag and refuse the writes, or require more than whole pages; so one page is written, at an offset and
-    from an address that are multiples of one page and no more. If that works, all pages do. `OSError` other than a
-    refusal is not handled.
+    from an address that are multiples of one page and no more. If that works, all pages do. Other `OSError`s are not
+    handled.
     """
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
@@ -128,8 +128,7 @@ class Residency:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def holds(self, begin: int, end: int) -> bool:
-        """**Thread-safe.** Returns True if the page cache seems to hold most of what is around the middle of a
-        range."""
+        """**Thread-safe.** Returns True if the page cache seems to hold most of the middle of a range."""
         if self._map is None or self._mincore is None:
             return True
         region = (begin + end) // 2 // _REGION_BYTES

@@ -24,7 +24,7 @@ def open_directory(root: Path, parts: Sequence[str]) -> Iterator[int]:
     """Opens the directory at `parts` below `root` for the block. `OSError` is not handled.
 
     The root may be reached by links: the user named it. Below it each step starts from the previous directory, and no
-    link is followed, so nobody who can write into a checkpoint can lead holdfast out of it. A link in the way raises
+    link is followed, so a writer of a checkpoint cannot lead holdfast out of it. A link in the way raises
     `NotADirectoryError`.
     """
     descriptor = os.open(root, _DIRECTORY)
@@ -92,8 +92,7 @@ def preallocate(descriptor: int, size_bytes: int) -> None:
     while one that makes the file grow does not.
 
     posix_fallocate is not used: if the file system cannot allocate, the C library writes into each block instead. Some
-    file systems start over after a signal, and a profiler's timer would never let them end: so there are only a few
-    attempts.
+    file systems start over after a signal, and a profiler's timer would never let them end: so it is tried a few times.
     """
     status = os.fstatvfs(descriptor)
     # Asked first, since the call would take all the room there is from others before it fails. Some network file

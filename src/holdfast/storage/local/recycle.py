@@ -1,7 +1,7 @@
 """Recycles a removed file: a new one is written into its space on the disk.
 
-If a disk gets its blocks only as they are written, and gives them back as files are removed, both take about as long as
-the writing itself.
+If a disk gets its blocks only as they are written, and gives them back as files are removed, both take as long as the
+writing.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ _WRITTEN_BYTES: Final = 1 << 20
 class SharedDescriptor:
     """**Thread-safe.** A file descriptor that is closed when the last thread that uses it has left.
 
-    If a number is closed while another thread writes to it, it may belong to another file by then, which would be
-    overwritten.
+    If a number is closed while another thread writes to it, it may belong to another file by then.
 
     Attributes:
         users: How many threads are using it at this moment.
@@ -227,8 +226,7 @@ class LocalReader:
     """One file, read in pieces by any number of threads; see `FileReader`.
 
     The compiled function reads a large piece that the page cache does not hold past it, which is several times faster
-    on the disks that were measured; any other piece goes through the cache. Both see the same bytes: a file that is
-    read is no longer written.
+    on the disks that were measured; any other piece goes through the cache. Both see the same bytes.
 
     Attributes:
         size_bytes: The file's size when it was opened.
