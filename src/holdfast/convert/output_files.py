@@ -1,4 +1,4 @@
-"""The files that an export writes: whole under their names, or not there at all."""
+"""The files that an export writes: complete under their names, or not there at all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _OVERWRITE: Final = "Choose another path, or allow overwriting (--overwrite, ove
 class OutputFiles:
     """New files in a hidden directory, until they are moved to their names.
 
-    A crash leaves that directory, whose name begins with `.` and ends with `.tmp`, and nothing under a final name but
-    whole files.
+    A crash leaves that directory, whose name begins with `.` and ends with `.tmp`, and only whole files under final
+    names.
     """
 
     def __init__(self, out: Path, staging: Path) -> None:
@@ -29,10 +29,10 @@ class OutputFiles:
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """**Blocks.** Opens a new file; when the body has ended, its bytes last.
+        """**Blocks.** Opens a new file; after the body, its bytes are durable.
 
         Raises:
-            StorageError: If the place fails.
+            StorageError: If the storage fails.
         """
         with as_storage_errors("write", name, self._out):
             with (self._staging / name).open("xb") as file:
@@ -44,8 +44,8 @@ class OutputFiles:
         """**Blocks.** Gives the one file its name, which is that of the output.
 
         Raises:
-            UsageError: If something has come there meanwhile.
-            StorageError: If the place fails.
+            UsageError: If the path exists by now.
+            StorageError: If the storage fails.
         """
         with as_storage_errors("write", "", self._out):
             if overwrite:
@@ -60,12 +60,12 @@ class OutputFiles:
     def publish_files(self, last: str, is_ours: Callable[[str], bool]) -> None:
         """**Blocks.** Moves all files into the directory of that name.
 
-        A directory that was not there appears at once, with all of them. In one that was, each file appears whole; the
-        one without which the others mean nothing goes first and comes last. What lies there under a name that is not
-        `is_ours` stays.
+        A new directory appears at once, with all of them. In an existing one, each file appears whole; the one without
+        which the others mean nothing is removed first and added last. Existing files whose names are not `is_ours`
+        stay.
 
         Raises:
-            StorageError: If the place fails.
+            StorageError: If the storage fails.
         """
         with as_storage_errors("write", "", self._out):
             _sync_directory(self._staging)
@@ -86,12 +86,12 @@ class OutputFiles:
 
 @contextmanager
 def open_output_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator[OutputFiles]:
-    """**Blocks.** Makes room for one file, which the body publishes; however the body ends, nothing else stays.
+    """**Blocks.** Prepares one file, which the body publishes; however the body ends, nothing else stays.
 
     Raises:
-        UsageError: If something is there that is not to be overwritten.
-        StorageFullError: If there is plainly no room.
-        StorageError: If the place fails.
+        UsageError: If the path exists and must not be overwritten.
+        StorageFullError: If there is clearly no space.
+        StorageError: If the storage fails.
     """
     if os.path.lexists(out) and (not overwrite or not out.is_file()):
         what = "already exists" if out.is_file() else "already exists and is not a file"
@@ -104,14 +104,14 @@ def open_output_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator
 def open_output_directory(
     out: Path, size_bytes: int, is_ours: Callable[[str], bool], *, overwrite: bool
 ) -> Iterator[OutputFiles]:
-    """**Blocks.** As `open_output_file`, for several files in one directory.
+    """**Blocks.** Like `open_output_file`, for several files in one directory.
 
-    What lies in the directory under names that are not `is_ours` stays.
+    Existing files whose names are not `is_ours` stay.
 
     Raises:
-        UsageError: If something is there that is not to be overwritten.
-        StorageFullError: If there is plainly no room.
-        StorageError: If the place fails.
+        UsageError: If a file exists and must not be overwritten.
+        StorageFullError: If there is clearly no space.
+        StorageError: If the storage fails.
     """
     is_there = out.is_dir()
     if os.path.lexists(out) and not is_there:
