@@ -170,7 +170,12 @@ class Terminal:
     """The installed program on a terminal of its own."""
 
     def __init__(
-        self, *arguments: str | Path, columns: int = 100, environment: Mapping[str, str] = {}, pipe_output: bool = False
+        self,
+        *arguments: str | Path,
+        columns: int = 100,
+        environment: Mapping[str, str] = {},
+        pipe_output: bool = False,
+        working_directory: Path | None = None,
     ) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
@@ -182,6 +187,7 @@ class Terminal:
             stderr=slave,
             env={**inherited, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment},
             start_new_session=True,
+            cwd=working_directory,
         )
         os.close(slave)
         self._seen = b""

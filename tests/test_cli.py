@@ -92,7 +92,7 @@ def test_wrong_arguments_are_a_usage_error(arguments: tuple[str, ...]) -> None:
         ),
         (KeyboardInterrupt(), ExitCode.INTERRUPTED, "holdfast: interrupted\n"),
         (ZeroDivisionError("by zero"), ExitCode.BUG, "holdfast: ZeroDivisionError: by zero\n"),
-        (RecursionError(), ExitCode.DAMAGED, "holdfast: what is stored is nested too deep"),
+        (RecursionError(), ExitCode.DAMAGED, "holdfast: the checkpoint holds a value that is nested too deep"),
         (OSError(28, "No space left on device"), ExitCode.FAILED, "cannot write the output: No space left on device"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_place_where_nothing_is(tmp_path: Path) -> None:
         "missing@5": "there is no directory",
         "empty": "is empty",
         "file": "is not a directory",
-        "other": "is no directory of a run",
+        "other": "is not a run",
     }.items():
         for verb in ("list", "show", "verify"):
             code, said = complaint(verb, tmp_path / name)

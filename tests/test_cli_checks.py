@@ -149,7 +149,7 @@ def test_prune_in_a_pipe_needs_a_yes(run: Path) -> None:
     code, said = complaint("prune", run, "--off-line")
     assert code == ExitCode.USAGE
     assert "Give --yes" in said
-    assert complaint("prune", run, "--off-line", "--json")[0] == ExitCode.USAGE
+    assert call("prune", run, "--off-line", "--json").exit_code == ExitCode.USAGE
     assert (run / FIRST_300).exists()
 
 

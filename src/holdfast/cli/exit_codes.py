@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NoWholeCheckpointError, UsageError
 
@@ -47,6 +48,16 @@ def exit_code_of(error: HoldfastError) -> ExitCode:
         case NoCheckpointError():
             return ExitCode.NOTHING_THERE
     return ExitCode.FAILED
+
+
+def error_fields(kind: str, exit_code: int, message: str, hint: str) -> dict[str, Any]:
+    """**Pure.** An error that ended a verb, in a JSON document."""
+    return {"kind": kind, "exit_code": int(exit_code), "message": message, "hint": hint}
+
+
+def holdfast_error_fields(error: HoldfastError) -> dict[str, Any]:
+    """**Pure.** The same of an error that holdfast names."""
+    return error_fields(type(error).__name__, exit_code_of(error), error.message, error.hint)
 
 
 @contextmanager

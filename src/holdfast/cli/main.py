@@ -6,11 +6,11 @@ import contextlib
 import importlib
 import os
 import sys
-from typing import Final, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
 import click
 
-from holdfast.cli.exit_codes import ExitCode, exit_code_of
+from holdfast.cli.exit_codes import ExitCode, error_fields, holdfast_error_fields
 from holdfast.errors import HoldfastError
 from holdfast.tracebacks import TRACEBACK_VARIABLE
 
@@ -27,7 +27,10 @@ VERBS: Final = {
 is quick, and no verb pays for what another needs."""
 
 _MODULES: Final = {"import": "importing"}
-"""Where a verb is no name for a module."""
+"""Modules of verbs whose names are keywords of Python."""
+
+_VERB: Final = "holdfast.verb"
+_AS_JSON: Final = "holdfast.as_json"
 
 
 class Verbs(click.Group):
@@ -50,39 +53,75 @@ class Verbs(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the options before the verb, and notes whether --json is given: usage errors are JSON then too."""
+        options = args[: args.index("--")] if "--" in args else args
+        ctx.meta[_VERB] = next((arg for arg in args if not arg.startswith("-")), None)
+        ctx.meta[_AS_JSON] = "--json" in options
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> None:
         """Runs the verb; every way for it to end has its exit code."""
         try:
             super().invoke(ctx)
             sys.stdout.flush()
         except HoldfastError as error:
-            _complain(error.message, error.hint)
-            ctx.exit(exit_code_of(error))
-        except KeyboardInterrupt:
-            _complain("interrupted", "")
-            ctx.exit(ExitCode.INTERRUPTED)
+            _end(ctx, holdfast_error_fields(error))
+        except KeyboardInterrupt as error:
+            _end(ctx, _fields_of(error, ExitCode.INTERRUPTED, "interrupted"))
         except BrokenPipeError:
             _silence(sys.stdout)
             _silence(sys.stderr)
             ctx.exit(ExitCode.BROKEN_PIPE)
         except OSError as error:
             _silence(sys.stdout)
-            _complain(f"cannot write the output: {error.strerror or error}", "")
-            ctx.exit(ExitCode.FAILED)
-        except RecursionError:
+            _end(ctx, _fields_of(error, ExitCode.FAILED, f"cannot write the output: {error.strerror or error}"))
+        except RecursionError as error:
             # Everything that holdfast itself writes is flat enough.
-            _complain("what is stored is nested too deep to be shown", "It was not written by holdfast.")
-            ctx.exit(ExitCode.DAMAGED)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            text = "the checkpoint holds a value that is nested too deeply to show"
+            _end(ctx, _fields_of(error, ExitCode.DAMAGED, text, "holdfast did not write it."))
+        except click.ClickException as error:
+            # click writes the text.
+            fields = error_fields(
+                "UsageError", error.exit_code, " ".join(error.format_message().split()), _help_hint(error)
+            )
+            _write_error(ctx, fields)
+            raise
+        except (click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
             if os.environ.get(TRACEBACK_VARIABLE):
                 raise
-            _complain(
-                f"{type(error).__name__}: {error}",
-                f"This is a fault of holdfast, please report it; {TRACEBACK_VARIABLE}=1 shows where it happens.",
-            )
-            ctx.exit(ExitCode.BUG)
+            text = f"{type(error).__name__}: {error}"
+            hint = f"This is a bug in holdfast. Please report it; set {TRACEBACK_VARIABLE}=1 to see the traceback."
+            _end(ctx, _fields_of(error, ExitCode.BUG, text, hint))
+
+
+def _fields_of(error: BaseException, exit_code: int, message: str, hint: str = "") -> dict[str, Any]:
+    return error_fields(type(error).__name__, exit_code, message, hint)
+
+
+def _help_hint(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"Try '{context.command_path} --help' for help." if context is not None else ""
+
+
+def _end(ctx: click.Context, fields: dict[str, Any]) -> NoReturn:
+    """Says what went wrong, as text on the error stream, with `--json` on the output too, and ends the command."""
+    _write_error(ctx, fields)
+    _complain(fields["message"], fields["hint"])
+    ctx.exit(fields["exit_code"])
+
+
+def _write_error(ctx: click.Context, fields: dict[str, Any]) -> None:
+    """Writes the JSON document of an error, if JSON is asked for and the verb has not written its own."""
+    from holdfast.cli.screen import has_document, write_json
+
+    if not ctx.meta.get(_AS_JSON) or has_document(ctx):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        write_json(sys.stdout, ctx.meta[_VERB], {"error": fields})
+        sys.stdout.flush()
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, is_asked: bool) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DOCUMENT_VERSION: Final = 1
 """Of all JSON documents. Fields may be added to them without a new version; none changes its meaning or goes."""
 
+_HAS_DOCUMENT: Final = "holdfast.has_document"
 _ANY_WIDTH: Final = 1_000_000
 _GAP: Final = 2
 """Spaces between the columns of a table."""
@@ -121,11 +122,23 @@ def terminal_width(words: Words) -> int:
     return cell_len(_text(words))
 
 
-def write_json(stream: TextIO, verb: str, fields: dict[str, Any]) -> None:
-    """Writes the JSON document of a verb, in ASCII: no terminal obeys anything in it."""
+def write_json(stream: TextIO, verb: str | None, fields: dict[str, Any]) -> None:
+    """Writes the JSON document of a verb, in ASCII: no terminal obeys anything in it.
+
+    Every document has the field `error`: null unless the verb says what went wrong.
+    """
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        context.meta[_HAS_DOCUMENT] = True
     document = {"holdfast": verb, "version": DOCUMENT_VERSION, **fields}
+    document.setdefault("error", None)
     json.dump(document, stream, indent=2, ensure_ascii=True, allow_nan=False)
     stream.write("\n")
+
+
+def has_document(context: click.Context) -> bool:
+    """Whether the JSON document of this command has been written: there is never a second one."""
+    return bool(context.meta.get(_HAS_DOCUMENT))
 
 
 def _text(words: Words) -> str:
@@ -187,6 +200,11 @@ def legible(text: str) -> str:
     )
 
 
+def unspaced(text: str) -> str:
+    """**Pure.** Text as a cell of a table that other programs take apart at its spaces."""
+    return text.replace(" ", "_")
+
+
 def shortened(text: str, limit: int) -> str:
     """**Pure.** Text of at most so many characters; what was cut is an ellipsis."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -197,6 +215,19 @@ def age_text(age_seconds: float) -> str:
     if age_seconds < -60:
         return "in the future"
     return f"{span_text(age_seconds)} ago" if age_seconds >= 2 else "just now"
+
+
+_LONG_AGO_SECONDS: Final = 2 * 86400
+
+
+def when_text(unix_seconds: float | None, now_unix_seconds: float) -> str:
+    """How long ago it was if that is less than two days, else the day and the minute; `-` where there is no time."""
+    if unix_seconds is None:
+        return "-"
+    age_seconds = now_unix_seconds - unix_seconds
+    if -60 <= age_seconds < _LONG_AGO_SECONDS:
+        return age_text(age_seconds)
+    return local_time_text(unix_seconds)[:16]
 
 
 def local_time_text(unix_seconds: float) -> str:

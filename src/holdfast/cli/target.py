@@ -23,6 +23,7 @@ MOST_LOOKS: Final = 30
 """How often the newest checkpoint is looked for again, since a job that goes on has removed what was found."""
 
 _MAX_STEP_DIGITS: Final = 16
+_NAMED_RUNS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def find_target(
     storage = open_storage(location)
     entries = storage.list("")
     is_step = any(not entry.is_directory and is_own_file(entry.name) for entry in entries)
-    if not is_step and not any(_belongs_to_run(entry) for entry in entries):
+    if not is_step and not any(belongs_to_run(entry) for entry in entries):
         raise _nothing_there(storage, location, entries, hint)
     if is_step and step is not None:
         raise UsageError(f"{location} is the directory of a single step", hint=f"Leave out @{step}.")
@@ -137,7 +138,8 @@ def _exists(location: str) -> bool:
     return os.path.lexists(storage.url) if isinstance(storage, LocalStorage) else bool(storage.list(""))
 
 
-def _belongs_to_run(entry: Entry) -> bool:
+def belongs_to_run(entry: Entry) -> bool:
+    """**Pure.** Whether a directory with this entry is the directory of a run."""
     name = entry.name
     return entry.is_directory and (
         name == GENERATIONS_DIRECTORY or name.startswith(TRASH_PREFIX) or parse_step_directory(name) is not None
@@ -146,9 +148,15 @@ def _belongs_to_run(entry: Entry) -> bool:
 
 def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: str) -> NoCheckpointError:
     if entries:
-        return NoCheckpointError(
-            f"{location} is no directory of a run: it has neither steps nor a {MANIFEST_NAME}", hint=hint
-        )
+        runs = [
+            f"{location.rstrip('/')}/{entry.name}"
+            for entry in sorted(entries, key=lambda entry: entry.name)
+            if entry.is_directory and any(map(belongs_to_run, storage.list(entry.name)))
+        ]
+        if runs:
+            more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
+            hint = f"It holds runs: {', '.join(runs[:_NAMED_RUNS])}{more}. Name one of them."
+        return NoCheckpointError(f"{location} is not a run: it has no checkpoints", hint=hint)
     if isinstance(storage, LocalStorage) and not os.path.isdir(storage.url):  # noqa: PTH112
         if os.path.lexists(storage.url):
             return NoCheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from typing import Any, Final
 
 import click
 
+from holdfast.cli.exit_codes import holdfast_error_fields
+from holdfast.cli.runs import RunSummary, find_runs, show_runs, summarize_run
 from holdfast.cli.screen import (
     BAD,
     FAINT,
@@ -22,8 +25,9 @@ from holdfast.cli.screen import (
     counted,
     figure_text,
     iso_text,
-    local_time_text,
     terminal_width,
+    unspaced,
+    when_text,
     write_json,
 )
 from holdfast.cli.survey import (
@@ -40,30 +44,41 @@ from holdfast.cli.survey import (
 from holdfast.cli.target import RunTarget, find_run, no_living
 from holdfast.errors import HoldfastError, NoCheckpointError
 from holdfast.events.kinds import size_text
-from holdfast.storage import open_storage
+from holdfast.storage import LocalStorage, local_directory, open_storage
 
 _SHOWN_DAMAGES: Final = 10
 """Of each directory."""
 
 
 @click.command()
-@click.argument("run", metavar="RUN", type=click.Path())
+@click.argument("places", metavar="DIRECTORY...", type=click.Path(), nargs=-1, required=True)
 @click.option(
     "--all",
     "show_all",
     is_flag=True,
-    help="Also show what a restore leaves alone: unfinished saves, say.",
+    help="Also show what a restore does not use, such as unfinished saves.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON document; it always holds everything.")
-def command(run: str, show_all: bool, as_json: bool) -> None:
-    """List the checkpoints of a run.
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document with everything in it.")
+def command(places: tuple[str, ...], show_all: bool, as_json: bool) -> None:
+    """List the checkpoints of a run, or the runs in a directory.
 
-    RUN is the directory that a job saves into. The steps of its living line are listed, the newest last: those that a
-    restore may begin from.
+    If DIRECTORY is a run (the directory that a job saves into), its checkpoints are listed, the newest last. These are
+    the checkpoints that a restore can use.
+
+    If DIRECTORY holds runs, at most three levels down, or if several directories are given, there is one line for each
+    run.
     """
+    if len(places) > 1:
+        _list_runs(places, as_json)
+        return
+    run = places[0]
     try:
         target = find_run(run)
     except NoCheckpointError as error:
+        root = local_directory(open_storage(run))
+        if root is not None and next(find_runs(root), None) is not None:
+            _list_runs(places, as_json)
+            return
         if as_json:
             write_json(sys.stdout, "list", make_document(open_storage(run).url, NOTHING, error))
         raise
@@ -75,6 +90,24 @@ def command(run: str, show_all: bool, as_json: bool) -> None:
         _show(target, survey, show_all, Screen(sys.stdout))
     if problem is not None:
         raise problem
+
+
+def _list_runs(places: Sequence[str], as_json: bool) -> None:
+    summaries: dict[str, RunSummary] = {}
+    for place in places:
+        root = local_directory(open_storage(place))
+        for path in find_runs(root) if root is not None else ():
+            location = os.path.normpath(os.path.join(place, os.path.relpath(path, root)))  # noqa: PTH118
+            summaries.setdefault(str(path), summarize_run(location, LocalStorage(path)))
+    if not summaries:
+        raise NoCheckpointError(
+            f"there is no run in {', '.join(places)}",
+            hint="Name directories that jobs save into, or one that holds such.",
+        )
+    if as_json:
+        write_json(sys.stdout, "list", {"runs": [summary.fields() for summary in summaries.values()]})
+    else:
+        show_runs(Screen(sys.stdout), list(summaries.values()))
 
 
 def _show(target: RunTarget, survey: Survey, show_all: bool, screen: Screen) -> None:
@@ -146,7 +179,7 @@ def make_document(url: str, survey: Survey, error: HoldfastError | None = None) 
         "set_aside": [found_fields(one) for one in survey.of(State.SET_ASIDE)],
         "spare": [found_fields(one) for one in survey.of(State.SPARE)],
         "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],
-        "error": {"message": error.message, "hint": error.hint} if error else None,
+        "error": holdfast_error_fields(error) if error else None,
     }
 
 
@@ -154,7 +187,6 @@ LOWEST: Final = "▼"
 HIGHEST: Final = "▲"
 _GAP: Final = 2
 _MARKS_WIDTH: Final = 14
-_LONG_AGO_SECONDS: Final = 2 * 86400
 _STATE_MARKS: Final = {
     State.OFF_LINE: "off line",
     State.UNFINISHED: "unfinished",
@@ -168,7 +200,7 @@ def _show_plain(survey: Survey, shown: Sequence[Found], screen: Screen) -> None:
     """Writes the table for other programs: no cell is empty or holds a space, so it can be taken apart by them."""
     extremes = find_extremes(survey.of(State.LIVING))
     titles = ["STEP", "GENERATION", "STATE", "COMMITTED", "BYTES", "WORKERS", "DIRECTORY", "MARKS"]
-    metric_titles = [_unspaced(metric) for metric in extremes]
+    metric_titles = [unspaced(metric) for metric in extremes]
     rows: list[list[Words]] = []
     for one in shown:
         manifest = one.manifest
@@ -189,8 +221,8 @@ def _show_plain(survey: Survey, shown: Sequence[Found], screen: Screen) -> None:
                 (iso_text(manifest.committed_at_unix_seconds) if manifest else None) or "-",
                 str(one.size_bytes),
                 str(manifest.world_size) if manifest else "-",
-                _unspaced(one.directory),
-                _unspaced(",".join(marks)) or "-",
+                unspaced(one.directory),
+                unspaced(",".join(marks)) or "-",
                 *(figure_text(metrics[metric]) if metric in metrics else "-" for metric in extremes),
             ]
         )
@@ -210,7 +242,10 @@ def _show_page(survey: Survey, shown: Sequence[Found], screen: Screen) -> None:
         style = STRONG if one is survey.newest else PLAIN if one.state is State.LIVING else FAINT
         row: list[Words] = [(str(one.name.step) if one.name else "-", style)]
         row += [(str(one.name.generation) if one.name else "-", FAINT)] if with_generation else []
-        row += [_when(one, now), size_text(one.size_bytes)]
+        row += [
+            when_text(one.manifest.committed_at_unix_seconds if one.manifest else None, now),
+            size_text(one.size_bytes),
+        ]
         row += [(size_text(one.referred_bytes) if one.refers_to else "-", FAINT)] if with_references else []
         row.append((str(one.manifest.world_size) if one.manifest else "-", FAINT))
         rows.append(row)
@@ -236,16 +271,6 @@ def _show_page(survey: Survey, shown: Sequence[Found], screen: Screen) -> None:
         screen.say((f"no room for {', '.join(left_out)}", FAINT))
 
 
-def _when(one: Found, now_unix_seconds: float) -> str:
-    """How long ago it was where that is easy to grasp, else the day and the minute."""
-    if one.manifest is None:
-        return "-"
-    age_seconds = now_unix_seconds - one.manifest.committed_at_unix_seconds
-    if -60 <= age_seconds < _LONG_AGO_SECONDS:
-        return age_text(age_seconds)
-    return local_time_text(one.manifest.committed_at_unix_seconds)[:16]
-
-
 def _mark(survey: Survey, one: Found) -> Words:
     if one.state is State.LOST:
         return (_STATE_MARKS[State.LOST], BAD)
@@ -269,7 +294,3 @@ def _metric_cell(one: Found, metric: str, lowest: object, highest: object) -> tu
 
 def _widest(cells: Sequence[Words]) -> int:
     return max(terminal_width(cell) for cell in cells) + _GAP
-
-
-def _unspaced(text: str) -> str:
-    return text.replace(" ", "_")

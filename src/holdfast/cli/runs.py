@@ -1,0 +1,271 @@
+"""The runs below a directory, each in a line: its newest checkpoint, how many it has, and what they take."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from holdfast.catalog import Catalog, find_lost, read_catalog, read_opening
+from holdfast.cli.screen import (
+    BAD,
+    FAINT,
+    GOOD,
+    PLAIN,
+    STRONG,
+    Screen,
+    Words,
+    counted,
+    figure_text,
+    iso_text,
+    terminal_width,
+    unspaced,
+    when_text,
+)
+from holdfast.cli.survey import Found, State, look_at_step, time_fields
+from holdfast.cli.target import belongs_to_run
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.events.kinds import size_text
+from holdfast.format.records import Opening
+from holdfast.storage import LocalStorage, Storage
+
+RunState: TypeAlias = Literal["running", "ok", "damaged", "lost", "empty", "unreadable"]
+
+MAX_DEPTH: Final = 3
+"""How many levels below the directory are searched, as in `runs/experiment/model/seed-1`."""
+
+_MOST_DIRECTORIES: Final = 20_000
+_MOST_LOOKS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One run.
+
+    Attributes:
+        location: Its directory, as a person would write it.
+        url: The same in full.
+        state: `running` if the process that opened the newest generation is alive on this machine; `damaged` if the
+            newest checkpoint, or the record of a generation, can be seen to be; `lost` if manifests are gone; `empty`
+            if it has no checkpoint; `unreadable` if its directory cannot be read; else `ok`.
+        newest: The newest checkpoint of the living line, or None.
+        steps: How many checkpoints are on the living line.
+        size_bytes: What all steps take, unfinished ones and those off the living line included.
+        opening: Who opened the newest generation; None if that is not known.
+        problem: Why it is `unreadable`; else empty.
+    """
+
+    location: str
+    url: str
+    state: RunState
+    newest: Found | None = None
+    steps: int = 0
+    size_bytes: int = 0
+    opening: Opening | None = None
+    problem: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """**Pure.** The run in a JSON document."""
+        manifest = self.newest.manifest if self.newest else None
+        committed = time_fields("committed_at", manifest.committed_at_unix_seconds) if manifest else {}
+        return {
+            "run": self.url,
+            "state": self.state,
+            "newest_step": self.newest.name.step if self.newest and self.newest.name else None,
+            **(committed or dict.fromkeys(("committed_at_unix_seconds", "committed_at"))),
+            "steps": self.steps,
+            "size_bytes": self.size_bytes,
+            "workers": manifest.world_size if manifest else None,
+            "metrics": manifest.metrics if manifest else None,
+            "host": self.opening.host if self.opening else None,
+            "process": self.opening.process if self.opening else None,
+            "problem": self.problem or None,
+        }
+
+
+def find_runs(directory: Path) -> Iterator[Path]:
+    """**Blocks.** The directories of runs at or below a directory, in the order of their names.
+
+    Hidden directories are passed over, and so is what lies within a run.
+    """
+    left = _MOST_DIRECTORIES
+
+    def search(place: Path, depth: int) -> Iterator[Path]:
+        nonlocal left
+        left -= 1
+        try:
+            if any(belongs_to_run(entry) for entry in LocalStorage(place).list("")):
+                yield place
+                return
+            with os.scandir(place) as entries:
+                inner = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+        except (StorageError, OSError):
+            return  # One that may not be read hides no other.
+        for name in inner if depth < MAX_DEPTH else ():
+            if left > 0:
+                yield from search(place / name, depth + 1)
+
+    yield from search(directory, 0)
+
+
+def summarize_run(location: str, storage: Storage) -> RunSummary:
+    """**Blocks.** Looks at a run: the names of its steps, the sizes of files, and the newest manifest alone."""
+    try:
+        for _ in range(_MOST_LOOKS):
+            catalog = read_catalog(storage)
+            newest = catalog.newest
+            looked = look_at_step(storage, newest.directory, newest, State.LIVING) if newest else None
+            if newest is None or looked is not None:
+                break  # Else a job that goes on has removed it just now.
+        directories = [name.directory for name in (*catalog.committed, *catalog.unfinished, *catalog.lost)]
+        size_bytes = sum(
+            entry.size_bytes for directory in (*directories, *catalog.trash) for entry in storage.list(directory)
+        )
+        opening = None
+        if catalog.generation:
+            with suppress(HoldfastError):
+                opening = read_opening(storage, catalog.generation)
+        return RunSummary(
+            location,
+            storage.url,
+            _find_state(storage, catalog, looked, opening),
+            looked,
+            len(catalog.living),
+            size_bytes + (catalog.spare_bytes or 0),
+            opening,
+        )
+    except HoldfastError as error:
+        return RunSummary(location, storage.url, "unreadable", problem=error.message)
+
+
+def _find_state(storage: Storage, catalog: Catalog, newest: Found | None, opening: Opening | None) -> RunState:
+    if catalog.faults or (newest is not None and newest.damages):
+        return "damaged"
+    if catalog.lost or catalog.unfinished:
+        lost = find_lost(storage, catalog)
+        if lost and (catalog.newest is None or lost[-1] > catalog.newest):
+            return "lost"
+    if opening is not None and is_alive(opening):
+        return "running"
+    return "ok" if newest is not None else "empty"
+
+
+def is_alive(opening: Opening) -> bool:
+    """Whether the process that opened a generation is alive on this machine: a younger one may have its number."""
+    if opening.host != socket.gethostname():
+        return False
+    with suppress(OSError, ValueError, IndexError):
+        # The name of the program stands in brackets, and may hold anything.
+        fields = Path(f"/proc/{opening.process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        booted_at = next(
+            float(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime ")
+        )
+        started_at = booted_at + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        # A zombie has ended; the time of boot is given in whole seconds.
+        return fields[0] != "Z" and started_at <= opening.opened_at_unix_seconds + 2
+    return False
+
+
+_STYLES: Final[dict[RunState, str]] = {
+    "running": GOOD,
+    "ok": PLAIN,
+    "damaged": BAD,
+    "lost": BAD,
+    "empty": FAINT,
+    "unreadable": BAD,
+}
+_GAP: Final = 2
+
+
+def show_runs(screen: Screen, runs: Sequence[RunSummary]) -> None:
+    """Writes one line for each run."""
+    metrics = list(dict.fromkeys(metric for run in runs for metric in _metrics_of(run)))
+    if screen.is_terminal:
+        _show_page(screen, runs, metrics)
+    else:
+        _show_plain(screen, runs, metrics)
+    sys.stdout.flush()
+    remarks = Screen(sys.stderr)
+    for run in runs:
+        if run.problem:
+            remarks.say(("unreadable ", BAD), run.problem)
+        for damage in run.newest.damages[:1] if run.newest else ():
+            remarks.say(("damaged ", BAD), f"{run.location}: {damage.message}")
+
+
+def _metrics_of(run: RunSummary) -> dict[str, float]:
+    return dict(run.newest.manifest.metrics) if run.newest and run.newest.manifest else {}
+
+
+def _step_of(run: RunSummary) -> str:
+    return str(run.newest.name.step) if run.newest and run.newest.name else "-"
+
+
+def _show_plain(screen: Screen, runs: Sequence[RunSummary], metrics: Sequence[str]) -> None:
+    titles = ["RUN", "STEP", "COMMITTED", "STEPS", "BYTES", "WORKERS", "STATE"]
+    rows: list[list[Words]] = []
+    for run in runs:
+        manifest = run.newest.manifest if run.newest else None
+        own = _metrics_of(run)
+        rows.append(
+            [
+                unspaced(run.location),
+                _step_of(run),
+                (iso_text(manifest.committed_at_unix_seconds) if manifest else None) or "-",
+                str(run.steps),
+                str(run.size_bytes),
+                str(manifest.world_size) if manifest else "-",
+                run.state,
+                *(figure_text(own[metric]) if metric in own else "-" for metric in metrics),
+            ]
+        )
+    metric_titles = [unspaced(metric) for metric in metrics]
+    figures = {"STEP", "STEPS", "BYTES", "WORKERS", *metric_titles}
+    screen.table([*titles, *metric_titles], rows, figures=figures)
+
+
+def _show_page(screen: Screen, runs: Sequence[RunSummary], metrics: Sequence[str]) -> None:
+    """Writes the table for a person, without the metrics that do not fit on a line, which are named below it."""
+    now = time.time()
+    titles = ["run", "step", "saved", "steps", "size", "state"]
+    rows: list[list[Words]] = [
+        [
+            (run.location, STRONG),
+            _step_of(run),
+            _when(run, now),
+            (str(run.steps), FAINT),
+            size_text(run.size_bytes),
+            (run.state, _STYLES[run.state]),
+        ]
+        for run in runs
+    ]
+    used = sum(
+        _GAP + max(terminal_width(cell) for cell in (title, *(row[place] for row in rows)))
+        for place, title in enumerate(titles)
+    )
+    left_out = list(metrics)
+    for metric in metrics:
+        cells = [figure_text(own[metric]) if metric in (own := _metrics_of(run)) else "-" for run in runs]
+        used += _GAP + max(terminal_width(cell) for cell in (metric, *cells))
+        if used > screen.width:
+            break
+        left_out.remove(metric)
+        titles.append(metric)
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(cell)
+    screen.table(titles, rows, figures={"step", "steps", "size", *metrics})
+    total = size_text(sum(run.size_bytes for run in runs))
+    screen.say((f"{counted(len(runs), 'run')}, {total}", FAINT))
+    if left_out:
+        screen.say((f"no room for {', '.join(left_out)}", FAINT))
+
+
+def _when(run: RunSummary, now: float) -> str:
+    manifest = run.newest.manifest if run.newest else None
+    return when_text(manifest.committed_at_unix_seconds if manifest else None, now)
