@@ -123,8 +123,8 @@ _HOMES: Final = {
     "resumable": "holdfast.run",
     "save": "holdfast.integrations.tree",
 }
-"""Names that are imported on demand, so that `import holdfast` is quick: the engine behind saves and restores, parts
-that need a framework, and those that few programs use."""
+"""Names that are imported on demand, so that `import holdfast` is quick: the engine of saves and restores, parts that
+need a framework, and those that few programs use."""
 
 _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 """By module, the extra of holdfast that installs it."""
@@ -138,7 +138,7 @@ _MODULES: Final = {
     "lightning": "holdfast.integrations.lightning",
     "transformers": "holdfast.integrations.transformers",
 }
-"""Modules that are imported on demand; those for frameworks are doors (`holdfast.extras`)."""
+"""Modules that are imported on demand; those for frameworks are `Door`s (`holdfast.extras`)."""
 
 
 def __getattr__(name: str) -> Any:

@@ -52,7 +52,7 @@ class PreemptionCheckpointHandler:
 
     Creating it restores the newest checkpoint, unless the manager has `begin_anew`, or its objects are already live:
     the manager has restored or saved in this process, or another handler of it has run steps. An error that leaves a
-    handler's block may leave half a step behind, so the next handler restores.
+    handler's block may have cut a step in half, so the next handler restores.
 
     A notice takes effect before the next step, or when the block is left, so anything that the loop does after a step
     belongs to that step. If the manager has `save_every`, steps are saved by that policy as well. `hf.resumable`
@@ -78,7 +78,7 @@ class PreemptionCheckpointHandler:
         Args:
             manager: The manager that saves and restores.
             termination_config: How to notice a preemption, and how to exit.
-            strict: False to restore whatever fits, if objects have changed since the save.
+            strict: False to restore everything that fits, if objects have changed since the save.
             keep_current: What the restore leaves as the script set it, as in `CheckpointManager.restore`:
                 hyperparameters such as `"optimizer.lr"`, or names of whole objects.
             quiet: True to omit the lines that say where training begins and ends; warnings and errors stay.

@@ -81,7 +81,7 @@ class StepCount:
 
 
 def no_turn() -> None:
-    """Stands for: no step runs now."""
+    """Returns None: no step runs now."""
 
 
 class TrainingLoop:

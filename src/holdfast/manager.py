@@ -259,7 +259,7 @@ class CheckpointManager:
             step: The step to restore, which is then kept, regardless of `keep`, until the manager restores another one
                 or is closed; None for the newest whole step of the current lineage (with `begin_anew`: since then).
             only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); the rest is left unchanged.
-            strict: False to restore whatever fits, and report the rest in the result.
+            strict: False to restore everything that fits, and report the rest in the result.
             keep_current: What stays as the program set it: hyperparameters such as `"optimizer.lr"`, which a schedule
                 then continues from in proportion, or names of whole objects, such as `"schedule"`.
             like: For objects by name, trees that describe what to create: arrays, or `jax.ShapeDtypeStruct`s with

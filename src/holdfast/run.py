@@ -80,7 +80,7 @@ def resumable(
         checkpoint: A `Checkpoint` with the objects, instead of `objects`: it allows any names.
         save_every: When to save; None for `Auto()`, which measures the cost of a save.
         keep: Which checkpoints to keep; None for `Latest(3)`.
-        strict: False to restore whatever fits, if objects have changed since the save.
+        strict: False to restore everything that fits, if objects have changed since the save.
         begin_anew: True to start from the beginning even if there are checkpoints.
         incremental: True to write only arrays that have changed, and refer to earlier steps for the others.
         reuse_space: False to never write a save over the data file of a removed checkpoint; see `CheckpointManager`.
@@ -231,7 +231,7 @@ class Run:
         """Counts one step as complete and saves it if a save is due: for your own loop, for example over epochs.
 
         Call it last in each step, when the model, the loader and everything else are where the next step begins.
-        Whatever is not saved by then is saved when the block is left.
+        Leaving the block saves the rest.
 
         Raises:
             UsageError: If this is inside a turn of `steps`, which counts the step itself.

@@ -239,7 +239,8 @@ class WorkerTrainingState:
         """**Blocks.** Loads the newest whole backup into the objects; every byte is checked.
 
         Args:
-            strict: False to restore whatever fits, and report the rest in the result's `restoration.differences`.
+            strict: False to restore everything that fits, and report the rest in the result's
+                `restoration.differences`.
 
         Returns:
             A description of the restored backup, or None if there is none.

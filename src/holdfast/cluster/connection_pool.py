@@ -113,7 +113,7 @@ class ConnectionPool:
         return poll(look, backoff, end_at, begun_at)
 
     def close(self) -> None:
-        """Ends the threads; a thread that hangs is left behind. A second call does nothing."""
+        """Ends the threads; a thread that hangs is abandoned. May be repeated."""
         with self._lock:
             self._closed = True
             ends = [ended for _, ended in self._all]

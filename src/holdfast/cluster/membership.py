@@ -1,4 +1,4 @@
-"""How workers find each other in a store that may still contain the records of an earlier start of the job.
+"""Lets workers find each other in a store that may still contain the records of an earlier start of the job.
 
 Engines restart workers without emptying the store, and not all of them tell which start it is. So each worker writes a
 nonce of its own. The leader invites the nonces that it finds, waits until a living worker has answered for each, and

@@ -43,7 +43,7 @@ _numbers: dict[tuple[str, int, str], int] = {}
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one worker tells the others about its failure, or about that of another.
+    """A worker's report of its failure, or of another's.
 
     Attributes:
         kind: The name of the error's type.
@@ -118,7 +118,7 @@ class Namespace:
 
 
 class FailureFeed:
-    """**Thread-safe.** Which of the other workers are gone, which have failed, and with what error, as far as known.
+    """**Thread-safe.** The other workers that are gone or have failed, with their errors, as far as known.
 
     A thread gives signs of life and watches those of the others; results are available here at once, and only
     `find_explanation` and `explain` query the store. A worker that leaves with an error reports it first.

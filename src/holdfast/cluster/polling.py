@@ -2,7 +2,7 @@
 
 No engine's store notifies a worker that a key was written, so each worker looks again after a pause. torch's TCPStore
 answers 20,000 reads a second of one worker and 44,000 of four (measured on two cores). All workers together should
-cause a quarter of that, `CALLS_PER_SECOND`, for whatever they wait. So pauses grow with the number of workers:
+cause at most a quarter of that, `CALLS_PER_SECOND`. So pauses grow with the number of workers:
 
 | What is awaited | Calls a look | Pauses | Late by, 10,000 workers | Calls a second, 10,000 workers |
 |---|---|---|---|---|
@@ -79,7 +79,7 @@ STALE_JOIN_SECONDS: Final = 0.05
 """The leader, which has found the records of an earlier start: no other worker polls then."""
 
 FILES: Final = Backoff(0.01, 0.5)
-"""Whether files of another node are visible here: no file system notifies. This polls the storage, not the store."""
+"""Waits for files of another node: no file system notifies. This polls the storage, not the store."""
 
 PROCESS_LOOK_SECONDS: Final = 0.25
 """How often to check whether a process on this machine has ended. This polls the system, not the store."""

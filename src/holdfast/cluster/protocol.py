@@ -58,7 +58,7 @@ class Cluster(Protocol):
         ...
 
     def set(self, key: str, value: bytes) -> None:
-        """**Thread-safe.** Sets the value of a key, whatever it was before; when this returns, all can read it."""
+        """**Thread-safe.** Sets or replaces the value of a key; when this returns, all can read it."""
         ...
 
     def set_once(self, key: str, value: bytes) -> bytes:

@@ -49,7 +49,7 @@ class ProgressWatcher(Protocol):
 
 
 class ExportOptions(msgspec.Struct, frozen=True):
-    """What to write, and how; the arguments of `export_checkpoint`."""
+    """The options of an export; the arguments of `export_checkpoint`."""
 
     to: str
     only: str | Iterable[str] | None = None

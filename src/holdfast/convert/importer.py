@@ -381,7 +381,7 @@ def _commit(
     source: str,
     watcher: ProgressWatcher | None,
 ) -> StepName:
-    """Writes the checkpoint as a new generation. If this ends before the commit, nothing is left behind."""
+    """Writes the checkpoint as a new generation. If this ends before the commit, nothing is left."""
     layout = plan_layout(
         [(name, array.dtype, array.shape) for name, array in arrays.items()],
         {"format": "holdfast", "step": str(step)},

@@ -20,7 +20,7 @@ from holdfast.convert.pickle_write import Global, Persistent
 from holdfast.errors import FormatError
 
 MAX_KEY_DEPTH: Final = 8
-"""How deep tuples and frozen sets may be nested in a key."""
+"""The largest depth of tuples and frozen sets in a key."""
 
 MAX_KEY_PARTS: Final = 100
 """How many values a key may consist of; a value that appears twice counts twice."""

@@ -182,7 +182,7 @@ class Resized(Event, frozen=True):
         generation: The generation that saved it.
         stored_workers: How many workers saved it.
         workers: How many workers there are now.
-        reseeded: Random generators that were seeded anew from their saved state, differently on each worker.
+        reseeded: Random generators that were reseeded from their saved state, differently on each worker.
         left: Per-worker state that was not restored, because its saved values belong to no worker any more.
     """
 

@@ -20,7 +20,7 @@ _BROKEN: Final = (Malformed, ValueError, TypeError, OverflowError, ArithmeticErr
 
 
 class Marker(enum.Enum):
-    """Stands for a live value that does not exist."""
+    """Replaces a live value that does not exist."""
 
     ABSENT = "absent"
     """The live container is filled, but has no such part. As a decoded value: leave that part out."""

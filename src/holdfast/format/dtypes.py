@@ -81,7 +81,7 @@ QUANTIZED_TYPES: Final = {"qint8": (-(1 << 7), 1 << 7), "quint8": (0, 1 << 8), "
 
 
 class Quantizer(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The numbers that the integers of a quantized array stand for: `(integer - zero point) * scale`.
+    """The map from the integers of a quantized array to numbers: `(integer - zero point) * scale`.
 
     Attributes:
         axis: The dimension along which scales and zero points vary; None if all share one.

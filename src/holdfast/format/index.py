@@ -21,7 +21,7 @@ from holdfast.format.names import AttemptNumber, GenerationNumber, Size, StepNam
 from holdfast.format.shapes import Box, StridesRecord, whole_box
 
 ALIGNMENT_BYTES: Final = 4096
-"""What direct I/O requires of addresses, offsets and lengths on every device in use."""
+"""The alignment that direct I/O requires of addresses, offsets and lengths on every device in use."""
 
 _LINE_BYTES: Final = 64
 """A copy or read between two places with the same offset in their lines is faster."""
@@ -239,7 +239,7 @@ class StoredBox(msgspec.Struct, frozen=True):
 
 
 class Index(SealedRecord, frozen=True, omit_defaults=True):
-    """What one worker wrote.
+    """The record of what one worker wrote.
 
     Attributes:
         step: The step that it belongs to.

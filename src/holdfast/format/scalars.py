@@ -360,7 +360,7 @@ def decode_numpy(payload: Node, name: Node) -> Any:
 
 
 class _Codec(NamedTuple):
-    """How to encode and decode the values of one exact type.
+    """Encodes and decodes the values of one exact type.
 
     Attributes:
         tag: The tag of their nodes.

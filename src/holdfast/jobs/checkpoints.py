@@ -205,7 +205,7 @@ class MultiNodeCheckpointManager:
             begin_anew: True to start each run from the beginning, regardless of existing checkpoints.
             take_over_nodes: True to resume from a checkpoint of other nodes: nodes of the same name get their state,
                 new ones run the init tasks, and the state of the others is not used.
-            strict: False to restore whatever fits, if the job's objects have changed since the save.
+            strict: False to restore everything that fits, if the job's objects have changed since the save.
             background: True to begin the next epoch as soon as the state is copied. The result of the save is then
                 known when the next one begins, or at the end.
             sinks: Functions that are called with each event.
@@ -283,8 +283,8 @@ class MultiNodeCheckpointManager:
         Raises:
             NoCheckpointError: If that epoch was not saved; the hint names the existing ones.
             NoWholeCheckpointError: If epochs were saved, but none can be used any more.
-            UsageError: If an epoch was requested although the manager begins anew, or the metadata handler says so; or
-                if workers ask for different ones.
+            UsageError: If an epoch was requested although the manager has `begin_anew`, or the metadata handler says
+                so; or if workers ask for different ones.
         """
         session = self._ready()[0]
         _check_alike(session.nodes, session.share("the start of a run", [user_epoch, self._begins_anew]))

@@ -44,7 +44,7 @@ NODES_NOTE: Final = "nodes"
 
 @dataclass(frozen=True, slots=True)
 class NodeStoreOptions:
-    """How to save and restore."""
+    """The options of saves and restores."""
 
     storage: Storage
     keep: RetentionPolicy
@@ -72,7 +72,7 @@ class NodeDurations:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """What to load.
+    """A request to load a checkpoint.
 
     Attributes:
         name: The checkpoint.

@@ -302,7 +302,7 @@ class _TorchrunNodeStore(WorkerNodeStore):
 
 
 class RemoteOutput:
-    """Stands for the output of a task on another node, if that is not a plain value, or a long one.
+    """Represents the output of a task on another node, if that is not a plain value, or a long one.
 
     Attributes:
         node: The node that has it.

@@ -25,7 +25,7 @@ _MAX_EXIT_CODE: Final = 125
 
 
 class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How to notice a preemption, and how to exit.
+    """Configures how a job notices a preemption, and how it exits.
 
     Attributes:
         termination_watcher_fn: Called repeatedly in its own thread; once it returns something true, the job is asked to
@@ -39,7 +39,7 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
             handle, that save is waited for. If it raises, or calls `sys.exit`, nothing counts as saved.
         sources: The sources of notices: "auto" for signals and those that fit the machine, or a list of
             `holdfast.preemption`'s.
-        exit_code: The exit code when everything is saved; whatever started the job should then start it again.
+        exit_code: The exit code when everything is saved; the launcher should then start the job again.
     """
 
     termination_watcher_fn: Callable[[], object] | None = None
@@ -80,7 +80,7 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_termination(preemption: object, objects: Mapping[str, object] | None = None) -> TerminationConfig:
-    """Returns the configuration that the argument of that name stands for.
+    """Returns the configuration for the argument of that name.
 
     Args:
         preemption: The argument.

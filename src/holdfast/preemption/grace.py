@@ -29,7 +29,7 @@ _AGREE_SECONDS: Final = 1.0
 
 
 class Action(enum.Enum):
-    """What to do."""
+    """An action between two steps."""
 
     TRAIN = "train on"
     SAVE = "save and train on"
@@ -37,7 +37,7 @@ class Action(enum.Enum):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What to do, and why."""
+    """An action, with the reason."""
 
     action: Action
     reason: str
@@ -58,7 +58,7 @@ class CombinedDemand(NamedTuple):
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known between two steps.
+    """The facts between two steps.
 
     Attributes:
         demand: The demand.

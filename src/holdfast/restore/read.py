@@ -71,7 +71,7 @@ class GatheredArrays:
         self._left_bytes: dict[int, int] = {}
 
     def view(self, key: int, size_bytes: int) -> memoryview:
-        """Returns the memory that stands for an array until `receive` has had all of it."""
+        """Returns the memory for an array's bytes until `receive` has had all of them."""
         with self._lock:
             data = self._memory.get(key)
             if data is None:

@@ -14,7 +14,7 @@ from holdfast.state.leaves import ArraySpec, Target, part_of, spec_of
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one target takes of one stored array.
+    """The part of a stored array that one target takes.
 
     Attributes:
         target: The target.
@@ -29,7 +29,7 @@ class Share(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Order:
-    """What to read of one file.
+    """A plan of reads of one file.
 
     Attributes:
         whole: By the name of a stored array, the target that takes all of it.

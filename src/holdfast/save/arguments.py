@@ -252,8 +252,7 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
 
 
 def look_into(storage: Storage) -> Catalog:
-    """**Blocks.** Returns the content of a run's directory, which need not exist; `UsageError` if it is no
-    directory."""
+    """**Blocks.** Returns the content of a run's directory, which need not exist; `UsageError` if it is a file."""
     if local_directory(storage) is not None and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
         raise UsageError(f"{storage.url} exists but is not a directory", hint="Pass the path of the run's directory.")
     return read_catalog(storage)

@@ -19,7 +19,8 @@ from holdfast.errors import HoldfastError
 from holdfast.save.say import say
 
 EXIT_SAVE_FAILED: Final = 74
-"""The exit code (EX_IOERR) of a job that ends with a failed save that was not raised, whatever code it asked for."""
+"""The exit code (EX_IOERR) of a job that ends with a failed save that was not raised, regardless of the code it asked
+for."""
 
 EXIT_INTERRUPTED: Final = 130
 """The exit code of a program that a person has ended with Ctrl-C: it should not be restarted automatically."""

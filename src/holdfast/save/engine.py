@@ -422,7 +422,7 @@ class Engine:
         self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
 
     def _end(self, request: SaveRequest) -> None:
-        """**Blocks.** The last actions of a save, whatever its result."""
+        """**Blocks.** The last actions of every save."""
         try:
             self._writer.finish()
         finally:

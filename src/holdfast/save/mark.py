@@ -17,10 +17,10 @@ _Trace: TypeAlias = tuple[int | None, int | None, bytes]
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """What a save would have stored when the mark was made.
+    """The state that a save would have stored when the mark was made.
 
-    Plain values, random generators and positions in the data are those of that moment, whatever happens to them. Arrays
-    are not copied: changes are detected by digests in host memory, elsewhere by the library's counts of changes.
+    Plain values, random generators and positions in the data are those of that moment. Arrays are not copied: changes
+    are detected by digests in host memory, elsewhere by the library's counts of changes.
     """
 
     _captured: Captured

@@ -63,7 +63,7 @@ def _lead_nowhere(stream: TextIO) -> None:
 
 
 def say_from_signal_handler(text: str) -> None:
-    """**Thread-safe.** Prints lines, also inside a signal handler, whatever code it has interrupted."""
+    """**Thread-safe.** Prints lines, also inside a signal handler that interrupted any code."""
     if sys.__stderr__ is None:
         return  # Started without one, so that the descriptor may be that of any file.
     # One write, past the stream: that may be what was interrupted.

@@ -29,7 +29,7 @@ Made = TypeVar("Made")
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """How strictly a stored tree is compared with the live one.
+    """The rules by which a stored tree is compared with the live one.
 
     Attributes:
         in_place: Live arrays are filled in place. Otherwise each array is a new one, on the live one's device.
@@ -146,7 +146,7 @@ class Loading(Protocol):
         """
 
     def put(self, live: Any, value: Any) -> Any:
-        """Puts a value of `value` in the place of a live one, after all arrays have been read.
+        """Replaces a live value by one of `value`, after all arrays have been read.
 
         Returns:
             The value from now on: `live` itself if it could be changed, otherwise the new value.
@@ -225,7 +225,7 @@ def make_refusal(refusal: _Refusal, name: str, path: str) -> UnsupportedValueErr
 
 
 class Replication(NamedTuple):
-    """How the plain arrays of an object's state are replicated over the workers.
+    """The replication of the plain arrays of an object's state over the workers.
 
     Attributes:
         holders: The ranks of the workers that hold them; None for all workers.
@@ -241,7 +241,7 @@ class Replication(NamedTuple):
 
 
 class Oversights(NamedTuple):
-    """What a program seems to have forgotten about an object; empty if it has forgotten nothing.
+    """Things that a program seems to have forgotten about an object; empty if there are none.
 
     Attributes:
         lack: What the object lacks after a restore.
@@ -354,7 +354,7 @@ class Adapter:
         return []
 
     def awaited_bytes(self, obj: Any) -> int:
-        """Returns by how much the object's state will grow once the object has been used, as far as can be told."""
+        """Returns by how much the object's state will grow once the object has been used, as far as that is known."""
         return 0
 
     def begin_anew(self, obj: Any, stored: Skeleton, worker: Worker) -> Callable[[], None] | None:

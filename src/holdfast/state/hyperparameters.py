@@ -24,7 +24,7 @@ _RATE: Final = "lr"
 _INITIAL_RATE: Final = "initial_lr"
 _NOT_SET: Final = ("params", "param_names", _INITIAL_RATE)
 _CYCLED: Final = ("max_lr", "min_lr", "base_momentum", "max_momentum")
-"""What cyclic schedules store in an optimizer's groups."""
+"""The values that cyclic schedules store in an optimizer's groups."""
 
 _CYCLIC: Final = frozenset({"OneCycleLR", "CyclicLR", "SWALR"})
 """Schedules between rates of their own, which are not proportional to the optimizer's."""
@@ -84,7 +84,7 @@ class Hyperparameters:
 
 
 class Keeping:
-    """What one restore leaves as the script set it, and what it changes.
+    """Keeps values as the script set them, in one restore, and lists the changed ones.
 
     Attributes:
         whole: The names of objects that are not restored at all.

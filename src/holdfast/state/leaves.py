@@ -182,7 +182,7 @@ class ArrayBackend(Protocol):
         """
 
     def copy_in(self, array: Any, data: memoryview) -> None:
-        """Fills an array, whatever its strides or device, from contiguous little-endian bytes.
+        """Fills an array with any strides, on any device, from contiguous little-endian bytes.
 
         The array must be one that `new` created, or be `fillable`.
         """
@@ -213,7 +213,7 @@ class LocalBox(msgspec.Struct, frozen=True):
 
 
 class Sharding(msgspec.Struct, frozen=True):
-    """What one worker holds of an array.
+    """The part of an array that one worker holds.
 
     Attributes:
         spec: The description of the whole array.
@@ -253,7 +253,7 @@ class Sharder(Protocol):
 
 
 class PendingArray:
-    """Stands for an array that is created once its values have arrived. Each library derives its own."""
+    """A placeholder of an array that is created once its values have arrived. Each library derives its own."""
 
     def check(self, leaf: str) -> None:
         """Checks that the library can create the array, before anything is read for it.

@@ -101,7 +101,7 @@ class _RNGAdapter(StateAdapter):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restores the process's generators after the block, whatever it drew from them."""
+    """Restores the process's generators after the block."""
     rng = RNG()
     state = rng.state_dict()
     try:

@@ -69,7 +69,7 @@ def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
 
 
 class _PendingShard(Shard, PendingArray):
-    """Stands for a Shard whose tensor is created once its values are there."""
+    """A placeholder of a Shard whose tensor is created once its values have arrived."""
 
     def check(self, leaf: str) -> None:
         self.tensor.check(leaf)

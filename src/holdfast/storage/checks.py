@@ -69,7 +69,7 @@ def trash_name(name: str) -> str:
 
 
 MAX_PADDING_BYTES: Final = 4095
-"""How far a piece may extend beyond its file's size."""
+"""The most by which a piece may extend beyond its file's size."""
 
 
 def flat(data: memoryview) -> memoryview:
@@ -137,7 +137,7 @@ _HINTS: Final = {
     errno.EROFS: "the file system is mounted read-only, perhaps after an error: see the kernel's log",
     errno.EIO: "the device failed: see the kernel's log, and save elsewhere",
     errno.EMFILE: "this process has too many open files: raise the limit (ulimit -n)",
-    errno.ENOTDIR: "a file or link is in the place of a directory; links below the root are not followed",
+    errno.ENOTDIR: "a directory's path is a file or link; links below the root are not followed",
     errno.ESTALE: "the file server no longer knows the directory: mount it again",
 }
 
@@ -176,7 +176,7 @@ def storage_error(error: OSError, doing: str, path: str, root: Path, needed_byte
 
 
 def find_file_above(path: Path) -> Path | None:
-    """**Blocks.** Returns the file in the place of one of a path's directories; None if there is none."""
+    """**Blocks.** Returns the file where a path needs a directory; None if there is none."""
     above = next((parent for parent in path.parents if parent.exists()), None)
     return None if above is None or above.is_dir() else above
 
@@ -207,5 +207,5 @@ def _room_hint(code: int, root: Path, needed_bytes: int | None) -> str:
         return f"{needed} and {free}, but the quota is used up: remove old checkpoints, or ask for more"
     return (
         f"{needed} and {free}: remove old checkpoints, or keep fewer of them; `holdfast prune RUN --unfinished` "
-        "removes what interrupted saves left behind"
+        "removes the remains of interrupted saves"
     )

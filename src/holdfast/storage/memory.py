@@ -180,7 +180,7 @@ class MemoryStorage:
         return parts in self._files or parts in self._directories
 
     def _check_above(self, parts: Parts, path: str) -> None:
-        """Checks that no file is in the place of a directory above."""
+        """Checks that no directory above is a file."""
         for depth in range(1, len(parts)):
             if parts[:depth] in self._files:
                 raise StorageError(f"{self._place(parts[:depth])} is a file, not a directory", path=path)

@@ -164,7 +164,7 @@ class Spare(Protocol):
     def try_keep(self, path: str, limit_bytes: int) -> bool:
         """Makes a whole file that no longer counts the spare, if it is more useful than the current one.
 
-        No process may be writing it any more, and whatever referred to it must be gone for good.
+        No process may be writing it any more, and all references to it must be gone for good.
 
         Args:
             path: The file.

@@ -1,4 +1,4 @@
-"""What each worker of a job does while its cluster is tested: the part of the contract that runs in many processes.
+"""The work of each worker of a job while its cluster is tested: the part of the contract that runs in many processes.
 
 All workers run the same scenario at the same time. One that ends without an error has seen what it expected.
 """
@@ -78,7 +78,7 @@ def check_members(cluster: Cluster) -> None:
 
 
 def check_values(cluster: Cluster) -> None:
-    """What one has set, all can read."""
+    """All can read a value that one has set."""
     own = f"values/{cluster.rank}"
     assert cluster.try_get(own) is None
     for value in (b"", b"\0\xff = bytes", b"x" * MAX_VALUE_BYTES, b"last of %d" % cluster.rank):

@@ -1,4 +1,4 @@
-"""Real processes as the workers of a job: started together, watched, and never left behind."""
+"""Real processes as the workers of a job: started together, watched, and always ended."""
 
 from __future__ import annotations
 

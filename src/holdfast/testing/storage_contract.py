@@ -58,7 +58,7 @@ class StorageContract:
     # Small files.
 
     def test_write_and_read(self, storage: Storage) -> None:
-        """What was written is read."""
+        """A file is read as it was written."""
         storage.make_directory("a/b")
         storage.write("a/b/small", b"bytes")
         storage.write("a/b/empty", b"")
@@ -217,7 +217,7 @@ class StorageContract:
             storage.open_writer("other", -1)
 
     def test_a_file_with_a_hole_is_not_finished(self, storage: Storage) -> None:
-        """What was never written is not zeros."""
+        """Bytes that were never written are not zeros."""
         writer = storage.open_writer("file", 10)
         writer.write_at(0, memoryview(b"01234"))
         with pytest.raises(UsageError):

@@ -68,7 +68,7 @@ def _arrive(name: StepName, worker: Worker) -> _Place:
 
 
 class _ItemsWritten(msgspec.Struct, frozen=True):
-    """What one worker has written; it travels with the results.
+    """The files that one worker has written; they travel with the results.
 
     Attributes:
         record: Its files.

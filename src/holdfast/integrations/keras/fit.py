@@ -91,7 +91,7 @@ _RUNNING: Final[set[FitRun]] = set()
 
 
 def end_left_fits() -> None:
-    """Ends what earlier runs left behind after an error: Python may not have collected them yet."""
+    """Ends runs that an error has left open: Python may not have collected them yet."""
     iterators = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -363,7 +363,7 @@ class FitRun(keras.callbacks.Callback):
 
 
 class _Leaving:
-    """Ends the run with whatever leaves the block, because `fit` tells its callbacks of no error."""
+    """Ends the run with the exception that leaves the block, because `fit` tells its callbacks of no error."""
 
     def __init__(self, fit: FitRun) -> None:
         self._fit = fit

@@ -184,7 +184,7 @@ _RANDOM: Final = "state of a random generator"
 
 
 class _Random(NamedTuple):
-    """How to read and write the state of a kind of random generators."""
+    """Reads and writes the state of a kind of random generators."""
 
     kind: Any
     read: Callable[[Any], Any]

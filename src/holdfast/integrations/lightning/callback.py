@@ -57,7 +57,7 @@ class Resumable(Callback):
             directory: The run's directory, a URL, or an open storage.
             save_every: When to save; None for `Auto()`, which measures the cost of a save.
             keep: Which checkpoints to keep; None for `Latest(3)`. `Best` compares the metrics that validation logs.
-            strict: False to restore whatever fits, if the model has changed since the save.
+            strict: False to restore everything that fits, if the model has changed since the save.
             preemption: How to notice a preemption: "auto", "off", or a `TerminationConfig`.
             **options: Other options of `hf.resumable`.
 

@@ -17,7 +17,7 @@ from holdfast.preemption.sources.protocol import Demand, Hear
 
 
 class CallRecord(msgspec.Struct, frozen=True):
-    """What all workers should do, and why.
+    """A request to all workers, with the reason.
 
     Attributes:
         rank: The worker that calls.
@@ -71,7 +71,7 @@ class SaveOutcome(msgspec.Struct, frozen=True):
 
 
 class FailureReport(msgspec.Struct, frozen=True):
-    """What is known about an error that has ended training here, once the others have been told.
+    """The knowledge about an error that has ended training here, once the others know it.
 
     Attributes:
         cause: The error of another worker from which it results; None if it is this worker's own.

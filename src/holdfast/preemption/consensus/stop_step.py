@@ -26,14 +26,14 @@ from typing import TypeAlias
 
 
 class Wanted(enum.IntEnum):
-    """What a call asks of all workers; the larger one includes the other."""
+    """The request of a call to all workers; the larger one includes the other."""
 
     SAVE = 1
     LEAVE = 2
 
 
 class Turn(enum.Enum):
-    """What a worker does between two steps."""
+    """A worker's action between two steps."""
 
     GO = "go on"
     WAIT = "wait until there is something new"
@@ -83,7 +83,7 @@ class WriteStop:
 
 
 Deed: TypeAlias = WriteCall | WritePledge | WriteStop
-"""What a driver has to do for the agreement."""
+"""A task of the agreement's driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class StopStepAgreement:
 
     @property
     def turn(self) -> Turn:
-        """What this worker does when the steps that it has begun are complete."""
+        """This worker's action when the steps that it has begun are complete."""
         if self.is_excluded:
             return Turn.OUT
         if self.stop is not None:

@@ -23,7 +23,7 @@ _AZURE_ASSET_TAG: Final = "7783-7084-3265-9085-8269-3286-77"
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """What a process can see of its machine; `dmi` has the firmware's texts, by file."""
+    """The machine as a process sees it; `dmi` has the firmware's texts, by file."""
 
     environment: Mapping[str, str]
     dmi: Mapping[str, str]

@@ -16,7 +16,7 @@ from holdfast.numbers import check_seconds
 
 
 class Demand(enum.IntEnum):
-    """What a notice asks for; a larger number asks for more."""
+    """The demand of a notice; a larger number asks for more."""
 
     SAVE = 1
     """Save and continue: the machine may be taken away soon, or is being moved."""

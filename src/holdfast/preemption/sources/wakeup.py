@@ -20,8 +20,8 @@ class Wakeup:
     Python runs a signal's handler when its main thread is back in Python code, which a long kernel or a blocked
     collective may delay for minutes. The number of the signal is written to a file descriptor at once.
 
-    There may be several bells. Signals ring the newest one; its listener rings the others, and forwards to whatever
-    other code had installed before.
+    There may be several bells. Signals ring the newest one; its listener rings the others, and forwards to any
+    descriptor that other code had installed.
     """
 
     def __init__(self) -> None:

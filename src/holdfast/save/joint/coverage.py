@@ -65,7 +65,7 @@ def digest_shards(snapshot: Snapshot) -> str:
 
 
 class Coverage:
-    """What the leader knows about the loose leaves of all workers. Not thread-safe."""
+    """The leader's knowledge of the loose leaves of all workers. Not thread-safe."""
 
     def __init__(self) -> None:
         # What was found to be well, so that boxes stand twice only with workers that say the same of all of them.

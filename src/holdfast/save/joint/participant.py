@@ -47,7 +47,7 @@ class _Plan(msgspec.Struct, frozen=True):
 
 
 class _Start(msgspec.Struct, frozen=True):
-    """What a worker reports when its manager is created, and the leader's answer.
+    """A worker's report when its manager is created, and the leader's answer.
 
     Attributes:
         url: The URL of the run on that worker.

@@ -132,7 +132,7 @@ class NameRecord(msgspec.Struct, frozen=True):
 
 
 class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker has made durable.
+    """The part of a step that a worker has made durable.
 
     Attributes:
         worker: Its record for the manifest.
@@ -295,7 +295,7 @@ class CommitProtocol:
             self._take_back(self._key("verdict"))
 
     def leave(self) -> None:
-        """Reports that this worker is done with the save, whatever its result, as far as possible."""
+        """Reports that this worker is done with the save, as far as possible."""
         if self._is_over:
             return
         left = self._key(f"left/{self._peers.rank}")

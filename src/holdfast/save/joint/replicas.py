@@ -56,7 +56,7 @@ VALUES_HINT: Final = (
 
 
 class ReplicaDigest(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker holds together with certain others.
+    """Digests of the boxes that one worker shares with certain others.
 
     Attributes:
         holders: The digest of their ranks, including this worker's.
@@ -92,7 +92,7 @@ class Disagreement(NamedTuple):
 
 
 Boxes: TypeAlias = dict[str, list[tuple[str, str]]]
-"""What one worker has: by leaf, a description of each box of it, and the digest of its values."""
+"""One worker's boxes: by leaf, a description of each, and the digest of its values."""
 
 
 class Detail(msgspec.Struct, frozen=True, array_like=True):
@@ -122,7 +122,7 @@ class Divergence(NamedTuple):
 
 
 class HeldReplicas:
-    """What one worker holds together with others.
+    """The boxes that one worker shares with others.
 
     Attributes:
         replicas: The boxes.
@@ -396,7 +396,7 @@ _MOST_PIECES: Final = 64
 
 
 class _ReplicaQuestion(msgspec.Struct, frozen=True, array_like=True):
-    """Which groups of workers must send details."""
+    """The groups of workers that must send details."""
 
     ranks: tuple[int, ...]
     groups: tuple[str, ...]

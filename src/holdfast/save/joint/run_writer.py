@@ -127,7 +127,7 @@ class JointRunWriter(CheckpointWriter):
         self._has_compared, self.compares = False, bool(self._check_replicas)
 
     def begin(self, protocol: CommitProtocol | None) -> None:
-        """Begins a save, without communication; `finish` ends it, whatever comes in between."""
+        """Begins a save, without communication; `finish` ends it in any case."""
         self._protocol, self._debris, self._is_cut_off = protocol, None, False
 
     def digest(self, staging: Staging, pool: WorkerPool) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ MAX_SHARE: Final = 2
 """How many times larger than the reused data everything that is kept for it may be."""
 
 SMALL_BYTES: Final = 1 << 20
-"""What may be kept beyond that: that few bytes do not matter."""
+"""The bytes that may be kept beyond that: so few do not matter."""
 
 
 class HeldSegment(msgspec.Struct, frozen=True):
@@ -139,8 +139,8 @@ class Incremental:
     def list_known(self) -> Collection[StepName]:
         """**Blocks.** Returns the steps that a save may refer to, and those that the newest one refers to.
 
-        They are known by their names. If a person has removed one, its name must never stand for anything else: arrays
-        of the same place and size would be confused with those that were there.
+        They are known by their names. If a person has removed one, its name must never be used again: arrays of the
+        same place and size would be confused with those that were there.
         """
         return () if self._newest is None else {self._newest, *self._manifests.references(self._newest)}
 

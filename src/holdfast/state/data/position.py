@@ -20,7 +20,7 @@ from holdfast.state.leaves import Skeleton
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far the training loop has come in the data, and in which order.
+    """The training loop's position in the data, and their order.
 
     Attributes:
         epoch: The epoch, from 0.

@@ -179,8 +179,8 @@ class ResumableSampler:
 
         The next epoch begins once the loop asks for a batch after the last one, or takes the last one and calls this
         again. If the loop leaves early, the next call continues the epoch there. If a restored position leaves nothing
-        of its epoch, the first call gives nothing: the loop then does whatever ends an epoch. Beginning a pass does not
-        change the global random generators.
+        of its epoch, the first call gives nothing: the loop then ends the epoch. Beginning a pass does not change the
+        global random generators.
 
         Args:
             loader: An iterable that makes a batch of each list of indices of this sampler, such as a `DataLoader` with

@@ -31,7 +31,7 @@ class _Renewal(msgspec.Struct, frozen=True):
 
 
 class Matching(msgspec.Struct, frozen=True):
-    """How a checkpoint goes into live objects.
+    """A checkpoint matched with live objects, ready to be applied.
 
     Attributes:
         differences: What does not fit. Everything else is restored when `apply` is called.

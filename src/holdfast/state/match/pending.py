@@ -12,7 +12,7 @@ from holdfast.state.registry import NodeParts
 
 
 class PendingCoded(PendingArray):
-    """Stands for a value whose codec is called after its arrays have been read."""
+    """A placeholder of a value whose codec is called after its arrays have been read."""
 
     def __init__(self, codec: Codec, made: Any, path: str, finished: Finished) -> None:
         self._codec, self._made, self._path, self._finished = codec, made, path, finished
@@ -34,7 +34,7 @@ class PendingCoded(PendingArray):
 
 
 class PendingNode(PendingArray):
-    """Stands for a value that its framework rebuilds after its arrays have been read."""
+    """A placeholder of a value that its framework rebuilds after its arrays have been read."""
 
     def __init__(self, like: NodeParts, values: dict[str, Any], path: str, finished: Finished) -> None:
         self._like, self._values, self._path, self._finished = like, values, path, finished

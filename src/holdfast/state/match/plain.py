@@ -15,7 +15,7 @@ _OF_CLASSES: Final = frozenset({"namedtuple", "dataclass"})
 
 
 class PlainForm:
-    """Stands for an object of which only the name is known."""
+    """A placeholder of an object of which only the name is known."""
 
 
 PLAIN: Final = PlainForm()

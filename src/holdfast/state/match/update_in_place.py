@@ -1,4 +1,4 @@
-"""Puts a new tree of values in the place of a live one, keeping the live containers."""
+"""Replaces a live tree of values by a new one, keeping the live containers."""
 
 from __future__ import annotations
 

@@ -28,10 +28,9 @@ def round_down(size_bytes: int) -> int:
 def try_direct(descriptor: int) -> bool:
     """Turns direct writes on for a new file of more than two pages, all of which is yet to be written.
 
-    The flag is set on an open file, because `open` with it may fail and yet leave the file behind. Some file systems
-    accept the flag and refuse the writes, or require more than whole pages; so one page is written, at an offset and
-    from an address that are multiples of one page and no more. If that works, all pages do. Other `OSError`s are not
-    handled.
+    The flag is set on an open file, because `open` with it may fail and yet create the file. Some file systems accept
+    the flag and refuse the writes, or require more than whole pages; so one page is written, at an offset and from an
+    address that are multiples of one page and no more. If that works, all pages do. Other `OSError`s are not handled.
     """
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:

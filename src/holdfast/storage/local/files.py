@@ -124,10 +124,10 @@ class CannotPublishError(OSError):
 def publish_file(directory: int, name: str, data: bytes) -> bool:
     """**Blocks.** Makes a file appear in an open directory, unless the name exists. `OSError` is not handled.
 
-    What a crash leaves behind, by the step it comes after: the temporary file created, written or synced: that file,
-    whole or not, under a name that no reader uses. The name given: the whole file, under both names; until the
-    directory has been synced a power cut may remove the name, and no caller has been told of it yet. The temporary name
-    removed: the same under one name. The directory synced: the file, for good.
+    The result of a crash, by the step it comes after: the temporary file created, written or synced: that file, whole
+    or not, under a name that no reader uses. The name given: the whole file, under both names; until the directory has
+    been synced a power cut may remove the name, and no caller knows it yet. The temporary name removed: the same under
+    one name. The directory synced: the file, for good.
 
     Returns:
         True if this call created it, False if it existed before, and is durable then as well: a caller that asks again

@@ -87,15 +87,15 @@ def has_spare(root: Path) -> bool:
 
 
 def take_spare(root: Path, directory: int, name: str, made: int, size_bytes: int) -> int | None:
-    """Puts the spare in the place of a new empty file. `OSError` is not handled.
+    """Replaces a new empty file by the spare. `OSError` is not handled.
 
     Its bytes may be changed only if no other process sees them. A process that had the file open, or a link to it,
     before it was given up still has it: that is checked once it has its new name, so that no process can reach it any
     more through an older one. A spare that cannot be used is removed.
 
-    What a crash leaves behind, by the step it comes after: the file renamed: it, under the name of a new file that is
-    not whole. The root synced: the same, and for good no other name by which it could be taken once more, when it may
-    be needed again. Its size changed: the same.
+    The result of a crash, by the step it comes after: the file renamed: it, under the name of a new file that is not
+    whole. The root synced: the same, and for good no other name by which it could be taken once more, when it may be
+    needed again. Its size changed: the same.
 
     Returns:
         A descriptor of the file that now has the name, with bytes to overwrite or none; or None if that is the new one.
