@@ -30,6 +30,7 @@ from benchmarks.results import (
 from benchmarks.rounds import compare_saves, compare_training
 from benchmarks.scratch import open_scratch
 from benchmarks.small import measure_small
+from benchmarks.speed import render_speed
 from benchmarks.turns import Bench
 
 _HERE: Final = Path(__file__).parent
@@ -104,6 +105,7 @@ def main(
     # Another command measures what it shows of frameworks.
     page.write_text(keep_section(render_report(results, "benchmarks.svg"), page.read_text() if page.exists() else ""))
     (place / "benchmarks.svg").write_text(render_picture(results))
+    (place / "speed.svg").write_text(render_speed(results))
     click.echo(f"{page} after {time.monotonic() - begun_at:.0f} s")
 
 

@@ -37,6 +37,7 @@ from benchmarks.results import (
 )
 from benchmarks.scratch import open_scratch
 from benchmarks.small import start_seconds, step_seconds
+from benchmarks.speed import SHOWN, TITLES, draw_speed
 from benchmarks.summary import limits_of, ratio_to, standings
 from benchmarks.targets import find_targets
 from benchmarks.turns import Bench
@@ -150,7 +151,7 @@ def test_a_run_saves_all_bytes_and_removes_them(results: tuple[Results, Path]) -
         # What is compressed, and what fits into the directory's own block, may take less.
         if "disk_bytes" in entry.figures and "Orbax" not in entry.contender:
             assert entry.figures["disk_bytes"] >= found.shapes[entry.workload].size_bytes
-    assert sorted(path.name for path in out.iterdir()) == ["benchmarks.md", "benchmarks.svg", RESULTS_NAME]
+    assert sorted(path.name for path in out.iterdir()) == ["benchmarks.md", "benchmarks.svg", RESULTS_NAME, "speed.svg"]
 
 
 @pytest.mark.long
@@ -170,9 +171,19 @@ def test_a_run_renders_a_page_and_a_picture_that_name_no_place(results: tuple[Re
     assert "quick look" in page
     assert str(out) not in page + picture + json.dumps(found.machine.versions)
     assert ElementTree.fromstring(picture).tag.endswith("svg")
+    speed = ElementTree.fromstring((out / "speed.svg").read_text())
+    measured = {SHOWN[one.contender] for one in standings(found, "model") if one.contender in SHOWN and one.figures}
+    assert {*TITLES.values(), *measured} <= {text.text for text in speed.iter() if text.text}
     again = CliRunner().invoke(main, ["--render", "--out", str(out)])
     assert again.exit_code == 0
     assert (out / "benchmarks.md").read_text() == page
+
+
+def test_the_picture_of_speed_has_a_bar_as_long_as_each_value_says() -> None:
+    picture = ElementTree.fromstring(draw_speed({"stall": {"holdfast": 0.5, "torch.save": 2.0}}))
+    widths = [float(bar.attrib["width"]) for bar in picture.iter() if bar.attrib.get("class") in ("own", "peer")]
+    assert widths[1] == pytest.approx(4 * widths[0], rel=0.01)
+    assert "0.500 s" in {text.text for text in picture.iter()}
 
 
 def test_there_is_nothing_to_render_before_a_run(tmp_path: Path) -> None:
