@@ -243,7 +243,7 @@ def test_a_manifest_that_cannot_be_read_hides_no_other_step(run: Path, kind: str
         path.symlink_to(run / NEWEST / "manifest.json" if kind == "link" else run / "lost")
     document = call_json("list", run)
     assert {step["step"]: len(step["damages"]) for step in document["steps"]} == {100: 0, 200: 1, 250: 0, 300: 0}
-    assert "is not a plain file" in call("list", run).stderr
+    assert "is not a regular file" in call("list", run).stderr
     assert call("show", run).exit_code == ExitCode.OK
     assert call("prune", run, "--off-line", "--yes").exit_code == ExitCode.OK
     assert not (run / FIRST_300).exists()

@@ -341,7 +341,7 @@ def test_a_step_with_damaged_records_is_passed_over(tmp_path: Path) -> None:
     newest = read_catalog(LocalStorage(tmp_path)).living[-1]
     (tmp_path / newest.directory / "index-00000-of-00001.json").unlink()
     back = {"x": 0}
-    with pytest.warns(UserWarning, match="step 1 is damaged and passed over"):
+    with pytest.warns(UserWarning, match="step 1 is damaged and was skipped"):
         assert load(tmp_path, back).loaded_step == 0
     assert back == {"x": 1}
     with pytest.raises(CheckpointException) as caught:

@@ -77,7 +77,7 @@ def test_a_training_goes_on_from_a_torch_file(tmp_path: Path) -> None:
 def test_a_job_goes_on_and_saves_behind_it(tmp_path: Path) -> None:
     objects = trained()
     torch.save(as_saved(objects), tmp_path / "old.pt")
-    with pytest.raises(errors.UsageError, match="nothing of the name 'modle'"):
+    with pytest.raises(errors.UsageError, match="no object named 'modle'"):
         hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", only="modle")
     hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", step=5, only="model")
     fresh = build(2)["model"]
@@ -315,7 +315,7 @@ def test_all_of_a_file_becomes_one_object_under_a_name(tmp_path: Path) -> None:
         assert run.step == 0
     assert (state["model"]["w"].tolist(), state["epoch"]) == ([1, 1], 3)
     code, text = complaint("import", tmp_path / "a.pt", tmp_path / "other", "--rename", ".=a", "--rename", "model=b")
-    assert (code, "nothing of the name 'model'" in text) == (2, True), text
+    assert (code, "no object named 'model'" in text) == (2, True), text
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:

@@ -455,7 +455,7 @@ def test_links_to_sources_are_not_followed(tmp_path: Path) -> None:
     save_steps(run, 1, 2)
     (run / "step-000000001.g0001").rename(tmp_path / "elsewhere")
     (run / "step-000000001.g0001").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(NoWholeCheckpointError, match="is not a plain file"):
+    with pytest.raises(NoWholeCheckpointError, match="is not a regular file"):
         manager_of(run, make_objects()).restore()
 
 

@@ -482,7 +482,7 @@ def test_other_nodes_are_refused_or_taken_over(tmp_path: Path) -> None:
     job = make_job(["a", "b"], before_epoch=lambda workspace: 1 // (3 - workspace.epoch))
     with hf.LocalSession() as session, pytest.raises(TaskFailedError):
         hf.JobRunner(job, manager).train(session)
-    with hf.LocalSession() as session, pytest.raises(UsageError, match="kept the nodes a, b"):
+    with hf.LocalSession() as session, pytest.raises(UsageError, match="has saved the nodes a, b"):
         hf.JobRunner(make_job(["b", "c"]), manager).train(session)
     with hf.LocalSession() as session, pytest.raises(MismatchError, match="nodes a, b") as raised:
         hf.JobRunner(make_job(["b", "c"]), hf.MultiNodeCheckpointManager(tmp_path)).train(session)

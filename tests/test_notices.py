@@ -270,7 +270,7 @@ def test_aws_an_action_that_cannot_be_read_is_an_error(odd: Reply) -> None:
     with serving(amazon) as cloud:
         source = AWS(base_url=cloud.url, timeout_seconds=0.3)
         for _ in range(2):
-            with pytest.raises(OSError, match=r"answered|Incomplete"):
+            with pytest.raises(OSError, match=r"answer|Incomplete"):
                 source.look()
         amazon.odd.clear()
         assert [notice.demand for notice in source.look()] == [Demand.SAVE]
@@ -323,7 +323,7 @@ def test_aws_forgets_a_token_that_may_be_at_fault(status: int) -> None:
         assert heard(source) == []
         amazon.token = "another"
         amazon.records[ACTION] = STOP
-        with pytest.raises(OSError, match=r"answered|Incomplete"):
+        with pytest.raises(OSError, match=r"answer|Incomplete"):
             source.look()
         assert [notice.demand for _ in range(2) for notice in source.look()] == [Demand.LEAVE_BY]
 
@@ -501,7 +501,7 @@ CLOUDS: list[Callable[..., Any]] = [GCP, AWS, Azure]
 @pytest.mark.parametrize("make", CLOUDS)
 @pytest.mark.parametrize("reply", [Reply(500, "no"), Reply(200, "[1, 2"), Reply(CUT, '{"a": 1'), Reply(200, "[]")])
 def test_what_is_no_answer_is_an_error(make: Callable[..., Any], reply: Reply) -> None:
-    with serving(lambda request: reply) as cloud, pytest.raises(OSError, match=r"answered|Incomplete"):
+    with serving(lambda request: reply) as cloud, pytest.raises(OSError, match=r"answer|Incomplete"):
         make(base_url=cloud.url).look()
 
 

@@ -486,7 +486,7 @@ def test_a_codec_that_is_missing_is_named() -> None:
 
 def test_a_codec_that_refuses_is_a_format_error() -> None:
     register_codec(Version, tag="tests.Version", encode=lambda v: v.parts, decode=lambda parts: Version(*parts))
-    with pytest.raises(FormatError, match="refused"):
+    with pytest.raises(FormatError, match="rejected"):
         decode_value({"$": "codec", "k": "tests.Version", "v": 3})
 
 
