@@ -116,9 +116,15 @@ def test_an_index_that_cannot_be_is_refused(run: Path, changes: dict[str, Any], 
         ({"boxes": (ROWS,)}, "overlaps|different values"),
         ({"boxes": (BoxRecord("rows", "", (4, 2), (1, 0)),)}, "overlaps"),
         ({"boxes": (BoxRecord("rows", "", (5, 2), (3, 0)),)}, r"\[4, 2\] on rank 0, but F32 \[5, 2\] on rank 1"),
-        ({"boxes": (BoxRecord("rows", "else", (4, 2), (2, 0)),)}, "'rows'.* is incomplete: the workers have 4 of its 8 elements"),
+        (
+            {"boxes": (BoxRecord("rows", "else", (4, 2), (2, 0)),)},
+            "'rows'.* is incomplete: the workers have 4 of its 8 elements",
+        ),
         ({"boxes": ()}, r"\[4, 2\] on rank 0, but F32 \[2, 2\] on rank 1"),
-        ({"elsewhere": (ElsewhereRecord("none", "I32", (3,), ()),)}, "'none'.* is incomplete: the workers have 0 of its 3 elements"),
+        (
+            {"elsewhere": (ElsewhereRecord("none", "I32", (3,), ()),)},
+            "'none'.* is incomplete: the workers have 0 of its 3 elements",
+        ),
     ],
 )
 def test_workers_whose_boxes_do_not_make_up_the_leaves_are_found(

@@ -226,7 +226,7 @@ def test_resumable_saves_incrementally(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [1, None, "yes"])
 def test_the_option_is_true_or_false(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(UsageError, match="incremental="):
+    with pytest.raises(UsageError, match="incremental must be"):
         manager_of(tmp_path, make_objects(), incremental=wrong)
 
 

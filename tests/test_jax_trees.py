@@ -218,5 +218,5 @@ def test_nodes_are_restored_into_the_structure_that_the_program_has(tmp_path: Pa
         with pytest.raises(errors.MismatchError, match="node: stored a Pair, live a Layer"):
             manager.restore()
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(node=None)) as manager:
-        with pytest.raises(errors.UnsupportedValueError, match="Pair is stored, and is made again only after"):
+        with pytest.raises(errors.UnsupportedValueError, match="Pair is stored, and can be restored only into one"):
             manager.restore()

@@ -389,7 +389,7 @@ def test_wrong_arguments_are_refused() -> None:
         TorchrunSession(cluster="alone", liveness_seconds=0.1)
     with pytest.raises(UsageError, match="2 names for 1 workers"):
         TorchrunSession(["a", "b"], cluster="alone")
-    with pytest.raises(UsageError, match="cluster="):
+    with pytest.raises(UsageError, match="cluster must be"):
         TorchrunSession(cluster="here")  # type: ignore[arg-type]
 
 

@@ -809,4 +809,4 @@ def test_what_a_program_seems_to_have_forgotten_is_said_at_its_first_save(tmp_pa
             assert told == []
     assert len(told) == 2
     assert told[0].startswith("other/0: its state_dict() is empty")
-    assert told[1].startswith("model: dropout draws from random generators that are not kept")
+    assert told[1].startswith("model: dropout draws from random generators that are not saved")

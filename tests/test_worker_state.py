@@ -154,7 +154,7 @@ def test_a_backup_that_beats_the_initial_epoch_says_so(tmp_path: Path) -> None:
     with state_in(tmp_path, sinks=[events.append]) as state:
         state.back_up(2)
         assert state.maybe_load_initial_epoch_from_ckpt(1, "train") == 3
-    assert any("not with 1" in event.text for event in events if isinstance(event, Warned))
+    assert any("instead of 1" in event.text for event in events if isinstance(event, Warned))
 
 
 def test_a_backup_of_a_later_epoch_is_said_aloud_and_kept(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_wrong_calls_are_refused_before_anything_is_done(tmp_path: Path) -> None
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(weights=np.ones(10))) as manager:
         manager.save(1)
     weights = np.zeros(10)
-    with pytest.raises(UsageError, match="no backup"):
+    with pytest.raises(UsageError, match="not a backup"):
         state_in(tmp_path, weights).restore()
     assert weights.tolist() == [0.0] * 10
 
@@ -453,7 +453,7 @@ def test_an_epoch_before_the_restored_one_is_refused(tmp_path: Path) -> None:
         with hf.WorkerTrainingState(tmp_path / "backup", hf.Checkpoint(values=np.zeros(3))) as state:
             state.restore()
             if life == 1:
-                with pytest.raises(UsageError, match="epoch 1 was restored, and epoch 0 lies before it"):
+                with pytest.raises(UsageError, match="epoch 1 was restored, and epoch 0 is not after it"):
                     state.back_up(0)
             first = state.maybe_load_initial_epoch_from_ckpt(0, "train")
             for epoch in range(first, first + 2):

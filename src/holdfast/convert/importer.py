@@ -214,7 +214,7 @@ def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
         if tree is None or part is None or new in moved:
             raise UsageError(
                 f"{source} has no object named {old!r}" if new not in moved else f"two objects would be named {new!r}",
-                hint=f"Its objects are {', '.join(map(repr, found.objects))}.",
+                hint=f"Its objects are {', '.join(map(repr, found.objects))}." if found.objects else "",
             )
         if way:
             del outer[way[-1]]

@@ -469,7 +469,7 @@ def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: S
 def _no_whole(
     storage: Storage, step: int | None, damages: tuple[DamageError, ...], touched: bool
 ) -> NoWholeCheckpointError:
-    what = f"step {step} is damaged" if step is not None else f"all {len(damages)} checkpoints are damaged"
+    what = f"step {step} is damaged" if step is not None else f"all checkpoints ({len(damages)}) are damaged"
     listed = "\n".join(f"  {damage.message}" for damage in damages)
     mixed = "\n  Some live arrays hold values read from them: do not train on." if touched else ""
     return NoWholeCheckpointError(
