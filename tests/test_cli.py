@@ -335,8 +335,12 @@ def test_show_says_what_a_checkpoint_is_and_where_its_bytes_are(run: Path) -> No
     assert tree["embedding"] == ["1", "12000"]
     assert tree["10.weight"] == ["1", "8000"]
     assert tree["optimizer"] == ["2", "40"]
-    assert lines_of(rest)[-1][:2] == ["model/layers.6.weight", "F64"]
-    assert ["epoch", "-", "-", "-", "=", "1"] in lines_of(rest)
+    assert ["10.weight", "1", "8000", "7%", "F64", "[40,25]"] in lines_of(rest)
+    assert ["epoch", "-", "-", "-", "-", "-", "=", "1"] in lines_of(rest)
+    assert "LARGEST" not in rest
+    largest = call("show", run, "--depth", "0", "--largest", "2").stdout.split("\n\n")[2]
+    assert lines_of(largest)[0][:3] == ["LARGEST", "OF", "15"]
+    assert [row[0] for row in lines_of(largest)[1:]] == ["model/embedding", "model/layers.0.weight"]
     assert "10.weight" not in call("show", run, "--depth", "1").stdout.split("\n\n")[1]
 
 

@@ -141,7 +141,8 @@ def test_prune_wants_to_know_what(run: Path) -> None:
     (run / "step-000000400.g0001").mkdir()
     code, said = complaint("prune", run)
     assert code == ExitCode.USAGE
-    assert "Give --off-line, --unfinished (with --job-is-dead also the spare file), --lost (steps" in said
+    assert "nothing is selected" in said
+    assert "Give --keep 3 (the newest three), --policy, --steps A,B, --off-line, --unfinished or --lost" in said
     assert complaint("prune", run, "--job-is-dead", "--off-line", "--yes")[0] == ExitCode.USAGE
 
 
@@ -151,6 +152,55 @@ def test_prune_in_a_pipe_needs_a_yes(run: Path) -> None:
     assert "Give --yes" in said
     assert call("prune", run, "--off-line", "--json").exit_code == ExitCode.USAGE
     assert (run / FIRST_300).exists()
+
+
+def test_prune_keeps_the_newest_steps(run: Path) -> None:
+    result = call("prune", run, "--keep", "2", "--yes")
+    assert result.exit_code == 0, result.output
+    assert [step["step"] for step in call_json("list", run)["steps"]] == [250, 300]
+    assert (run / FIRST_300).exists(), "what is off the line is not asked for"
+    again = call("prune", run, "--keep", "2", "--yes")
+    assert again.exit_code == 0
+    assert "there is nothing to remove" in again.stdout
+
+
+def test_prune_by_a_policy_as_a_program_writes_it(run: Path) -> None:
+    asked = call_json("prune", run, "--policy", "hf.Best('val_loss', mode='max') | EveryN(250)", "--dry-run")
+    assert [one["step"] for one in asked["remove"]] == [200]
+    assert call("prune", run, "--policy", "Best('val_loss', 'max') | EveryN(250)", "--yes").exit_code == 0
+    # The newest stays, whatever a policy says.
+    assert [step["step"] for step in call_json("list", run)["steps"]] == [100, 250, 300]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "Best('val_los')",
+        "Latest(0)",
+        "Latest",
+        "3",
+        "All()",
+        "__import__('os').system('x')",
+        "Latest(3",
+        "Latest(**{})",
+    ],
+)
+def test_prune_refuses_what_is_not_a_policy(policy: str, run: Path) -> None:
+    code, said = complaint("prune", run, "--policy", policy, "--yes")
+    assert code == ExitCode.USAGE
+    assert "hint: " in said or "must be a whole number" in said
+    assert len(call_json("list", run)["steps"]) == 4
+
+
+def test_prune_by_a_policy_keeps_the_newest_whole_step(run: Path) -> None:
+    flip_bit(run / NEWEST / DATA, 5000)
+    code, said = complaint("prune", run, "--keep", "1", "--yes")
+    assert code == ExitCode.USAGE
+    assert "step 250 is the newest whole checkpoint" in said
+    assert call("prune", run, "--keep", "2", "--yes").exit_code == 0
+    flip_bit(run / NEWEST / "manifest.json", 100)
+    assert call("prune", run, "--keep", "1", "--yes").exit_code == 0, "the damaged one does not count"
+    assert [step["step"] for step in call_json("list", run)["steps"]] == [250, 300]
 
 
 def test_prune_off_the_line(run: Path) -> None:

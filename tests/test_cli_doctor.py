@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+import numpy as np
 import pytest
 
 import holdfast as hf
@@ -77,6 +78,20 @@ def statuses(document: dict[str, Any]) -> dict[str, str]:
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
+
+
+def test_without_a_directory_it_checks_the_installation() -> None:
+    document = call_json("doctor")
+    found = {finding["name"]: finding["text"] for finding in document["findings"]}
+    assert document["is_fit"] is True
+    assert found["holdfast"].startswith(f"{hf.__version__}, from ")
+    assert found["python"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert found["platform"].startswith("Linux ")
+    assert found["numpy"] == np.__version__
+    assert "directory" not in document
+    assert ["python", found["python"].split()[0], found["python"].split()[1]] in [
+        line.split() for line in call("doctor").stdout.splitlines()
+    ]
 
 
 # What it finds and advises.

@@ -245,7 +245,7 @@ def test_leaves_that_lie_with_several_workers() -> None:
     run = Path(__file__).parent / "data" / "v1-shards"
     shown = call("show", run).stdout
     assert "workers     2" in shown
-    assert re.search(r"large +F32 +\[140000\] +560000\n", shown)
+    assert re.search(r"large +1 +560000 +\d+% +F32 +\[140000\]", shown)
     details = call("show", run, "rows", "strided").stdout
     assert re.search(r"rows +F32 +\[4,2\] of \[6,2\] at \[0,0\] +32 .* data-00000-of-00002", details)
     assert len(re.findall(r"strided +I16 +\[2\] of \[8\] at \[[0246]\]", details)) == 4

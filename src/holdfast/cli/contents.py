@@ -303,14 +303,15 @@ def list_values(path: str, node: Node, depth: int = 0) -> Iterator[tuple[str, st
             yield path, f"the array {leaf}"
         return
     parts = parts_of(node) if depth <= MAX_DEPTH else None
-    if not parts or (_is_sequence(node) and all(_is_scalar(part) for _, part in parts)):
+    if not parts or (is_sequence(node) and all(_is_scalar(part) for _, part in parts)):
         yield path, describe(node, depth)
         return
     for part, child in parts:
         yield from list_values(f"{path}/{part}", child, depth + 1)
 
 
-def _is_sequence(node: Node) -> bool:
+def is_sequence(node: Node) -> bool:
+    """**Pure.** Whether a node is a list, a tuple, a set, or another container whose parts have no names."""
     return type(node) is list or (type(node) is dict and node.get("$") in _BRACKETS)
 
 

@@ -28,6 +28,8 @@ class ExitCode(enum.IntEnum):
     """The place could not be read or changed, or another error that holdfast names."""
     UNFIT = 5
     """A directory that was examined is not fit for checkpoints."""
+    DIFFERENT = 6
+    """`diff --exit-code` found differences."""
     BUG = 70
     """Something that should not happen: a fault of holdfast itself."""
     INTERRUPTED = 130

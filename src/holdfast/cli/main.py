@@ -15,13 +15,14 @@ from holdfast.errors import HoldfastError
 from holdfast.tracebacks import TRACEBACK_VARIABLE
 
 VERBS: Final = {
-    "list": "List the checkpoints of a run.",
+    "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
-    "verify": "Read every byte and say whether it is what was written.",
-    "prune": "Remove steps that are no longer wanted, and what unfinished saves left.",
-    "export": "Write a checkpoint as safetensors, for torch.load, or for torch.distributed.checkpoint.",
-    "import": "Make a checkpoint of such files.",
-    "doctor": "Say whether a directory is fit for checkpoints, what a save costs there, and how often to save.",
+    "diff": "Show what changed from one checkpoint to another.",
+    "verify": "Read every byte of a checkpoint and check it.",
+    "prune": "Remove checkpoints that you no longer want, and remains of unfinished saves.",
+    "export": "Write a checkpoint as safetensors, torch.save or DCP files.",
+    "import": "Make a checkpoint from files of torch.save, Lightning, Orbax, DCP or safetensors.",
+    "doctor": "Check the installation and a directory, and recommend how often to save.",
 }
 """Each verb with its line of help. Its module, of the same name, is imported when the verb is called, not before: help
 is quick, and no verb pays for what another needs."""
@@ -142,9 +143,9 @@ def _print_version(ctx: click.Context, param: click.Parameter, is_asked: bool) -
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
 )
 def holdfast() -> None:
-    """Look after the checkpoints of training jobs.
+    """Inspect and manage the checkpoints of training jobs.
 
-    RUN is the directory that a job saves into, RUN@STEP one of its checkpoints. Every verb has a --help of its own.
+    RUN is the directory that a job saves into, and RUN@STEP is one of its checkpoints. Every verb has a --help.
     """
 
 

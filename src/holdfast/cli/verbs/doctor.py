@@ -1,10 +1,11 @@
-"""`holdfast doctor`: is a directory fit for checkpoints, what does a save cost there, and how often to save."""
+"""`holdfast doctor`: checks the installation and a directory, measures a save, and recommends how often to save."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -19,6 +21,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import click
 import numpy as np
 
+import holdfast
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli.exit_codes import ExitCode, ending_on
@@ -64,6 +67,8 @@ _TIMEOUT_SECONDS: Final = 3600.0
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _LAYERED: Final = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
 
+_LIBRARIES: Final = ("numpy", "xxhash", "torch", "jax", "lightning", "transformers", "keras", "ray")
+
 _STYLES: Final = {"ok": GOOD, "note": NOTABLE, "unfit": BAD}
 _WHY: Final = {
     "optimum": "At this interval saves and failures cost least together, by Young's formula as Daly refined it.",
@@ -80,26 +85,31 @@ def _parse_measurable(ctx: click.Context, param: click.Parameter, text: str | No
 
 
 @click.command()
-@click.argument("directory", metavar="DIRECTORY", type=click.Path())
+@click.argument("directory", metavar="[DIRECTORY]", required=False, type=click.Path())
 @click.option(
     "--size",
     metavar="SIZE",
     callback=_parse_measurable,
-    help="The state's size.  [default: that of the newest checkpoint there, or 1GB]",
+    help="The size of the state.  [default: that of the newest checkpoint there, or 1GB]",
 )
 @click.option(
     "--mtbf", metavar="TIME", callback=parse_seconds, help="The mean time between failures.  [default: 6h, as for Auto]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
-def command(directory: str, size: int | None, mtbf: float | None, as_json: bool) -> None:
-    """Say whether a directory is fit for checkpoints, what a save costs there, and how often to save.
+def command(directory: str | None, size: int | None, mtbf: float | None, as_json: bool) -> None:
+    """Check the installation and a directory, measure a save there, and recommend how often to save.
 
-    DIRECTORY is the one that a job saves into, or any other on the same disk. What is written lies in a hidden
-    directory of its own, which is removed at the end; a run that is there is not touched. It takes a few seconds. The
-    exit code is 0 if the directory is fit, and 5 if it is not.
+    DIRECTORY is the directory that a job saves into, or any other on the same disk. Without it, only the installation
+    is checked.
 
-    Sizes are written as 500MB, 1.5GB or 2GiB, and times with their unit, as 350ms, 30s, 90min, 24h or 7d.
+    The check takes a few seconds. It writes into a hidden directory, which it removes at the end, and does not touch
+    a run that is there. The exit code is 0 if everything is fit for use, and 5 if not.
+
+    Write sizes as 500MB, 1.5GB or 2GiB, and times with their unit: 350ms, 30s, 90min, 24h or 7d.
     """
+    if directory is None:
+        _show_installation(list(examine_installation()), as_json)
+        return
     storage = _find_directory(directory)
     step, size_bytes, has_checkpoint = _find_size(storage, size)
     # The trial's own saves are no business of the person's: what ends them comes back as an error.
@@ -174,6 +184,33 @@ class Finding(NamedTuple):
     hint: str = ""
 
 
+def examine_installation() -> Iterator[Finding]:
+    """What is installed here, and whether holdfast can use it."""
+    yield Finding("holdfast", "ok", f"{holdfast.__version__}, from {Path(holdfast.__file__).parent}")
+    yield Finding("python", "ok", f"{platform.python_version()}, {platform.python_implementation()}")
+    system = f"{platform.system()} {platform.machine()}"
+    if platform.system() == "Linux":
+        yield Finding("platform", "ok", system)
+    else:
+        yield Finding("platform", "unfit", system, "holdfast works on Linux only")
+    yield _find_compiled_code()
+    for library in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            yield Finding(library, "ok", version(library))
+
+
+def _find_compiled_code() -> Finding:
+    lacking = [] if copy_plan.NATIVE is not None else ["copying"]
+    lacking += [] if digesting.find_native() is not None else ["digests"]
+    if not lacking:
+        return Finding("compiled code", "ok", "in use")
+    hint = (
+        f"the slow path is in use for {' and '.join(lacking)}, so saves block training longer: install a C compiler "
+        "and the headers of Python (Debian: build-essential python3-dev), then install holdfast again"
+    )
+    return Finding("compiled code", "note", "not in use", hint)
+
+
 @dataclass
 class Examination:
     """Looks at an empty directory as a job uses it. Each method raises `StorageError` where the place itself fails.
@@ -220,11 +257,7 @@ class Examination:
         self._look_at_direct_writes()
         self._look_at_room(has_checkpoint)
         self._look_at_clock()
-        if copy_plan.NATIVE is not None and digesting.find_native() is not None:
-            self._note("compiled code", "ok", "in use")
-        else:
-            hint = "without a C compiler, or with an xxhash that hides its functions: saves block longer"
-            self._note("compiled code", "note", "not in use", f"holdfast was installed {hint}")
+        self.findings.append(_find_compiled_code())
 
     def _look_at_publishing(self) -> None:
         """A checkpoint is committed by a file that appears whole, for good, and only where there is none yet."""
@@ -387,6 +420,32 @@ def _forget(directory: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def _show_installation(findings: list[Finding], as_json: bool) -> None:
+    is_fit = all(finding.status != "unfit" for finding in findings)
+    if as_json:
+        write_json(sys.stdout, "doctor", {"is_fit": is_fit, "findings": [finding._asdict() for finding in findings]})
+    else:
+        screen = Screen(sys.stdout)
+        rows: list[list[Words]] = [
+            [(finding.status, _STYLES[finding.status]), finding.name, (finding.text, FAINT)] for finding in findings
+        ]
+        if screen.is_terminal:
+            screen.table([""] * 3, rows)
+        else:
+            screen.table(["NAME", "VALUE"], [[one.name.replace(" ", "_"), one.text] for one in findings])
+        _remark(findings)
+    sys.exit(ExitCode.OK if is_fit else ExitCode.UNFIT)
+
+
+def _remark(findings: list[Finding]) -> None:
+    """Hints go to the error stream, so that a pipe gets the figures alone."""
+    sys.stdout.flush()
+    remarks = Screen(sys.stderr)
+    for finding in findings:
+        if finding.hint:
+            remarks.say((f"{finding.status}: ", _STYLES[finding.status]), f"{finding.name}: {finding.hint}")
+
+
 def _show(location: str, step: int | None, examined: Examination, screen: Screen) -> None:
     if screen.is_terminal:
         _show_page(location, step, examined, screen)
@@ -397,12 +456,7 @@ def _show(location: str, step: int | None, examined: Examination, screen: Screen
         for name, figure in examined.figures.items():
             rows.append([name, str(figure) if isinstance(figure, int) else figure_text(figure)])
         screen.table(["NAME", "VALUE"], [*rows, ["save_every", examined.save_every or "-"]])
-    # On the error stream, so that a pipe gets the figures alone.
-    sys.stdout.flush()
-    remarks = Screen(sys.stderr)
-    for finding in examined.findings:
-        if finding.hint:
-            remarks.say((f"{finding.status}: ", _STYLES[finding.status]), f"{finding.name}: {finding.hint}")
+    _remark(examined.findings)
 
 
 def _show_page(location: str, step: int | None, examined: Examination, screen: Screen) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,13 +29,20 @@ from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
 from holdfast.events.kinds import size_text
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
-from holdfast.policies import spare_referred
+from holdfast.policies import Best, EveryN, Latest, Newer, RetentionPolicy, spare_referred
+from holdfast.policies.retention import AnyKeeps, KeptCandidate, absent_metrics, plan_retention
 from holdfast.save.commit.deletion import discard_unfinished, remove_own_files, withdraw
 from holdfast.storage import Storage
 
 
 @click.command()
 @click.argument("run", metavar="RUN", type=click.Path())
+@click.option("--keep", metavar="N", type=click.IntRange(1), help="Keep the N newest steps and remove the older ones.")
+@click.option(
+    "--policy",
+    metavar="POLICY",
+    help="Remove what a policy does not keep, such as \"Latest(3) | Best('val_loss')\".",
+)
 @click.option("--off-line", is_flag=True, help="Remove all steps off the living line.")
 @click.option("--unfinished", is_flag=True, help="Remove what saves that never ended have left.")
 @click.option("--lost", is_flag=True, help="Remove steps whose manifests are gone, with their data.")
@@ -48,6 +57,8 @@ from holdfast.storage import Storage
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document; needs --yes or --dry-run.")
 def command(
     run: str,
+    keep: int | None,
+    policy: str | None,
     off_line: bool,
     unfinished: bool,
     lost: bool,
@@ -65,19 +76,23 @@ def command(
     target = find_run(run)
     survey = survey_run(target.storage)
     named = tuple(text.strip() for text in steps.split(",") if text.strip())
-    wishes = Wishes(off_line, unfinished, lost, job_is_dead, named)
-    if not (off_line or unfinished or lost or named):
+    if keep is not None and policy is not None:
+        raise UsageError("--keep and --policy exclude each other", hint=f"Write --policy 'Latest({keep}) | ...'.")
+    wanted = Latest(keep) if keep is not None else None if policy is None else parse_policy(policy)
+    wishes = Wishes(off_line, unfinished, lost, job_is_dead, named, wanted)
+    if not (off_line or unfinished or lost or named or wanted is not None):
         raise UsageError(
-            f"what is to be removed from {target.location}?",
-            hint="Give --off-line, --unfinished (with --job-is-dead also the spare file), --lost (steps whose manifest "
-            f"is gone) or --steps A,B; `holdfast list --all {target.location}` shows what each would find.",
+            "nothing is selected",
+            hint="Give --keep 3 (the newest three), --policy, --steps A,B, --off-line, --unfinished or --lost; "
+            f"`holdfast list --all {target.location}` shows what there is.",
         )
     if job_is_dead and not unfinished:
-        raise UsageError("--job-is-dead means nothing without --unfinished")
+        raise UsageError("--job-is-dead needs --unfinished", hint="Give both, or leave --job-is-dead out.")
     may_ask = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
     if not (dry_run or yes or may_ask):
         raise UsageError(
-            "there is no terminal to ask on", hint="Give --yes to remove, or --dry-run to see what would go."
+            "cannot ask for confirmation without a terminal",
+            hint="Give --yes to remove, or --dry-run to see what would be removed.",
         )
     plan = plan_removals(survey, wishes)
     check_removable(target.storage, plan, survey.catalog)
@@ -182,6 +197,7 @@ class Wishes:
         job_is_dead: Whether the person vouches that no job saves here, so that also the newest generation's
             unfinished saves belong to no job, and the spare.
         steps: Single checkpoints, each a step or the name of its directory.
+        policy: What to keep of the living line; None to keep all that is not named otherwise.
     """
 
     off_line: bool
@@ -189,6 +205,7 @@ class Wishes:
     lost: bool
     job_is_dead: bool
     steps: tuple[str, ...]
+    policy: RetentionPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +246,8 @@ def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
         chosen |= {one.directory for one in survey.of(State.OFF_LINE)}
     if wishes.lost:
         chosen |= {one.directory for one in survey.of(State.LOST)}
+    if wishes.policy is not None:
+        chosen |= set(_choose_outdated(survey, wishes.policy))
     left_alone = []
     if wishes.unfinished:
         for one in survey.of(State.UNFINISHED, State.SET_ASIDE, State.SPARE):
@@ -255,6 +274,55 @@ BRING_BACK: Final = (
     f"`{COMMITTED_NAME}` in the step's directory is a copy of `{MANIFEST_NAME}`, unless it is empty or missing"
 )
 """How a step that has lost its manifest gets it again."""
+
+
+def _choose_outdated(survey: Survey, policy: RetentionPolicy) -> Iterable[str]:
+    """The directories of the living line that a policy does not keep; a checkpoint with a damaged manifest is kept."""
+    candidates = [
+        KeptCandidate(one.directory, manifest.step, manifest.committed_at_unix_seconds, manifest.metrics)
+        for one in survey.of(State.LIVING)
+        if (manifest := one.manifest) is not None
+    ]
+    if absent := absent_metrics(policy, candidates):
+        known = sorted({metric for candidate in candidates for metric in candidate.metrics})
+        raise UsageError(
+            f"no checkpoint has the metric {', '.join(map(repr, absent))}",
+            hint=f"The metrics are {', '.join(map(repr, known)) or 'none at all'}.",
+        )
+    return plan_retention(policy, candidates, {}, time.time()).remove
+
+
+_POLICIES: Final = {"Latest": Latest, "EveryN": EveryN, "Best": Best, "Newer": Newer}
+
+
+def parse_policy(text: str) -> RetentionPolicy:
+    """**Pure.** The policy that `Latest(3) | Best('val_loss')` stands for, as a program would write it.
+
+    Nothing of the text is executed. Raises `UsageError` if it is anything else.
+    """
+
+    def read(node: ast.expr) -> RetentionPolicy:
+        match node:
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                return AnyKeeps((read(left), read(right)))
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name(id="hf"), attr=name)):
+                arguments = [ast.literal_eval(argument) for argument in node.args]
+                keywords = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg is not None}
+                if name in _POLICIES and len(keywords) == len(node.keywords):
+                    made: RetentionPolicy = _POLICIES[name](*arguments, **keywords)
+                    return made
+        raise ValueError(text)
+
+    try:
+        return read(ast.parse(text.strip(), mode="eval").body)
+    except UsageError as error:
+        raise UsageError(f"--policy {text!r}: {error.message}", hint=error.hint) from error
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise UsageError(
+            f"--policy {text!r} is not a policy",
+            hint=f"Write {', '.join(_POLICIES)} with their arguments, joined by |: "
+            "\"Latest(3) | Best('val_loss', mode='min') | EveryN(1000)\".",
+        ) from error
 
 
 def _choose_named(survey: Survey, steps: Iterable[str]) -> Iterable[Found]:

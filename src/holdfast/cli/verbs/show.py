@@ -39,15 +39,16 @@ from holdfast.restore.candidates import Selection, make_selection
 @click.argument("run", metavar="RUN[@STEP]", type=click.Path())
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--depth", type=click.IntRange(0, 16), default=2, show_default=True, help="How deep the tree goes.")
+@click.option("--largest", metavar="N", type=click.IntRange(0), default=0, help="Also list the N largest arrays.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
-def command(run: str, names: tuple[str, ...], depth: int, as_json: bool) -> None:
+def command(run: str, names: tuple[str, ...], depth: int, largest: int, as_json: bool) -> None:
     """Show what one checkpoint holds.
 
-    RUN is the directory that a job saves into, and its newest checkpoint is meant unless a step is given, as in
-    runs/gpt@500. RUN may also be the directory of a single step, wherever that was copied to.
+    RUN is the directory that a job saves into. Its newest checkpoint is shown unless you add a step, as in
+    runs/gpt@500. RUN can also be the directory of a single step, or a copy of one.
 
-    With one or more NAMEs those leaves and values are shown in full: an object (model), a leaf
-    (model/layers.0.weight), or a pattern ('model/layers.*.weight').
+    NAMEs select what is shown in full: an object (model), an array (model/layers.0.weight), or a pattern
+    ('model/layers.*.weight').
     """
     target = find_target(run)
     selection = make_selection(names) if names else None
@@ -65,7 +66,7 @@ def command(run: str, names: tuple[str, ...], depth: int, as_json: bool) -> None
         _check_found(contents, selection, target)
         write_json(sys.stdout, "show", document)
     elif selection is None:
-        page.show_overview(contents, depth)
+        page.show_overview(contents, depth, largest)
     else:
         arrays, values = contents.arrays(selection), contents.values(selection)
         _check_found(contents, selection, target)
@@ -81,7 +82,6 @@ def _check_found(contents: Contents, selection: Selection | None, target: RunTar
         )
 
 
-_LARGEST: Final = 10
 _MAX_NOTE_CHARACTERS: Final = 400
 _MAX_VALUE_CHARACTERS: Final = 40
 
@@ -125,17 +125,17 @@ class ContentsPage:
         rows: list[list[Words]] = [[(label, FAINT), text] for label, text in facts.items() if text]
         self._screen.table(["", ""], rows, indent=2)
 
-    def show_overview(self, contents: Contents, depth: int) -> None:
-        """Where the bytes are: the objects as a tree, and the largest leaves."""
+    def show_overview(self, contents: Contents, depth: int, largest: int) -> None:
+        """Where the bytes are: the objects as a tree, and as many of the largest arrays as are asked for."""
         self._screen.say()
         self._show_tree(contents, depth)
         leaves = sorted(contents.leaves().items(), key=lambda leaf: -leaf[1][2])
-        if len(leaves) > 1:
+        if largest and leaves:
             self._screen.say()
-            title = "largest leaf" if len(leaves) <= _LARGEST else f"largest of {len(leaves)} leaves"
+            title = "array" if len(leaves) <= largest else f"largest of {len(leaves)} arrays"
             rows = [
                 [name, dtype, _list_text(shape), self._size(size_bytes)]
-                for name, (dtype, shape, size_bytes) in leaves[:_LARGEST]
+                for name, (dtype, shape, size_bytes) in leaves[:largest]
             ]
             self._table([title, "dtype", "shape", "size"], rows)
 
@@ -163,6 +163,7 @@ class ContentsPage:
         objects = contents.objects
         sizes = contents.sizes()
         total_bytes = sum(sum(leaves.values()) for leaves in sizes.values())
+        forms = contents.leaves()
         rows: list[list[Words]] = []
         for name, leaves in sizes.items():
             node = objects.get(name)
@@ -171,16 +172,19 @@ class ContentsPage:
                 label = "  " * line.depth + line.label
                 share = _share_text(line.size_bytes, total_bytes)
                 has_leaves = line.leaves > 0
+                dtype, shape, _ = forms.get(line.leaf, ("-", (), 0))
                 rows.append(
                     [
                         (label, STRONG if is_root else FAINT if line.label.startswith("(") else ""),
                         str(line.leaves) if has_leaves else "-",
                         self._size(line.size_bytes) if has_leaves else "-",
                         (share, FAINT),
+                        (dtype, FAINT),
+                        (_list_text(shape) if dtype != "-" else "-", FAINT),
                         (_values_text(node, has_leaves) if is_root else "", FAINT),
                     ]
                 )
-        self._table(["object", "leaves", "size", "share", "other values"], rows)
+        self._table(["object", "arrays", "size", "share", "dtype", "shape", "other values"], rows)
 
     def _array_row(self, array: Array) -> list[Words]:
         record, stored = array.stored.record, array.stored
@@ -198,7 +202,7 @@ class ContentsPage:
         shown = {title: title for title in titles}
         if not self._screen.is_terminal:
             shown = {title: "BYTES" if title == "size" else title.upper() for title in titles}
-        figures = {shown[title] for title in titles if title in ("leaves", "size", "share", "offset")}
+        figures = {shown[title] for title in titles if title in ("arrays", "size", "share", "offset")}
         self._screen.table(list(shown.values()), rows, figures=figures)
 
     def _size(self, size_bytes: int) -> str:
@@ -239,6 +243,7 @@ class Branch:
     name: str
     leaves: int = 0
     size_bytes: int = 0
+    leaf: str = ""
     children: dict[str, Branch] = field(default_factory=dict)
 
 
@@ -250,6 +255,7 @@ class Line:
     label: str
     leaves: int
     size_bytes: int
+    leaf: str = ""
 
 
 def grow_tree(root: str, leaves: Iterable[tuple[str, int]]) -> Branch:
@@ -263,6 +269,7 @@ def grow_tree(root: str, leaves: Iterable[tuple[str, int]]) -> Branch:
             branch = branch.children.setdefault(part, Branch(part))
             branch.leaves += 1
             branch.size_bytes += size_bytes
+        branch.leaf = name
     return tree
 
 
@@ -274,7 +281,7 @@ def list_tree(tree: Branch, max_depth: int, depth: int = 0) -> Iterator[Line]:
         if child.leaves < tree.leaves:
             break  # The branch is a leaf itself.
         label, tree = label + child.name, child
-    yield Line(depth, label, tree.leaves, tree.size_bytes)
+    yield Line(depth, label, tree.leaves, tree.size_bytes, tree.leaf if tree.leaves == 1 else "")
     if depth == max_depth:
         return
     children = sorted(tree.children.values(), key=lambda child: _natural_key(child.name))
