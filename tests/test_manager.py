@@ -502,7 +502,7 @@ def test_checkpoints_but_none_whole_is_an_error(tmp_path: Path) -> None:
         os.truncate(data_file(tmp_path, step), 5000)
     with (
         manager_of(tmp_path) as manager,
-        pytest.raises(NoWholeCheckpointError, match="all checkpoints .2. are damaged") as caught,
+        pytest.raises(NoWholeCheckpointError, match=r"all checkpoints \(2\) are damaged") as caught,
     ):
         manager.restore()
     assert [damage.step for damage in caught.value.damages] == [2, 1]
