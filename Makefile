@@ -22,7 +22,15 @@ DEMO ?=
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=
 
-.PHONY: demo docs test test-ray test-frameworks check crash bench bench-frameworks clean
+# `make gpu` takes the Python that has the machine's own torch, and installs nothing. DRY=1 tries the kit on the processor.
+GPU_OUT ?= build/gpu
+GPU_WHEELS := .gpu-wheels
+PYTHON_VERSION ?= 3.12
+DRY ?=
+# For instance: make gpu GPU="--only tests"; GPU=--help shows what there is.
+GPU ?=
+
+.PHONY: demo docs test test-ray test-frameworks check crash bench bench-frameworks gpu gpu-wheels clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -65,8 +73,15 @@ bench: $(BENCH_PLACE)/ready
 bench-frameworks: $(FRAMEWORKS_VENV)/ready
 	$(FRAMEWORKS_VENV)/bin/python -m benchmarks.frameworks $(BENCH)
 
+gpu: $(if $(DRY),.venv/ready)
+	$(if $(DRY),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(if $(DRY),--dry) --out $(GPU_OUT) --wheels $(GPU_WHEELS) $(GPU)
+
+# Where there is a network: what a machine with a GPU and without one may lack, for its version of Python.
+gpu-wheels:
+	$(PYTHON) -m benchmarks.gpu.wheels $(GPU_WHEELS) $(PYTHON_VERSION)
+
 clean:
-	rm -rf .venv .venv-bench .venv-ray .venv-frameworks .venv-docs build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
+	rm -rf .gpu-wheels .venv .venv-bench .venv-ray .venv-frameworks .venv-docs build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
 .venv/ready: EXTRAS := torch,dev

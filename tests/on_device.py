@@ -49,6 +49,12 @@ class Job:
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
 
+    def to(self, device: str) -> Job:
+        """Before the first step: the optimizer's state is made where the parameters are."""
+        self.device = device
+        self.model.to(device)
+        return self
+
     def checkpoint(self) -> hf.Checkpoint:
         return hf.Checkpoint(model=self.model, optimizer=self.optimizer)
 

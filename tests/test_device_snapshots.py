@@ -8,6 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,7 @@ def test_a_capture_while_a_save_copies_is_refused() -> None:
     job.optimizer.step()
     with hf.CheckpointManager(storage, job.checkpoint(), overlap_copy=True) as manager:
         handle = manager.save(1)
+        handle.wait_staged(60)
         with pytest.raises(UsageError, match=r"captured in a CUDA graph.*"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             job.optimizer.step()
         storage.may_write.set()
@@ -298,7 +300,8 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(caplog: pytest.LogCap
 
 
 def forget_error() -> None:
-    with pytest.raises(RuntimeError):
+    """CUDA keeps an error until it is asked for, and torch asks at the next kernel."""
+    with suppress(RuntimeError):
         torch.ones((), device="cuda")
 
 

@@ -26,6 +26,8 @@ class TorchCheckpointing(TorchPeer):
 
     makes_last = "nothing"
     waits_by_itself = False
+    pinned = False
+    writers = 2
 
     def open(self, directory: Path, state: State, keep: int | None = None) -> None:
         """Without what needs an accelerator, and without direct I/O: it writes unaligned ends, which ext4 refuses."""
@@ -36,8 +38,10 @@ class TorchCheckpointing(TorchPeer):
         self._manager = CheckpointManager(
             CheckpointManager.Config(
                 save=AsyncCheckpointSaverConfig(
-                    staging_config=CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False),
-                    writer_config=CheckpointWriterConfig(file_write_max_threads=2),
+                    staging_config=CheckpointStagerConfig(
+                        use_pinned_memory=self.pinned, use_non_blocking_copy=self.pinned
+                    ),
+                    writer_config=CheckpointWriterConfig(file_write_max_threads=self.writers),
                 ),
                 storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
             )
@@ -71,3 +75,10 @@ class TorchCheckpointing(TorchPeer):
     def close(self) -> None:
         """Ends the second process."""
         self._manager.close()
+
+
+class TorchCheckpointingPinned(TorchCheckpointing):
+    """For state on a GPU: copies on a stream of their own, into pinned memory."""
+
+    pinned = torch.cuda.is_available()
+    writers = 8
