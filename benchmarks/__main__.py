@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import click
+from msgspec.structs import replace
 
 from benchmarks.frameworks.page import keep_section
 from benchmarks.frozen import compare_frozen
@@ -20,6 +21,7 @@ from benchmarks.peers import PEERS
 from benchmarks.picture import render_picture
 from benchmarks.report import render_report
 from benchmarks.results import (
+    LIMITS,
     Results,
     UnreadableResultsError,
     find_misfit,
@@ -29,6 +31,15 @@ from benchmarks.results import (
 )
 from benchmarks.rounds import compare_saves, compare_training
 from benchmarks.scratch import open_scratch
+from benchmarks.several_workers import JOBS, TRAINING_JOBS
+from benchmarks.several_workers.comparison import (
+    MOST_ROUNDS,
+    WorkersPlan,
+    compare_workers,
+    compare_workers_training,
+)
+from benchmarks.several_workers.page import was_measured
+from benchmarks.several_workers.published import is_of_workers, publish
 from benchmarks.small import measure_small
 from benchmarks.speed import render_speed
 from benchmarks.turns import Bench
@@ -36,7 +47,10 @@ from benchmarks.turns import Bench
 _HERE: Final = Path(__file__).parent
 _OUT: Final = _HERE / "out"
 _DOCS: Final = _HERE.parent / "docs" / "internals"
-PARTS: Final = ("small", "model", "small-tensors", "training", "mostly-frozen", "many-saves")
+PARTS: Final = (
+    *("small", "model", "small-tensors", "training", "mostly-frozen", "many-saves"),
+    *("several-workers", "several-training"),
+)
 RESULTS_NAME: Final = "results.json"
 
 
@@ -100,13 +114,27 @@ def main(
             click.echo(f"\nstopped{kept}", err=True)
             sys.exit(130)
     results = _read(path)
-    place = docs or (_DOCS if _is_whole(results) else out)
-    page = place / "benchmarks.md"
-    # Another command measures what it shows of frameworks.
-    page.write_text(keep_section(render_report(results, "benchmarks.svg"), page.read_text() if page.exists() else ""))
-    (place / "benchmarks.svg").write_text(render_picture(results))
-    (place / "speed.svg").write_text(render_speed(results))
-    click.echo(f"{page} after {time.monotonic() - begun_at:.0f} s")
+    shown = _split(results)
+    if shown.rounds or not was_measured(results):
+        place = docs or (_DOCS if _is_whole(shown) else out)
+        page = place / "benchmarks.md"
+        # Another command measures what it shows of frameworks.
+        kept = page.read_text() if page.exists() else ""
+        page.write_text(keep_section(render_report(shown, "benchmarks.svg"), kept))
+        (place / "benchmarks.svg").write_text(render_picture(shown))
+        (place / "speed.svg").write_text(render_speed(shown))
+        click.echo(f"{page} after {time.monotonic() - begun_at:.0f} s")
+    if was_measured(results):
+        click.echo(f"{publish(results, out, docs)} after {time.monotonic() - begun_at:.0f} s")
+
+
+def _split(results: Results) -> Results:
+    """**Pure.** What one process has saved; several workers have a page of their own."""
+    return replace(
+        results,
+        rounds=[entry for entry in results.rounds if not is_of_workers(entry.workload)],
+        failures=[failure for failure in results.failures if not is_of_workers(failure[0])],
+    )
 
 
 def _make_directory(place: Path) -> None:
@@ -132,6 +160,11 @@ def _is_whole(results: Results) -> bool:
     measured = {(entry.workload, entry.contender) for entry in results.rounds}
     measured |= {(workload, contender) for workload, contender, _ in results.failures}
     return results.scale == 1 and all((part, name) in measured for name in PEERS for part in PEERS[name].parts)
+
+
+def _asked(jobs: Mapping[str, Sequence[str]], peers: Sequence[str]) -> list[str]:
+    """Those of the contenders with several workers that were asked for."""
+    return [name for some in jobs.values() for name in some if name != LIMITS and (name in peers or not peers)]
 
 
 def _measure(
@@ -162,6 +195,10 @@ def _measure(
                 compare_frozen(bench, names)
             elif part == "many-saves":
                 compare_many_saves(bench, names)
+            elif part == "several-workers":
+                compare_workers(bench, _asked(JOBS, peers), WorkersPlan(rounds=min(rounds, MOST_ROUNDS)))
+            elif part == "several-training":
+                compare_workers_training(bench, _asked(TRAINING_JOBS, peers), WorkersPlan(rounds=rounds))
             else:
                 compare_saves(bench, part, names, rounds)
             write_results(merge(before, results) if before else results, out / RESULTS_NAME)

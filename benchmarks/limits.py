@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from statistics import median
 from typing import Final
 
 from benchmarks import page_cache
+from benchmarks.timing import timed
 from benchmarks.workloads import Place
 
 _PAGE_BYTES: Final = 4096
@@ -21,6 +21,7 @@ _COPY_BYTES: Final = 4 << 20
 WRITE_BLOCKS: Final = (2 << 20, 8 << 20, 16 << 20)
 READ_BLOCKS: Final = (2 << 20, 8 << 20)
 READ_THREADS: Final = (2, 4)
+NEW_FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 class BareCopy:
@@ -29,19 +30,14 @@ class BareCopy:
     def __init__(self, memory: mmap.mmap, target: mmap.mmap, places: Sequence[Place]) -> None:
         # The moves are addresses only.
         self._kept = memory, target
-        source, to, offset = _address(memory), _address(target), 0
-        self._moves: list[tuple[int, int, int]] = []
-        for place in places:
-            for begin in range(place.begin, place.end, _COPY_BYTES):
-                length = min(_COPY_BYTES, place.end - begin)
-                self._moves.append((to + offset, source + begin, length))
-                offset += length
+        source = address_of(memory)
+        self._moves = plan_moves([(source + place.begin, place.end - place.begin) for place in places], target)
         self._half = _middle([length for _, _, length in self._moves])
 
     def seconds(self) -> float:
         """One copy."""
         halves = (self._moves[: self._half], self._moves[self._half :])
-        return _timed(lambda: _together([partial(_copy, half) for half in halves]))
+        return timed(lambda: _together([partial(move_all, half) for half in halves]))
 
 
 class Limits:
@@ -54,7 +50,7 @@ class Limits:
         self._buffer = mmap.mmap(-1, self._padded_bytes)
         self._buffer.madvise(mmap.MADV_HUGEPAGE)
         # Touched here, once: the first touch of a page is the machine's affair, not the copy's.
-        ctypes.memset(_address(self._buffer), 1, self._padded_bytes)
+        ctypes.memset(address_of(self._buffer), 1, self._padded_bytes)
         self._copy = BareCopy(memory, self._buffer, places)
 
     def copy_seconds(self) -> float:
@@ -84,52 +80,65 @@ class Limits:
         """Removes the file."""
         self._path.unlink(missing_ok=True)
 
-    def _write(self, block_bytes: int, flags: int = os.O_WRONLY | os.O_CREAT | os.O_EXCL) -> float:
-        if flags & os.O_EXCL:
-            self.remove()
-        view = memoryview(self._buffer)
-
-        def write() -> None:
-            descriptor = os.open(self._path, flags | os.O_DIRECT)
-            try:
-                os.posix_fallocate(descriptor, 0, self._padded_bytes)
-                _spread(
-                    lambda begin, end: _all(os.pwrite(descriptor, view[begin:end], begin), end - begin),
-                    self._padded_bytes,
-                    block_bytes,
-                    2,
-                )
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-        return _timed(write)
+    def _write(self, block_bytes: int, flags: int = NEW_FILE) -> float:
+        return timed(lambda: write_directly(self._path, memoryview(self._buffer), block_bytes, 2, flags))
 
     def _read(self, block_bytes: int, threads: int, flag: int) -> float:
-        view = memoryview(self._buffer)
-
-        def read() -> None:
-            descriptor = os.open(self._path, os.O_RDONLY | flag)
-            try:
-                _spread(
-                    lambda begin, end: _all(os.preadv(descriptor, [view[begin:end]], begin), end - begin),
-                    self._padded_bytes,
-                    block_bytes,
-                    threads,
-                )
-            finally:
-                os.close(descriptor)
-
-        return _timed(read)
+        return timed(lambda: read_into(self._path, memoryview(self._buffer), block_bytes, threads, flag))
 
 
-def _copy(moves: Sequence[tuple[int, int, int]]) -> None:
+def plan_moves(sources: Sequence[tuple[int, int]], target: mmap.mmap) -> list[tuple[int, int, int]]:
+    """Moves of pieces of memory, by address and length, to one place after the other: to, from and how many bytes."""
+    to, moves = address_of(target), []
+    for source, size_bytes in sources:
+        for begin in range(0, size_bytes, _COPY_BYTES):
+            length = min(_COPY_BYTES, size_bytes - begin)
+            moves.append((to, source + begin, length))
+            to += length
+    return moves
+
+
+def move_all(moves: Sequence[tuple[int, int, int]]) -> None:
+    """**Blocks.** Makes the moves in this thread."""
     move = ctypes.memmove
     for to, of, length in moves:
         move(to, of, length)
 
 
-def _address(memory: mmap.mmap) -> int:
+def write_directly(path: Path, view: memoryview, block_bytes: int, threads: int, flags: int = NEW_FILE) -> None:
+    """**Blocks.** Writes whole pages past the page cache, into a new file or the one that is there, and syncs it."""
+    if flags & os.O_EXCL:
+        path.unlink(missing_ok=True)
+    descriptor = os.open(path, flags | os.O_DIRECT)
+    try:
+        os.posix_fallocate(descriptor, 0, len(view))
+        _spread(
+            lambda begin, end: _all(os.pwrite(descriptor, view[begin:end], begin), end - begin),
+            len(view),
+            block_bytes,
+            threads,
+        )
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_into(path: Path, view: memoryview, block_bytes: int, threads: int, flag: int = os.O_DIRECT) -> None:
+    """**Blocks.** Reads a file of as many bytes into memory; past the page cache, unless other flags are given."""
+    descriptor = os.open(path, os.O_RDONLY | flag)
+    try:
+        _spread(
+            lambda begin, end: _all(os.preadv(descriptor, [view[begin:end]], begin), end - begin),
+            len(view),
+            block_bytes,
+            threads,
+        )
+    finally:
+        os.close(descriptor)
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where it lies."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -176,9 +185,3 @@ def _together(jobs: Sequence[Callable[[], None]]) -> None:
         thread.join()
     if errors:
         raise errors[0]
-
-
-def _timed(action: Callable[[], None]) -> float:
-    begun_at = time.perf_counter()
-    action()
-    return time.perf_counter() - begun_at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from statistics import median
 from typing import Final
@@ -63,7 +63,12 @@ class Panel:
 
 def render_picture(results: Results) -> str:
     """**Pure.** The picture."""
-    panels = list(_panels(results))
+    return draw_panels(list(_panels(results)), "Benchmarks: medians as bars")
+
+
+def draw_panels(panels: Sequence[Panel], label: str) -> str:
+    """**Pure.** A picture of panels, two beside each other; the shortest bar of each is above."""
+    panels = [replace(one, bars=sorted(one.bars, key=lambda bar: bar[1].median)) for one in panels if one.bars]
     rows = [panels[first : first + _COLUMNS] for first in range(0, len(panels), _COLUMNS)]
     body: list[str] = []
     top = _GAP // 2
@@ -76,25 +81,17 @@ def render_picture(results: Results) -> str:
         top += _HEAD
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" width="{_WIDTH}" height="{top}" '
-        f'role="img" aria-label="Benchmarks: medians as bars">\n<style>{_STYLE}</style>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
+        f'role="img" aria-label="{escape(label)}">\n<style>{_STYLE}</style>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
 
 def _panels(results: Results) -> Iterator[Panel]:
-    """Two beside each other belong together; the shortest bar of each is above."""
-    found = [
-        *_save_panels(results, "model", ("stall", "held", "durable")),
-        *_training_panel(results),
-        *_save_panels(results, "model", ("restore_cold", "restore_warm")),
-        *_save_panels(results, "small-tensors", ("stall", "durable", "restore_cold", "restore_warm")),
-        *_frozen_panel(results),
-    ]
-    for panel in found:
-        bars = sorted(panel.bars, key=lambda bar: bar[1].median)
-        if bars:
-            yield Panel(panel.title, panel.note, bars, panel.limit)
+    """Two beside each other belong together."""
+    yield from _save_panels(results, "model", ("stall", "held", "durable"))
+    yield from _training_panel(results)
+    yield from _save_panels(results, "model", ("restore_cold", "restore_warm"))
+    yield from _save_panels(results, "small-tensors", ("stall", "durable", "restore_cold", "restore_warm"))
+    yield from _frozen_panel(results)
 
 
 def _save_panels(results: Results, workload: str, keys: Sequence[str]) -> Iterator[Panel]:

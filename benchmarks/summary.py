@@ -54,7 +54,9 @@ class Standing:
 LIMIT_OF = {
     "stall": "copy",
     "held": "copy",
+    "stall_apart": "copy",
     "durable": "write",
+    "durable_apart": "write",
     "restore_cold": "read_cold",
     "restore_warm": "read_warm",
     "load_file_cold": "read_cold",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -119,7 +119,7 @@ def in_groups(names: Sequence[str]) -> list[list[str]]:
     return [list(group) for _, group in groupby(names, key=lambda name: PEERS[name].group)]
 
 
-def in_turn(live: dict[str, Contender], number: int) -> list[str]:
+def in_turn(live: Iterable[str], number: int) -> list[str]:
     """The contenders in the order of this round: the limits first, then the others, each time another one in front."""
     names = [name for name in live if name != LIMITS]
     first = number % len(names) if names else 0

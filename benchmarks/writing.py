@@ -25,3 +25,14 @@ def multiple(value: float) -> str:
 def seconds(value: float) -> str:
     """**Pure.** A short time."""
     return f"{value * 1000:.0f} ms"
+
+
+def show_time(value: float) -> str:
+    """**Pure.** Seconds, or milliseconds if it is shorter."""
+    return (
+        f"{value:.2f} s"
+        if abs(value) >= 1
+        else f"{value * 1e3:.0f} ms"
+        if abs(value) >= 0.01
+        else f"{value * 1e3:.1f} ms"
+    )

@@ -136,6 +136,23 @@ def test_a_state_is_saved_behind_training(tmp_path: Path) -> None:
     assert torch.equal(back["weights"], torch.arange(1000.0))
 
 
+def test_saves_that_nobody_waits_for_come_one_after_the_other(tmp_path: Path) -> None:
+    writer = hf.dcp.StorageWriter(tmp_path)
+    # Large enough to be written still when the next one begins.
+    states = [{"a": torch.full((1 << 22,), float(number))} for number in range(4)]
+    futures: list[Any] = [dcp.async_save(state, storage_writer=writer) for state in states]
+    for future in futures:
+        future.result()
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+    found = set()
+    for step in range(4):
+        back = {"a": torch.zeros(1 << 22)}
+        dcp.load(back, storage_reader=hf.dcp.StorageReader(tmp_path, step=step))
+        assert bool((back["a"] == back["a"][0]).all())
+        found.add(back["a"][0].item())
+    assert found == {0.0, 1.0, 2.0, 3.0}
+
+
 def test_tensors_of_other_types_and_layouts_take_the_values(tmp_path: Path) -> None:
     stored = {
         "wide": torch.randn(4, 6),
@@ -366,6 +383,8 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="use_collectives"):
         dcp.save({"x": 1}, storage_writer=hf.dcp.StorageWriter(tmp_path), use_collectives=False)
+    with pytest.raises(errors.UsageError, match="no policy for keeping"):
+        hf.dcp.StorageWriter(tmp_path, keep=3)  # type: ignore[arg-type]
     with pytest.raises(CheckpointException, match="no path to save to was given"):
         save(None, {"x": 1})
     assert steps_of(tmp_path) == []

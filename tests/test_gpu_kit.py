@@ -76,14 +76,9 @@ def run_text(text: str, tmp_path: Path, limit_seconds: float) -> process.Ended:
 
 
 def test_a_part_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:
-    text = f"""
-import pathlib, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(child.pid))
-print("began", flush=True)
-child.wait()
-"""
-    ended = run_text(text, tmp_path, 3)
+    # A shell, which begins at once on a busy machine too.
+    command = ["/bin/sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; echo began; wait"]
+    ended = process.run(command, os.environ, ROOT, 5, tmp_path / "log")
     assert ended.state == "timed out"
     assert "began" in ended.text
     child = int((tmp_path / "pid").read_text())

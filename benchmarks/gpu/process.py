@@ -60,7 +60,7 @@ def run(command: Sequence[str], env: Mapping[str, str], cwd: Path, limit_seconds
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_DYING_SECONDS)
             _running.discard(child.pid)
-    text = log.read_bytes()[-20_000:].decode(errors="replace")
+    text = log.read_bytes()[-100_000:].decode(errors="replace")
     if state == "timed out" and child.poll() is None:
         text += "\nthe process could not be ended, and still runs"
     return Ended(state, time.monotonic() - begun_at, text)

@@ -61,13 +61,18 @@ class InThread(Synchronous):
     writers = 1
 
     def open(self, directory: Path, state: State, keep: int | None = None) -> None:
-        """DCP asks for a process group, also for one process."""
+        """Makes what it keeps."""
         super().open(directory, state, keep)
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{_free_port()}", rank=0, world_size=1)
+        self._group = self.join_group()
         self._stager = self.make_stager()
         self._planner = DefaultSavePlanner(enable_plan_caching=True) if self._stager is not None else None
         self._staged: Future[Any] | None = None
         self._uploaded: Future[Any] | None = None
+
+    def join_group(self) -> dist.ProcessGroup | None:
+        """What its threads meet in; None for the default group. DCP asks for one also for one process."""
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{_free_port()}", rank=0, world_size=1)
+        return None
 
     def make_stager(self) -> AsyncStager | None:
         """What copies; None for what DCP makes for each save."""
@@ -82,6 +87,7 @@ class InThread(Synchronous):
             checkpoint_id=self._newest,
             storage_writer=FileSystemWriter(self._newest, thread_count=self.writers),
             planner=self._planner,
+            process_group=self._group,
             async_checkpointer_type=self.kind,
             async_stager=self._stager,
         )
@@ -99,7 +105,7 @@ class InThread(Synchronous):
         """Ends the stager and the process group."""
         if self._stager is not None:
             self._stager.close()
-        dist.destroy_process_group()
+        dist.destroy_process_group(self._group)
 
     def _wait_uploaded(self) -> None:
         if self._uploaded is not None:

@@ -62,9 +62,7 @@ class TorchCheckpointing(TorchPeer):
 
     def wait_durable(self) -> None:
         """Waits for the second process, then adds all fsyncs."""
-        if self._written is not None:
-            self._written.result()
-            self._written = None
+        self._wait_written()
         sync_tree(self._newest)
 
     def restore(self, step: int) -> dict[str, float]:
@@ -75,6 +73,11 @@ class TorchCheckpointing(TorchPeer):
     def close(self) -> None:
         """Ends the second process."""
         self._manager.close()
+
+    def _wait_written(self) -> None:
+        if self._written is not None:
+            self._written.result()
+            self._written = None
 
 
 class TorchCheckpointingPinned(TorchCheckpointing):

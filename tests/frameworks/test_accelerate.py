@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from lives import Life, check_same, interrupt, live, live_together
+from lives import Life, check_example, check_same, interrupt, live, live_together
 
 import preloaded
 
@@ -82,3 +82,7 @@ def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path, 
 def test_filling_the_last_batch_from_the_first_is_warned_of(tmp_path: Path) -> None:
     first, _ = live_together(PROGRAM, tmp_path, "--dispatch", preload=PRELOAD)
     assert "accelerate fills the last batch of an epoch" in first.errors
+
+
+def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    check_example("accelerate_loop.py", tmp_path, PRELOAD, "epoch")

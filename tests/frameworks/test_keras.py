@@ -268,10 +268,16 @@ def test_a_second_fit_is_left_alone(tmp_path: Path) -> None:
     process = start("torch", "keras_second.py", tmp_path)
     lines, code, problems = follow(process)
     assert code == 0, problems
+    assert "holdfast: a callback had stopped training after epoch 2, and it stays so" in problems.splitlines()
     assert [json.loads(line) for line in lines] == [
         {"a backup that was finished is gone": True, "what is not its own stays": True},
         {"epochs of a fit without a callback": 3, "epochs of the same callback again": 2},
-        {"a changed model is refused": True, "the error of a step comes through": True, "signals are as before": True},
+        {
+            "a changed model is refused": True,
+            "a second one is refused": True,
+            "the error of a step comes through": True,
+            "signals are as before": True,
+        },
         {"stopped early, it stays so": 0, "more epochs go on": [3, 4]},
         {
             "best weights are put back again": True,

@@ -20,8 +20,9 @@ pytest.importorskip("lightning")
 import torch
 import torch.distributed.run
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from holdfast.errors import MismatchError, SaveFailedError, StorageError, StorageFullError, UsageError
@@ -29,6 +30,7 @@ from holdfast.events import Warned
 
 PROGRAM = "lightning_fit.py"
 VARIANTS = ["plain", "accumulation", "several", "workers", "own", "reload", "callbacks", "manual", "plateau", "stream"]
+VARIANTS += ["scheduled"]
 
 
 PRELOAD = (*preloaded.TRAINING, "lightning.pytorch", "torchmetrics.regression", "holdfast.integrations.lightning.fit")
@@ -45,7 +47,7 @@ def begin(*options: str | Path) -> Life:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_fit_that_is_killed_and_stopped_ends_as_an_untouched_one(tmp_path: Path, variant: str) -> None:
     untouched = fit(tmp_path / "untouched", variant)
-    lives = interrupt(lambda: begin(tmp_path / "other", variant), [signal.SIGKILL, signal.SIGTERM], 2, 14)
+    lives = interrupt(lambda: begin(tmp_path / "other", variant), [signal.SIGKILL, signal.SIGTERM], 5, 14)
     resumed = fit(tmp_path / "other", variant)
     check_same([*lives, resumed], untouched)
     assert len(lives[-1].lines) + len(resumed.lines) < len(untouched.lines) + 2
@@ -228,6 +230,26 @@ def test_a_trainer_with_two_of_them_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(hf.lightning.Resumable(tmp_path / "a"), hf.lightning.Resumable(tmp_path / "b"))
     with pytest.raises(UsageError, match="one Resumable"):
         trainer.fit(Line(), make_loader())
+
+
+def test_a_callback_that_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
+    trainer = make_trainer(hf.lightning.Resumable(tmp_path), StochasticWeightAveraging(0.1))
+    with pytest.raises(UsageError, match="does not support StochasticWeightAveraging"):
+        trainer.fit(Line(), make_loader())
+
+
+def test_the_tuner_of_lightning_leaves_no_trace_in_the_run(tmp_path: Path) -> None:
+    weights = []
+    for name, tunes in [("tuned", True), ("tuned", True), ("plain", False)]:
+        torch.manual_seed(1)
+        trainer, model = make_trainer(hf.lightning.Resumable(tmp_path / name), epochs=2), Line()
+        if tunes:
+            Tuner(trainer).lr_find(model, make_loader(), num_training=3, update_attr=False)
+        trainer.fit(model, make_loader())
+        weights.append(model.layer.weight.detach())
+        assert trainer.current_epoch == 2
+    assert weights[0].equal(weights[1])
+    assert weights[0].equal(weights[2])
 
 
 def test_a_strategy_that_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:

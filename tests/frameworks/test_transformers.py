@@ -42,7 +42,11 @@ def begin(*options: str | Path, program: str | Path = PROGRAM) -> Life:
     return Life(program, *options, preload=PRELOAD)
 
 
-@pytest.mark.parametrize("options", [(), ("--workers=2", "--accumulate=2", "--evaluate=steps")], ids=["plain", "rich"])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--workers=2", "--accumulate=2", "--evaluate=steps", "--own-saves=3", "--ignore-data-skip")],
+    ids=["plain", "rich"],
+)
 def test_killed_at_any_moment_it_ends_as_an_untouched_run(tmp_path: Path, options: tuple[str, ...]) -> None:
     untouched = train(tmp_path / "untouched", *options)
     lives = interrupt(lambda: begin(tmp_path / "killed", *options), [signal.SIGKILL] * 5, 1, 8)
@@ -150,6 +154,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         ("FSDP1", "UnsupportedValueError: FSDP1 has a flat piece of the parameters on each worker"),
         ("tensor parallel", "UnsupportedValueError: a parallelism_config with tp_size=2 divides the job in a way that"),
         ("batch size", "UsageError: auto_find_batch_size=True begins the training again"),
+        ("two of them", "UsageError: a Trainer takes one Resumable"),
         ("changed model", "wrong shape: model/layers.0.weight: stored [8, 4], live [16, 4]"),
         ("other run", "MismatchError: step 1 does not fit the live objects (nothing was changed)"),
         ("added later", "UsageError: hf.transformers.Resumable was added after the Trainer was created"),
@@ -157,7 +162,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         ("loop, FSDP1", "UnsupportedValueError: FSDP1 has a flat piece of the parameters on each worker"),
         ("loop, tensor parallel", "UnsupportedValueError: a parallelism_config with tp_size=2 divides the job"),
         ("loop, prepared nothing", "UsageError: the accelerator has not prepared anything yet"),
-        ("loop, prepared name", "UsageError: model is what the accelerator has prepared"),
+        ("loop, misspelt", "UsageError: save_evry is not an option of resumable"),
+        ("loop, prepared name", "UsageError: model was prepared by the accelerator"),
     ],
     ids=lambda value: value.split(":")[0],
 )

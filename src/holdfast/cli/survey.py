@@ -114,7 +114,7 @@ NOTHING: Final = Survey(Catalog((), (), (), (), (), 0, (), None), (), None)
 
 def survey_run(storage: Storage) -> Survey:
     """**Blocks.** Looks at every directory of a run; reads the manifests, but no arrays."""
-    catalog = read_catalog(storage)
+    catalog = read_catalog(storage, closely=True)
     living = set(catalog.living)
     lost = {*catalog.lost, *find_lost(storage, catalog), *find_journaled(storage, catalog)}
     committed = (

@@ -257,19 +257,22 @@ class Retained(Event, frozen=True):
     """Retention has run: old steps were kept or removed.
 
     Attributes:
-        kept: The kept steps, each with the reason.
+        kept: The kept steps, each with the reason; at most the newest 100.
         removed: The steps that were removed.
         background_seconds: How long it took.
+        more_kept: How many older steps stay that `kept` does not name.
     """
 
     kept: dict[int, str]
     removed: tuple[int, ...]
     background_seconds: float = 0.0
+    more_kept: int = 0
 
     def __str__(self) -> str:
         removed = ", ".join(map(str, self.removed)) or "none"
         kept = ", ".join(f"{step} ({reason})" for step, reason in self.kept.items()) or "none"
-        return f"steps removed: {removed}; kept: {kept}"
+        more = f", and {self.more_kept} older ones" if self.more_kept else ""
+        return f"steps removed: {removed}; kept: {kept}{more}"
 
 
 class Failed(Event, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -46,8 +47,9 @@ Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 # Leading zeros make names sort as numbers do; a number that needs more digits takes them.
 _STEP = re.compile(r"step-([0-9]{9,16})\.g([0-9]{4,10})(?:\.a([0-9]{1,7}))?")
 _GENERATION = re.compile(r"([0-9]{4,10})\.json")
+_SUMMARY = re.compile(r"([0-9]{4,10})\.summary-([0-9]{4,10})\.json")
 _PART = re.compile(r"(?:data|index)-[0-9]{5,7}-of-[0-9]{5,7}\.(?:safetensors|json)")
-_GENERATION_TEMPORARY = re.compile(r"\.([0-9]{4,10})(?:\.base)?\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
+_GENERATION_TEMPORARY = re.compile(r"\.([0-9]{4,10})(?:\.base|\.summary-[0-9]+)?\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
 _TEMPORARY = re.compile(r"\.manifest\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
 
 
@@ -87,10 +89,12 @@ def is_own(name: str) -> bool:
     return name.startswith(OWN_PREFIX)
 
 
+@lru_cache(maxsize=1 << 15)
 def parse_step_directory(name: str) -> StepName | None:
     """**Pure.** Returns the checkpoint of a directory's name, or None if it is not such a name.
 
-    Only the canonical spelling counts: two directories are never the same checkpoint.
+    Only the canonical spelling counts: two directories are never the same checkpoint. A run with a long history has
+    the same names each time, so results are cached.
     """
     match = _STEP.fullmatch(name)
     if match is None:
@@ -120,6 +124,23 @@ def generation_path(generation: int) -> str:
 def base_path(generation: int) -> str:
     """**Pure.** Returns the path of the record with the step that a generation began from."""
     return f"{GENERATIONS_DIRECTORY}/{generation:04d}.base.json"
+
+
+def summary_path(generation: int, number: int) -> str:
+    """**Pure.** The path of a generation's summary of that number."""
+    return f"{GENERATIONS_DIRECTORY}/{generation:04d}.summary-{number:04d}.json"
+
+
+def parse_summary_file(name: str) -> tuple[int, int] | None:
+    """**Pure.** The generation and the number of the summary that has this name, or None if it is not such a name."""
+    match = _SUMMARY.fullmatch(name)
+    if match is None:
+        return None
+    generation, number = int(match[1]), int(match[2])
+    is_canonical = (
+        1 <= generation <= MAX_GENERATION and number and summary_path(generation, number).endswith(f"/{name}")
+    )
+    return (generation, number) if is_canonical else None
 
 
 def parse_generation_file(name: str) -> int | None:

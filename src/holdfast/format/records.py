@@ -7,7 +7,8 @@ The appearance of a manifest commits a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -26,6 +27,7 @@ from holdfast.format.names import (
     StepName,
     StepNumber,
     find_order_problem,
+    parse_step_directory,
 )
 
 MAX_MANIFEST_BYTES: Final = 256 << 20
@@ -137,6 +139,13 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
     def referred_bytes(self) -> int:
         """The bytes of arrays that lie in the data files of earlier steps."""
         return sum(reference.size_bytes for reference in self.references)
+
+    @property
+    def facts(self) -> StepFacts:
+        """The part of it by which retention judges."""
+        data_bytes = sum(worker.data_bytes for worker in self.workers)
+        references = tuple((one.step, one.generation, one.attempt) for one in self.references)
+        return StepFacts(self.committed_at_unix_seconds, data_bytes, self.metrics, references)
 
 
 def decode_manifest(data: bytes, *, path: str, expected: StepName | None, is_read: bool = True) -> Manifest:
@@ -274,7 +283,10 @@ def decode_base(data: bytes, *, path: str, generation: int) -> Base:
     Raises:
         FormatError: If it is damaged, another generation's, or does not lie before its generation.
     """
-    base = unseal(Base, data, path=path)
+    return _check_base(unseal(Base, data, path=path), path, generation)
+
+
+def _check_base(base: Base, path: str, generation: int) -> Base:
     parts = (base.step, base.base_generation, base.base_attempt)
     if base.generation != generation or (None in parts and any(part is not None for part in parts)):
         raise FormatError(f"{path}: is not a well-formed base of generation {generation}", path=path)
@@ -299,8 +311,10 @@ def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple
     # An earlier generation counts up to the place, as step and attempt, where a later one left it, inclusive: what lies
     # beyond was saved, or replaced, when the later one had begun.
     last = (MAX_STEP, MAX_ATTEMPT)
-    generation = max((*bases, *by_generation), default=0)
-    while generation > 0:
+    # Those of which nothing is known are stepped over: there may be many.
+    known = sorted({*bases, *by_generation})
+    while known:
+        generation = known.pop()
         own = sorted(name for name in by_generation.get(generation, ()) if (name.step, name.attempt) <= last)
         for name in own:
             holder = living.get(name.step)
@@ -308,11 +322,137 @@ def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple
                 living[name.step] = name
         base = bases.get(generation)
         if base is None:
-            generation -= 1
             if own:
                 last = min(last, (own[0].step - 1, MAX_ATTEMPT))
         elif (left := base.name) is not None:
-            generation, last = left.generation, min(last, (left.step, left.attempt))
+            del known[bisect_right(known, left.generation) :]
+            last = min(last, (left.step, left.attempt))
         else:
             break
     return tuple(living[step] for step in sorted(living))
+
+
+KEPT_GENERATIONS: Final = 16
+"""The records of so many newest generations stay in any case: jobs that are not quite dead may look for them."""
+
+
+def plan_forgetting(
+    living: Sequence[StepName], others: Collection[StepName], bases: Mapping[int, Base], opened: Iterable[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """**Pure.** The generations whose records say nothing that the line needs, so that they can be removed.
+
+    Without a base, `choose_living` goes on from the generation before. That is right for a generation which began where
+    the one before had ended, as long as no directory lies there that its base keeps off the line. It stays right
+    whichever steps are removed, and whatever newer generations begin from.
+
+    Args:
+        living: The living line, in order of step.
+        others: Every other step that has a directory, committed or not.
+        bases: The base of each generation that recorded one.
+        opened: All generations that were opened.
+
+    Returns:
+        The generations to remove first, through which the line does not go, and those to remove when the first are gone
+        for good. Otherwise the line might go on from the base of one of the first.
+    """
+    generations = [name.generation for name in living]
+    if generations != sorted(generations):
+        return (), ()  # An earlier step was replaced by a later generation, and the steps after it count all the same.
+    beyond = max((name.generation for name in others), default=0)
+    # The generation whose base keeps all of the others off the line, for nothing after it allows less.
+    cut, least = 0, (MAX_STEP, MAX_ATTEMPT)
+    visited = set()
+    known = sorted({*bases, *generations})
+    while known:
+        generation = known.pop()
+        visited.add(generation)
+        base = bases.get(generation)
+        if base is None:
+            continue
+        left = base.name
+        place = (-1, 0) if left is None else (left.step, left.attempt)
+        if generation > beyond and place <= least:
+            cut, least = generation, place
+        if left is None:
+            break
+        del known[bisect_right(known, left.generation) :]
+    if beyond == 0:
+        cut = 0
+    elif cut == 0:
+        return (), ()
+    old = sorted(opened)[:-KEPT_GENERATIONS]
+    return (
+        tuple(generation for generation in old if generation > cut and generation not in visited),
+        tuple(generation for generation in old if generation > cut and generation in visited),
+    )
+
+
+MAX_SUMMARY_BYTES: Final = 256 << 20
+
+
+class StepFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What retention asks about a committed step.
+
+    Attributes:
+        committed_at_unix_seconds: The writer's clock.
+        data_bytes: The sizes of all data files together.
+        metrics: What the user measured at that step.
+        references: The step, generation and attempt of each step that it needs beside its own.
+    """
+
+    committed_at_unix_seconds: float
+    data_bytes: Size
+    metrics: dict[str, float]
+    references: tuple[tuple[StepNumber, GenerationNumber, AttemptNumber], ...] = ()
+
+    @property
+    def refers_to(self) -> tuple[StepName, ...]:
+        """The steps that it needs beside its own."""
+        return tuple(StepName(*parts) for parts in self.references)
+
+
+class Summary(SealedRecord, frozen=True):
+    """What a generation found in older steps and records, so that nobody has to open each of them.
+
+    Attributes:
+        generation: The generation that wrote it.
+        number: Which of its summaries it is.
+        token: The token of the generation's opening.
+        directories: The directories of steps that are committed, in order.
+        facts: `StepFacts` of each, in the same order. Only retention needs them.
+        bases: The bases of generations.
+    """
+
+    kind: ClassVar[str] = "summary"
+
+    generation: GenerationNumber
+    number: Annotated[int, msgspec.Meta(ge=1)]
+    token: str
+    directories: tuple[str, ...]
+    facts: msgspec.Raw
+    bases: tuple[Base, ...]
+
+    def decode_facts(self) -> dict[StepName, StepFacts]:
+        """**Pure.** The facts by step; `FormatError` if they do not fit the directories."""
+        try:
+            facts = msgspec.json.decode(self.facts, type=tuple[StepFacts, ...])
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise FormatError(f"the summary of generation {self.generation} has no facts of steps ({error})") from error
+        names = [parse_step_directory(directory) for directory in self.directories]
+        if len(facts) != len(names):
+            raise FormatError(f"the summary of generation {self.generation} has facts of other steps")
+        return {name: fact for name, fact in zip(names, facts, strict=True) if name is not None}
+
+
+def decode_summary(data: bytes, *, path: str, generation: int, number: int) -> Summary:
+    """**Pure.** The summary that the bytes hold.
+
+    Raises:
+        FormatError: If it is damaged, another generation's, or has another number.
+    """
+    summary = unseal(Summary, data, path=path)
+    if (summary.generation, summary.number) != (generation, number):
+        raise FormatError(f"{path}: is summary {summary.number} of generation {summary.generation}", path=path)
+    for base in summary.bases:
+        _check_base(base, path, base.generation)
+    return summary

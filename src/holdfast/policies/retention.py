@@ -258,18 +258,21 @@ def plan_retention(
     """
     if len({candidate.key for candidate in committed}) != len(committed):
         raise UsageError("two of the checkpoints have the same key")
-    reasons: dict[Key, list[str]] = {candidate.key: [] for candidate in committed}
-    if committed:
-        reasons[committed[-1].key].append("the newest")
-    for chosen in (protected, policy.choose_kept(committed, now_seconds)):
-        for key, reason in chosen.items():
-            if key in reasons:
-                reasons[key].append(reason)
-    going = [*(key for key, of_key in reasons.items() if not of_key), *replaced]
-    spared = spare_referred(going, referrers) if going else {}
-    keep = {key: "; ".join(of_key) or spared[key] for key, of_key in reasons.items() if of_key or key in spared}
-    keep |= {key: spared[key] for key in replaced if key in spared}
-    return RetentionPlan(keep, tuple(key for key in going if key not in spared))
+    newest = {committed[-1].key: "the newest"} if committed else {}
+    chosen = [reasons for reasons in (newest, protected, policy.choose_kept(committed, now_seconds)) if reasons]
+    keep: dict[Key, str] = {}
+    going: list[Key] = []
+    for key in (candidate.key for candidate in committed):
+        if of_key := [reasons[key] for reasons in chosen if key in reasons]:
+            keep[key] = of_key[0] if len(of_key) == 1 else "; ".join(of_key)
+        else:
+            going.append(key)
+    going += replaced
+    if going and (spared := spare_referred(going, referrers)):
+        order = [*(candidate.key for candidate in committed), *replaced]
+        keep = {key: keep[key] if key in keep else spared[key] for key in order if key in keep or key in spared}
+        going = [key for key in going if key not in spared]
+    return RetentionPlan(keep, tuple(going))
 
 
 def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Key]]) -> tuple[str, ...]:

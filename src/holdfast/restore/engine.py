@@ -208,7 +208,7 @@ class _Candidates:
     def _look_again(self, name: StepName) -> tuple[StepName, ...]:
         if not self._agreement.is_gone(self._storage, name):
             return ()
-        found = self._agreement.choose(self._step, lambda: self._choose(read_catalog(self._storage)))
+        found = self._agreement.choose(self._step, lambda: self._choose(read_catalog(self._storage, closely=True)))
         return () if name in found else found
 
     def _choose(self, catalog: Catalog) -> tuple[StepName, ...]:

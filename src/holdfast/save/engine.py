@@ -53,6 +53,9 @@ from holdfast.save.handle import SaveRequest
 from holdfast.save.records import CalledOffError, LeftOutError, Origin, Receipts
 from holdfast.storage.worker_pool import Round, WorkerPool
 
+_MOST_KEPT_TOLD: Final = 100
+"""So many kept steps are named in the event of retention."""
+
 _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Code flags of generators and coroutines."""
 
@@ -397,11 +400,14 @@ class Engine:
             if text not in self._told:
                 self._told.add(text)
                 self._emit(Warned(text=text))
+        # Of thousands, the journal would hold nothing else.
+        told = sorted(cleaning.kept)[-_MOST_KEPT_TOLD:]
         self._emit(
             Retained(
-                kept={kept.step: cleaning.kept[kept] for kept in sorted(cleaning.kept)},
+                kept={kept.step: cleaning.kept[kept] for kept in told},
                 removed=tuple(removed.step for removed in cleaning.removed),
                 background_seconds=time.monotonic() - begun_at,
+                more_kept=len(cleaning.kept) - len(told),
             )
         )
         if cleaning.problems:

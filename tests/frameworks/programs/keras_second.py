@@ -71,6 +71,12 @@ def main() -> None:
         fit(keras_cases.make_model(), [run], 5, Epochs(fail=3))
     except keras_cases.InterruptedFitError:
         raised = True
+    two = [hf.keras.Resumable(directory / "run", quiet=True), hf.keras.BackupAndRestore(directory / "two")]
+    try:
+        fit(keras_cases.make_model(), two, 5)
+        is_one = False
+    except hf.errors.UsageError as error:
+        is_one = "a fit takes one Resumable" in str(error)
     other = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
     other.compile("sgd", "mse", metrics=["mae"])
     try:
@@ -81,6 +87,7 @@ def main() -> None:
         json.dumps(
             {
                 "a changed model is refused": refused,
+                "a second one is refused": is_one,
                 "the error of a step comes through": raised,
                 "signals are as before": signal.getsignal(signal.SIGTERM) == handler,
             }

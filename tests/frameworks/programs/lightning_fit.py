@@ -19,13 +19,18 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from telling import ask_to_leave
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 from torchmetrics import MeanAbsoluteError, MetricCollection
 from torchmetrics.regression import MeanSquaredError
 
@@ -170,10 +175,11 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         self.asked += 1
-        return DataLoader(Samples(SAMPLES - 4 * self.asked), batch_size=BATCH, shuffle=True)
+        drawn, _ = random_split(Samples(), [SAMPLES - 4 * self.asked, 4 * self.asked])
+        return DataLoader(drawn, batch_size=BATCH, shuffle=True)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Samples(8), batch_size=4)
+        return DataLoader(random_split(Samples(), [8, SAMPLES - 8])[0], batch_size=4)
 
     def state_dict(self) -> dict[str, Any]:
         return {"asked": self.asked - 1}
@@ -268,6 +274,10 @@ def make(variant: str, directory: Path) -> tuple[Any, dict[str, Any], dict[str, 
         options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     elif variant == "plateau":
         options |= {"limit_train_batches": 9, "limit_val_batches": 2, "precision": "bf16-mixed"}
+    elif variant == "scheduled":
+        # The finder trains for a trial at each start, before the fit begins.
+        model.lr = 0.05
+        callbacks = [LearningRateFinder(num_training_steps=5), GradientAccumulationScheduler({0: 3, 2: 1})]
     elif variant == "workers":
         generator = torch.Generator().manual_seed(3)
         loader = DataLoader(

@@ -63,7 +63,8 @@ def make(directory: Path, cls: Any = Trainer, model: Any = None, callback: Any =
     )
     torch.manual_seed(1)
     callback = callback or hf.transformers.Resumable(directory / "run", save_every=hf.Steps(2))
-    return cls(model or Model(), arguments, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[callback])
+    callbacks = callback if isinstance(callback, list) else [callback]
+    return cls(model or Model(), arguments, train_dataset=Samples(), eval_dataset=Samples(), callbacks=callbacks)
 
 
 def wider() -> Any:
@@ -171,6 +172,13 @@ def prepared_nothing(directory: Path) -> None:
     hf.accelerate.resumable(accelerate.Accelerator(cpu=True), directory)
 
 
+def misspelt_option(directory: Path) -> None:
+    """Gives a policy by a name that no option has."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    hf.accelerate.resumable(accelerator, directory, save_evry=hf.Steps(5))
+
+
 def prepared_name(directory: Path) -> None:
     """Gives an object by the name of one that is kept already."""
     accelerator = accelerate.Accelerator(cpu=True)
@@ -186,6 +194,7 @@ CASES: Final[dict[str, Callable[[Path], Any]]] = {
     "FSDP1": lambda place: make(place, DividedTrainer),
     "tensor parallel": lambda place: make(place, TensorParallelTrainer),
     "batch size": lambda place: make(place, auto_find_batch_size=True),
+    "two of them": lambda place: make(place, callback=[hf.transformers.Resumable(place / name) for name in "ab"]),
     "changed model": changed_model,
     "other run": other_run,
     "added later": added_later,
@@ -197,6 +206,7 @@ CASES: Final[dict[str, Callable[[Path], Any]]] = {
     "loop, tensor parallel": lambda place: divided_loop(place, "TENSORS"),
     "loop, prepared nothing": prepared_nothing,
     "loop, prepared name": prepared_name,
+    "loop, misspelt": misspelt_option,
 }
 
 

@@ -120,6 +120,8 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--own-saves", type=int, default=0)
+    parser.add_argument("--ignore-data-skip", action="store_true")
     parser.add_argument("--leaves-in", type=int, default=-1)
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -131,7 +133,10 @@ def main() -> None:
         str(given.directory / "out"),
         num_train_epochs=given.epochs,
         per_device_train_batch_size=4,
-        save_strategy="no",
+        save_strategy="steps" if given.own_saves else "no",
+        save_steps=given.own_saves or 500,
+        save_total_limit=2,
+        ignore_data_skip=given.ignore_data_skip,
         eval_strategy=given.evaluate,
         eval_steps=5,
         logging_steps=5,

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from holdfast.catalog import Catalog, ManifestCache, read_catalog
+from holdfast.catalog import Catalog, History, read_catalog
 from holdfast.cli.screen import (
     BAD,
     FAINT,
@@ -32,6 +32,7 @@ from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse
 from holdfast.policies import Best, EveryN, Latest, Newer, RetentionPolicy, spare_referred
 from holdfast.policies.retention import AnyKeeps, KeptCandidate, absent_metrics, plan_retention
 from holdfast.save.commit.deletion import discard_unfinished, remove_own_files, withdraw
+from holdfast.save.commit.summary import drop_summaries
 from holdfast.storage import Storage
 
 
@@ -397,9 +398,9 @@ def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> Non
 def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
     """**Blocks.** What the steps refer to that are committed at this moment and are to stay."""
     going = {one.name for one in plan.remove}
-    catalog = read_catalog(storage)
+    catalog = read_catalog(storage, closely=True)
     staying = (name for name in (*catalog.committed, *catalog.lost) if name not in going)
-    return {name for referrer in ManifestCache(storage).referrers(staying) for name in referrer.refers_to}
+    return {name for referrer in History(storage).referrers(staying) for name in referrer.refers_to}
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +419,9 @@ def carry_out(storage: Storage, plan: RemovalPlan) -> list[Removed]:
     """
     failures: dict[str, HoldfastError] = {}
     held: dict[StepName, str] = {}
+    if plan.committed:
+        # A summary would go on vouching for them. A job that runs writes a new one.
+        drop_summaries(storage)
     # The newest first: what refers to others goes before them.
     for one in sorted(plan.committed, key=lambda one: one.name or StepName(0, 0), reverse=True):
         try:

@@ -118,7 +118,7 @@ def judge_step(
         damaged = CheckOutcome.RESTORABLE if spares_restore(problems) else CheckOutcome.DAMAGED
         outcome = CheckOutcome.UNREADABLE if is_failure else damaged
         # A job that runs removes old steps, manifest first: what is missing then was not damaged.
-        if directory and name not in read_catalog(storage).committed:
+        if directory and name not in read_catalog(storage, closely=True).committed:
             outcome = CheckOutcome.REMOVED
     return CheckVerdict(directory, name, outcome, tuple(problems), read_bytes, time.monotonic() - begun_at)
 
@@ -165,7 +165,7 @@ def command(run: str, verify_all: bool, as_json: bool) -> None:
 def _choose(target: RunTarget, verify_all: bool) -> tuple[Catalog | None, Sequence[StepName | None]]:
     if target.is_step:
         return None, [None]
-    catalog = read_catalog(target.storage)
+    catalog = read_catalog(target.storage, closely=True)
     if not verify_all:
         return catalog, [choose_step(catalog, target)]
     if not catalog.committed:

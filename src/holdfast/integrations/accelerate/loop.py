@@ -17,6 +17,7 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
 from holdfast.integrations.torch.places import DataPlace
 from holdfast.run import Run
+from holdfast.save import arguments
 from holdfast.state import RNG, PerWorker
 from holdfast.storage import Storage
 
@@ -58,10 +59,12 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
             "the accelerator has not prepared anything yet", hint="Call accelerator.prepare(...) before resumable(...)."
         )
     known = holdfast.run.resumable.__kwdefaults__ or {}
-    for name in [name for name in options if name not in known]:
-        if name in kept:
-            raise UsageError(f"{name} was prepared by the accelerator, and is saved already")
-        kept[name] = options.pop(name)
+    own = {name: options.pop(name) for name in [name for name in options if name not in known]}
+    arguments.check_names(own, {**known, **options})
+    arguments.check_kept_objects(own)
+    if taken := own.keys() & kept.keys():
+        raise UsageError(f"{min(taken)} was prepared by the accelerator, and is saved already")
+    kept |= own
     kept["accelerator"] = PerWorker(_Progress(accelerator, places))
     kept["rng"] = RNG()
     options.setdefault("on_resize", "refuse")

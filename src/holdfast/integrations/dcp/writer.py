@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from torch.distributed.checkpoint import storage as dcp
@@ -30,6 +31,7 @@ from holdfast.format.shapes import Box, StridesRecord, find_box_problem
 from holdfast.integrations.dcp.state_tree import TREE, find_path, join_nodes, leaf_name, list_leaves, tensor_node
 from holdfast.numbers import check_whole
 from holdfast.policies import All, RetentionPolicy
+from holdfast.save import arguments
 from holdfast.save.commit.run_writer import RunWriter
 from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.records import Origin, Receipts
@@ -67,6 +69,20 @@ def _arrive(name: StepName, worker: Worker) -> _Place:
     return place
 
 
+class _Saving(NamedTuple):
+    """A save under way: its thread, and whether it has ended well."""
+
+    thread: threading.Thread
+    ended: threading.Event
+
+
+_beginning: Final = threading.Lock()
+"""Guards which save of a writer is under way."""
+
+_SAVE_BEFORE_SECONDS: Final = 1800
+"""How long a save waits for the one before."""
+
+
 class _ItemsWritten(msgspec.Struct, frozen=True):
     """The files that one worker has written; they travel with the results.
 
@@ -92,7 +108,7 @@ class StorageWriter(dcp.StorageWriter):
     one tree, like a step of `hf.save`: `holdfast list`, `show`, `verify` and `export` read it. Values other than
     tensors are stored as data: a value without a codec is refused by name, and nothing is pickled.
 
-    Use one writer for a run, and one save at a time: wait for the future of `async_save` before the next save.
+    Use one writer for a run. A save waits for the previous one; look at the future of each, which has its error.
 
     Attributes:
         step: The number of the next saved step; set it before a save, or leave it.
@@ -116,20 +132,22 @@ class StorageWriter(dcp.StorageWriter):
             keep: Which steps to keep after each save; None for all.
 
         Raises:
-            UsageError: If the step is not a valid step number.
+            UsageError: If `step` is not a valid step number, or `keep` is not a policy.
         """
         self.step = None if step is None else check_whole("step", step, most=MAX_STEP)
         self.saved_step: int | None = None
+        arguments.check_policies(None, keep)
         self._keep = keep or All()
         self._location = path
         self._storage: Storage | None = None
         self._line: RunWriter | None = None
         self._name: StepName | None = None
         self._stager: Stager | None = None
+        self._saving: _Saving | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state that `async_save` sends to the process that saves for this one and takes over the run."""
-        state = {**vars(self), "_storage": None, "_line": None, "_name": None, "_stager": None}
+        state = {**vars(self), "_storage": None, "_line": None, "_name": None, "_stager": None, "_saving": None}
         self._line = self.step = None
         return state
 
@@ -153,6 +171,7 @@ class StorageWriter(dcp.StorageWriter):
                 "support",
                 hint="Leave the argument out: all workers write one step together.",
             )
+        self._wait_save_before()
         if self._storage is None:
             self._storage = open_storage(self._location)
 
@@ -235,6 +254,8 @@ class StorageWriter(dcp.StorageWriter):
             raise
         line.clean(name, {})
         self.saved_step = name.step
+        if self._saving is not None:
+            self._saving.ended.set()
         if self.step == name.step:  # It may have been set for the next save already.
             self.step = None
 
@@ -242,6 +263,26 @@ class StorageWriter(dcp.StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Returns True if it is a path or a URL."""
         return isinstance(checkpoint_id, str | os.PathLike)
+
+    def _wait_save_before(self) -> None:
+        """**Blocks** while a save is under way that `async_save` has begun before: both would write from one buffer.
+
+        Raises:
+            UsageError: If it does not end.
+        """
+        own = _Saving(threading.current_thread(), threading.Event())
+        with _beginning:
+            before, self._saving = self._saving, own
+        if before is None or before.thread in (own.thread, threading.main_thread()):
+            return
+        deadline = time.monotonic() + _SAVE_BEFORE_SECONDS
+        # A thread that has failed says so to its future alone.
+        while not before.ended.wait(0.5) and before.thread.is_alive():
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"the save before this one has not ended within {_SAVE_BEFORE_SECONDS} seconds",
+                    hint="Wait for the future of dcp.async_save before the next save: future.result().",
+                )
 
     def _open(self) -> Storage:
         assert self._storage is not None, "set_up_storage_writer() must be called first"

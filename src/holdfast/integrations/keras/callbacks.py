@@ -104,6 +104,11 @@ class Resumable(keras.callbacks.Callback):
         """Moves to the last place among the callbacks, and restores there once all others have begun."""
         end_left_fits()
         callbacks, iterator = find_fit(self._model)
+        if sum(isinstance(one, Resumable) for one in callbacks.callbacks) > 1:
+            raise UsageError(
+                "a fit takes one Resumable or BackupAndRestore",
+                hint="Remove the others: each would resume the same fit.",
+            )
         _check_alone()
         fit = FitRun(callbacks, iterator, self._make_run, self._saves, self._others, self._at_end)
         fit.set_model(self._model)

@@ -173,7 +173,7 @@ class FitRun(keras.callbacks.Callback):
             epochs = int(self.params["epochs"])
             if restored["is_stopped"] and restored["epoch"] < epochs:
                 self._is_stopped = True
-                inform(f"holdfast: a callback stopped training after epoch {restored['epoch']}; it stays stopped")
+                inform(f"a callback stopped training after epoch {restored['epoch']}; it stays stopped")
             model._initial_epoch = epochs if restored["is_stopped"] else restored["epoch"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

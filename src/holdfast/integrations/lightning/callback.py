@@ -7,6 +7,7 @@ import os
 from typing import Any, Final, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from holdfast.errors import UsageError
@@ -157,4 +158,9 @@ def _check_trainer(trainer: Any) -> None:
     if sum(isinstance(callback, Resumable) for callback in trainer.callbacks) > 1:
         raise UsageError(
             "a Trainer can have only one Resumable", hint="Remove the others: each would resume the same fit."
+        )
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+        raise UsageError(
+            "Resumable does not support StochasticWeightAveraging, which changes the scheduler during training",
+            hint="Average the weights with EMAWeightAveraging or WeightAveraging, which Lightning has since 2.6.",
         )

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import MethodType
 from typing import Any, Final
 
@@ -35,7 +36,14 @@ from holdfast.integrations.lightning.trainer_state import (
 )
 from holdfast.integrations.lightning.trees import KeptTree, OwnTree
 from holdfast.integrations.torch.evaluations import Evaluation
-from holdfast.integrations.torch.places import DataPlace, has_state, read_parts, write_parts
+from holdfast.integrations.torch.places import (
+    DataPlace,
+    has_state,
+    read_generators,
+    read_parts,
+    write_generators,
+    write_parts,
+)
 from holdfast.run import Run, resumable
 from holdfast.state import RNG
 from holdfast.state.data.sampler import ResumableSampler
@@ -63,21 +71,33 @@ class Fit:
         self._trainer, self._directory, self._options = trainer, directory, options
         self._is_in_epoch = False
         self._followed: list[DataPlace | None] = []
+        # The generators before the program made its loaders: of those in use, and of those that it is to make again.
+        self._made_with: dict[str, Any] = {}
+        self._to_make_with: dict[str, Any] = {}
         self._trained = KeptTree(self._read_shared)
         self._own = OwnTree(self._read_own)
         # What was restored and is not applied yet.
         self._progress: dict[str, Any] | None = None
         self._places: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None
+        # Over how many batches gradients are accumulated: as the program says, and what a callback has changed it to.
+        self._given_accumulated = trainer.accumulate_grad_batches
+        self._accumulated: int | None = None
         # While a validation runs: what there was before it, which is saved if the job leaves; whether it has been left,
         # or was by the process before.
         self._evaluation: Evaluation | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._is_counted = self._is_to_validate = False
         self._undo: list[Callable[[], object]] = []
-        loop = trainer.fit_loop
+        self._is_trial_restored = False
+        self._replace(trainer._checkpoint_connector, "restore", self._restore_trial)
         self._replace(trainer._checkpoint_connector, "restore_training_state", self._restore)
         self._replace(trainer._signal_connector, "register_signal_handlers", lambda _: None)
+
+    def _follow_loops(self) -> None:
+        """Replaces methods when the fit begins, after what trains for a trial (`LearningRateFinder`, say)."""
+        loop = self._trainer.fit_loop
+        loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None  # A trial leaves loaders, begun.
         self._replace(loop, "_load_combined_loader_states", self._watch_loaders)
         self._replace(loop, "run", self._run_fit)
         self._replace(loop, "on_run_start", self._begin_fit)
@@ -86,6 +106,8 @@ class Fit:
         self._replace(loop.epoch_loop, "on_run_start", self._begin_epoch)
         self._replace(loop.epoch_loop, "on_advance_end", self._end_batch)
         self._replace(loop.epoch_loop.val_loop, "run", self._validate)
+        self._replace(loop._data_source, "dataloader", partial(self._make_loaders, "training"))
+        self._replace(loop.epoch_loop.val_loop._data_source, "dataloader", partial(self._make_loaders, "validation"))
 
     def end(self, error: BaseException | None) -> None:
         """**Blocks.** Leaves the run, unless training has left it already, and restores Lightning's methods.
@@ -117,8 +139,19 @@ class Fit:
 
     # The restore, when model, optimizers and schedulers are there, and no data is.
 
+    def _restore_trial(self, original: Callable[..., None], *args: Any) -> None:
+        """Something that trains for a trial before the fit begins, and then puts back what was there before."""
+        self._is_trial_restored = True
+        try:
+            original(*args)
+        finally:
+            self._is_trial_restored = False
+
     def _restore(self, original: Callable[[], None]) -> None:
         original()  # With `ckpt_path`, a new run begins from there.
+        if self._is_trial_restored:
+            return
+        self._follow_loops()
         trainer = self._trainer
         _check_statistics(trainer)
         objects: dict[str, Any] = {"model": trainer.lightning_module}
@@ -137,10 +170,25 @@ class Fit:
         load_progress(trainer, state["progress"])
         self._is_in_epoch, self._is_to_validate = state["is_in_epoch"], state.get("is_validating", False)
         self._progress, self._random = state["progress"], RNG().state_dict()
+        self._accumulated = state["accumulated"]
         _ = run.step  # The loops of the trainer begin there.
         self._places, self._own.loaded = self._own.loaded, None
+        self._made_with = {} if self._places is None else dict(self._places["made_with"])
+        self._to_make_with = dict(self._made_with)
 
     # The data, as soon as there are loaders.
+
+    def _make_loaders(self, kind: str, original: Callable[[], Any]) -> Any:
+        """Has the program make its loaders. What it draws for those that it goes on with is the same again."""
+        present, before = read_generators(), self._to_make_with.pop(kind, None)
+        self._made_with[kind] = before or present
+        if before is None:
+            return original()
+        write_generators(before)
+        try:
+            return original()
+        finally:
+            write_generators(present)
 
     def _watch_loaders(self, original: Callable[[], None]) -> None:
         original()
@@ -214,8 +262,7 @@ class Fit:
         is_restored_between = self._progress is not None and not self._is_in_epoch
         original()
         if self._places is not None and self._progress is not None:
-            reloaded_at = self._places["reloaded_at"]
-            loop._last_train_dl_reload_epoch = float("-inf") if reloaded_at is None else reloaded_at
+            loop._last_train_dl_reload_epoch = _read_epoch(self._places["reloaded_at"])
         if is_restored_between:
             self._settle()
 
@@ -247,6 +294,8 @@ class Fit:
         trainer, loop = self._trainer, self._trainer.fit_loop
         assert self._progress is not None
         load_progress(trainer, self._progress)
+        if self._accumulated is not None:
+            trainer.accumulate_grad_batches = self._accumulated
         end_restart(loop)
         own = self._places
         if own is not None:
@@ -256,7 +305,7 @@ class Fit:
             load_logged(trainer, own["logged"])
             load_metrics(trainer.lightning_module, own["metrics"])
             load_gradients(trainer.lightning_module, own["gradients"])
-            self._load_validation(own.get("validation", []))
+            self._load_validation(own)
         if self._random is not None:
             RNG().load_state_dict(self._random)
         self._progress = self._places = self._random = None
@@ -337,7 +386,9 @@ class Fit:
     def _read_shared(self) -> dict[str, Any]:
         if self._before is not None:
             return self._before[0]
-        return read_trainer(self._trainer, is_in_epoch=self._is_in_epoch)
+        state = read_trainer(self._trainer, is_in_epoch=self._is_in_epoch)
+        accumulated = self._trainer.accumulate_grad_batches
+        return {**state, "accumulated": None if accumulated == self._given_accumulated else accumulated}
 
     def _read_own(self) -> dict[str, Any]:
         if self._before is not None:
@@ -351,11 +402,12 @@ class Fit:
             for loader, place in zip(loaders, self._followed, strict=False)
         ]
         ahead = getattr(fetcher, "batches", ()) if self._is_in_epoch and None not in places else ()
-        reloaded_at = loop._last_train_dl_reload_epoch
         return {
             "loaders": places,
+            "made_with": self._made_with,
             "ahead": list(ahead) if any(map(has_state, loaders)) else [],
-            "reloaded_at": None if reloaded_at == float("-inf") else reloaded_at,
+            "reloaded_at": _write_epoch(loop._last_train_dl_reload_epoch),
+            "validation_reloaded_at": _write_epoch(loop.epoch_loop.val_loop._last_val_dl_reload_epoch),
             "logged": read_logged(trainer),
             "metrics": read_metrics(module),
             "gradients": {} if module.automatic_optimization else read_gradients(module),
@@ -366,19 +418,31 @@ class Fit:
         combined = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return [] if combined is None else combined.flattened
 
-    def _load_validation(self, parts: list[Any]) -> None:
-        """Restores the state of validation loaders: their own generators, and the counts of their samplers."""
-        if any(map(any, parts)):
-            trainer = self._trainer
-            trainer.validating = True
-            trainer.fit_loop.epoch_loop.val_loop.setup_data()
-            trainer.training = True
-            for loader, states in zip(self._list_validation(), parts, strict=False):
-                write_parts(loader, states)
+    def _load_validation(self, own: dict[str, Any]) -> None:
+        """Creates the validation loaders if they existed, and restores their generators and their samplers' counts."""
+        if "validation" not in own["made_with"]:
+            return
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
+        trainer.validating = True
+        loop.setup_data()
+        trainer.training = True
+        loop._last_val_dl_reload_epoch = _read_epoch(own["validation_reloaded_at"])
+        for loader, states in zip(self._list_validation(), own["validation"], strict=False):
+            write_parts(loader, states)
 
     def _warn(self, text: str) -> None:
         if self.run is not None:
             self.run.manager.emit(Warned(text=text))
+
+
+def _write_epoch(number: float) -> float | None:
+    """An epoch as it is stored, None for the infinity that Lightning has for none yet."""
+    return None if number == float("-inf") else number
+
+
+def _read_epoch(stored: float | None) -> float:
+    """An epoch as Lightning has it."""
+    return float("-inf") if stored is None else stored
 
 
 def _has_no_length(combined: Any) -> bool:

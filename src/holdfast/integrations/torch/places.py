@@ -178,15 +178,15 @@ class DataPlace:
         self._has_ended, self._stream_states = False, []
         self._begun_iteration = getattr(self._owner, "iteration", 0)
         if state is None:
-            self._begin, self._fetched = {**_read_generators(), "parts": read_parts(self._loader)}, 0
+            self._begin, self._fetched = {**read_generators(), "parts": read_parts(self._loader)}, 0
             return self._follow(self._open(0))
         self.on_resume()
-        now = _read_generators()
+        now = read_generators()
         self._begin, self._fetched = dict(state["begin"]), state["taken"]
-        _write_generators(self._begin)
+        write_generators(self._begin)
         write_parts(self._loader, self._begin["parts"])
         batches = self._open(self._fetched, state)
-        _write_generators(now)
+        write_generators(now)
         if state["ended"] and hasattr(self._owner, "iteration"):
             self._owner.iteration += 1  # The owner does not count an epoch that has no batch.
         return self._follow(batches)
@@ -307,7 +307,8 @@ def _list_parts(loader: Any) -> list[Any]:
     return parts
 
 
-def _read_generators() -> dict[str, Any]:
+def read_generators() -> dict[str, Any]:
+    """Returns the states of the generators of Python, NumPy and torch (CPU), as plain values."""
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     return {
@@ -317,7 +318,8 @@ def _read_generators() -> dict[str, Any]:
     }
 
 
-def _write_generators(state: Mapping[str, Any]) -> None:
+def write_generators(state: Mapping[str, Any]) -> None:
+    """Puts back what `read_generators` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(np.frombuffer(words, np.uint32).tolist()), gauss))
     name, keys, *rest = state["numpy"]

@@ -251,6 +251,9 @@ class _Session:
             hook = self._put_generators_back if name == "_load_rng_state" else _do_nothing
             stack.enter_context(_replaced(trainer, name, lambda _, *__, hook=hook, **___: hook()))
         stack.enter_context(_replaced(trainer_module, "skip_first_batches", self._skip_batches))
+        # It would begin the epoch's data again. To leave it out saves nothing here: no batch is loaded to be skipped.
+        stack.callback(setattr, trainer.args, "ignore_data_skip", trainer.args.ignore_data_skip)
+        trainer.args.ignore_data_skip = False
         # If the process before has left in an evaluation, this one begins with it.
         stack.callback(setattr, trainer.args, "eval_on_start", trainer.args.eval_on_start)
         trainer.args.eval_on_start = progress.unfinished is not None
@@ -467,6 +470,10 @@ def _find_trainer(callback: TrainerCallback) -> Any:
 def _check_trainer(trainer: Any) -> None:
     """Checks that the Trainer trains in a way that can be saved."""
     args = trainer.args
+    if sum(isinstance(each, Resumable) for each in trainer.callback_handler.callbacks) > 1:
+        raise UsageError(
+            "a Trainer takes one Resumable", hint="Remove the others: each would resume the same training."
+        )
     check_strategy(trainer.accelerator)
     if getattr(trainer, "is_fsdp_xla_enabled", False) or args.parallel_mode.value in (
         "tpu",

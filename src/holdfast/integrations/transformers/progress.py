@@ -60,10 +60,7 @@ class TrainerProgress:
             for field in dataclasses.fields(trainer.state)
             if field.name not in _OF_A_WORKER
         }
-        states: dict[str, Any] = {}
-        for callback in _list_exportable(trainer):
-            states.setdefault(type(callback).__name__, []).append(callback.state())
-        fields["stateful_callbacks"] = {name: each[0] if len(each) == 1 else each for name, each in states.items()}
+        fields["stateful_callbacks"] = _read_callbacks(trainer)
         progress = {
             "fields": fields,
             "control": trainer.control.state(),
@@ -102,7 +99,8 @@ class TrainerProgress:
             if states:
                 for name, value in states.pop(0)["attributes"].items():
                     setattr(callback, name, value)
-        trainer.state.stateful_callbacks = self.fields["stateful_callbacks"]
+        # A save of the Trainer's own expects each callback of this process there, and the control.
+        trainer.state.stateful_callbacks = _read_callbacks(trainer)
 
     def apply_control(self, trainer: Any) -> None:
         """Makes the Trainer do what it was about to do when it began the evaluation."""
@@ -252,6 +250,14 @@ def _plain(value: Any) -> Any:
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     return str(value)
+
+
+def _read_callbacks(trainer: Any) -> dict[str, Any]:
+    """The states by the name of the class, as the Trainer keeps them; a list where several have one class."""
+    states: dict[str, list[Any]] = {}
+    for one in (*_list_exportable(trainer), trainer.control):
+        states.setdefault(type(one).__name__, []).append(one.state())
+    return {name: each[0] if len(each) == 1 else each for name, each in states.items()}
 
 
 def _list_exportable(trainer: Any) -> list[Any]:

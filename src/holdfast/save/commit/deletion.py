@@ -35,6 +35,7 @@ from holdfast.format.names import (
     parse_generation_temporary,
 )
 from holdfast.format.records import make_base
+from holdfast.save.commit.summary import drop_summaries
 from holdfast.save.drain import register_drain, unregister_drain
 from holdfast.storage.protocol import SparingStorage, Storage
 
@@ -208,7 +209,7 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
     Raises:
         FencedError: If another job has opened a newer one than `known_generation`; nothing has been removed.
     """
-    before = read_catalog(storage)
+    before = read_catalog(storage, closely=True)
     for generation in read_generations(storage):
         if generation > known_generation:
             _check_own(storage, generation)
@@ -219,7 +220,7 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
     if keeps_files:
         return Clearing(generation=generation)
     # Looked at again: what was committed meanwhile is fenced now, and goes as well.
-    catalog = read_catalog(storage)
+    catalog = read_catalog(storage, closely=True)
     removed, problems = _remove_committed(storage, catalog, generation)
     older = [name for name in (*catalog.unfinished, *catalog.lost) if name.generation < generation]
     problems += sweep(storage, older, catalog.trash, generation)[1]
@@ -231,6 +232,8 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
                     storage.remove(path)
                 except HoldfastError as error:
                     problems.append(error)
+    with suppress(HoldfastError):  # They say nothing about the newest generation.
+        drop_summaries(storage)
     return Clearing(tuple(removed), generation, tuple(problems))
 
 

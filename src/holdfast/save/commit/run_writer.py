@@ -12,7 +12,7 @@ import msgspec
 
 from holdfast.catalog import (
     Catalog,
-    ManifestCache,
+    History,
     check_fence,
     check_unpassed,
     exists,
@@ -21,7 +21,7 @@ from holdfast.catalog import (
     read_catalog,
     record_base,
 )
-from holdfast.errors import HoldfastError, NotFoundError, StorageError
+from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError
 from holdfast.events import Warned
 from holdfast.format.digests import seal
 from holdfast.format.names import MAX_ATTEMPT, StepName, parse_step_directory
@@ -34,6 +34,7 @@ from holdfast.save.commit.deletion import (
     withdraw,
 )
 from holdfast.save.commit.publish import commit
+from holdfast.save.commit.summary import FEW, Summarizer
 from holdfast.save.copy.image import Staging
 from holdfast.save.records import Origin, Receipts, Snapshot
 from holdfast.save.write.incremental import Incremental, IncrementalStepFiles
@@ -167,14 +168,16 @@ class RunWriter(CheckpointWriter):
         self.base: Base | None = None
         # By this it knows an opening of its own that has failed half-way.
         self._token = os.urandom(16).hex()
-        self._manifests = ManifestCache(storage)
-        self._bases: dict[int, Base] = {}
+        self._history = History(storage)
+        self._summarizer = Summarizer(storage, self._history, self._token)
+        # The step that was committed here last, and its manifest.
+        self._newest: tuple[StepName, Manifest] | None = None
         # Whether what older generations had left has been removed, as far as it was there when this one began.
         self._has_swept = False
         # The step that was committed here last, while there is no copy of its manifest.
         self._uncopied: StepName | None = None
         self.recycler = FileRecycler(storage, reuse=reuse_space)
-        self._incremental = Incremental(storage, self._manifests) if incremental else None
+        self._incremental = Incremental(storage, self._history) if incremental else None
 
     def leave_generation(self) -> None:
         """See `CheckpointWriter`."""
@@ -198,6 +201,8 @@ class RunWriter(CheckpointWriter):
             check_unpassed(self._storage, origin.seen_generation, self._token)
             before = self._keep_lost()
             generation = open_generation(self._storage, self._token)
+            if self._history.summary is not None:
+                self._summarizer.carry_over(generation)
             base = make_base(generation, origin.base)
             record_base(self._storage, base)
             self.generation, self.base, self._has_swept = generation, base, False
@@ -211,7 +216,7 @@ class RunWriter(CheckpointWriter):
 
     def _keep_lost(self) -> Catalog:
         """Marks steps of older runs that have lost their manifests: later saves would take them for unfinished."""
-        catalog = read_catalog(self._storage)
+        catalog = read_catalog(self._storage, self._history)
         for name in find_lost(self._storage, catalog):
             if name not in catalog.lost:
                 self._storage.write(name.committed_path, b"")
@@ -225,8 +230,8 @@ class RunWriter(CheckpointWriter):
         """
         with suppress(HoldfastError):
             # Looked at again: an older job may have committed a step while this generation was opened.
-            catalog = read_catalog(self._storage)
-            referrers = self._manifests.referrers((*catalog.committed, *catalog.lost))
+            catalog = read_catalog(self._storage, self._history)
+            referrers = self._history.referrers((*catalog.committed, *catalog.lost))
             referred = {name for referrer in referrers for name in referrer.refers_to}
             self._sweep(catalog, referred.union(busy))
 
@@ -239,7 +244,9 @@ class RunWriter(CheckpointWriter):
     def _name_attempt(self, step: int, generation: int, least_attempt: int) -> StepName:
         """**Blocks.** A name that no directory has, and that had none which somebody may have removed."""
         known = self._incremental.list_known() if self._incremental is not None else ()
-        names = (*known, *(parse_step_directory(entry.name) for entry in self._storage.list("")))
+        prefix = StepName(step, generation).directory
+        same = (entry.name for entry in self._storage.list("") if entry.name.startswith(prefix))
+        names = (*known, *map(parse_step_directory, same))
         taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
         attempt = max(least_attempt, max(taken, default=0) + 1)
         if attempt > MAX_ATTEMPT:
@@ -264,7 +271,8 @@ class RunWriter(CheckpointWriter):
         except NotFoundError:
             self.check_standing()
             raise
-        self._manifests.add(name, manifest)
+        self._history.known[name] = manifest.facts
+        self._newest = (name, manifest)
         self._uncopied = name
         self.note_committed()
         return manifest
@@ -281,7 +289,7 @@ class RunWriter(CheckpointWriter):
 
     def give_up(self, name: StepName) -> None:
         """See `CheckpointWriter`; if this fails, the next save sweeps it away."""
-        catalog = read_catalog(self._storage)
+        catalog = read_catalog(self._storage, self._history)
         if name in catalog.unfinished:
             discard_unfinished(self._storage, name)
 
@@ -293,21 +301,19 @@ class RunWriter(CheckpointWriter):
         Others may still be writing to unfinished steps that are `busy`.
         """
         check_fence(self._storage, newest.generation)
-        catalog = read_catalog(self._storage, self._bases)
+        catalog = read_catalog(self._storage, self._history)
         candidates = self._list_candidates(catalog)
         problems: list[HoldfastError] = []
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
-        referrers = self._manifests.referrers((*catalog.committed, *catalog.lost))
+        referrers = self._history.referrers((*catalog.committed, *catalog.lost))
+        own = {(name.step, name.generation) for name in catalog.living if name.generation == newest.generation}
         replaced = [
             name
-            for name in catalog.committed
-            if name.generation == newest.generation
-            and name not in catalog.living
-            and name not in protected
-            and any(other.step == name.step and other.generation == name.generation for other in catalog.living)
+            for name in sorted(set(catalog.committed).difference(catalog.living, protected))
+            if (name.step, name.generation) in own
         ]
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
-        manifest = self._manifests.manifest(newest)
+        manifest = self._newest[1] if self._newest is not None and self._newest[0] == newest else None
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         # A copy of the manifest, which says that the step was committed if the manifest is lost. A crash before this
         # leaves a step that counts as any other; only that loss is not noticed then.
@@ -317,7 +323,18 @@ class RunWriter(CheckpointWriter):
                 self._storage.write(newest.committed_path, seal(manifest))
             except HoldfastError as error:
                 problems.append(error)
-        removed = self._remove(plan.remove, newest_bytes, problems) if plan.remove else []
+        is_long = self._history.summary or len(catalog.committed) > FEW or len(self._history.opened) > FEW
+        removed: list[StepName] = []
+        try:
+            going = plan.remove
+            if is_long and going:
+                going = self._summarizer.release(going, catalog, newest.generation)
+            if going:
+                removed = self._remove(going, newest_bytes, problems)
+        except FencedError:
+            raise
+        except HoldfastError as error:
+            problems.append(error)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
         if catalog.spare_bytes is not None:
             try:
@@ -329,21 +346,25 @@ class RunWriter(CheckpointWriter):
             swept, left = self._sweep(catalog, referred.union(busy))
             problems += left
             self._has_swept = not left
-        self._manifests.forget_all_but(set(catalog.committed) - set(removed))
+        if is_long:
+            # Whether or not they are gone: some may be half removed.
+            self._summarizer.update(catalog, plan.remove, newest.generation)
+        self._history.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, catalog.lost)
 
     def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
         """The steps of the living line. What cannot be judged stays; a restore or `verify` will name the damage."""
         return [
-            KeptCandidate(name, name.step, manifest.committed_at_unix_seconds, manifest.metrics)
+            KeptCandidate(name, name.step, facts.committed_at_unix_seconds, facts.metrics)
             for name in catalog.living
-            if (manifest := self._manifests.manifest(name)) is not None
+            if (facts := self._history.known.get(name) or self._history.facts(name)) is not None
         ]
 
     def _find_wanted(self, name: StepName, metrics: Mapping[str, float]) -> Collection[StepName]:
         """The steps that the policy will keep for their own sake when a save is committed."""
         now_seconds = time.time()
-        before = [known for known in self._list_candidates(read_catalog(self._storage)) if known.step < name.step]
+        catalog = read_catalog(self._storage, self._history)
+        before = [known for known in self._list_candidates(catalog) if known.step < name.step]
         try:
             return self._keep.choose_kept([*before, KeptCandidate(name, name.step, now_seconds, metrics)], now_seconds)
         except Exception:  # noqa: BLE001  A policy of the user's own may fail; that is told of behind the commit.
@@ -361,7 +382,7 @@ class RunWriter(CheckpointWriter):
                     withdrawn.append(name)
                 except HoldfastError as error:
                     problems.append(error)
-                    needed |= self._manifests.kept_with(name)
+                    needed |= self._history.kept_with(name)
         if withdrawn and self.generation is not None:
             # A newer job may have begun since, and refer to them: it sees that they are gone, or is seen here.
             check_fence(self._storage, self.generation)

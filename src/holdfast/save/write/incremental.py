@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.catalog import ManifestCache, read_index
+from holdfast.catalog import History, read_index, read_manifest
 from holdfast.errors import DamageError, NotFoundError
 from holdfast.format.digests import SPAN_BYTES
 from holdfast.format.index import Index, Layout, LeafRecord, Place, ReferredRecord, Source, plan_layout
@@ -124,9 +124,9 @@ class Incremental:
     retention nor a person can remove these as long as no newer step is committed.
     """
 
-    def __init__(self, storage: Storage, manifests: ManifestCache) -> None:
+    def __init__(self, storage: Storage, history: History) -> None:
         self._storage = storage
-        self._manifests = manifests
+        self._history = history
         self._newest: StepName | None = None
         # What is known of that step; it is read when it is first needed, and never holds more than its arrays' records.
         self._index: Index | None = None
@@ -142,7 +142,7 @@ class Incremental:
         They are known by their names. If a person has removed one, its name must never be used again: arrays of the
         same place and size would be confused with those that were there.
         """
-        return () if self._newest is None else {self._newest, *self._manifests.references(self._newest)}
+        return () if self._newest is None else {self._newest, *self._history.references(self._newest)}
 
     def write(self, snapshot: Snapshot, name: StepName, pool: WorkerPool, wanted: Collection[StepName]) -> Receipts:
         """**Blocks.** Writes what has changed into a new directory and makes it durable.
@@ -184,10 +184,10 @@ class Incremental:
         if self._newest is None or find_order_problem(self._newest, name):
             return {}
         if self._index is None:
-            manifest = self._manifests.manifest(self._newest)
-            if manifest is None or manifest.world_size != worker.world_size:
-                return {}
             try:
+                manifest = read_manifest(self._storage, self._newest)
+                if manifest.world_size != worker.world_size:
+                    return {}
                 index = read_index(self._storage, self._newest.directory, manifest, worker.rank)
             except (DamageError, NotFoundError):
                 return {}
@@ -205,8 +205,8 @@ class Incremental:
         ]
 
     def _list_kept(self, name: StepName) -> dict[StepName, int]:
-        kept = {other: self._manifests.manifest(other) for other in self._manifests.kept_with(name)}
-        return {other: manifest.data_bytes if manifest else 0 for other, manifest in kept.items()}
+        kept = {other: self._history.facts(other) for other in self._history.kept_with(name)}
+        return {other: facts.data_bytes if facts else 0 for other, facts in kept.items()}
 
     def _is_there(self, source: Source) -> bool:
         """**Blocks.** Returns True if a file still exists: people remove directories by hand."""

@@ -226,6 +226,10 @@ class LocalStorage:
         with as_storage_errors("list", path, self._root), suppress(FileNotFoundError, NotADirectoryError):
             with open_directory(self._root, parts) as directory, os.scandir(directory) as found:
                 for item in found:
+                    # A long run has thousands of directories, and the system tells them from files without a look.
+                    if item.is_dir(follow_symlinks=False):
+                        entries.append(Entry(item.name, True, 0))
+                        continue
                     # What vanishes while it is looked at was not there.
                     with suppress(FileNotFoundError):
                         status = item.stat(follow_symlinks=False)

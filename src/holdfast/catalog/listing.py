@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -14,15 +13,12 @@ import msgspec
 from holdfast.errors import (
     DamageError,
     FencedError,
-    FormatError,
     HoldfastError,
     NoCheckpointError,
     NotFoundError,
     NoWholeCheckpointError,
     StorageError,
 )
-from holdfast.events.kinds import Committed, Retained
-from holdfast.events.sinks import JOURNAL_NAMES, decode_event
 from holdfast.format.digests import digest, seal, unseal
 from holdfast.format.index import MAX_INDEX_BYTES, Index
 from holdfast.format.index_checks import decode_index
@@ -41,22 +37,27 @@ from holdfast.format.names import (
     join,
     parse_generation_file,
     parse_step_directory,
+    parse_summary_file,
+    summary_path,
 )
 from holdfast.format.records import (
     MAX_GENERATION_BYTES,
     MAX_MANIFEST_BYTES,
+    MAX_SUMMARY_BYTES,
     Base,
     Manifest,
     Opening,
+    StepFacts,
+    Summary,
     choose_living,
     decode_base,
     decode_manifest,
+    decode_summary,
 )
 from holdfast.policies import Referrer
 from holdfast.storage.protocol import Entry, Storage
 
 _MOST_LOOKS: Final = 30
-_MOST_JOURNAL_BYTES: Final = 64 << 20
 _NAMED_STEPS: Final = 5
 
 
@@ -73,6 +74,7 @@ class Catalog(msgspec.Struct, frozen=True):
         generation: The newest generation that was opened, or 0.
         faults: Records of generations that could not be read.
         spare_bytes: The size of the file in whose room a job is to write its next save; None if there is none.
+        bases: The bases of the generations that recorded one.
     """
 
     committed: tuple[StepName, ...]
@@ -83,6 +85,7 @@ class Catalog(msgspec.Struct, frozen=True):
     generation: int
     faults: tuple[DamageError, ...]
     spare_bytes: int | None
+    bases: Mapping[int, Base] = msgspec.field(default_factory=dict)
 
     @property
     def newest(self) -> StepName | None:
@@ -108,24 +111,29 @@ class Catalog(msgspec.Struct, frozen=True):
         raise NoCheckpointError(f"there is no checkpoint of step {step}", hint=f"Steps that exist: {known or 'none'}.")
 
 
-def read_catalog(storage: Storage, bases: dict[int, Base] | None = None) -> Catalog:
+def read_catalog(storage: Storage, history: History | None = None, *, closely: bool = False) -> Catalog:
     """**Blocks.** Looks at the run's root.
 
-    A step is committed if its directory holds a manifest; whether it is whole is for a reader to verify.
+    A step is committed if its directory holds a manifest; whether it is whole is for a reader to verify. So that nobody
+    has to look into thousands of directories, the newest generation's summary is believed about old steps. Whoever
+    reads such a step sees whether its manifest is still there.
 
     A job that goes on may commit a step that is not in the list of directories yet, and then remove one that is, before
     that is looked into. So where one has no manifest, and others have come since, all are looked at again.
 
     Args:
         storage: Where the run lies.
-        bases: The records of generations that an earlier look has read, which never change; new ones are added to it.
+        history: What this process knows of the run from earlier looks; what is new is added to it.
+        closely: True to look into each directory, whatever a summary says.
 
     Raises:
         StorageError: If the place cannot be read.
     """
+    history = history or History(storage)
     entries = storage.list("")
+    bases, faults = history.look(closely=closely)
     for _ in range(_MOST_LOOKS):
-        committed, lost, unfinished = _sort_steps(storage, entries)
+        committed, lost, unfinished = _sort_steps(storage, entries, history.believed)
         if not (lost or unfinished):
             break
         known, entries = {entry.name for entry in entries}, storage.list("")
@@ -140,27 +148,33 @@ def read_catalog(storage: Storage, bases: dict[int, Base] | None = None) -> Cata
             continue
         if entry.name.startswith(TRASH_PREFIX):
             trash.append(entry.name)
-    own_bases, generation, faults = _read_bases(storage, {} if bases is None else bases)
+    living = choose_living(committed, bases)
+    if living and living[-1] in history.believed and not is_committed(storage, living[-1]):
+        # No summary vouches for the newest step when it is written, so that others have been removed since.
+        return read_catalog(storage, history, closely=True)
     return Catalog(
-        committed=tuple(sorted(committed)),
-        living=choose_living(committed, own_bases),
-        unfinished=tuple(sorted(unfinished)),
-        lost=tuple(sorted(lost)),
+        committed=tuple(committed),
+        living=living,
+        unfinished=tuple(unfinished),
+        lost=tuple(lost),
         trash=tuple(trash),
-        generation=max([generation, *(name.generation for name in (*committed, *lost, *unfinished))]),
+        generation=max([*history.opened, *[name.generation for name in (*committed, *lost, *unfinished)]], default=0),
         faults=tuple(faults),
         spare_bytes=spare_bytes,
+        bases=bases,
     )
 
 
-def _sort_steps(storage: Storage, entries: Iterable[Entry]) -> tuple[list[StepName], list[StepName], list[StepName]]:
-    """The steps of a run: those with a manifest, those that have lost it, and those that never had one."""
+def _sort_steps(
+    storage: Storage, entries: Iterable[Entry], believed: Collection[StepName]
+) -> tuple[list[StepName], list[StepName], list[StepName]]:
+    """The steps of a run, in order: those with a manifest, those that have lost it, and those that never had one."""
     committed: list[StepName] = []
     lost: list[StepName] = []
     unfinished: list[StepName] = []
     # Older ones first: where one of two is removed once the other is committed, the other is seen.
     for name in sorted(name for entry in entries if entry.is_directory and (name := parse_step_directory(entry.name))):
-        if is_committed(storage, name):
+        if name in believed or is_committed(storage, name):
             committed.append(name)
         elif not exists(storage, name.committed_path):
             unfinished.append(name)
@@ -168,12 +182,13 @@ def _sort_steps(storage: Storage, entries: Iterable[Entry]) -> tuple[list[StepNa
             committed.append(name)
         else:
             # A removal takes this file before the manifest. So if it is still there, the step is not being removed.
-            names = _list_names(storage, name)
+            names = list_names(storage, name)
             (lost if COMMITTED_NAME in names and any(map(is_part, names)) else unfinished).append(name)
     return committed, lost, unfinished
 
 
-def _list_names(storage: Storage, name: StepName) -> set[str]:
+def list_names(storage: Storage, name: StepName) -> set[str]:
+    """**Blocks.** The names of what lies in a step's directory."""
     return {entry.name for entry in storage.list(name.directory)}
 
 
@@ -207,85 +222,6 @@ def is_committed(storage: Storage, name: StepName) -> bool:
     return True
 
 
-def _read_bases(storage: Storage, known: dict[int, Base]) -> tuple[dict[int, Base], int, list[DamageError]]:
-    faults: list[DamageError] = []
-    opened = read_generations(storage)
-    for generation in opened:
-        if generation in known:
-            continue
-        path = base_path(generation)
-        try:
-            known[generation] = decode_base(storage.read(path, MAX_GENERATION_BYTES), path=path, generation=generation)
-        except NotFoundError:
-            continue  # It was opened and died before it saved, or is about to record its base.
-        except DamageError as fault:  # Also if it cannot be read at all, or something else lies in its place.
-            faults.append(fault)
-    bases = {generation: known[generation] for generation in opened if generation in known}
-    return bases, max(opened, default=0), faults
-
-
-def find_lost(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
-    """**Blocks.** Steps of the living line that were committed and have no manifest any more, in order of step.
-
-    The file `committed` in a step's directory says that it was committed. Older runs have no such file. There, a step
-    newer than all others with a manifest was committed if a generation began from it, or if the run's journal of events
-    says so: retention never removes the newest one.
-
-    Raises:
-        StorageError: If the place cannot be read.
-    """
-    if not (catalog.lost or catalog.unfinished):
-        return ()
-    bases, _, _ = _read_bases(storage, {})
-    lost = set(choose_living((*catalog.committed, *catalog.lost), bases)) & set(catalog.lost)
-    newest_step = -1 if catalog.newest is None else catalog.newest.step
-    line = choose_living((*catalog.committed, *catalog.unfinished), bases)
-    newer = [name for name in line if name.step > newest_step and name in catalog.unfinished]
-    if newer:
-        known = {base.name for base in bases.values()}
-        journal = _read_committed(storage)
-        lost.update(
-            name
-            for name in newer
-            if (name in known or (name.step, name.generation) in journal)
-            and any(map(is_part, _list_names(storage, name)))
-            and not is_committed(storage, name)
-        )
-    return tuple(sorted(lost))
-
-
-def find_journaled(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
-    """**Blocks.** Unfinished steps that the run's journal of events names as committed, in order of step.
-
-    Most have lost their manifest and the file `committed` by hand. A removal that was cut off leaves the same, so jobs
-    remove such steps, and a person sees what they are.
-
-    Raises:
-        StorageError: If the place cannot be read.
-    """
-    there = {(name.step, name.generation) for name in (*catalog.committed, *catalog.lost)}
-    unfinished = [name for name in catalog.unfinished if (name.step, name.generation) not in there]
-    journal = _read_committed(storage) if unfinished else ()
-    return tuple(
-        name
-        for name in sorted(unfinished)
-        if (name.step, name.generation) in journal and any(map(is_part, _list_names(storage, name)))
-    )
-
-
-def check_nothing_lost(storage: Storage) -> None:
-    """**Blocks.** Makes sure that a run without any checkpoint to go on from has none because none was saved.
-
-    Raises:
-        NoWholeCheckpointError: If checkpoints were committed, and their manifests are gone.
-        StorageError: If the place cannot be read.
-    """
-    catalog = read_catalog(storage)
-    lost = () if catalog.living else find_lost(storage, catalog)
-    if lost:
-        raise make_lost_error(lost, storage.url)
-
-
 def make_lost_error(lost: Sequence[StepName], url: str = "") -> NoWholeCheckpointError:
     """**Pure.** The error for steps that were committed and whose manifests are gone."""
     missing = [DamageError("the manifest is gone", step=name.step, path=name.manifest_path) for name in lost]
@@ -304,26 +240,6 @@ def describe_lost(lost: Sequence[StepName]) -> str:
     before = f"{len(lost)} steps, the last of them " if len(lost) > len(few) else "steps " if many else "step "
     what = "their manifests are" if many else "its manifest is"
     return f"{before}{steps} {'were' if many else 'was'} committed, and {what} gone; the data files are still there"
-
-
-def _read_committed(storage: Storage) -> set[tuple[int, int]]:
-    """The steps and generations that the run's journal names, without those that were removed later.
-
-    What cannot be read of it tells nothing.
-    """
-    told: set[tuple[int, int]] = set()
-    for name in JOURNAL_NAMES:
-        with suppress(NotFoundError, DamageError):
-            for line in storage.read(name, _MOST_JOURNAL_BYTES).splitlines():
-                if b'"committed"' not in line and b'"retained"' not in line:
-                    continue  # To decode them all would take long.
-                with suppress(FormatError):
-                    event = decode_event(line)
-                    if isinstance(event, Committed):
-                        told.add((event.step, event.generation))
-                    elif isinstance(event, Retained):
-                        told = {one for one in told if one[0] not in event.removed}
-    return told
 
 
 def read_generations(storage: Storage) -> list[int]:
@@ -411,7 +327,8 @@ def open_generation(storage: Storage, token: str = "") -> int:
         StorageError: If the place fails.
     """
     storage.make_directory(GENERATIONS_DIRECTORY)
-    generation = read_catalog(storage).generation + 1
+    names = filter(None, (parse_step_directory(entry.name) for entry in storage.list("") if entry.is_directory))
+    generation = max([*read_generations(storage), *(name.generation for name in names)], default=0) + 1
     for _ in range(1000):
         if generation > MAX_GENERATION:
             raise StorageError(
@@ -503,36 +420,95 @@ def _name_opener(opening: Opening | None) -> str:
 _FENCED_HINT: Final = "Only one job may save into a run. Stop this one, or give it a directory of its own."
 
 
-class ManifestCache:
-    """The manifests of a run, read when they are asked for. Not thread-safe: one save uses it at a time.
+class History:
+    """What one process knows of a run's past, so that it need not read it at each look. Not thread-safe.
 
     What cannot be read for now, since it is damaged or gone, is asked for again the next time. Each method raises
     `StorageError` if the place fails.
+
+    Attributes:
+        opened: The generations that were opened, in order, as far as their records are still there.
+        summaries: The generation and number of each summary that is there.
+        summary: The one that counts, or None.
+        believed: The steps of which it says that they are committed; nobody has looked into their directories.
+        known: What is known of committed steps.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._manifests: dict[StepName, Manifest] = {}
+        self.opened: list[int] = []
+        self.summaries: list[tuple[int, int]] = []
+        self.summary: Summary | None = None
+        self.believed: frozenset[StepName] = frozenset()
+        self.known: dict[StepName, StepFacts] = {}
+        # The records of generations that were read. They never change.
+        self._bases: dict[int, Base] = {}
         self._references: dict[StepName, tuple[StepName, ...]] = {}
 
-    def add(self, name: StepName, manifest: Manifest) -> None:
-        """Notes the manifest of a step, which was just published."""
-        self._manifests[name] = manifest
+    def look(self, *, closely: bool = False) -> tuple[dict[int, Base], list[DamageError]]:
+        """**Blocks.** Looks which generations there are, and reads the summary that counts, unless it is known.
 
-    def manifest(self, name: StepName) -> Manifest | None:
-        """**Blocks.** A step's manifest; None if it is damaged, or that of a newer holdfast, or there is none."""
-        if name not in self._manifests:
+        That is the last one of the newest generation. One of an older generation does not count: a newer job may have
+        removed steps since, and need not know of summaries.
+
+        Args:
+            closely: True to believe none.
+
+        Returns:
+            The bases of the generations that were opened, and what is wrong with those that are damaged.
+        """
+        names = [entry.name for entry in self._storage.list(GENERATIONS_DIRECTORY)]
+        self.opened = sorted(filter(None, map(parse_generation_file, names)))
+        newest = max(self.opened, default=0)
+        self.summaries = sorted(filter(None, (parse_summary_file(name) for name in names if ".summary-" in name)))
+        last = max((number for generation, number in self.summaries if generation == newest), default=0)
+        if closely or not last:
+            if self.summary is not None:
+                self.believe(None)
+        elif self.summary is None or (self.summary.generation, self.summary.number) != (newest, last):
+            self.believe(try_summary(self._storage, newest, last))
+        faults: list[DamageError] = []
+        for generation in self.opened:
+            if generation in self._bases:
+                continue
+            path = base_path(generation)
             try:
-                self._manifests[name] = read_manifest(self._storage, name)
-            except (DamageError, NotFoundError):
-                return None
-        return self._manifests[name]
+                data = self._storage.read(path, MAX_GENERATION_BYTES)
+                self._bases[generation] = decode_base(data, path=path, generation=generation)
+            except NotFoundError:
+                continue  # It was opened and died before it saved, or is about to record its base.
+            except DamageError as fault:  # Also if it cannot be read at all, or something else lies in its place.
+                faults.append(fault)
+        return {generation: self._bases[generation] for generation in self.opened if generation in self._bases}, faults
+
+    def believe(self, summary: Summary | None) -> None:
+        """Takes a summary at its word from now on; None for none."""
+        self.summary = summary
+        names = map(parse_step_directory, () if summary is None else summary.directories)
+        self.believed = frozenset(name for name in names if name is not None)
+        self._bases.update({base.generation: base for base in summary.bases} if summary is not None else {})
+
+    def facts(self, name: StepName) -> StepFacts | None:
+        """**Blocks.** What retention asks about a step; None if its manifest is damaged, or of a newer holdfast."""
+        if name not in self.known:
+            if name in self.believed and self.summary is not None:
+                # Of all at once: each is asked for in the end.
+                try:
+                    self.known = self.summary.decode_facts() | self.known
+                except DamageError:
+                    self.believe(None)
+            if name not in self.known:
+                try:
+                    self.known[name] = read_manifest(self._storage, name).facts
+                except (DamageError, NotFoundError):
+                    return None
+        return self.known[name]
 
     def references(self, name: StepName) -> tuple[StepName, ...]:
         """**Blocks.** The steps that a step refers to, as far as that can be read."""
-        manifest = self.manifest(name)
-        if manifest is not None:
-            return tuple(reference.name for reference in manifest.references)
+        facts = self.facts(name)
+        if facts is not None:
+            return facts.refers_to if facts.references else ()
         if name not in self._references:
             try:
                 self._references[name] = read_references(self._storage, name)
@@ -552,10 +528,24 @@ class ManifestCache:
 
     def referrers(self, names: Iterable[StepName]) -> list[Referrer[StepName]]:
         """**Blocks.** Those of some steps that refer to others."""
-        found = ((name, self.references(name)) for name in names)
+        referring = (name for name in names if (known := self.known.get(name)) is None or known.references)
+        found = ((name, self.references(name)) for name in referring)
         return [Referrer(name, name.step, references) for name, references in found if references]
 
     def forget_all_but(self, names: Collection[StepName]) -> None:
         """Lets go of what is known of other steps."""
-        self._manifests = {name: known for name, known in self._manifests.items() if name in names}
-        self._references = {name: known for name, known in self._references.items() if name in names}
+        if len(self.known) > len(names):
+            self.known = {name: known for name, known in self.known.items() if name in names}
+            self._references = {name: known for name, known in self._references.items() if name in names}
+
+
+def try_summary(storage: Storage, generation: int, number: int) -> Summary | None:
+    """**Blocks.** A generation's summary, if it is whole and that generation's own; otherwise the slow way is taken."""
+    path = summary_path(generation, number)
+    try:
+        data = storage.read(path, MAX_SUMMARY_BYTES)
+        summary = decode_summary(data, path=path, generation=generation, number=number)
+        # One that was copied from another run has another token.
+        return summary if read_opening(storage, generation).token == summary.token else None
+    except HoldfastError:
+        return None

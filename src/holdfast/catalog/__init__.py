@@ -1,0 +1,47 @@
+"""The steps of a run: which lie there, which are committed, which count; and the generations that wrote them."""
+
+from __future__ import annotations
+
+from holdfast.catalog.listing import (
+    Catalog,
+    History,
+    check_fence,
+    check_unpassed,
+    describe_lost,
+    exists,
+    is_committed,
+    make_lost_error,
+    open_generation,
+    read_catalog,
+    read_generations,
+    read_index,
+    read_manifest,
+    read_opening,
+    read_references,
+    record_base,
+    try_summary,
+)
+from holdfast.catalog.lost import check_nothing_lost, find_journaled, find_lost
+
+__all__ = [
+    "Catalog",
+    "History",
+    "check_fence",
+    "check_nothing_lost",
+    "check_unpassed",
+    "describe_lost",
+    "exists",
+    "find_journaled",
+    "find_lost",
+    "is_committed",
+    "make_lost_error",
+    "open_generation",
+    "read_catalog",
+    "read_generations",
+    "read_index",
+    "read_manifest",
+    "read_opening",
+    "read_references",
+    "record_base",
+    "try_summary",
+]
