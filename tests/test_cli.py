@@ -315,7 +315,7 @@ def test_list_of_a_run_that_was_begun_anew(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run" / "step-000000005.g0002")
     code, said = complaint("list", tmp_path / "run")
     assert code == ExitCode.NOTHING_THERE
-    assert "no checkpoint on its living line, only 1 off it" in said
+    assert "no checkpoint on its living line, only 1 elsewhere" in said
 
 
 # show
@@ -389,7 +389,7 @@ def test_show_leaves_and_values_by_name(run: Path) -> None:
 def test_show_a_name_that_is_not_there(run: Path) -> None:
     code, said = complaint("show", run, "model", "modle", "epoch/*")
     assert code == ExitCode.USAGE
-    assert "nothing of the name 'modle', 'epoch/*'" in said
+    assert "nothing named 'modle', 'epoch/*'" in said
     assert "'model', 'optimizer', 'epoch'" in said
 
 

@@ -345,8 +345,8 @@ def test_the_command_says_what_is_wrong(run: Path, tmp_path: Path) -> None:
         (("export", run, tmp_path, "--to", "torch"), 2, "is not a file"),
         (("export", run, __file__, "--to", "dcp"), 2, "is not a directory"),
         (("export", run, run / "generations" / "0001.json", "--to", "torch", "--overwrite"), 2, "is inside the run"),
-        (("export", run, out, "--to", "torch", "--file-size", "1GB"), 2, "formats of several files"),
-        (("export", run, out, "--to", "dcp", "--repeat-shared"), 2, "is for safetensors"),
+        (("export", run, out, "--to", "torch", "--file-size", "1GB"), 2, "needs a format of several files"),
+        (("export", run, out, "--to", "dcp", "--repeat-shared"), 2, "works with safetensors only"),
     ):
         found, said = complaint(*arguments)
         assert (found, text in said) == (code, True), said

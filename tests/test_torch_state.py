@@ -18,7 +18,8 @@ from holdfast.events import Event, Warned
 from holdfast.format import codecs
 from holdfast.integrations.torch.tensors import DTYPES, INTEGERS, TorchBackend
 from holdfast.state.adapters import HANDED_OVER
-from holdfast.state.capture import CaptureCache, capture_objects
+from holdfast.state.capture import capture_objects
+from holdfast.state.capture_cache import CaptureCache
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.match.compare import Comparison
 from holdfast.state.match.matching import match_objects

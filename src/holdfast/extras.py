@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any, NamedTuple
 
 from holdfast.errors import MissingPackageError
@@ -58,11 +58,22 @@ def stand_in(name: str, problem: str, extra: str) -> type:
     def refuse(*_: object, **__: object) -> None:
         raise MissingPackageError(
             f"holdfast.{name} needs {problem}",
-            hint=f"Install it from a checkout of holdfast: pip install '.[{extra}]'",
+            hint=f"Install it: {install_command(extra)}",
         )
 
     members = {"__new__": refuse, "__init_subclass__": refuse, "__module__": "holdfast", "__doc__": f"Needs {problem}."}
     return type(name.rpartition(".")[2], (), members)
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs what an extra of holdfast brings, however holdfast itself was installed."""
+    try:
+        lines = requires("holdfast") or []
+    except PackageNotFoundError:
+        lines = []
+    wanted = (line.partition(";") for line in lines)
+    names = [f"'{name.strip()}'" for name, _, marker in wanted if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
+    return f"pip install {' '.join(names)}" if names else f"pip install '.[{extra}]' in a checkout of holdfast"
 
 
 def _find_problem(package: str, oldest: str) -> str:

@@ -200,7 +200,7 @@ def look_at_step(storage: Storage, directory: str, name: StepName, state: State)
 
 def _look_at_lost(storage: Storage, name: StepName) -> Found:
     path = name.manifest_path
-    damage = DamageError(f"{path} is missing, and the step was committed", step=name.step, path=path)
+    damage = DamageError(f"{path} is missing, but the step was committed", step=name.step, path=path)
     size_bytes = _size_bytes(storage, name.directory)
     refers_to = _read_references(storage, name)
     return Found(name.directory, State.LOST, name, size_bytes, damages=(damage,), refers_to=refers_to)
@@ -230,7 +230,7 @@ def _find_misfits(directory: str, manifest: Manifest, sizes: dict[str, int]) -> 
                 yield DamageError(f"{path} is missing", step=manifest.step, path=path)
             elif sizes[name] != size_bytes:
                 yield DamageError(
-                    f"{path} has {sizes[name]} bytes, {size_bytes} were written", step=manifest.step, path=path
+                    f"{path} has {sizes[name]} bytes, but {size_bytes} were written", step=manifest.step, path=path
                 )
 
 

@@ -57,5 +57,5 @@ def trace_arrays(captured: Captured) -> list[_Trace]:
         elif spec.size_bytes == 0:
             traces.append((0, None, b""))
         else:
-            traces.append((backend.version(array), None, b""))
+            traces.append((backend.versions([array])[0], None, b""))
     return traces

@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.errors import MissingPackageError, UnsupportedValueError
 from holdfast.format.dtypes import names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, order_dimensions, strides_in_order
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
+from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Plain, spec_of
 from holdfast.state.registry import register_backend
 
 _DTYPES = names_in("numpy")
@@ -64,13 +64,14 @@ class NumpyBackend:
         address = array.__array_interface__["data"][0]
         return extent_of(address, array.shape, array.strides, array.itemsize)
 
-    def fingerprint(self, arrays: Sequence[Any]) -> object:
-        """Returns address, type, byte order, shape and strides of each."""
-        return [(array.__array_interface__["data"][0], array.dtype, array.shape, array.strides) for array in arrays]
+    def glance(self, arrays: Sequence[Any]) -> Glance | None:
+        """Returns type, byte order, shape and strides of each."""
+        addresses = [array.__array_interface__["data"][0] if array.size else 0 for array in arrays]
+        return Glance(addresses, [(array.dtype, array.shape, array.strides) for array in arrays])
 
-    def version(self, array: Any) -> int | None:
-        """Returns None: NumPy counts no changes."""
-        return None
+    def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
+        """Returns None for each: NumPy counts no changes."""
+        return [None] * len(arrays)
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """Returns types, shapes and addresses, if all have the stored layout."""

@@ -7,7 +7,7 @@ than the others, the rest is not affected. There is no communication, and nothin
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import xxhash
 from msgspec.structs import replace
@@ -18,8 +18,12 @@ from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, StridesRecord, shift, split_box, whole_box
 from holdfast.state.adapters import Replication
+from holdfast.state.array_look import look_at
 from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, Replica, Sharding, part_of, spec_of
 from holdfast.state.registry import backend_of, sharder_of_type
+
+MemoryGroups: TypeAlias = dict[str, tuple[object, frozenset[tuple[str, Hashable]]]]
+"""By name, the memory of a group of arrays, and what tells whether it is that of the same arrays still."""
 
 MOST_WRITERS: Final = 64
 """How many holders share the writing. With more it would not be faster, and each restore would open more files."""
@@ -77,6 +81,7 @@ class ShardOwnership:
         loose: The leaves of which this worker cannot know who else holds them, or whether all is held.
         replicas: The boxes that others hold too.
         compared: For each of these its array, with the library; None for a second name of one.
+        cuts: For each of these, the boxes cut from what this worker holds in one piece to get its array.
         checks_replicas: True if their values are compared.
         trained: By library and memory, the arrays of the current object that training keeps equal on all workers; None
             for all of its state.
@@ -86,8 +91,10 @@ class ShardOwnership:
         quantizers: Those of quantized leaves.
     """
 
-    def __init__(self, worker: Worker, *, check_replicas: bool = False) -> None:
+    def __init__(self, worker: Worker, *, check_replicas: bool = False, groups: MemoryGroups | None = None) -> None:
+        """`groups` is what an earlier one has worked out."""
         self.worker = worker
+        self._groups: MemoryGroups = {} if groups is None else groups
         self.checks_replicas = check_replicas and not worker.is_alone
         self.holders: Sequence[int] = range(worker.world_size)
         self.is_own = False
@@ -98,22 +105,39 @@ class ShardOwnership:
         self.strides: list[StridesRecord] = []
         self.quantizers: list[QuantizerRecord] = []
         self.compared: list[tuple[ArrayBackend, Any] | None] = []
+        self.cuts: list[tuple[Box, ...]] = []
         self.trained: frozenset[tuple[str, Hashable]] | None = None
         self.renewed: frozenset[tuple[str, Hashable]] = frozenset()
         self.is_trained = False
 
-    def enter(self, replication: Replication) -> None:
-        """Sets `holders` and `trained` for the current object."""
+    def lists(self) -> tuple[list[Any], ...]:
+        """Returns the lists that grow with each array, for the index."""
+        return self.boxes, self.elsewhere, self.replicas, self.strides, self.quantizers
+
+    def enter(self, replication: Replication, path: str) -> None:
+        """Sets `holders` and `trained` for the object at a path."""
         self.holders = replication.holders or self.holders
         self.is_trained = self.is_trained or replication.is_trained
         if replication.trained is not None:
-            self.trained = self._find_memory(replication.trained)
-            self.renewed = self._find_memory(replication.renewed)
+            self.trained = self._find_memory(replication.trained, f"{path} trained")
+            self.renewed = self._find_memory(replication.renewed, f"{path} renewed")
 
-    @staticmethod
-    def _find_memory(arrays: Sequence[Any]) -> frozenset[tuple[str, Hashable]]:
-        plain = ((array, backend_of(array)) for array in arrays if sharder_of_type(type(array)) is None)
-        return frozenset((backend.name, backend.alias_key(array)) for array, backend in plain if backend is not None)
+    def _find_memory(self, arrays: Sequence[Any], group: str) -> frozenset[tuple[str, Hashable]]:
+        """The memory of the plain ones among some arrays; the set of the capture before, if it is the same."""
+        plain = [array for array in arrays if sharder_of_type(type(array)) is None and backend_of(array) is not None]
+        look = look_at(plain)
+        now = None if look is None else (look.keys, look.marks)
+        known = self._groups.get(group)
+        if known is not None and now is not None and known[0] == now:
+            return known[1]
+        backends = map(backend_of, plain)
+        found = frozenset(
+            (backend.name, backend.alias_key(array))
+            for array, backend in zip(plain, backends, strict=True)
+            if backend is not None
+        )
+        self._groups[group] = now, found
+        return found
 
     def look(self, array: Any, backend: ArrayBackend, path: str) -> Sharding:
         """Returns the sharding of a plain array, which each holder has whole."""
@@ -123,8 +147,10 @@ class ShardOwnership:
         may_differ = self.trained is not None and (backend.name, memory) not in self.trained
         return Sharding(spec, backend, (local,), memory, may_differ=may_differ)
 
-    def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any]]:
+    def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any, tuple[Box, ...]]]:
         """Returns the arrays that this worker writes of a leaf, each with a name of its own.
+
+        Each comes with the boxes cut, one from the other, from what this worker holds in one piece.
 
         Raises:
             UnsupportedValueError: If other workers would have to write a part, and there are none.
@@ -156,14 +182,15 @@ class ShardOwnership:
                 if owner != self.worker.rank:
                     others.add(owner)
                     continue
-                array = local.array
+                array, cuts = local.array, () if local.place is None else (local.place,)
                 if part != local.box:
-                    array = part_of(array, shift(part, local.box.offsets))
+                    cut = shift(part, local.box.offsets)
+                    array, cuts = part_of(array, cut), (*cuts, cut)
                 if not part.is_whole(spec.shape):
                     self.boxes.append(BoxRecord(name, leaf if written else "", spec.shape, part.offsets))
                 written += 1
                 written_elements += part.elements
-                yield name, spec_of(spec.dtype, part.shape), array
+                yield name, spec_of(spec.dtype, part.shape), array, cuts
             if len(holders) > 1:
                 self.replicas.append(
                     Replica(
@@ -176,8 +203,8 @@ class ShardOwnership:
                         is_renewed=(sharding.backend.name, sharding.memory) in self.renewed,
                     )
                 )
-                if self.checks_replicas:
-                    self.compared.append((sharding.backend, local.array))
+                self.compared.append((sharding.backend, local.array))
+                self.cuts.append(() if local.place is None else (local.place,))
         if self.worker.is_alone and written_elements != whole_box(spec.shape).elements:
             raise UnsupportedValueError(
                 f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no "
@@ -206,5 +233,5 @@ class ShardOwnership:
         if not self.is_own:
             leaves = {id(replica.holders): replica for replica in self.replicas[replicas.start : replicas.stop]}
             self.replicas += [replace(leaf, leaf=path, same_as=leaf.leaf) for leaf in leaves.values()]
-            if self.checks_replicas:
-                self.compared += [None] * len(leaves)
+            self.compared += [None] * len(leaves)
+            self.cuts += [()] * len(leaves)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, find_box_problem
 from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Readable
-from holdfast.state.leaves import ArraySpec, LocalBox, PendingArray, Sharding, Skeleton, spec_like
-from holdfast.state.registry import backend_of, find_stateful, may_change_when_read, register_adapter, register_sharder
+from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, PendingArray, Sharding, Skeleton, spec_like
+from holdfast.state.registry import (
+    backend_of,
+    backend_of_type,
+    find_stateful,
+    may_change_when_read,
+    register_adapter,
+    register_sharder,
+)
 
 
 class Shard:
@@ -114,6 +121,16 @@ class _ShardSharder:
         memory = (backend.alias_key(array.tensor), array.offsets, array.global_shape)
         local = LocalBox(box, array.tensor, holders)
         return Sharding(spec_like(own, array.global_shape), backend, (local,), memory, is_by_hand=True)
+
+    def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object] | None:
+        """What the program has said of each."""
+        tensors = [array.tensor for array in arrays]
+        kinds = list(map(type, tensors))
+        backends = set(map(backend_of_type, kinds))
+        backend = backends.pop()
+        if backends or backend is None:
+            return None
+        return backend, tensors, (kinds, [(array.global_shape, array.offsets, array.holders) for array in arrays])
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         backend = backend_of(like.tensor)

@@ -22,6 +22,7 @@ from holdfast.convert.input_files import Chunk, InputArray, is_plain_name
 from holdfast.convert.leaf_tree import LeftOut
 from holdfast.convert.torch_file import ArchivedTree
 from holdfast.errors import FormatError, MissingPackageError, NoCheckpointError, StorageError, UsageError
+from holdfast.extras import install_command
 from holdfast.format.dtypes import ITEM_BYTES, MAX_DIMENSIONS, array_bytes, names_in
 from holdfast.format.scalars import is_text
 from holdfast.format.shapes import Box, row_major, whole_box
@@ -182,7 +183,7 @@ class OrbaxDirectory:
         except ImportError as error:
             raise MissingPackageError(
                 f"{directory} was written by Orbax: reading it needs tensorstore, which is not installed",
-                hint="Install it from a checkout of holdfast: pip install '.[orbax]'",
+                hint=f"Install it: {install_command('orbax')}",
             ) from error
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": self._limit_bytes}})
         base = {"driver": "file", "path": f"{directory.absolute()}/"}

@@ -211,13 +211,12 @@ class JaxBackend:
         """Returns None: a new array has memory of its own."""
         return None
 
-    def fingerprint(self, arrays: Sequence[Any]) -> object:
-        """Returns nothing: there is no quicker look."""
-        return None
+    def glance(self, arrays: Sequence[Any]) -> None:
+        """Returns None: there is no quicker look."""
 
-    def version(self, array: Any) -> int | None:
-        """Returns an identity: immutable arrays have no versions, but their memory may be given to another array."""
-        return None
+    def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
+        """Returns None for each: immutable arrays have no versions, but their memory may be given to another array."""
+        return [None] * len(arrays)
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """Returns None: no array can be filled in place."""
@@ -299,6 +298,9 @@ class JaxSharder:
                 boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box))
         workers = _count_processes(numbers.sharding) if holders else 0
         return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array), workers)
+
+    def glance_divided(self, arrays: Sequence[Any]) -> None:
+        """Nothing: there is no quicker look."""
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """Returns the replacement for a new array, with another one's sharding."""

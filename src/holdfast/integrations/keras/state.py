@@ -216,7 +216,7 @@ class _Seen(NamedTuple):
 def _look(array: Any) -> object:
     if not isinstance(array, np.ndarray):
         backend = backend_of(array)
-        return None if backend is None else backend.version(array)
+        return None if backend is None else backend.versions([array])[0]
     is_small = array.nbytes <= _LOOKED_AT_BYTES
     values = array if is_small else array.flat[:: -(-array.size // _LOOKED_AT_ELEMENTS)]
     return digest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
