@@ -1,4 +1,4 @@
-"""Which steps lie under a run's root, which of them are committed, and which of those are on the living line."""
+"""Lists the steps under a run's root: which are committed, and which belong to the current lineage."""
 
 from __future__ import annotations
 
@@ -89,15 +89,15 @@ class Catalog(msgspec.Struct, frozen=True):
 
     @property
     def newest(self) -> StepName | None:
-        """The newest step of the living line, or None."""
+        """The newest step of the current lineage, or None."""
         return self.living[-1] if self.living else None
 
     def find(self, step: int) -> StepName:
-        """The checkpoint of a step: the living line's, else the newest that lies off it.
+        """Returns the checkpoint of a step: that of the current lineage, else the newest other one.
 
         Raises:
             NoCheckpointError: If there is none; the error names those that exist.
-            NoWholeCheckpointError: If it was committed, and its manifest is gone.
+            NoWholeCheckpointError: If it was committed, but has lost its manifest.
         """
         for name in self.living:
             if name.step == step:
@@ -193,10 +193,10 @@ def list_names(storage: Storage, name: StepName) -> set[str]:
 
 
 def exists(storage: Storage, path: str) -> bool:
-    """**Blocks.** Whether a file lies there, whole or damaged.
+    """**Blocks.** Returns True if a file exists, whole or damaged.
 
     Raises:
-        StorageError: If the place cannot be read.
+        StorageError: If the storage cannot be read.
     """
     try:
         storage.open_reader(path).close()
@@ -208,10 +208,10 @@ def exists(storage: Storage, path: str) -> bool:
 
 
 def is_committed(storage: Storage, name: StepName) -> bool:
-    """**Blocks.** Whether a step has a manifest. To list the directory would be a look at each file of each worker.
+    """**Blocks.** Returns True if a step has a manifest. Listing its directory would look at each file of each worker.
 
     Raises:
-        StorageError: If the place cannot be read.
+        StorageError: If the storage cannot be read.
     """
     try:
         storage.open_reader(name.manifest_path).close()
@@ -223,7 +223,7 @@ def is_committed(storage: Storage, name: StepName) -> bool:
 
 
 def make_lost_error(lost: Sequence[StepName], url: str = "") -> NoWholeCheckpointError:
-    """**Pure.** The error for steps that were committed and whose manifests are gone."""
+    """**Pure.** Returns the error for committed steps that have lost their manifests."""
     missing = [DamageError("the manifest is gone", step=name.step, path=name.manifest_path) for name in lost]
     return NoWholeCheckpointError(
         f"{url}: {describe_lost(lost)}" if url else describe_lost(lost),
@@ -234,7 +234,7 @@ def make_lost_error(lost: Sequence[StepName], url: str = "") -> NoWholeCheckpoin
 
 
 def describe_lost(lost: Sequence[StepName]) -> str:
-    """**Pure.** What is wrong, in words."""
+    """**Pure.** Describes them in words."""
     many, few = len(lost) > 1, lost[-_NAMED_STEPS:]
     steps = ", ".join(str(name.step) for name in few)
     before = f"{len(lost)} steps, the last of them " if len(lost) > len(few) else "steps " if many else "step "
@@ -243,13 +243,13 @@ def describe_lost(lost: Sequence[StepName]) -> str:
 
 
 def read_generations(storage: Storage) -> list[int]:
-    """**Blocks.** The numbers of all generations that were opened, in order."""
+    """**Blocks.** Returns the numbers of all opened generations, in order."""
     parsed = (parse_generation_file(entry.name) for entry in storage.list(GENERATIONS_DIRECTORY))
     return sorted(generation for generation in parsed if generation is not None)
 
 
 def read_opening(storage: Storage, generation: int) -> Opening:
-    """**Blocks.** Who opened a generation.
+    """**Blocks.** Returns the record of the process that opened a generation.
 
     Raises:
         NotFoundError: If no process did.
@@ -260,7 +260,7 @@ def read_opening(storage: Storage, generation: int) -> Opening:
 
 
 def read_manifest(storage: Storage, name: StepName) -> Manifest:
-    """**Blocks.** A committed step's manifest.
+    """**Blocks.** Returns a committed step's manifest.
 
     Raises:
         NotFoundError: If the step is not committed.
@@ -271,9 +271,10 @@ def read_manifest(storage: Storage, name: StepName) -> Manifest:
 
 
 def read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
-    """**Blocks.** The steps that a committed step needs beside its own; also of one that a newer holdfast wrote.
+    """**Blocks.** Returns the steps that a committed step needs besides its own; also of one that a newer holdfast
+    wrote.
 
-    Where the manifest is gone, the copy of it says so.
+    If the manifest is gone, the copy of it is used.
 
     Raises:
         NotFoundError: If the step is not committed.
@@ -287,10 +288,10 @@ def read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
 
 
 def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
-    """**Blocks.** The index of one worker, as the manifest vouches for it.
+    """**Blocks.** Returns the index of one worker, checked against the manifest.
 
     Args:
-        storage: Where it lies.
+        storage: The storage of the step.
         directory: The path of the step's directory; empty if the storage's root is that directory.
         manifest: The step's manifest.
         rank: The worker.
@@ -317,14 +318,14 @@ def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) 
 def open_generation(storage: Storage, token: str = "") -> int:
     """**Blocks.** Opens the next generation of the run and returns its number; from now on older ones are fenced.
 
-    A crash after this leaves a generation without a base, which saved nothing and changes no line.
+    A crash after this leaves a generation without a base, which saved nothing and does not change the lineage.
 
     Args:
-        storage: Where the run lies.
-        token: Random text that tells who opens it; empty for one made here.
+        storage: The storage of the run.
+        token: Random text that identifies the opener; empty for one made here.
 
     Raises:
-        StorageError: If the place fails.
+        StorageError: If the storage fails.
     """
     storage.make_directory(GENERATIONS_DIRECTORY)
     names = filter(None, (parse_step_directory(entry.name) for entry in storage.list("") if entry.is_directory))
@@ -357,7 +358,7 @@ def record_base(storage: Storage, base: Base) -> None:
     """**Blocks.** Records the checkpoint that a generation begins from.
 
     Raises:
-        StorageError: If the place fails, or the base of this generation was recorded before.
+        StorageError: If the storage fails, or the base of this generation was recorded before.
     """
     path = base_path(base.generation)
     if not storage.publish(path, seal(base)):
@@ -369,10 +370,10 @@ def record_base(storage: Storage, base: Base) -> None:
 
 
 def check_fence(storage: Storage, generation: int) -> None:
-    """**Blocks.** Makes sure that no newer generation has been opened.
+    """**Blocks.** Checks that no newer generation has been opened.
 
     Raises:
-        FencedError: If one has; it says by whom.
+        FencedError: If one has; the error names its opener.
     """
     newest = max(read_generations(storage), default=0)
     if newest > generation:
@@ -384,15 +385,15 @@ def check_fence(storage: Storage, generation: int) -> None:
 
 
 def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
-    """**Blocks.** Makes sure that no other job has begun to save since this manager looked where to go on from.
+    """**Blocks.** Checks that no other job has begun to save since this manager chose where to resume from.
 
     Args:
-        storage: Where the run lies.
+        storage: The storage of the run.
         seen_generation: The newest generation at that time.
-        token: What this manager opens generations with: its own attempts do not count.
+        token: The token of this manager's own generations, which do not count.
 
     Raises:
-        FencedError: If one has; it says which.
+        FencedError: If one has; the error names it.
     """
     for newer in sorted(read_generations(storage), reverse=True):
         if newer <= seen_generation:

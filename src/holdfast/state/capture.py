@@ -1,4 +1,5 @@
-"""Objects to named leaves: plain values are taken at once, arrays are named and stay live until they are copied."""
+"""Captures objects as named leaves: plain values are copied at once, arrays are named and stay live until they are
+copied."""
 
 from __future__ import annotations
 
@@ -51,10 +52,9 @@ from holdfast.state.shard_ownership import ShardOwnership
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pauses the collector where many small objects are made at once, all of which stay.
+    """Pauses the garbage collector while many small objects are created, all of which stay.
 
-    Each would bring it nearer to looking through the whole process while training waits: with 20,000 arrays that
-    doubles the time.
+    Each would bring a full collection nearer while training waits: with 20,000 arrays that doubles the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -117,14 +117,14 @@ def capture_objects(
 def check_capture(
     objects: Mapping[str, object], captures: CaptureCache, worker: Worker, holders: Mapping[str, Sequence[int]]
 ) -> None:
-    """Makes sure that `capture_objects` can take the state of the objects, as far as that shows without changing them.
+    """Checks that `capture_objects` can capture the objects, as far as that shows without changing them.
 
-    Nothing is prepared. An object is left out if reading its state may change it, or if it is not ready to be read yet,
+    Nothing is prepared. An object is skipped if reading its state may change it, or if it is not ready to be read yet,
     such as a lazy module without its shapes.
 
     Args:
         objects: The objects by name.
-        captures: As for `capture_objects`, which is quicker after this.
+        captures: As in `capture_objects`, which is quicker after this.
         worker: As there.
         holders: As there.
 
@@ -140,10 +140,10 @@ def check_capture(
 
 
 def check_objects(objects: Mapping[str, object]) -> None:
-    """Makes sure that no object is a wrapper whose state on each worker is another part, which nothing in it says.
+    """Checks that no object is a wrapper whose state on each worker is a different part, without a description.
 
     Raises:
-        UnsupportedValueError: If one is; it says what to use in its place.
+        UnsupportedValueError: If one is; the error says what to use instead.
     """
     for name, root in objects.items():
         for path, obj, adapter in find_stateful(root, escape(name)):
@@ -248,7 +248,7 @@ class _Capturing(Encoder):
         return self._leaves.get(memory)
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
-        """The node of a value; arrays are looked for first, since there may be very many."""
+        """Returns the node of a value; arrays are handled first, because there may be very many."""
         cls = type(value)
         backend = self._backends.get(cls)
         if backend is None:
@@ -270,7 +270,7 @@ class _Capturing(Encoder):
         return {"$": "array", "k": backend.name, "v": self._leaf(value, backend, path)}
 
     def _encode_shared(self, value: Any, sharding: Sharding, path: str) -> Node:
-        """The node of an array of which other workers may have a part, or all."""
+        """Returns the node of an array that other workers may hold in part or in full."""
         sharing = self._sharing
         if sharing.is_own and any(local.holders is not None for local in sharding.boxes):
             raise unsupported(path, "a sharded array within PerWorker", "What workers share is no worker's own.")
@@ -300,7 +300,7 @@ class _Capturing(Encoder):
         self._replicated += [value] * (len(self._sharing.replicas) - len(self._replicated))
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
-        """The node of an object with state."""
+        """Returns the node of an object with state."""
         adapter = adapter_of(value)
         if adapter is not None and self._is_coding:
             raise unsupported(
@@ -327,12 +327,12 @@ class _Capturing(Encoder):
             sharing.is_own, sharing.holders, sharing.trained, sharing.renewed, sharing.is_trained = outer
 
     def of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:
-        """As for plain values; a function in what a framework takes apart stays the program's."""
+        """Like plain values; a function in a framework's tree node belongs to the program."""
         node = super().of_program(cls, value, path, depth)
         return tagged("live", name_live(value)) if node is None and self._nodes_open and is_code(value) else node
 
     def coded(self, made: Any, path: str, depth: int) -> Node:
-        """The node of what a codec has made of a value, with leaves for the arrays in it."""
+        """Returns the node of a codec's result, with leaves for the arrays in it."""
         outer, self._is_coding = self._is_coding, True
         try:
             return self.encode_apart(made, path, depth)
@@ -340,7 +340,7 @@ class _Capturing(Encoder):
             self._is_coding = outer
 
     def _encode_node(self, cls: type, node: NodeParts, path: str, depth: int) -> Node:
-        """The node of a value that its framework takes apart; functions in it are the program's."""
+        """Returns the node of a value that its framework takes apart; functions in it belong to the program."""
         self.count(len(node.parts), path)
         self._nodes_open += 1
         try:
@@ -353,7 +353,7 @@ class _Capturing(Encoder):
         return tagged("pytree", parts, name_of(cls))
 
     def _encode_subclass(self, value: Any, path: str, depth: int) -> Node:
-        """The node of a tensor that is made of other tensors, each of which has a leaf."""
+        """Returns the node of a tensor that is made of other tensors, each of which has a leaf."""
         cls = type(value)
         shape, strides = list(value.shape), list(value.stride())
         if any(type(number) is not int for number in (*shape, *strides)):
@@ -468,7 +468,7 @@ class _Capturing(Encoder):
         return known.leaf
 
     def _unique(self, path: str) -> str:
-        """A leaf's name: its path, if that is not taken."""
+        """Returns a leaf's name: its path, if that is not taken."""
         # What each worker has of its own must not be taken for one leaf.
         name = path = f"{path}~w{self._sharing.worker.rank}" if self._sharing.is_own else path
         number = 2
@@ -564,27 +564,28 @@ class _Recording:
 
 
 def is_code(value: object) -> bool:
-    """**Pure.** Whether a value belongs to the program and not to its state: what is called, or has no attributes."""
+    """**Pure.** Returns True if a value belongs to the program and not to its state: a callable, or one without
+    attributes."""
     return callable(value) or not (getattr(value, "__dict__", None) or getattr(type(value), "__slots__", None))
 
 
 def name_live(value: object) -> str:
-    """**Pure.** What stands in a checkpoint for a value of the program, for people to read."""
+    """**Pure.** Returns the text in a checkpoint that represents a value of the program, for people to read."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
 class _Trial(_Capturing):
-    """Encodes what can be read without a change to any object, to see whether that can be done."""
+    """Encodes what can be read without a change to any object, to check whether that is possible."""
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
-        """As in a capture; an object that is left out gets an empty node."""
+        """Like a capture; an object that is skipped gets an empty node."""
         is_left_out = (adapter_of(value) or _ANY).readable(value) is not Readable.ALWAYS
         return "" if is_left_out and not self._is_coding else super().special(value, path, depth)
 
 
 def list_shared(objects: Mapping[str, object]) -> list[str]:
-    """The names of the objects that are not this worker's own, as random generators are, and what is `PerWorker`."""
+    """Returns the names of the objects that do not differ per worker, as random generators and `PerWorker` do."""
     return [name for name, obj in objects.items() if not _is_own(obj)]
 
 

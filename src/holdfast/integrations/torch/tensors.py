@@ -1,4 +1,4 @@
-"""Tensors as arrays: what they are, how they are copied out, from devices too, and filled."""
+"""Tensors as arrays: their descriptions, and how they are copied out, also from devices, and filled."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from holdfast.format.shapes import extent_of, find_layout, may_share_elements, r
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Pin, Plain, spec_of
 
 Items: TypeAlias = list[tuple[torch.Tensor, int]]
-"""Tensors, each with the byte of the image where its values go."""
+"""Tensors, each with the offset of its values in the image."""
 
 GATHERED_BYTES: Final = 1 << 16
-"""Tensors on an accelerator that are smaller are put together there, so that one transfer brings many."""
+"""Smaller tensors on an accelerator are joined there, so that one transfer brings many."""
 
 INTEGERS: Final = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 """For each type of quantized tensors, that of their integers."""
 
 _PORTABLE: Final = 1
-"""The flag by which memory is pinned for all devices of the process."""
+"""The flag that pins memory for all devices of the process."""
 
 
 @dataclass(slots=True)
 class DeviceCopies:
-    """A `Transfer`: copies that devices of CUDA make, each on a stream of holdfast's own.
+    """A `Transfer`: copies that CUDA devices make, each on a stream of holdfast's own.
 
     Attributes:
-        done: For each device, the event that comes after its copies.
-        sources: What is copied, kept until it is.
+        done: For each device, the event after its copies.
+        sources: The copied tensors, kept until then.
     """
 
     done: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     sources: list[torch.Tensor] = field(default_factory=list)
 
     def hold(self) -> None:
-        """Lets the calling thread's current streams wait for the copies; the thread itself goes on.
+        """Lets the calling thread's current streams wait for the copies; the thread itself continues.
 
         Raises:
             UsageError: If the calling thread captures a CUDA graph, which cannot wait for anything outside of it.
@@ -70,15 +70,15 @@ class DeviceCopies:
 
 
 def is_capturing() -> bool:
-    """Whether the calling thread's current stream is being captured in a CUDA graph."""
+    """Returns True if the calling thread's current stream is being captured in a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class TorchDevices:
-    """Copies from any device; CUDA makes them in the background, for other devices the call waits."""
+    """Copies from any device; CUDA makes the copies in the background, for other devices the call waits."""
 
     def moment(self, arrays: Sequence[Any]) -> dict[torch.device, torch.cuda.Event]:
-        """For each device of CUDA, an event behind all that the calling thread has asked of it."""
+        """Returns for each CUDA device an event after everything that the calling thread has submitted to it."""
         devices = {array.device for array in arrays if array.is_cuda}
         return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
@@ -123,7 +123,8 @@ class TorchDevices:
         return copies
 
     def find_pin(self, arrays: Sequence[Any]) -> Pin | None:
-        """Pinned memory is what CUDA copies to directly, and without waiting; arrays on other devices need none."""
+        """Returns pinned memory's registration: CUDA copies to it directly, and without waiting; other devices need
+        none."""
         device = next((array.device for array in arrays if array.is_cuda), None)
         return None if device is None else partial(_pin, device)
 
@@ -159,13 +160,13 @@ def _pin(device: torch.device, image: memoryview) -> Callable[[], None] | None:
 
 
 def integers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The integers of a quantized tensor: a tensor of the same memory."""
+    """Returns the integers of a quantized tensor: a tensor of the same memory."""
     integers = torch.empty(0, dtype=INTEGERS[tensor.dtype], device=tensor.device)
     return integers.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def tensor_over(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """A tensor that shows contiguous bytes; those of a view that is read-only are copied."""
+    """Returns a tensor over contiguous bytes; those of a read-only view are copied."""
     if data.readonly:
         data = memoryview(bytearray(data))
     return torch.frombuffer(data, dtype=dtype).reshape(tuple(shape))
@@ -175,7 +176,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device on which all copies go, beside those on which it computes."""
+    """Returns the stream of a device for all copies, besides those on which it computes."""
     if device not in _streams:
         # Several threads may come here at once, and are to share one.
         _streams.setdefault(device, torch.cuda.Stream(device))
@@ -188,7 +189,7 @@ def _into(image: memoryview, tensor: torch.Tensor, offset: int) -> None:
 
 
 def _gathered(items: Items) -> Iterator[tuple[torch.Tensor, int]]:
-    """The same values in fewer tensors: small ones that are neighbours in the image come as one."""
+    """Returns the same values in fewer tensors: small neighbors in the image are joined."""
     run: list[torch.Tensor] = []
     begin = end = 0
     for tensor, offset in items:
@@ -242,7 +243,7 @@ _storage_bytes = torch.UntypedStorage.nbytes
 _QUANTIZED_HINT: Final = "Store its int_repr() with scales and zero points."
 
 _LOOKED_AT: Final = 256
-"""So many tensors are looked at property by property, for speed, and stay in the processor's cache meanwhile."""
+"""How many tensors are inspected property by property, for speed, while they stay in the processor's cache."""
 
 
 class TorchBackend:
@@ -253,7 +254,7 @@ class TorchBackend:
     is_immutable = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:
-        """What the tensor is."""
+        """Returns the tensor's description."""
         name = DTYPES.get(array.dtype)
         if (
             name is None
@@ -274,7 +275,7 @@ class TorchBackend:
         return _spec_of_layout(name, shape, array.stride())
 
     def alias_key(self, array: Any) -> Hashable:
-        """Address, device, type, shape, strides, and how values are read."""
+        """Returns address, device, type, shape, strides, and how values are read."""
         address = array.data_ptr()
         if address == 0:  # a tensor of no elements
             return id(array)
@@ -283,13 +284,14 @@ class TorchBackend:
         return (address, array.dtype, array.shape, array.is_neg(), array.is_conj(), array.stride(), array.device)
 
     def address(self, array: Any) -> int | None:
-        """The address of what lies contiguous in host memory."""
+        """Returns the address of a contiguous tensor in host memory."""
         if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
             return None
         return array.data_ptr() or None
 
     def extent(self, array: Any) -> tuple[int, int] | None:
-        """From the first byte of any element to the last; addresses of CUDA's memory are not those of others."""
+        """Returns the addresses from the first byte of any element to the last; CUDA's addresses are not those of
+        others."""
         if not (array.is_cpu or array.is_cuda) or not array.numel():
             return None
         address = array.data_ptr()
@@ -340,7 +342,7 @@ class TorchBackend:
         return list(map(_version, arrays))
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """Types, shapes and addresses, if all lie as they are stored in host memory."""
+        """Returns types, shapes and addresses, if all have the stored layout in host memory."""
         plain = Plain([], [], [])
         for first in range(0, len(arrays), _LOOKED_AT):
             some = arrays[first : first + _LOOKED_AT]
@@ -364,7 +366,8 @@ class TorchBackend:
             transfer.wait()
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
-        """The memory of each; autograd, and other watchers of the version, notice the change that torch cannot see."""
+        """Returns the memory of each; autograd, and other watchers of the version, notice the change that torch cannot
+        see."""
         try:
             torch.autograd.graph.increment_version(arrays)
         except (RuntimeError, TypeError):
@@ -390,11 +393,11 @@ class TorchBackend:
             torch.cuda.synchronize(array.device)
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
-        """A new tensor, in host memory or on the device of another."""
+        """Returns a new tensor, in host memory or on the device of another."""
         return _empty(spec, torch.device("cpu") if like is None else like.device)
 
     def fillable(self, array: Any) -> bool:
-        """Whether each element is memory of its own. A quantized tensor keeps the quantizer that it was made with."""
+        """Returns True if no elements overlap. A quantized tensor keeps the quantizer that it was created with."""
         if array.is_quantized:
             return False
         return array.is_contiguous() or not array.numel() or not may_share_elements(array.shape, array.stride())
@@ -456,7 +459,7 @@ def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
 
 
 def _why_not(array: Any) -> tuple[str, str]:
-    """What keeps a tensor from being stored, and what to do about it."""
+    """Returns what prevents a tensor from being stored, and what to do about it."""
     if isinstance(array, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return "a parameter of a lazy module", "Run one batch through the module first, so that it gets its shape."
     if array.is_meta:
@@ -491,7 +494,8 @@ def _why_not(array: Any) -> tuple[str, str]:
 
 
 def _lacks_memory(array: torch.Tensor) -> bool:
-    """Whether a tensor's storage is too short for it, as where an engine has freed it until it is needed again."""
+    """Returns True if a tensor's storage is too short for it, as when an engine has freed it until it is needed
+    again."""
     try:
         held_bytes = array.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):  # Some devices have no storage.
@@ -507,7 +511,7 @@ def _lacks_memory(array: torch.Tensor) -> bool:
 def _try_columns(
     arrays: Sequence[torch.Tensor],
 ) -> tuple[list[int], list[str], list[torch.dtype], list[torch.Size]] | None:
-    """Addresses, element types and shapes of plain tensors whose values lie contiguous in host memory."""
+    """Returns addresses, element types and shapes of plain tensors whose values are contiguous in host memory."""
     if not _PLAIN_TYPES.issuperset(map(type, arrays)) or not all(map(_is_cpu, arrays)):
         return None
     if not all(map(_is_contiguous, arrays)) or any(map(_is_neg, arrays)) or any(map(_is_conj, arrays)):
