@@ -228,8 +228,8 @@ def make_lost_error(lost: Sequence[StepName], url: str = "") -> NoWholeCheckpoin
     return NoWholeCheckpointError(
         f"{url}: {describe_lost(lost)}" if url else describe_lost(lost),
         damages=tuple(missing),
-        hint=f"Bring the manifests back: `{lost[-1].committed_path}` is a copy of `{lost[-1].manifest_path}`, unless "
-        "it is empty or missing. Or begin from nothing on purpose (begin_anew=True).",
+        hint=f"Restore the manifests: `{lost[-1].committed_path}` is a copy of `{lost[-1].manifest_path}`, unless it "
+        "is empty or missing. Or start from the beginning on purpose (begin_anew=True).",
     )
 
 
@@ -304,10 +304,10 @@ def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) 
     path = join(directory, index_name(rank, manifest.world_size))
     step = manifest.step
     if worker.index_bytes > MAX_INDEX_BYTES:
-        raise DamageError(f"{path} is said to have {worker.index_bytes} bytes", step=step, path=path)
+        raise DamageError(f"{path} should have {worker.index_bytes} bytes", step=step, path=path)
     data = storage.read(path, worker.index_bytes)
     if len(data) != worker.index_bytes or digest(data) != worker.index_digest:
-        raise DamageError(f"{path} is not the index that the manifest vouches for", step=step, path=path)
+        raise DamageError(f"{path} does not match the digest in the manifest", step=step, path=path)
     index = decode_index(data, path=path, step=step)
     stands_for = (index.name, index.rank, index.world_size, index.data_bytes)
     if stands_for != (manifest.name, rank, manifest.world_size, worker.data_bytes):
@@ -335,7 +335,7 @@ def open_generation(storage: Storage, token: str = "") -> int:
             raise StorageError(
                 f"{storage.url}: no generation can follow {MAX_GENERATION}",
                 path=GENERATIONS_DIRECTORY,
-                hint="Some file or directory there has a number that no job gave it; remove that one.",
+                hint="A file or directory there has a number that no job gave it; remove it.",
             )
         opening = Opening(
             generation=generation,
@@ -348,9 +348,9 @@ def open_generation(storage: Storage, token: str = "") -> int:
             return generation
         generation += 1  # Another job took the number in the same moment.
     raise StorageError(
-        f"{storage.url}: a thousand generations were taken by others while one was to be opened",
+        f"{storage.url}: other jobs took a thousand generations while this job tried to open one",
         path=GENERATIONS_DIRECTORY,
-        hint="Many jobs write into this directory; give each run a directory of its own.",
+        hint="Many jobs write to this directory; give each run its own directory.",
     )
 
 
@@ -363,9 +363,9 @@ def record_base(storage: Storage, base: Base) -> None:
     path = base_path(base.generation)
     if not storage.publish(path, seal(base)):
         raise StorageError(
-            f"{storage.url}: generation {base.generation} has a base already",
+            f"{storage.url}: generation {base.generation} already has a base",
             path=path,
-            hint="The directory was changed by hand, or two jobs believe to be the same one.",
+            hint="The directory was changed by hand, or two jobs act as the same job.",
         )
 
 
@@ -379,7 +379,8 @@ def check_fence(storage: Storage, generation: int) -> None:
     if newest > generation:
         by = _name_opener(_try_opening(storage, newest))
         raise FencedError(
-            f"{storage.url}: generation {newest} was opened{by}; this job is generation {generation}, which is over",
+            f"{storage.url}: generation {newest} was opened{by}; this job is generation {generation}, which it "
+            "replaces",
             hint=_FENCED_HINT,
         )
 
@@ -401,8 +402,8 @@ def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
         opening = _try_opening(storage, newer)
         if opening is None or opening.token != token:
             raise FencedError(
-                f"{storage.url}: generation {newer} was opened{_name_opener(opening)} since this job looked where to "
-                "go on from; what was saved there would be left out",
+                f"{storage.url}: generation {newer} was opened{_name_opener(opening)} after this job chose the "
+                "step to continue from; the steps saved there would be lost",
                 hint=_FENCED_HINT,
             )
 
@@ -418,7 +419,7 @@ def _name_opener(opening: Opening | None) -> str:
     return "" if opening is None else f" by process {opening.process} on {opening.host}"
 
 
-_FENCED_HINT: Final = "Only one job may save into a run. Stop this one, or give it a directory of its own."
+_FENCED_HINT: Final = "Only one job may save to a run. Stop this job, or give it its own directory."
 
 
 class History:

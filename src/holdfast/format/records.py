@@ -165,14 +165,17 @@ def decode_manifest(data: bytes, *, path: str, expected: StepName | None, is_rea
     unknown = [feature for feature in manifest.features if feature not in KNOWN_FEATURES]
     if unknown and is_read:
         raise FormatError(
-            f"{path}: needs a reader that knows {', '.join(map(repr, unknown))}",
+            f"{path}: needs a reader that supports {', '.join(map(repr, unknown))}",
             path=path,
             step=step,
             hint="Read it with the version of holdfast that wrote it, or a newer one.",
         )
     problem = _find_problem(manifest, expected)
     if is_read and len(manifest.workers) > 1 and SHARDS not in manifest.features:
-        problem = problem or f"the state of {len(manifest.workers)} workers is one only with the feature {SHARDS!r}"
+        problem = (
+            problem
+            or f"the state of {len(manifest.workers)} workers can be read as one only with the feature {SHARDS!r}"
+        )
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=step)
     return manifest
@@ -180,18 +183,18 @@ def decode_manifest(data: bytes, *, path: str, expected: StepName | None, is_rea
 
 def _find_problem(manifest: Manifest, expected: StepName | None) -> str:
     if expected is not None and manifest.name != expected:
-        return f"is the manifest of {manifest.name.directory}, not of this directory"
+        return f"belongs to {manifest.name.directory}, not to this directory"
     if manifest.references and REFERENCES not in manifest.features:
-        return f"it refers to other steps without the feature {REFERENCES!r}"
+        return f"refers to other steps without the feature {REFERENCES!r}"
     if len(manifest.references) > MAX_SOURCES * len(manifest.workers):
-        return f"{len(manifest.references)} references are more than may be"
+        return f"has {len(manifest.references)} references, more than allowed"
     before: StepName | None = None
     for reference in manifest.references:
         problem = find_order_problem(reference.name, manifest.name)
         if problem:
             return problem
         if before is not None and before >= reference.name:
-            return f"{reference.name.directory} stands twice among the references, or not in its place"
+            return f"lists {reference.name.directory} twice among the references, or out of order"
         before = reference.name
     return ""
 
@@ -437,7 +440,9 @@ class Summary(SealedRecord, frozen=True):
         try:
             facts = msgspec.json.decode(self.facts, type=tuple[StepFacts, ...])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise FormatError(f"the summary of generation {self.generation} has no facts of steps ({error})") from error
+            raise FormatError(
+                f"the summary of generation {self.generation} has no valid facts of steps ({error})"
+            ) from error
         names = [parse_step_directory(directory) for directory in self.directories]
         if len(facts) != len(names):
             raise FormatError(f"the summary of generation {self.generation} has facts of other steps")

@@ -273,9 +273,11 @@ class _Capturing(Encoder):
         """Returns the node of an array that other workers may hold in part or in full."""
         sharing = self._sharing
         if sharing.is_own and any(local.holders is not None for local in sharding.boxes):
-            raise unsupported(path, "a sharded array within PerWorker", "What workers share is no worker's own.")
+            raise unsupported(
+                path, "a sharded array within PerWorker", "An array that workers share cannot belong to one worker."
+            )
         if sharding.is_abstract:
-            raise unsupported(path, "a shape without values", "Restore into it, or put an array there.")
+            raise unsupported(path, "a shape without values", "Use it to restore, or put an array in its place.")
         backend = sharding.backend
         known = self._find(value, (backend.name, sharding.memory))
         if known is None:
@@ -305,7 +307,7 @@ class _Capturing(Encoder):
         if adapter is not None and self._is_coding:
             raise unsupported(
                 path,
-                f"an object with state ({type(value).__qualname__}) in what a codec made",
+                f"an object with state ({type(value).__qualname__}) in a codec's result",
                 "Let the codec return the object's state, or give the outer object state_dict and load_state_dict.",
             )
         if adapter is None:
@@ -357,8 +359,8 @@ class _Capturing(Encoder):
         cls = type(value)
         shape, strides = list(value.shape), list(value.stride())
         if any(type(number) is not int for number in (*shape, *strides)):
-            what = f"a tensor of type {cls.__module__}.{cls.__qualname__}, whose shape is not made of numbers,"
-            raise unsupported(path, what, "Store the plain tensors that it is made of.")
+            what = f"a tensor of type {cls.__module__}.{cls.__qualname__}, whose shape does not consist of numbers,"
+            raise unsupported(path, what, "Store the plain tensors that it consists of.")
         names, context = value.__tensor_flatten__()
         self.count(len(names) + len(shape) + len(strides), path)
         tensors = {name: self.encode(getattr(value, name), f"{path}/{escape(name)}", depth) for name in names}
@@ -478,7 +480,7 @@ class _Capturing(Encoder):
             name = f"{path}~{number}"
             number += 1
         if name == "__metadata__":
-            raise unsupported(path, "an array of that name", "The name belongs to the file format; take another.")
+            raise unsupported(path, "an array of that name", "The name belongs to the file format; choose another.")
         return name
 
     def _add(
@@ -595,5 +597,7 @@ def _is_own(obj: object) -> bool:
 
 
 def _in_both(path: str, other: str) -> UnsupportedValueError:
-    what = f"an array that is {other} too, one of the two within PerWorker,"
-    return unsupported(path, what, "Keep it in one of the two: what workers share is no worker's own.")
+    what = f"an array that is also {other}, one of the two within PerWorker,"
+    return unsupported(
+        path, what, "Keep it in only one of the two: an array that workers share cannot belong to one worker."
+    )

@@ -66,7 +66,7 @@ def open_process_group(timeout_seconds: float = JOIN_SECONDS) -> JoinedCluster:
         _connect_like(store),
         dist.get_rank(),
         dist.get_world_size(),
-        host="the process that hosts the process group's store: rank 0, unless it was given another store",
+        host="the process that hosts the process group's store: rank 0, unless another store was passed",
         timeout_seconds=timeout_seconds,
     )
 
@@ -162,13 +162,13 @@ def _read_number(environment: Mapping[str, str], name: str) -> int:
     missing = [wanted for wanted in _ENVIRONMENT if not environment.get(wanted)]
     if missing:
         raise UsageError(
-            f"the environment does not say who this worker is: {', '.join(missing)} missing",
+            f"the environment does not identify this worker: {', '.join(missing)} missing",
             hint="Start the workers with torchrun.",
         )
     try:
         return int(environment[name])
     except ValueError:
-        raise UsageError(f"{name}={environment[name]!r} in the environment is no number") from None
+        raise UsageError(f"{name}={environment[name]!r} in the environment is not a number") from None
 
 
 _OWN_STORE: Final = ("store", "init_method", "rank", "world_size")

@@ -33,8 +33,8 @@ _FOR_COLLATE: Final = 3
 
 _OWN_OPTIONS: Final = {
     "sampler": "the order is the loader's own",
-    "batch_sampler": "the order is the loader's own; to choose another, use ResumableSampler and a DataLoader",
-    "generator": "no random generator takes part; give a seed",
+    "batch_sampler": "the order is the loader's own; for another order, use ResumableSampler and a DataLoader",
+    "generator": "no random generator is used; pass a seed",
 }
 
 
@@ -95,12 +95,12 @@ class ResumableDataLoader:
         """
         if isinstance(dataset, IterableDataset):
             raise UsageError(
-                f"{type(dataset).__name__} can only be iterated, so no place in it can be taken up again",
+                f"{type(dataset).__name__} can only be iterated, so training cannot resume at a position in it",
                 hint="Use a map-style dataset, or torchdata's StatefulDataLoader with a dataset that has state_dict.",
             )
         for name, reason in _OWN_OPTIONS.items():
             if name in options:
-                raise UsageError(f"{name}= cannot be given to ResumableDataLoader: {reason}")
+                raise UsageError(f"{name}= cannot be passed to ResumableDataLoader: {reason}")
         num_workers = check_whole("num_workers", num_workers)
         self._dataset = dataset
         self._sampler = ResumableSampler(
@@ -321,8 +321,8 @@ class LoaderAdapter(SamplerAdapter):
         if not isinstance(sampler, RandomSampler) or isinstance(batch_sampler, ResumableSampler):
             return Oversights()
         return Oversights(
-            "torch's RandomSampler keeps no order, so a restart within an epoch repeats and leaves out samples: give "
-            f"{type(obj).__name__} shuffle=True in its place, or use ResumableDataLoader"
+            "torch's RandomSampler does not save its order, so a restart within an epoch repeats and omits "
+            f"samples: pass shuffle=True to {type(obj).__name__} instead, or use ResumableDataLoader"
         )
 
     def gives_batches(self, obj: Any, path: str) -> bool:
@@ -361,16 +361,16 @@ def _begin_at(loader: Any, state: Any) -> None:
 def _has_state(loader: Any, path: str) -> bool:
     if not issubclass(type(loader), DataLoader):
         raise UnsupportedValueError(
-            f"{path}: {type(loader).__name__} wraps a DataLoader and does not keep its place over a restart",
+            f"{path}: {type(loader).__name__} wraps a DataLoader and does not keep its position across a restart",
             path=path,
-            hint="With accelerate, keep a ResumableDataLoader(..., rank=accelerator.process_index, "
-            "world_size=accelerator.num_processes) and iterate that; accelerator.prepare leaves it as it is.",
+            hint="With accelerate, create a ResumableDataLoader(..., rank=accelerator.process_index, "
+            "world_size=accelerator.num_processes) and iterate that; accelerator.prepare does not change it.",
         )
     if not callable(getattr(loader, "state_dict", None)) or not callable(getattr(loader, "load_state_dict", None)):
         return False
     if isinstance(loader.batch_sampler, ResumableSampler):
         raise UnsupportedValueError(
-            f"{path}: {type(loader).__name__} and its ResumableSampler both keep a position",
+            f"{path}: {type(loader).__name__} and its ResumableSampler both save a position",
             path=path,
             hint=f"Use ResumableDataLoader, or {type(loader).__name__} with shuffle=True and no ResumableSampler.",
         )
@@ -382,7 +382,7 @@ def _sampler_of(loader: DataLoader[Any], path: str = "") -> ResumableSampler:
     if isinstance(sampler, ResumableSampler):
         return sampler
     raise UnsupportedValueError(
-        f"{path}: this DataLoader does not know how far the training loop has got in its data",
+        f"{path}: this DataLoader cannot tell how far the training loop has got in its data",
         path=path,
         hint="Use ResumableDataLoader, or a DataLoader with batch_sampler=ResumableSampler(...), or torchdata's "
         "StatefulDataLoader.",

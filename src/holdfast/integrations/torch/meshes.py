@@ -102,15 +102,15 @@ def _find_part(
     if coordinate is None:  # This worker has no part in the mesh.
         return _MeshPart(workers)
     if any(placement.is_partial() for placement in placements):
-        what = f"a tensor whose values are still to be added up over the mesh ({placements}) cannot be stored"
+        what = f"a tensor with values that are still to be summed over the mesh ({placements}) cannot be stored"
         hint = "Redistribute it first: tensor.redistribute(placements=[Replicate(), ...])."
         return _MeshPart(workers, problem=(what, hint))
     holders = _find_holders(mesh, coordinate, placements)
     rank = int(mesh.mesh[coordinate])
     if rank != worker.rank or ranks[-1] >= worker.world_size:
-        who = "a job of its own" if worker.is_alone else f"worker {worker.rank} of {worker.world_size}"
+        who = "a job of one worker" if worker.is_alone else f"worker {worker.rank} of {worker.world_size}"
         what = f"a tensor of rank {rank} of {workers} on its mesh cannot be stored by {who}"
-        hint = "Give the cluster of the job, which numbers workers as torch.distributed does."
+        hint = "Pass the cluster of the job, which numbers workers as torch.distributed does."
         return _MeshPart(workers, problem=(what, hint))
     boxes = find_boxes(shape, tuple(mesh.shape), coordinate, placements)
     return _MeshPart(workers, holders, boxes, _local_shape(boxes, len(shape)))
@@ -118,8 +118,9 @@ def _find_part(
 
 def _refuse(part: _MeshPart, own: ArraySpec, path: str) -> NoReturn:
     what, hint = part.problem or (
-        f"a tensor that should have {list(part.local_shape)} here, and has {list(own.shape)}, cannot be stored",
-        "It was made by DTensor.from_local, perhaps, without its shape.",
+        f"a tensor that should have shape {list(part.local_shape)} on this worker, but has {list(own.shape)}, "
+        "cannot be stored",
+        "It may have been created by DTensor.from_local without its shape.",
     )
     raise UnsupportedValueError(f"{path}: {what}", path=path, hint=hint)
 

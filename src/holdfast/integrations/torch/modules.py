@@ -103,8 +103,8 @@ class ModuleAdapter(Adapter):
         if is_own or any(True for _ in obj.parameters()) or any(True for _ in obj.buffers()) or obj.state_dict():
             return Oversights(draws=draws, holds=list(obj.parameters()))
         lack = (
-            "its state_dict() is empty, so nothing of it is kept. Modules in a plain list or dict are no part of a "
-            "module: use nn.ModuleList or nn.ModuleDict"
+            "its state_dict() is empty, so nothing of it is saved. Modules in a plain list or dict are not "
+            "registered: use nn.ModuleList or nn.ModuleDict"
         )
         return Oversights(lack, draws)
 
@@ -353,9 +353,9 @@ def refuse_localized(parameters: Iterable[Any]) -> None:
 
 def _localized() -> UsageError:
     return UsageError(
-        "DistributedDataParallel(..., device_mesh=...) has put this worker's parts in place of tensor-parallel"
-        " parameters, and does not show where in these they belong",
-        hint="Divide the module over the same mesh with fully_shard(module, mesh=...) in place of it.",
+        "DistributedDataParallel(..., device_mesh=...) has replaced tensor-parallel parameters by this worker's "
+        "parts, which do not show where they belong",
+        hint="Shard the module over the same mesh with fully_shard(module, mesh=...) instead.",
     )
 
 

@@ -134,9 +134,10 @@ class _Gradients:
         if not any(bool(one.any()) for one in local) or not all(bool(one.isfinite().all()) for one in local):
             return ""
         return (
-            "the save came between backward() and optimizer.step(), and gradients are not kept. If the next step adds "
-            "to them, a restart trains without these: count a step only when optimizer.step() has used them (call "
-            "run.finish_step() there, or take all batches of a step within one turn of run.steps())"
+            "the save came between backward() and optimizer.step(), and gradients are not saved. If the next "
+            "step adds to them, a restart trains without these: count a step only once optimizer.step() has used "
+            "them (call run.finish_step() there, or take all batches of a step within one iteration of "
+            "run.steps())"
         )
 
     def _sample(self) -> list[torch.Tensor]:
@@ -267,7 +268,7 @@ class OptimizerAdapter(Adapter):
         if not _is_of_torchs_form(raw, obj):
             if _wanted(tree, loading):
                 loading.differences.wrong_kind.append(
-                    f"{loading.name()}: stored by parameter, live in a form of its own ({type(obj).__qualname__})"
+                    f"{loading.name()}: stored by parameter, live in its own form ({type(obj).__qualname__})"
                 )
             return lambda: None
         layout = _layout_of(obj, loading.context)
@@ -447,7 +448,7 @@ def _match_groups(stored: Skeleton, layout: _Layout, loading: Loading) -> tuple[
         same = groups.get(frozenset(names))
         if not same and live == known and loading.wants("groups", str(number)):
             differences.wrong_kind.append(
-                f"{loading.name('groups', str(number))}: no stored group has just the parameters of this one"
+                f"{loading.name('groups', str(number))}: no stored group has exactly the parameters of this one"
             )
         found.append(same.pop(0) if same else (number, None))
     return found, known

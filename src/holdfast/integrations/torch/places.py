@@ -60,8 +60,8 @@ class DataPlace:
         # The one of torchdata has, and needs none once its place is kept here.
         if cls.__iter__ is not DataLoader.__iter__ and cls.__name__ != "StatefulDataLoader":
             raise UsageError(
-                f"{cls.__name__} iterates in a way of its own, so its place in the data cannot be kept",
-                hint="Use torch's DataLoader, or a subclass that leaves __iter__ alone.",
+                f"{cls.__name__} overrides __iter__, so its position in the data cannot be saved",
+                hint="Use torch's DataLoader, or a subclass that does not override __iter__.",
             )
         self._loader, self._owner, self._lookahead = loader, owner, lookahead
         self._is_dispatched = is_dispatched
@@ -83,15 +83,16 @@ class DataPlace:
         """Returns what a restart will have to do nevertheless, or cannot; empty if there is no such thing."""
         if self._is_dispatched and self._fills_last_batch():
             return (
-                "with dispatch_batches, accelerate fills the last batch of an epoch with samples of the first, and "
-                "after a restart in that epoch with samples of the first one since. Give the loader drop_last=True"
+                "with dispatch_batches, accelerate fills the last batch of an epoch with samples of the first "
+                "batch, and after a restart in that epoch with samples of the first batch since then. Pass "
+                "drop_last=True to the loader"
             )
         if not self._is_stream or self._keeps_stream:
             return ""
         return (
-            f"{type(self._loader.dataset).__name__} can only be iterated, and keeps no place: a restart in the "
-            "middle of an epoch loads what was trained once more, and passes over it. A dataset with indices, or one "
-            "with state_dict and load_state_dict and num_workers=0, does without"
+            f"{type(self._loader.dataset).__name__} can only be iterated, and keeps no position: a restart in the "
+            "middle of an epoch loads the trained batches again and skips them. A dataset with indices, or one "
+            "with state_dict and load_state_dict and num_workers=0, avoids that"
         )
 
     def _fills_last_batch(self) -> bool:

@@ -54,7 +54,8 @@ class DeviceCopies:
         """
         if self.done and is_capturing():
             raise UsageError(
-                "an optimizer's step is being captured in a CUDA graph while a save still copies what it changes",
+                "an optimizer's step is being captured in a CUDA graph while a save is still copying what the "
+                "step changes",
                 hint="Call manager.wait() before the capture begins.",
             )
         for device, event in self.done.items():
@@ -142,8 +143,8 @@ def _pin(device: torch.device, image: memoryview) -> Callable[[], None] | None:
                 torch.ones((), device=device)
     if code != 0:
         logger.warning(
-            "%.1f GB of host memory could not be pinned (CUDA error %d), so saves copy from the device more slowly. "
-            "Raise the limit of locked memory (ulimit -l unlimited), or leave more memory free.",
+            "%.1f GB of host memory could not be pinned (CUDA error %d), so saves copy from the device more "
+            "slowly. Raise the limit of locked memory (ulimit -l unlimited), or leave more memory free.",
             image.nbytes / 1e9,
             code,
         )
@@ -463,9 +464,9 @@ def _why_not(array: Any) -> tuple[str, str]:
     if isinstance(array, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return "a parameter of a lazy module", "Run one batch through the module first, so that it gets its shape."
     if array.is_meta:
-        return "a tensor on the meta device", "Give it memory first (to_empty), it has no values."
+        return "a tensor on the meta device", "Allocate its memory first (to_empty): it has no values."
     if array.is_nested:
-        return "a nested tensor", "Store the tensors that it is made of, as a list."
+        return "a nested tensor", "Store the tensors that it consists of, as a list."
     if array.layout is not torch.strided:
         return f"a tensor of layout {array.layout}", "Store its indices and values, or its dense form (to_dense)."
     if array.is_quantized:
@@ -473,22 +474,21 @@ def _why_not(array: Any) -> tuple[str, str]:
     if type(array) not in _PLAIN_TYPES:
         cls = type(array)
         hint = (
-            "Store the plain tensors that it is made of, or give its class __tensor_flatten__ and __tensor_unflatten__."
+            "Store the plain tensors that it consists of, or give its class __tensor_flatten__ and "
+            "__tensor_unflatten__."
         )
         if cls.__module__.startswith("bitsandbytes."):
             hint = (
-                "It keeps a part of its values where load_state_dict does not put them back. Save what is trained: "
+                "Its load_state_dict does not restore all of its values. Save what is trained: "
                 "trained={name: p for name, p in model.named_parameters() if p.requires_grad}."
             )
         elif hasattr(cls, "__tensor_flatten__"):
-            hint = (
-                "A tensor that is divided over workers has to consist of plain tensors. Use a plain optimizer for it."
-            )
+            hint = "A tensor that is sharded over workers must consist of plain tensors. Use a plain optimizer for it."
         return f"a tensor of type {cls.__module__}.{cls.__qualname__}", hint
     if _lacks_memory(array):
         return (
             "a tensor whose storage was freed, or is too short for it,",
-            "Let the engine that manages its memory put its values back first, or leave it out.",
+            "Let the engine that manages its memory restore its values first, or leave it out.",
         )
     return f"a tensor of dtype {array.dtype}", "Convert it to another type, such as torch.uint8 (tensor.view)."
 

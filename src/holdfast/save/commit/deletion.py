@@ -248,7 +248,7 @@ def _check_own(storage: Storage, generation: int) -> None:
         by = ""
     raise FencedError(
         f"{storage.url}: generation {generation} was opened{by} since this job began; nothing was removed",
-        hint="Another job saves there. Stop this one, or give it a directory of its own.",
+        hint="Another job saves there. Stop this job, or give it its own directory.",
     )
 
 

@@ -58,7 +58,7 @@ def commit(
         raise StorageError(
             f"{storage.url}: {name.directory} has a manifest that this save did not write",
             path=name.manifest_path,
-            hint="Two jobs believe to be the same one; give each a directory of its own.",
+            hint="Two jobs act as the same job; give each its own directory.",
         )
     check_fence(storage, name.generation)
     if manifest.references:
@@ -76,10 +76,10 @@ def _check_references(storage: Storage, manifest: Manifest) -> None:
             withdraw(storage, manifest.name)
             remove_own_files(storage, manifest.name.directory)
             raise StorageError(
-                f"{storage.url}: {reference.name.directory} was removed while step {manifest.step} was being saved, "
-                "which refers to it",
+                f"{storage.url}: {reference.name.directory} was removed while step {manifest.step}, which refers "
+                "to it, was being saved",
                 path=reference.name.directory,
-                hint="The next save writes everything that lay there.",
+                hint="The next save writes everything that was stored there.",
             )
 
 

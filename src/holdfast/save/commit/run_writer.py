@@ -254,7 +254,7 @@ class RunWriter(CheckpointWriter):
         if attempt > MAX_ATTEMPT:
             raise StorageError(
                 f"{self._storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
-                hint="Some directory there has a number that no job gave it; remove that one.",
+                hint="A directory there has a number that no job gave it; remove it.",
             )
         return StepName(step, generation, attempt)
 
@@ -409,4 +409,4 @@ class RunWriter(CheckpointWriter):
 
 def make_debris_warning(name: StepName, error: HoldfastError) -> Warned:
     """**Pure.** Returns a warning that a failed attempt could not be removed: the next save removes it."""
-    return Warned(text=f"what an unfinished save left in {name.directory} is still there: {error}")
+    return Warned(text=f"the files of an unfinished save in {name.directory} could not be removed: {error}")

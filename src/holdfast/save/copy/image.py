@@ -189,7 +189,7 @@ class Staging:
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise ChangedError(
-                f"{', '.join(changed[:3])}{more} changed while being copied, and not by a step of the optimizer",
+                f"{', '.join(changed[:3])}{more} changed while being copied, and not in a step of the optimizer",
                 leaves=tuple(changed),
             )
 
@@ -357,7 +357,7 @@ def _map(size_bytes: int) -> _Memory:
     except (OSError, OverflowError) as error:
         raise OutOfMemoryError(
             f"no memory for a copy of the state, {size_bytes:,} bytes: {error}",
-            hint="A save takes as much host memory as the state has; use a machine with more, or save less.",
+            hint="A save needs as much host memory as the state; use a machine with more memory, or save less.",
         ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         # In huge pages the first copy is quicker, and each one after it was found to be slower once files are written.

@@ -21,8 +21,8 @@ from holdfast.state.adapters import Adapter
 from holdfast.state.leaves import Captured, Transfer, versions_of
 
 GIVING_UP: Final = (
-    "From now on everything is copied before save() returns, as with overlap_copy=False, since something other than an "
-    "optimizer's step changes what is saved."
+    "From now on everything is copied before save() returns, as with overlap_copy=False, because the saved state "
+    "is changed outside of an optimizer's step."
 )
 
 
@@ -206,8 +206,9 @@ class OptimizerStepBarrier:
         self._check_caller()
         if not copying.latch.wait(self._timeout_seconds):
             raise DeadlineError(
-                f"the copy of step {copying.step} did not end in {self._timeout_seconds:g} s; no step may begin before",
-                hint="Find out what holds the machine up; overlap_copy=False copies before save() returns.",
+                f"the copy of step {copying.step} did not end within {self._timeout_seconds:g} s; no step may "
+                "begin before it ends",
+                hint="Find out what slows the machine down; overlap_copy=False copies before save() returns.",
             )
         # Each thread has streams of its own.
         for transfer in copying.transfers:
