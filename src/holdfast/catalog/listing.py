@@ -62,18 +62,18 @@ _NAMED_STEPS: Final = 5
 
 
 class Catalog(msgspec.Struct, frozen=True):
-    """What lay under a run's root at one moment.
+    """The contents of a run's root at one moment.
 
     Attributes:
-        committed: All steps with a manifest, on the living line or not, in order of step.
-        living: Those on the living line, in order of step.
-        unfinished: Directories of steps that were never committed: being written, or left behind.
-        lost: Steps that were committed and whose manifest is gone, on the living line or not, in order of step. Their
-            data is kept.
-        trash: Names in the root of what was set aside to be removed.
+        committed: All steps with a manifest, in the current lineage or not, in order of step.
+        living: Those in the current lineage, in order of step.
+        unfinished: Directories of steps that were never committed: being written, or abandoned.
+        lost: Steps that were committed and whose manifest is gone, in the current lineage or not, in order of step.
+            Their data is kept.
+        trash: Names in the root that were set aside to be removed.
         generation: The newest generation that was opened, or 0.
         faults: Records of generations that could not be read.
-        spare_bytes: The size of the file in whose room a job is to write its next save; None if there is none.
+        spare_bytes: The size of the spare file that a job reuses for its next save; None if there is none.
         bases: The bases of the generations that recorded one.
     """
 
@@ -112,22 +112,22 @@ class Catalog(msgspec.Struct, frozen=True):
 
 
 def read_catalog(storage: Storage, history: History | None = None, *, closely: bool = False) -> Catalog:
-    """**Blocks.** Looks at the run's root.
+    """**Blocks.** Reads the run's root.
 
-    A step is committed if its directory holds a manifest; whether it is whole is for a reader to verify. So that nobody
-    has to look into thousands of directories, the newest generation's summary is believed about old steps. Whoever
-    reads such a step sees whether its manifest is still there.
+    A step is committed if its directory contains a manifest; whether it is whole is for a reader to verify. To avoid
+    looking into thousands of directories, the newest generation's summary is trusted about old steps. Reading such a
+    step shows whether its manifest still exists.
 
-    A job that goes on may commit a step that is not in the list of directories yet, and then remove one that is, before
-    that is looked into. So where one has no manifest, and others have come since, all are looked at again.
+    A running job may commit a step that is not in the list of directories yet, and then remove one that is, before that
+    one is looked into. So if a directory has no manifest, and others have come since, all are looked at again.
 
     Args:
-        storage: Where the run lies.
-        history: What this process knows of the run from earlier looks; what is new is added to it.
-        closely: True to look into each directory, whatever a summary says.
+        storage: The storage of the run.
+        history: What this process knows of the run from earlier looks; new facts are added to it.
+        closely: True to look into each directory, regardless of a summary.
 
     Raises:
-        StorageError: If the place cannot be read.
+        StorageError: If the storage cannot be read.
     """
     history = history or History(storage)
     entries = storage.list("")
@@ -168,7 +168,8 @@ def read_catalog(storage: Storage, history: History | None = None, *, closely: b
 def _sort_steps(
     storage: Storage, entries: Iterable[Entry], believed: Collection[StepName]
 ) -> tuple[list[StepName], list[StepName], list[StepName]]:
-    """The steps of a run, in order: those with a manifest, those that have lost it, and those that never had one."""
+    """Returns the steps of a run, in order: those with a manifest, those that have lost it, and those that never had
+    one."""
     committed: list[StepName] = []
     lost: list[StepName] = []
     unfinished: list[StepName] = []
@@ -188,7 +189,7 @@ def _sort_steps(
 
 
 def list_names(storage: Storage, name: StepName) -> set[str]:
-    """**Blocks.** The names of what lies in a step's directory."""
+    """**Blocks.** Returns the names in a step's directory."""
     return {entry.name for entry in storage.list(name.directory)}
 
 
@@ -423,17 +424,17 @@ _FENCED_HINT: Final = "Only one job may save to a run. Stop this job, or give it
 
 
 class History:
-    """What one process knows of a run's past, so that it need not read it at each look. Not thread-safe.
+    """Caches what one process knows of a run's past, so that it need not read it each time. Not thread-safe.
 
-    What cannot be read for now, since it is damaged or gone, is asked for again the next time. Each method raises
-    `StorageError` if the place fails.
+    A record that cannot be read for now, because it is damaged or gone, is read again the next time. Each method raises
+    `StorageError` if the storage fails.
 
     Attributes:
-        opened: The generations that were opened, in order, as far as their records are still there.
-        summaries: The generation and number of each summary that is there.
+        opened: The generations that were opened, in order, if their records still exist.
+        summaries: The generation and number of each existing summary.
         summary: The one that counts, or None.
-        believed: The steps of which it says that they are committed; nobody has looked into their directories.
-        known: What is known of committed steps.
+        believed: The steps that it lists as committed; their directories have not been looked into.
+        known: The known facts of committed steps.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -448,16 +449,16 @@ class History:
         self._references: dict[StepName, tuple[StepName, ...]] = {}
 
     def look(self, *, closely: bool = False) -> tuple[dict[int, Base], list[DamageError]]:
-        """**Blocks.** Looks which generations there are, and reads the summary that counts, unless it is known.
+        """**Blocks.** Finds the generations, and reads the summary that counts, unless it is known.
 
-        That is the last one of the newest generation. One of an older generation does not count: a newer job may have
-        removed steps since, and need not know of summaries.
+        That is the last summary of the newest generation. One of an older generation does not count: a newer job may
+        have removed steps since, and need not know of summaries.
 
         Args:
-            closely: True to believe none.
+            closely: True to trust none.
 
         Returns:
-            The bases of the generations that were opened, and what is wrong with those that are damaged.
+            The bases of the generations that were opened, and the problems of those that are damaged.
         """
         names = [entry.name for entry in self._storage.list(GENERATIONS_DIRECTORY)]
         self.opened = sorted(filter(None, map(parse_generation_file, names)))
@@ -484,14 +485,15 @@ class History:
         return {generation: self._bases[generation] for generation in self.opened if generation in self._bases}, faults
 
     def believe(self, summary: Summary | None) -> None:
-        """Takes a summary at its word from now on; None for none."""
+        """Trusts a summary from now on; None for none."""
         self.summary = summary
         names = map(parse_step_directory, () if summary is None else summary.directories)
         self.believed = frozenset(name for name in names if name is not None)
         self._bases.update({base.generation: base for base in summary.bases} if summary is not None else {})
 
     def facts(self, name: StepName) -> StepFacts | None:
-        """**Blocks.** What retention asks about a step; None if its manifest is damaged, or of a newer holdfast."""
+        """**Blocks.** Returns the facts that retention needs about a step; None if its manifest is damaged, or of a
+        newer holdfast."""
         if name not in self.known:
             if name in self.believed and self.summary is not None:
                 # Of all at once: each is asked for in the end.
@@ -507,7 +509,7 @@ class History:
         return self.known[name]
 
     def references(self, name: StepName) -> tuple[StepName, ...]:
-        """**Blocks.** The steps that a step refers to, as far as that can be read."""
+        """**Blocks.** Returns the steps that a step refers to, as far as that can be read."""
         facts = self.facts(name)
         if facts is not None:
             return facts.refers_to if facts.references else ()
@@ -519,7 +521,8 @@ class History:
         return self._references[name]
 
     def kept_with(self, name: StepName) -> frozenset[StepName]:
-        """**Blocks.** All steps that have to stay as long as a step does: what it refers to, what these refer to..."""
+        """**Blocks.** Returns all steps that must stay as long as a step does: those it refers to, those that these
+        refer to, and so on."""
         kept: set[StepName] = set()
         ahead = [name]
         while ahead:
@@ -529,20 +532,20 @@ class History:
         return frozenset(kept)
 
     def referrers(self, names: Iterable[StepName]) -> list[Referrer[StepName]]:
-        """**Blocks.** Those of some steps that refer to others."""
+        """**Blocks.** Returns those of some steps that refer to others."""
         referring = (name for name in names if (known := self.known.get(name)) is None or known.references)
         found = ((name, self.references(name)) for name in referring)
         return [Referrer(name, name.step, references) for name, references in found if references]
 
     def forget_all_but(self, names: Collection[StepName]) -> None:
-        """Lets go of what is known of other steps."""
+        """Forgets what is known of other steps."""
         if len(self.known) > len(names):
             self.known = {name: known for name, known in self.known.items() if name in names}
             self._references = {name: known for name, known in self._references.items() if name in names}
 
 
 def try_summary(storage: Storage, generation: int, number: int) -> Summary | None:
-    """**Blocks.** A generation's summary, if it is whole and that generation's own; otherwise the slow way is taken."""
+    """**Blocks.** Returns a generation's summary if it is whole and belongs to that generation, else None."""
     path = summary_path(generation, number)
     try:
         data = storage.read(path, MAX_SUMMARY_BYTES)

@@ -336,27 +336,27 @@ def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple
 
 
 KEPT_GENERATIONS: Final = 16
-"""The records of so many newest generations stay in any case: jobs that are not quite dead may look for them."""
+"""The records of this many newest generations always stay: jobs that are about to end may look for them."""
 
 
 def plan_forgetting(
     living: Sequence[StepName], others: Collection[StepName], bases: Mapping[int, Base], opened: Iterable[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """**Pure.** The generations whose records say nothing that the line needs, so that they can be removed.
+    """**Pure.** Returns the generations whose records the lineage does not need, so that they can be removed.
 
-    Without a base, `choose_living` goes on from the generation before. That is right for a generation which began where
-    the one before had ended, as long as no directory lies there that its base keeps off the line. It stays right
-    whichever steps are removed, and whatever newer generations begin from.
+    Without a base, `choose_living` continues with the generation before. That is right for a generation that began
+    where the one before had ended, as long as no directory exists that its base excludes from the lineage. It stays
+    right regardless of which steps are removed, and of what newer generations begin from.
 
     Args:
-        living: The living line, in order of step.
+        living: The current lineage, in order of step.
         others: Every other step that has a directory, committed or not.
         bases: The base of each generation that recorded one.
         opened: All generations that were opened.
 
     Returns:
-        The generations to remove first, through which the line does not go, and those to remove when the first are gone
-        for good. Otherwise the line might go on from the base of one of the first.
+        The generations to remove first, which are not in the lineage, and those to remove once the first are gone for
+        good. Otherwise the lineage might continue from the base of one of the first.
     """
     generations = [name.generation for name in living]
     if generations != sorted(generations):
@@ -394,13 +394,13 @@ MAX_SUMMARY_BYTES: Final = 256 << 20
 
 
 class StepFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What retention asks about a committed step.
+    """The facts about a committed step that retention needs.
 
     Attributes:
         committed_at_unix_seconds: The writer's clock.
         data_bytes: The sizes of all data files together.
-        metrics: What the user measured at that step.
-        references: The step, generation and attempt of each step that it needs beside its own.
+        metrics: The metrics of that step.
+        references: The step, generation and attempt of each step that it needs besides its own.
     """
 
     committed_at_unix_seconds: float
@@ -410,18 +410,18 @@ class StepFacts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def refers_to(self) -> tuple[StepName, ...]:
-        """The steps that it needs beside its own."""
+        """The steps that it needs besides its own."""
         return tuple(StepName(*parts) for parts in self.references)
 
 
 class Summary(SealedRecord, frozen=True):
-    """What a generation found in older steps and records, so that nobody has to open each of them.
+    """A generation's record of older steps and records, so that they need not be opened one by one.
 
     Attributes:
         generation: The generation that wrote it.
-        number: Which of its summaries it is.
+        number: Its number among the summaries of its generation.
         token: The token of the generation's opening.
-        directories: The directories of steps that are committed, in order.
+        directories: The directories of committed steps, in order.
         facts: `StepFacts` of each, in the same order. Only retention needs them.
         bases: The bases of generations.
     """
@@ -436,7 +436,7 @@ class Summary(SealedRecord, frozen=True):
     bases: tuple[Base, ...]
 
     def decode_facts(self) -> dict[StepName, StepFacts]:
-        """**Pure.** The facts by step; `FormatError` if they do not fit the directories."""
+        """**Pure.** Returns the facts by step; `FormatError` if they do not fit the directories."""
         try:
             facts = msgspec.json.decode(self.facts, type=tuple[StepFacts, ...])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -450,7 +450,7 @@ class Summary(SealedRecord, frozen=True):
 
 
 def decode_summary(data: bytes, *, path: str, generation: int, number: int) -> Summary:
-    """**Pure.** The summary that the bytes hold.
+    """**Pure.** Returns the summary in the bytes.
 
     Raises:
         FormatError: If it is damaged, another generation's, or has another number.

@@ -73,23 +73,23 @@ def capture_objects(
     check_replicas: bool = False,
     holders: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Captured:
-    """Takes the state of all objects, as it is now; of a job of several workers, what this one writes of it.
+    """Captures the state of all objects as it is now; in a job of several workers, the part that this worker writes.
 
-    First `prepare_for_checkpoint` is called on every object that has it, also on those within dicts, lists, tuples
-    and dataclasses, then the states are read. Plain values are written down at once; later changes to them are not
-    seen. Arrays are only named: copy them before anything changes them.
+    First `prepare_for_checkpoint` is called on every object that has it, also on those within dicts, lists, tuples and
+    dataclasses, then the states are read. Plain values are written down at once; later changes to them are not
+    captured. Arrays are only named: copy them before they change.
 
     Args:
         objects: The objects by name.
-        captures: What earlier captures of the same objects have left, or None to look at each leaf anew.
-        hold: Asked for each object with an adapter whether its next step will wait; then the arrays that nothing but
-            that step changes are noted as held.
-        worker: Which worker this is.
-        check_replicas: Whether to note the arrays that other workers hold too, so that they can be compared.
-        holders: The ranks of the workers that have an object, of those that not all have.
+        captures: The results of earlier captures of the same objects, or None to look at each leaf again.
+        hold: Called for each object with an adapter; returns True if its next step will wait. Then the arrays that
+            nothing but that step changes are noted as held.
+        worker: This worker.
+        check_replicas: True to note the arrays that other workers hold too, so that they can be compared.
+        holders: The ranks of the workers that have an object, for objects that not all workers have.
 
     Raises:
-        UnsupportedValueError: If something cannot be stored; its path says where it stands.
+        UnsupportedValueError: If something cannot be stored; the error has its path.
     """
     with gc_paused():
         for name, root in objects.items():
@@ -189,7 +189,7 @@ class _Capturing(Encoder):
         self._not_met: list[Any] = []
 
     def captured(self, skeletons: dict[str, Node]) -> Captured:
-        """All that was taken; nothing of it is held."""
+        """Returns all that was captured; nothing of it is held."""
         columns = self._columns
         sharing = self._sharing
         return Captured(
@@ -212,7 +212,7 @@ class _Capturing(Encoder):
         )
 
     def find_held(self, arrays: list[Any]) -> set[int]:
-        """The places of those leaves whose memory one of the arrays shows, as the leaf shows it."""
+        """Returns the leaves whose memory one of the arrays shows in the same form, by number."""
         known = {key: written for key, (_, written) in self._looked_at.items()}
         for own, written in self._taken:
             known.update(zip(map(id, own), written, strict=True))
@@ -227,7 +227,7 @@ class _Capturing(Encoder):
         return set(chain.from_iterable(written.arrays for written in found if written is not None))
 
     def _memory_of(self, array: Any) -> Hashable:
-        """What tells the memory of an array, as it is looked at in an object, from any other."""
+        """Returns a key of an array's memory that no other memory has while its object is looked at."""
         sharder = sharder_of_type(type(array))
         if sharder is not None:
             look = sharder.look(array, "", self._sharing.worker)
@@ -237,7 +237,7 @@ class _Capturing(Encoder):
         return backend.name, backend.alias_key(array)
 
     def _find(self, array: Any, memory: Hashable) -> CapturedLeaf | None:
-        """What became of the memory of an array, if it was met before."""
+        """Returns the result for the memory of an array, if it was met before."""
         if self._indexed < len(self._taken):
             # Those trees are entered one array at a time only where it may be one of theirs, which is seldom.
             look = look_at([array])
@@ -296,7 +296,7 @@ class _Capturing(Encoder):
         return {"$": "array", "k": backend.name, "v": known.leaf}
 
     def _note(self, value: Any, written: CapturedLeaf) -> None:
-        """Notes what became of an array that was looked at by itself."""
+        """Notes the result for an array that was looked at by itself."""
         self._looked_at.setdefault(id(value), (value, written))
         self._not_met.append(value)
         self._replicated += [value] * (len(self._sharing.replicas) - len(self._replicated))
@@ -355,7 +355,7 @@ class _Capturing(Encoder):
         return tagged("pytree", parts, name_of(cls))
 
     def _encode_subclass(self, value: Any, path: str, depth: int) -> Node:
-        """Returns the node of a tensor that is made of other tensors, each of which has a leaf."""
+        """Returns the node of a tensor that consists of other tensors, each of which has a leaf."""
         cls = type(value)
         shape, strides = list(value.shape), list(value.stride())
         if any(type(number) is not int for number in (*shape, *strides)):
@@ -381,7 +381,8 @@ class _Capturing(Encoder):
             ) from error
 
     def _encode_tree(self, cache: CaptureCache, value: Any, path: str, depth: int) -> Node:
-        """The node of a dict or a list: as it was, if all is as it was; otherwise it is remembered, if it can be."""
+        """Returns the node of a dict or a list: the same as before, if all is unchanged; otherwise it is remembered, if
+        possible."""
         parts = value.values() if type(value) is dict else value
         is_small = len(value) < LEAST_PARTS and _CONTAINERS.isdisjoint(map(type, parts))
         if is_small or (id(value), depth) in self._written or depth > MAX_DEPTH:
@@ -406,7 +407,7 @@ class _Capturing(Encoder):
         return node
 
     def _try_replay(self, cached: CachedTree, contents: TreeParts, path: str, depth: int) -> Node | None:
-        """Adds a tree with such contents just as it was captured before; None if that would be wrong."""
+        """Adds a tree with such contents exactly as it was captured before; returns None if that would be wrong."""
         sharing, columns = self._sharing, self._columns
         containers = contents.containers
         if cached.context != self._conditions(depth) or len(set(map(id, containers))) < len(containers):
@@ -438,7 +439,7 @@ class _Capturing(Encoder):
         return nodes[0]
 
     def _are_new(self, keys: list[int]) -> bool:
-        """Whether no memory that begins at one of these addresses was met before."""
+        """Returns True if no memory that begins at one of these addresses was met before."""
         if self._not_met:
             look = look_at(self._not_met)
             if look is None:
@@ -448,7 +449,7 @@ class _Capturing(Encoder):
         return self._met.isdisjoint(keys)
 
     def _conditions(self, depth: int) -> tuple[object, ...]:
-        """What the capture of a tree depends on beside the tree."""
+        """Returns the conditions on which the capture of a tree depends, besides the tree."""
         of = self._sharing
         return depth, of.worker, of.is_own, of.holders, of.is_trained, of.trained, of.renewed
 
@@ -503,7 +504,7 @@ class _Capturing(Encoder):
 
 
 class _Recording:
-    """Remembers a tree, together with what its capture comes to between the making of this and `keep`."""
+    """Remembers a tree, together with everything that its capture adds from the creation of this object to `keep`."""
 
     def __init__(self, capturing: _Capturing, cache: CaptureCache, branch: TreeShape, contents: TreeParts) -> None:
         self._capturing, self._cache = capturing, cache
@@ -516,7 +517,7 @@ class _Recording:
         return list(map(len, (capturing._columns.names, capturing._leaves, *capturing._sharing.lists())))
 
     def keep(self, path: str, depth: int) -> None:
-        """Remembers it, unless a part of it was met before, or is out of the ordinary."""
+        """Remembers it, unless a part of it was met before, or is unusual."""
         capturing, contents, branch = self._capturing, self._contents, self._branch
         sharing, columns = capturing._sharing, capturing._columns
         first, first_leaf, box, elsewhere, replica, strides, quantizers = self._before

@@ -18,10 +18,10 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Evaluation:
-    """What was there when an evaluation began, so that the step before it can be saved from the middle of it.
+    """The state when an evaluation began, so that the step before it can be saved in the middle of it.
 
-    Whoever makes it keeps what the evaluation changes by itself: counters, callbacks, metrics. The random generators
-    are kept here, and the weights are looked at: some programs evaluate with averaged ones, and put theirs back later.
+    The caller keeps what the evaluation itself changes: counters, callbacks, metrics. The random generators are kept
+    here, and the weights are checked: some programs evaluate with averaged weights, and restore their own later.
     """
 
     def __init__(self, run: Run, module: torch.nn.Module, device: torch.device, batches: float = 0) -> None:
@@ -66,7 +66,7 @@ class Evaluation:
 
     @contextmanager
     def stepped_back(self) -> Iterator[None]:
-        """A block in which the random generators are as when the evaluation began."""
+        """Returns a context in which the random generators are as when the evaluation began."""
         now = RNG().state_dict()
         RNG().load_state_dict(self._random)
         try:

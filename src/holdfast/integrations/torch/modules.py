@@ -313,9 +313,10 @@ def _same(name: str) -> str:
 
 
 def settle(module: nn.Module) -> list[nn.Module]:
-    """Brings a module's parameters into the form that they are saved in: those of its optimizer, divided over its mesh.
+    """Converts a module's parameters to the form in which they are saved: those of its optimizer, sharded over its
+    mesh.
 
-    FSDP2 leaves some gathered after a forward pass that no backward one follows, and those are other tensors.
+    FSDP2 leaves some gathered after a forward pass without a backward pass, and those are other tensors.
 
     Returns:
         All modules in it, itself first.
@@ -360,7 +361,8 @@ def _localized() -> UsageError:
 
 
 def _hides_parameters(module: nn.Module) -> bool:
-    """Returns True if there are attributes as such parameters are after a forward pass: whole again, and in no list."""
+    """Returns True if there are attributes as such parameters leave after a forward pass: whole again, and in no
+    list."""
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:
         return False
@@ -409,9 +411,9 @@ def _special_prefixes(module: nn.Module) -> tuple[str, ...]:
 
 
 def _changes_values(hook: Any) -> bool:
-    """Whether a hook may have to do with what is loaded; those of FSDP2 have not.
+    """Returns True if a hook may change loaded values; those of FSDP2 do not.
 
-    One frees the parameters that it had gathered. The other takes notice of parameters that have got other memory, as
-    none has that was filled where it is.
+    One of them frees the parameters that it had gathered. The other handles parameters whose memory was replaced, and
+    filling in place replaces none.
     """
     return getattr(getattr(hook, "hook", hook), "__qualname__", "") not in _FSDP_HOOKS

@@ -302,7 +302,7 @@ class TorchBackend:
         return extent_of(address, array.shape, [stride * item_bytes for stride in array.stride()], item_bytes)
 
     def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Shape, type, strides and device of each, if each has its memory."""
+        """Returns shape, type, strides and device of each, if each has its memory."""
         addresses: list[int] = []
         shapes: list[torch.Size] = []
         dtypes: list[torch.dtype] = []
@@ -337,7 +337,7 @@ class TorchBackend:
         return Glance(addresses, (shapes, dtypes, others))
 
     def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
-        """What autograd counts for each tensor and all its views."""
+        """Returns autograd's version counter of each tensor, which all its views share."""
         if any(map(_is_inference, arrays)):
             return [None if array.is_inference() else int(array._version) for array in arrays]
         return list(map(_version, arrays))

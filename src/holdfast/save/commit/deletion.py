@@ -187,12 +187,12 @@ class FileRecycler:
 
 @dataclass(frozen=True, slots=True)
 class Clearing:
-    """What was removed of a run.
+    """The outcome of clearing a run.
 
     Attributes:
         removed: The checkpoints that are gone.
         generation: The generation that was opened for it; None if there was nothing to remove.
-        problems: What could not be removed, and why.
+        problems: The files that could not be removed, and why.
     """
 
     removed: tuple[StepName, ...] = ()
@@ -203,9 +203,9 @@ class Clearing:
 def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = False) -> Clearing:
     """**Blocks.** Removes all checkpoints of a run, and the remains of unfinished saves; nothing of a user's own.
 
-    First a generation without a base is opened. From then on nothing can be restored, whatever else a crash prevents,
-    and jobs that saved before are fenced. The record of that generation stays as long as the directory does. With
-    `keeps_files` the checkpoints only stop being the source of a resume; they are removed when all are removed next.
+    First a generation without a base is opened. From then on nothing can be restored, even after a crash, and jobs that
+    saved before are fenced. The record of that generation stays as long as the directory does. With `keeps_files` the
+    checkpoints only stop being the source of a resume; they are removed when all are removed next.
 
     Raises:
         FencedError: If another job has opened a newer one than `known_generation`; nothing has been removed.

@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 
 class Cleaning(msgspec.Struct, frozen=True):
-    """What was removed after a commit.
+    """The outcome of the cleanup after a commit.
 
     Attributes:
-        kept: For each step that was kept, why.
+        kept: For each step that was kept, the reason.
         removed: The committed steps that were removed.
         swept: The directories of unfinished saves that were removed.
-        problems: What could not be removed, and why.
-        absent: Metrics that the policy asks for and none of several checkpoints has.
+        problems: The files that could not be removed, and why.
+        absent: Metrics that the policy needs and none of several checkpoints has.
         lost: Committed steps that have lost their manifests. Their data is kept.
     """
 

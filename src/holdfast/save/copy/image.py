@@ -206,7 +206,7 @@ def _record_moments(compared: Iterable[tuple[ArrayBackend, Any] | None]) -> dict
 
 
 class _LayoutPlan(msgspec.Struct):
-    """What follows from names, types and shapes alone.
+    """The layout that follows from names, types and shapes alone.
 
     Attributes:
         order: For each array in the order of the file, its position in the columns.
@@ -325,7 +325,7 @@ class HostBuffer:
 
 
 class _Memory(mmap.mmap):
-    """Memory that is unpinned right before it is freed, whatever held it last.
+    """Memory that is unpinned right before it is freed.
 
     If it were freed while it is pinned, a device would take later memory at that address for pinned as well, and copy
     to the wrong pages.
