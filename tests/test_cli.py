@@ -57,6 +57,16 @@ def test_version() -> None:
     assert run_program("--version").stdout == f"holdfast {hf.__version__}\n"
 
 
+def test_a_shell_can_complete_verbs_and_options() -> None:
+    def complete(words: str) -> list[str]:
+        place = str(len(words.split()) - 1)
+        asked = {"COMP_WORDS": words, "COMP_CWORD": place, "_HOLDFAST_COMPLETE": "bash_complete"}
+        return run_program(env={**os.environ, **asked}).stdout.split()
+
+    assert complete("holdfast d") == ["plain,diff", "plain,doctor"]
+    assert complete("holdfast prune --k") == ["plain,--keep"]
+
+
 def test_python_can_run_it_as_a_module(tmp_path: Path) -> None:
     arguments = ["list", str(tmp_path / "none")]
     command = [sys.executable, "-m", "holdfast", *arguments]

@@ -230,11 +230,12 @@ class LocalStorage:
                     if item.is_dir(follow_symlinks=False):
                         entries.append(Entry(item.name, True, 0))
                         continue
-                    # What vanishes while it is looked at was not there.
-                    with suppress(FileNotFoundError):
+                    try:
                         status = item.stat(follow_symlinks=False)
-                        size_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
-                        entries.append(Entry(item.name, stat.S_ISDIR(status.st_mode), size_bytes))
+                    except FileNotFoundError:
+                        continue  # What vanishes while it is looked at was not there.
+                    size_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                    entries.append(Entry(item.name, stat.S_ISDIR(status.st_mode), size_bytes))
         return sorted(entries, key=lambda entry: entry.name)
 
     def remove(self, path: str) -> None:
