@@ -380,8 +380,8 @@ def check_fence(storage: Storage, generation: int) -> None:
     if newest > generation:
         by = _name_opener(_try_opening(storage, newest))
         raise FencedError(
-            f"{storage.url}: generation {newest} was opened{by}; this job is generation {generation}, which it "
-            "replaces",
+            f"{storage.url}: generation {newest} was opened{by}; this job has generation {generation} and "
+            "can no longer save",
             hint=_FENCED_HINT,
         )
 

@@ -1,5 +1,4 @@
-"""Captures objects as named leaves: plain values are copied at once, arrays are named and stay live until they are
-copied."""
+"""Captures objects as named leaves: plain values at once, while arrays are named and stay live until they are copied."""
 
 from __future__ import annotations
 
@@ -273,9 +272,7 @@ class _Capturing(Encoder):
         """Returns the node of an array that other workers may hold in part or in full."""
         sharing = self._sharing
         if sharing.is_own and any(local.holders is not None for local in sharding.boxes):
-            raise unsupported(
-                path, "a sharded array within PerWorker", "An array that workers share cannot belong to one worker."
-            )
+            raise unsupported(path, "a sharded array within PerWorker", "A shared array cannot belong to one worker.")
         if sharding.is_abstract:
             raise unsupported(path, "a shape without values", "Use it to restore, or put an array in its place.")
         backend = sharding.backend
@@ -381,8 +378,7 @@ class _Capturing(Encoder):
             ) from error
 
     def _encode_tree(self, cache: CaptureCache, value: Any, path: str, depth: int) -> Node:
-        """Returns the node of a dict or a list: the same as before, if all is unchanged; otherwise it is remembered, if
-        possible."""
+        """Returns the node of a dict or a list: the cached one if all is unchanged; else caches it, if possible."""
         parts = value.values() if type(value) is dict else value
         is_small = len(value) < LEAST_PARTS and _CONTAINERS.isdisjoint(map(type, parts))
         if is_small or (id(value), depth) in self._written or depth > MAX_DEPTH:
@@ -567,8 +563,7 @@ class _Recording:
 
 
 def is_code(value: object) -> bool:
-    """**Pure.** Returns True if a value belongs to the program and not to its state: a callable, or one without
-    attributes."""
+    """**Pure.** Returns True if a value belongs to the program, not to its state: a callable, or without attributes."""
     return callable(value) or not (getattr(value, "__dict__", None) or getattr(type(value), "__slots__", None))
 
 
@@ -599,6 +594,4 @@ def _is_own(obj: object) -> bool:
 
 def _in_both(path: str, other: str) -> UnsupportedValueError:
     what = f"an array that is also {other}, one of the two within PerWorker,"
-    return unsupported(
-        path, what, "Keep it in only one of the two: an array that workers share cannot belong to one worker."
-    )
+    return unsupported(path, what, "Keep it in only one of the two: a shared array cannot belong to one worker.")
