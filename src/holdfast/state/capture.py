@@ -1,4 +1,4 @@
-"""Captures objects as named leaves: plain values at once, while arrays are named and stay live until they are copied."""
+"""Captures objects as named leaves: plain values at once, arrays are named and stay live until they are copied."""
 
 from __future__ import annotations
 
