@@ -293,7 +293,7 @@ def test_a_manifest_that_cannot_be_read_hides_no_other_step(run: Path, kind: str
         path.symlink_to(run / NEWEST / "manifest.json" if kind == "link" else run / "lost")
     document = call_json("list", run)
     assert {step["step"]: len(step["damages"]) for step in document["steps"]} == {100: 0, 200: 1, 250: 0, 300: 0}
-    assert "is not a plain file" in call("list", run).stderr
+    assert "is not a regular file" in call("list", run).stderr
     assert call("show", run).exit_code == ExitCode.OK
     assert call("prune", run, "--off-line", "--yes").exit_code == ExitCode.OK
     assert not (run / FIRST_300).exists()
@@ -346,7 +346,7 @@ def test_export_takes_the_newest_step_when_a_job_removes_its_own(tmp_path: Path)
             code, text = complaint("export", f"{run}@2", tmp_path / "second", *to)
     assert code == ExitCode.NOTHING_THERE
     assert "step 2" in text
-    assert "removed while it was read" in text
+    assert "removed while it was being read" in text
     assert not (tmp_path / "second").exists()
 
 

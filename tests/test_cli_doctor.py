@@ -308,7 +308,7 @@ def test_a_file_system_that_may_replace_files_is_unfit(tmp_path: Path) -> None:
         done = subprocess.run([*command, option], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == ExitCode.UNFIT, done.stderr
         assert "Traceback" not in done.stderr
-        assert "neither hard links nor a rename that replaces nothing" in done.stderr + done.stdout
+        assert "neither hard links nor an atomic rename without overwriting" in done.stderr + done.stdout
     assert json.loads(done.stdout)["save_every"] is None
     assert names(tmp_path) == []
 

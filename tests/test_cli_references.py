@@ -145,7 +145,7 @@ def test_a_step_that_was_copied_away_needs_those_that_it_refers_to(run: Path, tm
     result = call("verify", backup / "best")
     assert result.exit_code == ExitCode.DAMAGED
     for directory in (ONE, TWO):
-        assert f"{directory}/{DATA} is missing; the directory {directory} has to lie beside" in result.stdout
+        assert f"{directory}/{DATA} is missing; the directory {directory} must be next to" in result.stdout
         shutil.copytree(run / directory, backup / directory)
     (tmp_path / "link").symlink_to(backup / "best")
     for place in (backup / "best", tmp_path / "link", run / THREE):

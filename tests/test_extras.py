@@ -51,7 +51,7 @@ def test_a_package_that_is_too_old_is_an_error_with_both_versions(oldest: str, i
         assert thing is Latest
     else:
         with pytest.raises(
-            MissingPackageError, match=rf"needs frame-of-mind {oldest} or newer, and 2.10rc1 is installed"
+            MissingPackageError, match=rf"needs frame-of-mind {oldest} or newer, but 2.10rc1 is installed"
         ):
             thing(3)
 

@@ -140,7 +140,7 @@ def test_it_can_be_switched_off(run: Path) -> None:
             other.save()
             other.manager.wait(60)
             assert not has_spare(run.with_name("other"))
-    with pytest.raises(UsageError, match="reuse_space=1 is neither True nor False"):
+    with pytest.raises(UsageError, match="reuse_space must be True or False, got 1"):
         hf.CheckpointManager(run, hf.Checkpoint(a=array), reuse_space=1)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What is saved: live objects to named leaves, and back."""
+"""Converts live objects to named leaves, and back."""
 
 from holdfast.format.codecs import register_codec, register_type
 from holdfast.state.capture import capture_objects, check_capture, check_objects, list_shared

@@ -1,7 +1,7 @@
-"""What this worker writes of the arrays of a job of several, and what it leaves to others.
+"""Decides what this worker writes of the arrays of a job of several, and what it leaves to others.
 
-All holders of a box decide by the same rule, each alone and box by box: what one of them has more or less than the
-others changes nothing for the rest. Nothing is asked, and nothing is counted up.
+All holders of a box decide by the same rule, each on its own and box by box: if one of them has more or fewer arrays
+than the others, the rest is not affected. There is no communication, and nothing is counted up.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ MemoryGroups: TypeAlias = dict[str, tuple[object, frozenset[tuple[str, Hashable]
 """By name, the memory of a group of arrays, and what tells whether it is that of the same arrays still."""
 
 MOST_WRITERS: Final = 64
-"""So many holders share the writing. With more it would not be quicker, and each restore would open more files."""
+"""How many holders share the writing. With more it would not be faster, and each restore would open more files."""
 
 SMALL_BYTES: Final = 4096
-"""What is no larger goes to the first holder: twenty thousand such arrays are little to write, and one file to read."""
+"""Arrays up to this size go to the first holder: twenty thousand such arrays are little to write, and one file to
+read."""
 
 PART_BYTES: Final = 256 << 10
-"""No part of a box that is shared out is smaller."""
+"""The smallest part of a box that is shared."""
 
 
 def plan_parts(leaf: str, box: Box, item_bytes: int, holders: Sequence[int]) -> list[tuple[int, Box]]:
-    """**Pure.** Who writes a box of a leaf that several workers hold.
+    """**Pure.** Decides who writes a box of a leaf that several workers hold.
 
-    A large box is cut into parts that are contiguous in it and as even as may be; which holder takes the first of them
+    A large box is split into parts that are contiguous in it and as even as possible; the holder of the first part
     depends on the leaf's name, so that many boxes are spread as well.
 
     Args:
         leaf: The leaf's name.
         box: The box that each of them holds.
         item_bytes: The bytes of one element.
-        holders: Their ranks, in the same order with each of them; at least one.
+        holders: Their ranks, in the same order on each of them; at least one.
 
     Returns:
-        The parts of the box, in their order, each with the worker that writes it.
+        The parts of the box, in order, each with the worker that writes it.
     """
     if len(holders) == 1:
         return [(holders[0], box)]
@@ -62,36 +63,36 @@ def plan_parts(leaf: str, box: Box, item_bytes: int, holders: Sequence[int]) -> 
 
 
 def choose_writers(holders: Sequence[int]) -> Sequence[int]:
-    """**Pure.** Those of the holders that write: far from each other, since neighbours share a machine."""
+    """**Pure.** Returns the holders that write: far from each other, because neighbors share a machine."""
     if len(holders) <= MOST_WRITERS:
         return holders
     return [holders[number * len(holders) // MOST_WRITERS] for number in range(MOST_WRITERS)]
 
 
 class ShardOwnership:
-    """Decides for one capture, array by array, and keeps account of what an index has to say about it.
+    """Decides for one capture, array by array, and collects the records for the index.
 
     Attributes:
         worker: This worker.
-        holders: The ranks of all that hold the plain arrays which are now met.
-        is_own: Whether what is now met is this worker's own, and so written by it alone.
-        boxes: What those arrays are that are no whole leaves.
-        elsewhere: The leaves of which others write a part, or all.
-        loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
+        holders: The ranks of all that hold the plain arrays of the current object.
+        is_own: True if the current object differs per worker, and so is written by this one alone.
+        boxes: The boxes that arrays are, if not whole leaves.
+        elsewhere: The leaves that other workers write in part or in full.
+        loose: The leaves of which this worker cannot know who else holds them, or whether all is held.
         replicas: The boxes that others hold too.
         compared: For each of these its array, with the library; None for a second name of one.
-        cuts: For each of these what was cut of what this worker holds in one piece, to come to its array.
-        checks_replicas: Whether their values are to be compared.
-        trained: By library and memory, those arrays of the object that is now met which training keeps equal on all
-            workers. None if that is all of its state.
-        is_trained: Whether these can only differ by a mistake.
+        cuts: For each of these, the boxes cut from what this worker holds in one piece to get its array.
+        checks_replicas: True if their values are compared.
+        trained: By library and memory, the arrays of the current object that training keeps equal on all workers; None
+            for all of its state.
+        is_trained: True if these can only differ by a mistake.
         renewed: By library and memory, those of its arrays that may differ.
-        strides: The leaves that do not lie in row-major order here.
-        quantizers: Those of leaves that are quantized.
+        strides: The leaves that are not in row-major order here.
+        quantizers: Those of quantized leaves.
     """
 
     def __init__(self, worker: Worker, *, check_replicas: bool = False, groups: MemoryGroups | None = None) -> None:
-        """`groups` is what an earlier one has worked out."""
+        """Takes `groups` over from an earlier capture."""
         self.worker = worker
         self._groups: MemoryGroups = {} if groups is None else groups
         self.checks_replicas = check_replicas and not worker.is_alone
@@ -110,11 +111,11 @@ class ShardOwnership:
         self.is_trained = False
 
     def lists(self) -> tuple[list[Any], ...]:
-        """What grows as arrays are met, for the index."""
+        """Returns the lists that grow with each array, for the index."""
         return self.boxes, self.elsewhere, self.replicas, self.strides, self.quantizers
 
     def enter(self, replication: Replication, path: str) -> None:
-        """Sets `holders` and `trained` as they are within the object at a path."""
+        """Sets `holders` and `trained` for the object at a path."""
         self.holders = replication.holders or self.holders
         self.is_trained = self.is_trained or replication.is_trained
         if replication.trained is not None:
@@ -122,7 +123,8 @@ class ShardOwnership:
             self.renewed = self._find_memory(replication.renewed, f"{path} renewed")
 
     def _find_memory(self, arrays: Sequence[Any], group: str) -> frozenset[tuple[str, Hashable]]:
-        """The memory of the plain ones among some arrays; the set of the capture before, if it is the same."""
+        """Returns the memory of the plain ones among some arrays; the set of the previous capture, if it is the
+        same."""
         plain = [array for array in arrays if sharder_of_type(type(array)) is None and backend_of(array) is not None]
         look = look_at(plain)
         now = None if look is None else (look.keys, look.marks)
@@ -139,7 +141,7 @@ class ShardOwnership:
         return found
 
     def look(self, array: Any, backend: ArrayBackend, path: str) -> Sharding:
-        """A plain array as one that each holder has whole."""
+        """Returns the sharding of a plain array, which each holder has whole."""
         spec = backend.spec(array, path)
         local = LocalBox(whole_box(spec.shape), array, None)
         memory = backend.alias_key(array)
@@ -147,9 +149,9 @@ class ShardOwnership:
         return Sharding(spec, backend, (local,), memory, may_differ=may_differ)
 
     def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any, tuple[Box, ...]]]:
-        """The arrays that this worker writes of a leaf, each with a name of its own.
+        """Returns the arrays that this worker writes of a leaf, each with a name of its own.
 
-        With each comes what was cut of what this worker holds in one piece: boxes, one of the other.
+        Each comes with the boxes cut, one from the other, from what this worker holds in one piece.
 
         Raises:
             UnsupportedValueError: If other workers would have to write a part, and there are none.
@@ -159,7 +161,7 @@ class ShardOwnership:
             raise UnsupportedValueError(
                 f"{path}: a part of a quantized tensor cannot be stored",
                 path=path,
-                hint="Store its int_repr() as the part, and scale and zero point beside it.",
+                hint="Store its int_repr() as the part, with scale and zero point next to it.",
             )
         self.note_form(leaf, spec)
         workers = sharding.workers or len(self.holders)
@@ -206,26 +208,27 @@ class ShardOwnership:
                 self.cuts.append(() if local.place is None else (local.place,))
         if self.worker.is_alone and written_elements != whole_box(spec.shape).elements:
             raise UnsupportedValueError(
-                f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no other",
+                f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no "
+                "other worker",
                 path=path,
-                hint="Save from all workers of the job together: give the manager their cluster.",
+                hint="Save from all workers of the job together: pass their cluster to the manager.",
             )
         if others or not written or not is_complete:
             self.elsewhere.append(ElsewhereRecord(leaf, spec.dtype, spec.shape, tuple(sorted(others))))
 
     def note_form(self, leaf: str, spec: ArraySpec) -> None:
-        """Notes how a leaf lies in memory, if not in row-major order, and its quantizer, if it has one."""
+        """Records a leaf's memory layout, if it is not in row-major order, and its quantizer, if it has one."""
         if spec.strides is not None:
             self.strides.append(StridesRecord(leaf, spec.strides))
         if spec.quantizer is not None:
             self.quantizers.append(QuantizerRecord(leaf, spec.quantizer))
 
     def note_alias(self, path: str, replicas: range) -> None:
-        """Notes that an array stands in one more place: with the others it has to stand there as well.
+        """Records that an array appears at another path: on the other workers it must be there as well.
 
         Args:
-            path: That place.
-            replicas: Which of the replicas its leaf has.
+            path: That path.
+            replicas: The replicas of its leaf.
         """
         # What is in an object of this worker's own concerns nobody else.
         if not self.is_own:
