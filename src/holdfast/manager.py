@@ -107,7 +107,9 @@ class CheckpointManager:
                 `step()` waits for the copy. Use it only if nothing but `step()` changes them. Another change that
                 autograd detects fails the save and turns this off; changes through `.data`, NumPy, collectives or
                 hand-written fused kernels are not detected.
-            reserve_bytes: Host memory to allocate now, in the background, for the first save; "auto" to compute it.
+            reserve_bytes: Host memory for the first save. None to make it ready slowly while training runs, from the
+                first `save_if_due` that is not due; "auto" to compute its size and allocate it now, or a number to
+                allocate that much now, in the background; 0 to leave it to the first save.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves on its own although there are others, or a cluster, which the caller closes.
             liveness_seconds: A worker that gives no sign of life for this long is taken for dead, and its saves fail.
@@ -239,6 +241,7 @@ class CheckpointManager:
             return None
         reason = try_plan_save(self.save_every, self._pace.moment(step, *self._saver.costs), self.participant)
         if reason is None or step in self._living:
+            self._saver.look_ahead(all_objects(self.checkpoint))
             return None
         return self._save(step, metrics, metadata, reason=reason)
 

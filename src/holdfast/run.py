@@ -90,7 +90,8 @@ def resumable(
         timeout_seconds: The deadline of each wait.
         threads: The number of threads that write, and read during a restore. They mostly wait for the disk.
         overlap_copy: True to copy parameters and optimizer state while training continues; see `CheckpointManager`.
-        reserve_bytes: Host memory to allocate in advance for the first save; "auto" to compute it from the objects.
+        reserve_bytes: Host memory for the first save: None to make it ready slowly during the first steps; a number or
+            "auto" to allocate it at once, 0 to leave it to the first save; see `CheckpointManager`.
         cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves on its own, or a cluster.
         liveness_seconds: A worker that gives no sign of life for this long is taken for dead.
         check_replicas: At which saves to compare replicated state between workers; see `CheckpointManager`.

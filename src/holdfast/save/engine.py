@@ -15,11 +15,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
 from typing import Final
 
 from holdfast.catalog import describe_lost
-from holdfast.concurrency import Latch
 from holdfast.errors import (
     ChangedError,
     FencedError,
@@ -46,7 +44,7 @@ from holdfast.format.names import StepName
 from holdfast.format.records import Worker
 from holdfast.save.arguments import SaveOptions
 from holdfast.save.commit.run_writer import CheckpointWriter, StepFiles, make_debris_warning
-from holdfast.save.copy.image import HostBuffer, Staging
+from holdfast.save.copy.image import Staging
 from holdfast.save.copy.overlap import GIVING_UP, OptimizerStepBarrier
 from holdfast.save.failures import PendingFailures
 from holdfast.save.handle import SaveRequest
@@ -111,9 +109,6 @@ class Engine:
         self._held_seconds = 0.0
         # What retention has told of: it meets with the same again after each save.
         self._told: set[str] = set()
-        # Of memory made ready before: opens when that has ended.
-        self._touched: Latch | None = None
-        self._is_touching = False
 
     def submit(self, request: SaveRequest) -> None:
         """Submits a save. It **blocks** if no thread can be started any more, because the interpreter shuts down."""
@@ -127,19 +122,6 @@ class Engine:
             request.is_submitted = True
             work()
 
-    def touch(self, buffer: HostBuffer) -> None:
-        """Touches the pages of a buffer in the background, until `end_touching`, so that they have memory."""
-        if self._thread.start():
-            self._touched, self._is_touching = Latch(), True
-            self._thread.put(partial(self._touch, buffer, self._touched))
-
-    def end_touching(self) -> None:
-        """**Blocks** for some milliseconds. Pages that have not been touched by now are left as they are."""
-        self._is_touching = False
-        if self._touched is not None:
-            self._touched.wait(threading.TIMEOUT_MAX)
-            self._touched = None
-
     def emit_soon(self, event: Event) -> None:
         """**Thread-safe.** Lets the engine's thread emit an event, when training no longer waits for it."""
         self._pending_events.put(event)
@@ -151,7 +133,6 @@ class Engine:
 
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Ends the threads; no save is in progress."""
-        self.end_touching()
         self._thread.end()
         self._pool.end()
         self._thread.join(timeout_seconds)
@@ -450,13 +431,6 @@ class Engine:
     def _flush_events(self) -> None:
         while not self._pending_events.empty():
             self._emit(self._pending_events.get())
-
-    def _touch(self, buffer: HostBuffer, touched: Latch) -> None:
-        try:
-            self._pool.start()
-            self._pool.run(takewhile(lambda job: self._is_touching, buffer.touch()), most_helpers=1)
-        finally:
-            touched.open()
 
 
 def _empty_frames(error: BaseException) -> None:

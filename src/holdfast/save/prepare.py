@@ -10,8 +10,9 @@ from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageEr
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink, RunJournal
 from holdfast.format.names import MANIFEST_NAME, TRASH_PREFIX
-from holdfast.state import capture_objects
-from holdfast.state.registry import adapter_of, may_change_when_read
+from holdfast.state import Captured, capture_objects
+from holdfast.state.leaves import DeviceCopier
+from holdfast.state.registry import find_stateful, may_change_when_read
 from holdfast.storage import Storage, local_directory, pass_on_warnings
 
 
@@ -83,11 +84,29 @@ def estimate_bytes(objects: Mapping[str, object]) -> int:
     Objects that may change when their state is read are left out: they are to be restored first.
     """
     captured = capture_objects({name: obj for name, obj in objects.items() if not may_change_when_read(obj)})
-    awaited_bytes = sum(
-        adapter.awaited_bytes(obj) for obj in objects.values() if (adapter := adapter_of(obj)) is not None
-    )
-    # And a header, of about so many bytes for each leaf.
-    return captured.size_bytes + awaited_bytes + 4096 + 256 * len(captured.names)
+    return captured.size_bytes + count_awaited_bytes(objects) + _header_bytes(captured)
+
+
+def count_awaited_bytes(objects: Mapping[str, object]) -> int:
+    """Returns by how much the state of the objects will grow when they are first used, as far as that is known."""
+    found = (each for obj in objects.values() for each in find_stateful(obj, ""))
+    return sum(adapter.awaited_bytes(part) for _, part, adapter in found if adapter is not None)
+
+
+def measure_bytes(captured: Captured) -> int:
+    """Returns the host memory that a save of what was captured takes; 0 if that has to be pinned for a device."""
+    by_copier: dict[str, tuple[DeviceCopier, list[object]]] = {}
+    for array, address, backend in zip(captured.arrays, captured.addresses, captured.backends, strict=True):
+        if address is None and backend.devices is not None:
+            by_copier.setdefault(backend.name, (backend.devices, []))[1].append(array)
+    if any(copier.find_pin(arrays) is not None for copier, arrays in by_copier.values()):
+        return 0
+    return captured.size_bytes + _header_bytes(captured)
+
+
+def _header_bytes(captured: Captured) -> int:
+    """Returns about how many bytes the header of a file takes."""
+    return 4096 + 256 * len(captured.names)
 
 
 def open_event_sinks(storage: Storage, sinks: Iterable[Sink], *, keeps_journal: bool) -> Fanout:

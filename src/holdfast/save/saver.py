@@ -15,11 +15,12 @@ from holdfast.policies import SaveMoment
 from holdfast.save.arguments import SaveOptions
 from holdfast.save.copy.image import HostBuffer, Stager
 from holdfast.save.copy.overlap import keep_steady
+from holdfast.save.copy.ready import GENTLE, Readying
 from holdfast.save.engine import Engine
 from holdfast.save.failures import PendingFailures
 from holdfast.save.handle import SaveRequest
 from holdfast.save.joint.setup import make_writer
-from holdfast.save.prepare import estimate_bytes
+from holdfast.save.prepare import count_awaited_bytes, estimate_bytes, measure_bytes
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
 from holdfast.state.oversights import ImmutableArrays, KeptEpoch, LossWatch, find_oversights
 from holdfast.storage import Storage
@@ -27,6 +28,10 @@ from holdfast.storage.digesting import find_native
 
 if TYPE_CHECKING:
     from holdfast.save.joint.participant import JointParticipant
+
+_MOST_LOOKS: Final = 8
+_LEAST_BYTES: Final = 16 << 20
+"""A smaller state has its memory in milliseconds, and needs no thread for that."""
 
 
 class Saver:
@@ -58,6 +63,10 @@ class Saver:
         self._holders: Mapping[str, Sequence[int]] = {} if participant is None else participant.holders
         self._emit = emit
         self._buffer = HostBuffer()
+        # The memory of the first save, made ready before it; and how often to look yet whether its size is known.
+        self._readying: Readying | None = None
+        self._looks_left = _MOST_LOOKS if options.reserve_bytes is None else 0
+        self._has_begun = False
         self._stager = Stager(self._buffer)
         self._captures = CaptureCache()
         self._objects = objects
@@ -74,16 +83,48 @@ class Saver:
         return self.engine.blocked_seconds, self.engine.durable_seconds
 
     def prepare(self, size_bytes: int | Literal["auto"]) -> None:
-        """Allocates memory for a state of that size in the background, or warns that it cannot.
+        """Allocates memory for a state of that size in the background, unless it is 0, or warns that it cannot.
 
         Then the first save allocates the memory. The objects need not be ready to be saved yet, such as a lazy module.
         """
         try:
-            self._buffer.take(estimate_bytes(self._objects) if size_bytes == "auto" else operator.index(size_bytes))
-            self.engine.touch(self._buffer)
+            if size_bytes == "auto":
+                self._begin_readying(estimate_bytes(self._objects), is_estimate=True)
+            elif wanted_bytes := operator.index(size_bytes):
+                self._begin_readying(wanted_bytes, is_estimate=False)
         except Exception as error:  # noqa: BLE001  It comes out of the objects' own code, and again if a save fails by it.
             reason = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
             self._emit(Warned(text=f"memory could not be allocated in advance: {reason}"))
+
+    def look_ahead(self, objects: Mapping[str, object]) -> None:
+        """Called between two steps: makes the memory of the first save ready, once its size is known.
+
+        An optimizer has most of its state from its first step on, so that step is awaited; but not for ever, as a
+        frozen parameter never gets any. An estimate that is wrong costs time at the first save, and nothing else.
+        """
+        if not self._looks_left:
+            return
+        self._looks_left -= 1
+        try:
+            if self._looks_left and count_awaited_bytes(objects):
+                return
+            # Not the captures of the saves: the handler of a signal may save while this looks.
+            size_bytes = measure_bytes(check_capture(objects, CaptureCache(), self._worker, self._holders))
+            self._looks_left = 0
+            if size_bytes >= _LEAST_BYTES:
+                self._begin_readying(size_bytes, is_estimate=True, rest_share=GENTLE)
+        except HoldfastError:
+            pass  # It comes again if a save fails by it, which then says so.
+
+    def _begin_readying(self, size_bytes: int, *, is_estimate: bool, rest_share: float = 0.0) -> None:
+        self._readying = readying = Readying(self._buffer, rest_share)
+        # A save that begins in between, in the handler of a signal, ends that, or is seen here.
+        if not self._has_begun:
+            if is_estimate:
+                self._buffer.reserve(size_bytes)
+            else:
+                self._buffer.take(size_bytes)
+            readying.begin()
 
     def note_call(self) -> None:
         """Called when the program calls the manager: then training changes nothing."""
@@ -128,7 +169,9 @@ class Saver:
         """
         self._request = request
         self._warn_of_oversights(request.step)
-        self.engine.end_touching()
+        self._has_begun, self._looks_left = True, 0
+        if self._readying is not None and not self._readying.has_ended:
+            self._readying.end()
         try:
             # Laid out here, where the streams of a device and the device in use are those of training.
             request.staging = self._stager.stage(captured, request.step)
@@ -162,6 +205,9 @@ class Saver:
 
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Ends all threads, and frees buffer and disk; no save is in progress."""
+        if self._readying is not None:
+            self._readying.end()
+            self._readying.join(timeout_seconds)
         self.engine.close(timeout_seconds)
         try:
             self._recycler.close()

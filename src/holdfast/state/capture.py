@@ -115,7 +115,7 @@ def capture_objects(
 
 def check_capture(
     objects: Mapping[str, object], captures: CaptureCache, worker: Worker, holders: Mapping[str, Sequence[int]]
-) -> None:
+) -> Captured:
     """Checks that `capture_objects` can capture the objects, as far as that shows without changing them.
 
     Nothing is prepared. An object is skipped if reading its state may change it, or if it is not ready to be read yet,
@@ -127,6 +127,9 @@ def check_capture(
         worker: As there.
         holders: As there.
 
+    Returns:
+        What was captured of the objects that were not skipped.
+
     Raises:
         UnsupportedValueError: If something cannot be stored.
     """
@@ -136,6 +139,7 @@ def check_capture(
         for name, obj in objects.items():
             sharing.holders = holders.get(name, range(worker.world_size))
             trial.encode(obj, escape(name))
+        return trial.captured({})
 
 
 def check_objects(objects: Mapping[str, object]) -> None:

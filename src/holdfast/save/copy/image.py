@@ -30,7 +30,7 @@ from holdfast.storage.buffers import batches
 from holdfast.storage.worker_pool import WorkerPool
 
 _SMALL_BYTES: Final = 256 << 10
-_TOUCHED_BYTES: Final = 4 << 20
+_TOUCHED_BYTES: Final = 1 << 20
 _WIPE_ON_FORK: Final = 18
 """`MADV_WIPEONFORK`, which Python has no name for."""
 
@@ -279,11 +279,13 @@ class HostBuffer:
     """Host memory for one snapshot, reused by the next.
 
     Copies to touched memory are about ten times faster than to fresh memory, so it is kept between saves and only ever
-    grows. Not thread-safe: one save uses it at a time.
+    grows, except that memory of an estimated size is cut to the size of the first save. Not thread-safe: one save uses
+    it at a time.
     """
 
     def __init__(self) -> None:
         self._memory: _Memory | None = None
+        self._is_estimate = False
 
     @property
     def size_bytes(self) -> int:
@@ -293,14 +295,21 @@ class HostBuffer:
     def take(self, size_bytes: int) -> memoryview:
         """Returns a writable view of that many bytes, beginning on a page, with its old content; or
         `OutOfMemoryError`."""
-        if self._memory is None or len(self._memory) < size_bytes:
-            wanted_bytes = max(round_up(size_bytes), mmap.PAGESIZE)
-            if self._memory is None or not self._memory.try_grow(wanted_bytes):
-                # Let go of the old memory first, so that the two are never held at once. A view that somebody still has
-                # keeps it alive, and it goes with the view.
-                self.release()
-                self._memory = _map(wanted_bytes)
+        wanted_bytes = max(round_up(size_bytes), mmap.PAGESIZE)
+        held_bytes = 0 if self._memory is None else len(self._memory)
+        is_other = held_bytes < wanted_bytes or (self._is_estimate and held_bytes > wanted_bytes)
+        if self._memory is None or (is_other and not self._memory.try_resize(wanted_bytes)):
+            # Let go of the old memory first, so that the two are never held at once. A view that somebody still has
+            # keeps it alive, and it goes with the view.
+            self.release()
+            self._memory = _map(wanted_bytes)
+        self._is_estimate = False
         return memoryview(self._memory)[:size_bytes]
+
+    def reserve(self, size_bytes: int) -> None:
+        """Takes memory for a save that will need about that much; pages take none before they are touched."""
+        self.take(size_bytes)
+        self._is_estimate = True
 
     def pin(self, pin: Pin) -> None:
         """Pins the memory for a device, unless that was done, or tried, before."""
@@ -338,9 +347,9 @@ class _Memory(mmap.mmap):
         if self.unpin is not None:
             self.unpin()
 
-    def try_grow(self, size_bytes: int) -> bool:
-        """Takes more memory, and keeps what has been touched; returns False if it cannot, for example while there are
-        views of it."""
+    def try_resize(self, size_bytes: int) -> bool:
+        """Takes more memory or gives some back, and keeps what has been touched; returns False if it cannot, for
+        example while there are views of it."""
         if self.unpin is not None:
             return False
         try:
