@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.save.copy.image import HostBuffer
-from holdfast.save.copy.ready import Readying
+from holdfast.save.copy.image import HostBuffer, Readying
 from holdfast.storage import MemoryStorage
 from interrupts import Interrupted
 
@@ -69,7 +68,7 @@ def test_the_first_save_finds_its_memory_ready_and_takes_no_more(tmp_path: Path)
 @pytest.mark.parametrize(
     "options", [{"reserve_bytes": 0}, {"save_every": None}, {"reserve_bytes": 0, "save_every": hf.Auto()}]
 )
-def test_nothing_is_made_ready_if_that_is_turned_off_or_nothing_is_due_ever(options: dict[str, Any]) -> None:
+def test_nothing_is_made_ready_if_that_is_off_or_nothing_is_ever_due(options: dict[str, Any]) -> None:
     with open_manager(MemoryStorage(), {"a": np.ones(_SIZE, np.float32)}, **options) as manager:
         for step in range(1, 4):
             manager.save_if_due(step)

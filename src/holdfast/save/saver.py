@@ -13,9 +13,8 @@ from holdfast.events import Sink, Warned
 from holdfast.format.records import ALONE
 from holdfast.policies import SaveMoment
 from holdfast.save.arguments import SaveOptions
-from holdfast.save.copy.image import HostBuffer, Stager
+from holdfast.save.copy.image import GENTLE, HostBuffer, Readying, Stager
 from holdfast.save.copy.overlap import keep_steady
-from holdfast.save.copy.ready import GENTLE, Readying
 from holdfast.save.engine import Engine
 from holdfast.save.failures import PendingFailures
 from holdfast.save.handle import SaveRequest

@@ -128,10 +128,7 @@ def check_capture(
         holders: As there.
 
     Returns:
-        What was captured of the objects that were not skipped.
-
-    Raises:
-        UnsupportedValueError: If something cannot be stored.
+        What was captured of the others; `UnsupportedValueError` if something cannot be stored.
     """
     with gc_paused():
         sharing = ShardOwnership(worker, groups=captures.groups)
