@@ -68,7 +68,7 @@ class Coverage:
     """The leader's knowledge of the loose leaves of all workers. Not thread-safe."""
 
     def __init__(self) -> None:
-        # Results of successful checks, so that boxes appear twice only if workers have different ones.
+        # The shards that passed the last check, if boxes occur twice only on workers that have all boxes in common.
         self._covering: Sequence[str] = ()
 
     def check(self, storage: Storage, name: StepName, shards: Sequence[str], values: Sequence[str]) -> None:
