@@ -43,8 +43,9 @@ test-ray: $(RAY_VENV)/ready
 	$(RAY_VENV)/bin/pytest tests/test_jobs_ray.py
 
 # Lightning, transformers, Keras and Flax are large: the tests of their integrations have an environment of their own.
+# What the gate leaves out of the tests of Accelerate runs here, too.
 test-frameworks: $(FRAMEWORKS_VENV)/ready
-	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks -n $(WORKERS) --dist worksteal --durations=15
+	HOLDFAST_LONG=1 $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks -n $(WORKERS) --dist worksteal --durations=15
 
 # The site, in build/site: every warning is an error, and every link and anchor of what was built is followed.
 docs: $(DOCS_VENV)/ready
