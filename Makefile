@@ -14,6 +14,9 @@ endif
 RAY_VENV ?= .venv-ray
 FRAMEWORKS_VENV ?= .venv-frameworks
 DOCS_VENV ?= .venv-docs
+DIST_VENV ?= .venv-dist
+# Into each of these that this machine has, `make dist` installs the wheel; give others by PYTHONS="/path/to/python ...".
+PYTHONS ?= $(shell for minor in 11 12 13; do p=$$(command -v python3.$$minor) && $$p -c '' 2>/dev/null && echo $$p; done; true)
 COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 CRASH := PYTHONPATH=tests $(BIN)/python -m crash
@@ -30,7 +33,7 @@ DRY ?=
 # For instance: make gpu GPU="--only tests"; GPU=--help shows what there is.
 GPU ?=
 
-.PHONY: demo docs test test-ray test-frameworks check crash bench bench-frameworks gpu gpu-wheels clean
+.PHONY: demo dist docs test test-ray test-frameworks check crash bench bench-frameworks gpu gpu-wheels clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -46,6 +49,11 @@ test-ray: $(RAY_VENV)/ready
 # What the gate leaves out of the tests of Accelerate runs here, too.
 test-frameworks: $(FRAMEWORKS_VENV)/ready
 	HOLDFAST_LONG=1 $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks -n $(WORKERS) --dist worksteal --durations=15
+
+# The wheel and the sdist, in dist: checked, installed into empty environments, and an example trained, killed and resumed
+# there. DIST=--torch also trains the example for PyTorch.
+dist: $(DIST_VENV)/ready
+	$(DIST_VENV)/bin/python tests/distribution.py --python $(PYTHONS) $(DIST)
 
 # The site, in build/site: every warning is an error, and every link and anchor of what was built is followed.
 docs: $(DOCS_VENV)/ready
@@ -82,7 +90,7 @@ gpu-wheels:
 	$(PYTHON) -m benchmarks.gpu.wheels $(GPU_WHEELS) $(PYTHON_VERSION)
 
 clean:
-	rm -rf .gpu-wheels .venv .venv-bench .venv-ray .venv-frameworks .venv-docs build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
+	rm -rf .gpu-wheels .venv .venv-bench .venv-ray .venv-frameworks .venv-docs .venv-dist build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
 .venv/ready: EXTRAS := torch,dev
@@ -90,7 +98,8 @@ $(BENCH_VENV)/ready: EXTRAS := torch,dev,bench
 $(RAY_VENV)/ready: EXTRAS := ray,dev
 $(FRAMEWORKS_VENV)/ready: EXTRAS := torch,dev,frameworks
 $(DOCS_VENV)/ready: EXTRAS := docs
-.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready $(FRAMEWORKS_VENV)/ready $(DOCS_VENV)/ready: pyproject.toml constraints.txt $(COMPILED)
+$(DIST_VENV)/ready: EXTRAS := dist
+.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready $(FRAMEWORKS_VENV)/ready $(DOCS_VENV)/ready $(DIST_VENV)/ready: pyproject.toml setup.py constraints.txt $(COMPILED)
 	if [ -e $(@D)/pyvenv.cfg ]; then rm -rf $(@D); fi
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(@D)

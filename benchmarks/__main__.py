@@ -162,6 +162,10 @@ def _is_whole(results: Results) -> bool:
     return results.scale == 1 and all((part, name) in measured for name in PEERS for part in PEERS[name].parts)
 
 
+def _plan_workers(rounds: int) -> WorkersPlan:
+    return WorkersPlan(rounds=min(rounds, MOST_ROUNDS))
+
+
 def _asked(jobs: Mapping[str, Sequence[str]], peers: Sequence[str]) -> list[str]:
     """Those of the contenders with several workers that were asked for."""
     return [name for some in jobs.values() for name in some if name != LIMITS and (name in peers or not peers)]
@@ -196,9 +200,11 @@ def _measure(
             elif part == "many-saves":
                 compare_many_saves(bench, names)
             elif part == "several-workers":
-                compare_workers(bench, _asked(JOBS, peers), WorkersPlan(rounds=min(rounds, MOST_ROUNDS)))
+                compare_workers(bench, _asked(JOBS, peers), _plan_workers(rounds))
             elif part == "several-training":
-                compare_workers_training(bench, _asked(TRAINING_JOBS, peers), WorkersPlan(rounds=rounds))
+                compare_workers_training(
+                    bench, _asked(TRAINING_JOBS, peers), WorkersPlan(rounds=min(rounds, MOST_ROUNDS))
+                )
             else:
                 compare_saves(bench, part, names, rounds)
             write_results(merge(before, results) if before else results, out / RESULTS_NAME)

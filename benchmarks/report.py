@@ -14,13 +14,8 @@ from benchmarks.summary import Figure, Standing, limits_of, ratio_to, rounds_of,
 from benchmarks.targets import find_targets
 from benchmarks.writing import multiple, seconds, show_number, show_spread
 
-_COLUMNS: Final = (
-    ("stall", "stall"),
-    ("held", "until the state may change"),
-    ("durable", "until durable"),
-    ("restore_cold", "restore, cold"),
-    ("restore_warm", "restore, warm"),
-)
+_SAVES: Final = (("stall", "stall"), ("held", "until the state may change"), ("durable", "until durable"))
+_RESTORES: Final = (("restore_cold", "restore, cold"), ("restore_warm", "restore, warm"))
 _LIMITS: Final = (
     ("copy", "copy of the same tensors into touched memory"),
     ("write", "direct write into a new file, fsync included"),
@@ -34,44 +29,54 @@ _STEADY: Final = 1.25
 
 _TITLE: Final = """# Benchmarks
 
-Made by `make bench`; not written by hand.
+What a save and a restore cost, compared with other libraries. `make bench` measures it and writes this page.
 """
 
-_HEAD: Final = """{targets}
+_HEAD: Final = """![Seconds that training stops, and seconds until the checkpoint is durable](speed.svg)
+
+A model with its AdamW state; medians, each library with the settings that are best here. For advice see
+[performance](../guides/performance.md).
+
+## Goals
+
+{targets}
 {noise}
+
+## All medians
 
 ![The medians as bars]({picture})
 
-Every contender runs in a process of its own and saves the same tensors, which lie in memory that all processes share;
-JAX and TensorFlow, which hold state in arrays of their own, have their values from there. They take turns within each
-round, and the first round is not counted. What is shown is the median of {rounds}, with the smallest and the
-largest behind it. **x** is the ratio to the machine's own limit, measured in the same round: the same bytes copied
-by two threads in the process that saves (the mean of one copy right before the save, into memory that was last touched
-a round ago as the save's was, and of one right after it), written directly or read, with nothing else to do. Before
-these, all tensors are read once, as training does. Times drift with the machine; ratios last. The bare copy is the C
-library's, as the contenders' copies are; holdfast's own goes past the processor's cache, and takes less for that reason
-([why](../design/0012-what-a-save-does-again-and-again.md)).
+**x** is the ratio to the machine's own limit, measured in the same round: the same bytes copied by two threads,
+written directly, or read. Times drift with the machine; ratios last.
 
-- **Stall**: how long the call that saves keeps training waiting, from the second save on.
-- **Until the state may change**: the stall, and what a change of the state would have to wait if it came at once. It is
-  longer than the stall where something copies after the call has returned; TensorFlow copies within the change.
-- **Until durable**: from the call until the checkpoint would outlive a power cut. Where a contender does not see to
-  that by itself, the fsyncs that it lacks are added and counted here. holdfast keeps one checkpoint here and writes, as
-  it does by itself in any run that keeps a fixed number, into the disk space of the one before. The others write new
-  files; to remove them is not counted.
-- **Restore**: until the live tensors have their values. Cold: none of the files is in the page cache (checked); warm:
-  all are. After each restore the tensors are compared with what was saved.
-- **Memory**: the most that was held beyond the live state while saving and while restoring, as a multiple of the state;
-  memory that a contender keeps between saves counts each time, pages of files do not.
+## How it was measured
 
-holdfast checks every byte that it reads against a digest. The others check nothing, except for what a zip file's own
-sums find, and Orbax where it compresses.
+Every library runs in a process of its own and saves the same tensors, which are in shared memory. (JAX and
+TensorFlow copy the values into their own arrays.) They take turns within each round, and the first round is not
+counted. The tables of saves and restores show the median of {rounds}; the
+thin lines in the picture go from the smallest value to the largest.
 
-Each is set up as its own documents say is best: DCP keeps its stager and its plan and writes with two threads, except
-where it is called as it comes; torch_checkpointing copies in the background, under the lock that its documents put
-around the optimizer's step, and without direct I/O, with which it fails on ext4; Orbax runs as it comes, and without
-compression. Pinned memory and copies that do not block need an accelerator, and there is none here: what holdfast does
-for CUDA (pinned memory, a copy stream of its own, events in place of synchronisation) is unmeasured.
+- **Stall**: how long the call that saves blocks training, from the second save on.
+- **Until the state may change**: the stall, plus the wait of a change that comes at once. It is longer than the
+  stall if something copies after the call has returned.
+- **Until durable**: from the call until the checkpoint would survive a power cut. If a library does not sync by
+  itself, the missing fsyncs are added and counted. holdfast keeps one checkpoint here and overwrites the file of the
+  one before, as it does in any run that keeps a fixed number; the others write new files, and removing old ones is
+  not counted.
+- **Restore**: until the live tensors have their values. Cold: no file is in the page cache (checked); warm: all are.
+  The restored tensors are compared with the saved ones.
+- **Memory**: the most that was held beyond the live state, as a multiple of the state.
+
+holdfast compares every byte that it reads with a digest. The others check nothing, except for the sums of zip files,
+and Orbax when it compresses.
+
+Each library is set up as its own documentation recommends: DCP keeps its stager and its plan and writes with two
+threads, except where the row says otherwise; torch_checkpointing copies in the background, under the lock that its
+documentation puts around the optimizer's step, and without direct I/O, with which it fails on ext4; Orbax runs with
+its defaults, and without compression. The bare copy is the C library's, as the libraries' copies are; holdfast's own
+bypasses the processor's cache, and is faster for that reason
+([why](../design/0012-what-a-save-does-again-and-again.md)). There is no accelerator on this machine, so pinned
+memory and CUDA copies are not measured.
 """
 
 
@@ -163,19 +168,28 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
         for key, title in ((key, title) for key, title in _LIMITS if key in limits):
             yield f"| {title} | {show_spread(limits[key])} | {shape.size_bytes / limits[key].median / 1e9:.1f} |"
         yield ""
-    titles = [title for _, title in _COLUMNS]
-    ends = "memory, save | memory, restore | makes durable by itself"
-    yield f"| | {' | '.join(f'{title}, s | x' for title in titles)} | {ends} |"
-    yield "|---|" + "---|" * (2 * len(titles) + 3)
-    for standing in found:
-        cells = [cell for key, _ in _COLUMNS for cell in _cells(standing.figures.get(key))]
-        cells += [_times(standing.save_extra_bytes, shape), _times(standing.restore_extra_bytes, shape)]
-        last = results.makes_last.get(standing.contender, "")
-        yield f"| {_strong(standing.contender)} | {' | '.join(cells)} | {last} |"
-        yield from _load_file(standing)
-    yield ""
+    last = [results.makes_last.get(standing.contender, "") for standing in found]
+    yield from _table(found, _SAVES, ("makes durable by itself",), [[cell] for cell in last])
+    memory = [[_times(s.save_extra_bytes, shape), _times(s.restore_extra_bytes, shape)] for s in found]
+    yield from _table(found, _RESTORES, ("memory, save", "memory, restore"), memory)
     yield from _who(results, workload, found)
     yield from _remarks(results, workload, found)
+
+
+def _table(
+    found: Sequence[Standing], columns: Sequence[tuple[str, str]], ends: Sequence[str], cells: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    """The times of all in some columns, each with its ratio, and what is beside them."""
+    titles = [*(f"{title}, s | x" for _, title in columns), *ends]
+    yield f"| | {' | '.join(titles)} |"
+    yield "|---|" + "---|" * (2 * len(columns) + len(ends))
+    for standing, end in zip(found, cells, strict=True):
+        times = [cell for key, _ in columns for cell in _cells(standing.figures.get(key))]
+        if any([*times, *end]):
+            yield f"| {_strong(standing.contender)} | {' | '.join([*times, *end])} |"
+        if columns == _RESTORES:
+            yield from _load_file(standing)
+    yield ""
 
 
 def _who(results: Results, workload: str, found: Sequence[Standing]) -> Iterator[str]:
@@ -202,11 +216,10 @@ def _who(results: Results, workload: str, found: Sequence[Standing]) -> Iterator
 
 
 def _load_file(standing: Standing) -> Iterator[str]:
-    """A row of its own for what is no restore, lest anybody miss it."""
+    """A row of its own for what is not a restore."""
     if "load_file_cold" in standing.figures:
-        blank = " | " * 6
         cells = [cell for key in ("load_file_cold", "load_file_warm") for cell in _cells(standing.figures[key])]
-        yield f"| {standing.contender}, `load_file` alone{blank}| {' | '.join(cells)} | | | |"
+        yield f"| {standing.contender}, `load_file` alone | {' | '.join(cells)} | | |"
 
 
 def _remarks(results: Results, workload: str, found: Sequence[Standing]) -> Iterator[str]:
@@ -219,8 +232,8 @@ def _remarks(results: Results, workload: str, found: Sequence[Standing]) -> Iter
             yield f"A {warmth} restore takes holdfast {show_spread(ratio)} times as long as safetensors.\n"
     if any("load_file_warm" in standing.figures for standing in found):
         yield (
-            "safetensors' `load_file` alone is no restore: it maps the file, and the bytes come when they are first "
-            "used. What holdfast is held against is `load_file` and the copy into the live tensors.\n"
+            "safetensors' `load_file` alone is not a restore: it maps the file, and the bytes are read when they are "
+            "first used. holdfast is compared with `load_file` and the copy into the live tensors.\n"
         )
     tensors = results.shapes[workload].tensors
     own = next((standing for standing in found if standing.contender == "holdfast"), None)
@@ -239,11 +252,10 @@ def _training(results: Results) -> Iterator[str]:
     shape = results.shapes["training"]
     yield "## Training time lost\n"
     yield (
-        f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is what ten steps "
-        "with a save took longer than ten without, next to them: the stall, and what the work behind it takes from "
-        "training. Saves follow each other in pairs, as in a job, where nobody waits for one before the next; of three "
-        "pairs a round the median counts. The wait is what the first change of the state after a save took longer than "
-        "others.\n"
+        f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is the extra time of "
+        "ten steps with a save, compared with ten steps without: the stall, and what the background work takes from "
+        "training. Saves follow each other in pairs, as in a job; of three pairs a round the median counts. The wait "
+        "is the extra time of the first change of the state after a save.\n"
     )
     yield (
         "Orbax and TensorFlow save from loops in their own frameworks, with the same tensors and a model of the same "
@@ -343,7 +355,7 @@ def _failures(results: Results) -> Iterator[str]:
 def _cells(figure: Figure | None) -> tuple[str, str]:
     if figure is None:
         return "", ""
-    return show_spread(figure.value), show_spread(figure.ratio) if figure.ratio else ""
+    return show_number(figure.value.median), show_number(figure.ratio.median) if figure.ratio else ""
 
 
 def _upper(text: str) -> str:

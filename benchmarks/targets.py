@@ -58,7 +58,7 @@ def _saves(results: Results) -> Iterator[Target]:
     yield _ratio("Stall of a save, from the second on", 1.15, "the bare copy", figures.get("stall"))
     yield _ratio("Stall of the first save", None, "the bare copy", own.first.get("stall") if own else None)
     ready = standing_of(results, "model", "holdfast, reserved")
-    title = "The same, its memory made ready beforehand"
+    title = "The same, its memory allocated beforehand"
     yield _ratio(title, None, "the bare copy", ready.first.get("stall") if ready else None)
     lapped = standing_of(results, "model", "holdfast, overlapped")
     figures_lapped = lapped.figures if lapped else {}
@@ -98,8 +98,10 @@ def _training(results: Results) -> Iterator[Target]:
 
 
 def _share_of(lost_seconds: float, least_seconds: float) -> str:
-    # Nobody gains time by saving: what is less than nothing says how unsteady the machine was.
-    return f"{lost_seconds / least_seconds:.2f} of it: " if lost_seconds > 0 else "too little to be told from noise: "
+    # No save gains time: a negative value shows how unsteady the machine was.
+    return (
+        f"{lost_seconds / least_seconds:.2f} of it: " if lost_seconds > 0 else "too small to distinguish from noise: "
+    )
 
 
 def _restores(results: Results) -> Iterator[Target]:

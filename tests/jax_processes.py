@@ -92,7 +92,7 @@ def restore(directory: str) -> None:
 def save_trees(directory: str, rank: int) -> None:
     tree = {"rows": divide(VALUES, "a"), "host": np.full(5, 7.0), "free": make_free(7)}
     hf.save(directory, tree)
-    expect(hf.errors.StepExistsError, "holds a tree already", lambda: hf.save(directory, tree))
+    expect(hf.errors.StepExistsError, "already contains a tree", lambda: hf.save(directory, tree))
     hf.save(directory, {**tree, "rows": tree["rows"] * 2}, overwrite=True)
     columns = NamedSharding(tree["rows"].sharding.mesh, PartitionSpec(None, "a"))
     shape = jax.ShapeDtypeStruct(VALUES.shape, VALUES.dtype, sharding=columns)

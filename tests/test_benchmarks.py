@@ -482,7 +482,7 @@ def test_the_best_of_one_peer_is_no_best() -> None:
     lose("holdfast, overlapped", -0.2)
     (lapped,) = [target for target in find_targets(results) if target.figure == "The same, overlapped copy"]
     assert lapped.holds is True
-    assert lapped.reached.startswith("too little to be told from noise: -0.200")
+    assert lapped.reached.startswith("too small to distinguish from noise: -0.200")
 
 
 def test_the_page_says_why_a_peer_is_not_there() -> None:
@@ -508,7 +508,7 @@ def test_where_nothing_was_measured_the_page_says_so() -> None:
     assert "Nothing that bars could show was measured." in render_picture(results)
     figures = {"lost": 1.0, "step": 1.0, "stall": 0.5}
     results.rounds.append(Round(workload="training", contender="safetensors", number=1, figures=figures))
-    assert "the median of 1 round," in render_report(
+    assert "the median of 1 round;" in render_report(
         replace(results, shapes={"training": Shape(title="a loop", size_bytes=1, tensors=0)}), "picture.svg"
     ).replace("\n", " ")
 
@@ -519,8 +519,9 @@ def test_the_page_shows_what_was_measured(tmp_path: Path) -> None:
     results.missing["Orbax async"] = "not installed: jax"
     write_results(results, tmp_path / "results.json")
     page = render_report(read_results(tmp_path / "results.json"), "picture.svg")
-    assert "| **holdfast** | 4.00 (2.00 to 8.00) | 2.00 (2.00 to 2.00) |" in page
-    assert "| 1.05 |  | files |" in page
+    assert "| **holdfast** | 4.00 | 2.00 |" in page
+    assert "| 3.00 | files |" in page
+    assert "| 1.05 |  |" in page
     durable = "at most 1.15 x the quicker of the two bare direct writes | 6.00 (6.00 to 6.00) x; 6.00 (3.00 to 12.0) s"
     assert f"| Until durable | {durable} | **no** |" in page
     assert "- Orbax async: not installed: jax" in page

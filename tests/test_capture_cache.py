@@ -196,7 +196,7 @@ def test_nothing_is_kept_alive(kind: str) -> None:
     stager = Stager(HostBuffer())
     pool = WorkerPool(1, "stage")
     pool.run(stager.stage(capture_objects({"x": arrays}, captures), 1).copies_now())
-    assert captures
+    assert captures.trees
     del arrays
     gc.collect()
     assert gone() is None

@@ -57,6 +57,16 @@ def test_version() -> None:
     assert run_program("--version").stdout == f"holdfast {hf.__version__}\n"
 
 
+def test_a_shell_can_complete_verbs_and_options() -> None:
+    def complete(words: str) -> list[str]:
+        place = str(len(words.split()) - 1)
+        asked = {"COMP_WORDS": words, "COMP_CWORD": place, "_HOLDFAST_COMPLETE": "bash_complete"}
+        return run_program(env={**os.environ, **asked}).stdout.split()
+
+    assert complete("holdfast d") == ["plain,diff", "plain,doctor"]
+    assert complete("holdfast prune --k") == ["plain,--keep"]
+
+
 def test_python_can_run_it_as_a_module(tmp_path: Path) -> None:
     arguments = ["list", str(tmp_path / "none")]
     command = [sys.executable, "-m", "holdfast", *arguments]
@@ -315,7 +325,7 @@ def test_list_of_a_run_that_was_begun_anew(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run" / "step-000000005.g0002")
     code, said = complaint("list", tmp_path / "run")
     assert code == ExitCode.NOTHING_THERE
-    assert "no checkpoint on its living line, only 1 off it" in said
+    assert "no checkpoint on its living line, only 1 elsewhere" in said
 
 
 # show
@@ -389,7 +399,7 @@ def test_show_leaves_and_values_by_name(run: Path) -> None:
 def test_show_a_name_that_is_not_there(run: Path) -> None:
     code, said = complaint("show", run, "model", "modle", "epoch/*")
     assert code == ExitCode.USAGE
-    assert "nothing of the name 'modle', 'epoch/*'" in said
+    assert "nothing named 'modle', 'epoch/*'" in said
     assert "'model', 'optimizer', 'epoch'" in said
 
 

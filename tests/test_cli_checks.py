@@ -56,7 +56,7 @@ def test_verify_names_a_flipped_bit(run: Path) -> None:
     assert f"bytes {leaf['offset_bytes']} to" in place
     assert "'model/layers.7.weight'" in place
     assert summary[0] == "1 checkpoint read: 1 damaged"
-    assert "--all says which are whole" in summary[1]
+    assert "--all shows which are whole" in summary[1]
     document = call_json("verify", run, exit_code=ExitCode.DAMAGED)
     (step,) = document["steps"]
     (problem,) = step["problems"]
@@ -77,13 +77,13 @@ def test_verify_says_of_a_damaged_header_what_a_restore_makes_of_it(run: Path) -
     assert result.exit_code == ExitCode.DAMAGED
     assert "restorable  step 300" in result.stdout
     assert "the header does not match its digest; a restore does not need it" in result.stdout
-    assert "A restore takes step 300" in result.stdout
+    assert "A restore can use step 300" in result.stdout
     assert "passes over" not in result.stdout
     (step,) = call_json("verify", run, exit_code=1)["steps"]
     assert (step["outcome"], step["problems"][0]["tensor"]) == ("restorable", None)
     # What a restore does need is another verdict.
     flip_bit(run / NEWEST / DATA, call_json("show", run)["leaves"][0]["offset_bytes"])
-    assert "A restore passes over it" in call("verify", run).stdout
+    assert "A restore skips it" in call("verify", run).stdout
 
 
 def test_verify_all_says_what_a_restore_takes(run: Path) -> None:
@@ -98,7 +98,7 @@ def test_verify_all_says_what_a_restore_takes(run: Path) -> None:
         *["damaged"] * 3,
     ]
     assert "5 checkpoints read: 2 whole, 3 damaged" in result.stdout
-    assert "takes step 200" in result.stdout
+    assert "uses step 200" in result.stdout
     document = call_json("verify", run, "--all", exit_code=ExitCode.DAMAGED)
     assert document["newest_whole_step"] == 200
     assert [step["state"] for step in document["steps"]] == ["living", "living", "living", "off_line", "living"]
@@ -234,7 +234,7 @@ def test_prune_leaves_alone_what_a_job_may_be_writing(run: Path) -> None:
     assert [entry["directory"] for entry in document["left_alone"]] == ["step-000000400.g0002"]
     assert (run / "step-000000400.g0002" / DATA).read_bytes() == b"half"
     result = call("prune", run, "--unfinished", "--yes")
-    assert "left alone: step-000000400.g0002" in result.stdout
+    assert "skipped: a job may be writing step-000000400.g0002" in result.stdout
     assert "--job-is-dead" in result.stdout
     assert call("prune", run, "--unfinished", "--job-is-dead", "--yes").exit_code == ExitCode.OK
     assert not list(run.glob("step-000000400*"))
@@ -293,7 +293,7 @@ def test_a_manifest_that_cannot_be_read_hides_no_other_step(run: Path, kind: str
         path.symlink_to(run / NEWEST / "manifest.json" if kind == "link" else run / "lost")
     document = call_json("list", run)
     assert {step["step"]: len(step["damages"]) for step in document["steps"]} == {100: 0, 200: 1, 250: 0, 300: 0}
-    assert "is not a plain file" in call("list", run).stderr
+    assert "is not a regular file" in call("list", run).stderr
     assert call("show", run).exit_code == ExitCode.OK
     assert call("prune", run, "--off-line", "--yes").exit_code == ExitCode.OK
     assert not (run / FIRST_300).exists()
@@ -346,7 +346,7 @@ def test_export_takes_the_newest_step_when_a_job_removes_its_own(tmp_path: Path)
             code, text = complaint("export", f"{run}@2", tmp_path / "second", *to)
     assert code == ExitCode.NOTHING_THERE
     assert "step 2" in text
-    assert "removed while it was read" in text
+    assert "removed while it was being read" in text
     assert not (tmp_path / "second").exists()
 
 

@@ -308,7 +308,7 @@ def test_a_file_system_that_may_replace_files_is_unfit(tmp_path: Path) -> None:
         done = subprocess.run([*command, option], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == ExitCode.UNFIT, done.stderr
         assert "Traceback" not in done.stderr
-        assert "neither hard links nor a rename that replaces nothing" in done.stderr + done.stdout
+        assert "neither hard links nor an atomic rename without overwriting" in done.stderr + done.stdout
     assert json.loads(done.stdout)["save_every"] is None
     assert names(tmp_path) == []
 
@@ -347,7 +347,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 def test_what_is_no_place_to_examine(run: Path) -> None:
     for place, text in (
-        ("memory://trial", "is no directory of this machine"),
+        ("memory://trial", "is not a directory on this machine"),
         ("s3://bucket/run", "s3:// is not supported"),
     ):
         code, said = complaint("doctor", place)
@@ -360,11 +360,11 @@ def test_what_is_no_place_to_examine(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--size", "big"), "'big' is no size; write one as 500MB, 1.5GB or 2GiB."),
+        (("--size", "big"), "'big' is not a size; write 500MB, 1.5GB or 2GiB."),
         (("--size", "0"), "'0' is not between 1 byte"),
         (("--size", "5"), "'5' is 5 B, too little to measure; write 500MB or 5GB."),
         (("--size", "99kB"), "too little to measure"),
-        (("--mtbf", "24"), "'24' is no time; write its unit: 350ms, 30s, 90min, 24h or 7d."),
+        (("--mtbf", "24"), "'24' is not a time; write it with its unit: 350ms, 30s, 90min, 24h or 7d."),
     ],
 )
 def test_wrong_values(tmp_path: Path, arguments: tuple[str, ...], text: str) -> None:
@@ -394,7 +394,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "1.5XB", "-1GB", "1e9", "nan", "0", "0.1", "10000000PB", "1 GB 2", "٣GB"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(click.BadParameter, match=r"is no size|is not between"):
+    with pytest.raises(click.BadParameter, match=r"is not a size|is not between"):
         parse_size(CONTEXT, OPTION, text)
 
 
@@ -407,7 +407,7 @@ def test_times(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "24", "5m", "-1h", "inf", "0s", "99999999d", "1h30min"])
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(click.BadParameter, match=r"is no time|is not between"):
+    with pytest.raises(click.BadParameter, match=r"is not a time|is not between"):
         parse_seconds(CONTEXT, OPTION, text)
 
 

@@ -145,7 +145,7 @@ def test_a_step_that_was_copied_away_needs_those_that_it_refers_to(run: Path, tm
     result = call("verify", backup / "best")
     assert result.exit_code == ExitCode.DAMAGED
     for directory in (ONE, TWO):
-        assert f"{directory}/{DATA} is missing; the directory {directory} has to lie beside" in result.stdout
+        assert f"{directory}/{DATA} is missing; the directory {directory} must be next to" in result.stdout
         shutil.copytree(run / directory, backup / directory)
     (tmp_path / "link").symlink_to(backup / "best")
     for place in (backup / "best", tmp_path / "link", run / THREE):
@@ -164,8 +164,8 @@ def test_prune_keeps_what_is_referred_to(run: Path) -> None:
         assert result.exit_code == ExitCode.OK, result.output
         assert result.stdout.splitlines()[:3] == [
             "there is nothing to remove",
-            f"kept: {ONE}, since step 3 and 1 more refer to it",
-            f"kept: {TWO}, since step 3 refers to it",
+            f"kept: {ONE}: step 3 and 1 more refer to it",
+            f"kept: {TWO}: step 3 refers to it",
         ]
     document = call_json("prune", run, "--steps", "1", "--yes")
     assert document["remove"] == []
@@ -188,7 +188,7 @@ def test_prune_keeps_what_became_needed_while_it_asked(run: Path) -> None:
     (run / "step-000000004.g0002" / "manifest.json").write_bytes(
         seal(msgspec.structs.replace(manifest, features=("references",), references=(reference,)))
     )
-    with pytest.raises(StorageError, match="has changed since"):
+    with pytest.raises(StorageError, match="changed while"):
         check_unchanged(storage, plan, survey.catalog)
 
 
@@ -211,7 +211,7 @@ def test_prune_off_line_keeps_what_the_line_refers_to(run: Path) -> None:
         manager.save(3, replace=True)
     assert call_json("list", run)["off_line"][0]["referred_by"] == ["step-000000003.g0002"]
     result = call("prune", run, "--off-line", "--yes")
-    assert f"kept: {THREE}, since step 3 refers to it" in result.stdout
+    assert f"kept: {THREE}: step 3 refers to it" in result.stdout
     assert call("verify", run, "--all").exit_code == ExitCode.OK
 
 
@@ -220,7 +220,7 @@ def test_prune_keeps_an_unfinished_directory_that_is_referred_to(run: Path) -> N
     (run / "step-000000007.g0001").mkdir()
     result = call("prune", run, "--unfinished", "--lost", "--job-is-dead", "--yes")
     assert result.exit_code == ExitCode.OK, result.output
-    assert f"kept: {ONE}, since step 3 and 1 more refer to it" in result.stdout
+    assert f"kept: {ONE}: step 3 and 1 more refer to it" in result.stdout
     assert "removed 1 directory" in result.stdout
     assert call("verify", run).exit_code == ExitCode.OK
     assert f"{ONE}/manifest.json is missing" in call("verify", run, "--all").stdout
@@ -233,6 +233,6 @@ def test_prune_still_refuses_the_newest_whole_step(run: Path) -> None:
     flip_bit(run / THREE / DATA, 4100)
     result = call("prune", run, "--steps", "3,1", "--yes")
     assert result.exit_code == ExitCode.OK, result.output
-    assert f"kept: {ONE}, since step 2 refers to it" in result.stdout
+    assert f"kept: {ONE}: step 2 refers to it" in result.stdout
     assert LocalStorage(run).list(THREE) == []
     assert call("verify", run, "--all").exit_code == ExitCode.OK

@@ -93,7 +93,7 @@ def test_prune_removes_nothing_where_a_job_has_begun_since(run: Path) -> None:
     asking.write("y\n")
     shown = asking.finish()
     assert shown.exit_code == ExitCode.FAILED
-    assert "has changed since it was looked at" in shown.text
+    assert "changed while holdfast was looking at it" in shown.text
     assert (run / FIRST_300).exists()
 
 

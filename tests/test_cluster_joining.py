@@ -456,7 +456,7 @@ def wait_until(holds: object) -> None:
 
 def test_times_that_do_not_fit() -> None:
     def begin(cluster: Cluster) -> None:
-        with pytest.raises(UsageError, match="four times"):
+        with pytest.raises(UsageError, match="four heartbeat intervals"):
             Heartbeat(cluster, 5.0, 15.0)
 
     run_workers(1, begin)

@@ -58,11 +58,11 @@ def save(directory: Path, world_size: int, states: Callable[[int], dict[str, Any
     ("rows", "text"),
     [
         # The fifth row is nobody's.
-        (lambda rank: (0, 4) if rank == 0 else (5, 9), r"is incomplete: 24 of its 27 elements"),
+        (lambda rank: (0, 4) if rank == 0 else (5, 9), r"is incomplete: the workers have 24 of its 27 elements"),
         # The first one.
-        (lambda rank: (1, 4) if rank == 0 else (4, 9), r"is incomplete: 24 of its 27 elements"),
+        (lambda rank: (1, 4) if rank == 0 else (4, 9), r"is incomplete: the workers have 24 of its 27 elements"),
         # As many as there are, but not each of them once.
-        (lambda rank: [(0, 3), (3, 6), (3, 6)][rank], r"is incomplete: 18 of its 27 elements"),
+        (lambda rank: [(0, 3), (3, 6), (3, 6)][rank], r"is incomplete: the workers have 18 of its 27 elements"),
         (lambda rank: (0, 5) if rank == 0 else (4, 9), r"overlaps: rank 0 has .*, rank 1 has "),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_gap_ends_the_save_of_all_and_the_leaf_is_named(tmp_path: Path, rows: 
     (cause,) = causes
     assert isinstance(cause, UsageError)
     cause_text = cause.message
-    assert cause_text.startswith("'table', which rank 0 names, ")
+    assert cause_text.startswith("'table', named by rank 0, ")
     assert "offsets" in cause.hint
     assert re.search(text, cause_text)
     for (other,), _ in others:
@@ -99,11 +99,11 @@ def test_the_same_box_with_other_values_ends_the_save(tmp_path: Path) -> None:
         # All is written twice, with other values.
         (lambda rank: shard(0, 4, 4, value=float(rank)), "different values"),
         # Each has what it takes for the whole.
-        (lambda rank: shard(0, 4 + 4 * rank, 4 + 4 * rank), r"\[4, 3\] to rank 0, and F64 \[8, 3\] to rank 1"),
-        (lambda rank: hf.Shard(np.ones(4, f"f{4 + 4 * rank}"), (4,), (0,)), "F32 .* to rank 0, and F64"),
+        (lambda rank: shard(0, 4 + 4 * rank, 4 + 4 * rank), r"\[4, 3\] on rank 0, but F64 \[8, 3\] on rank 1"),
+        (lambda rank: hf.Shard(np.ones(4, f"f{4 + 4 * rank}"), (4,), (0,)), "F32 .* on rank 0, but F64"),
         # Nobody has anything of it.
-        (lambda rank: shard(0, 0, 4), "is incomplete: 0 of its 12 elements"),
-        (lambda rank: shard(0, 4 if rank == 0 else 0, 4 + rank), r"\[4, 3\] to rank 0, and F64 \[5, 3\] to rank 1"),
+        (lambda rank: shard(0, 0, 4), "is incomplete: the workers have 0 of its 12 elements"),
+        (lambda rank: shard(0, 4 if rank == 0 else 0, 4 + rank), r"\[4, 3\] on rank 0, but F64 \[5, 3\] on rank 1"),
     ],
 )
 def test_what_verify_would_call_damaged_is_not_committed(
@@ -170,7 +170,7 @@ def test_values_that_part_later_end_the_save(tmp_path: Path) -> None:
             text = r"'table': ranks 2 and 3 have different values for \[4:8"
             with pytest.raises(SaveFailedError, match=text) as caught:
                 manager.save(3).wait_committed(PATIENCE_SECONDS)
-            assert "stages of a pipeline" in caught.value.hint
+            assert "pipeline stages" in caught.value.hint
             values[0, 0] -= cluster.rank == 2
             manager.save(4).wait_committed(PATIENCE_SECONDS)
 

@@ -358,7 +358,7 @@ def test_a_step_with_damaged_records_is_passed_over(tmp_path: Path) -> None:
     newest = read_catalog(LocalStorage(tmp_path)).living[-1]
     (tmp_path / newest.directory / "index-00000-of-00001.json").unlink()
     back = {"x": 0}
-    with pytest.warns(UserWarning, match="step 1 is damaged and passed over"):
+    with pytest.warns(UserWarning, match="step 1 is damaged and was skipped"):
         assert load(tmp_path, back).loaded_step == 0
     assert back == {"x": 1}
     with pytest.raises(CheckpointException) as caught:
@@ -370,9 +370,9 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with hf.resumable(tmp_path / "loop", counter={"x": 1}, quiet=True) as run:
         run.save()
     wrong = {
-        tmp_path / "nothing": (errors.NoCheckpointError, "holds no checkpoint"),
-        tmp_path / "loop": (errors.UsageError, "holds a run of counter"),
-        None: (errors.UsageError, "it was not said what to load"),
+        tmp_path / "nothing": (errors.NoCheckpointError, "contains no checkpoint"),
+        tmp_path / "loop": (errors.UsageError, "contains a run of counter"),
+        None: (errors.UsageError, "no path to load from was given"),
     }
     for place, (kind, text) in wrong.items():
         with pytest.raises(CheckpointException, match=text) as caught:
@@ -383,9 +383,9 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="use_collectives"):
         dcp.save({"x": 1}, storage_writer=hf.dcp.StorageWriter(tmp_path), use_collectives=False)
-    with pytest.raises(errors.UsageError, match="no policy for keeping"):
+    with pytest.raises(errors.UsageError, match="keep must be a policy"):
         hf.dcp.StorageWriter(tmp_path, keep=3)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointException, match="it was not said where to save"):
+    with pytest.raises(CheckpointException, match="no path to save to was given"):
         save(None, {"x": 1})
     assert steps_of(tmp_path) == []
 

@@ -185,5 +185,25 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert seen == set(PAGES)
 
 
+def test_the_readme_has_the_figures_of_the_benchmarks() -> None:
+    readme = (ROOT / "README.md").read_text()
+    rows = [line for line in readme.splitlines() if line.startswith(("| Training stops", "| Durable"))]
+    page = (ROOT / "docs" / "internals" / "benchmarks.md").read_text().partition("## Many small tensors")[0]
+    shown = ("**holdfast**", "**holdfast, overlapped**", "torch.save", "DCP async, thread, cached")
+    for name in shown:
+        cells = next(line.split("|") for line in page.splitlines() if line.startswith(f"| {name} |"))
+        assert f"{cells[2].split()[0]} s" in rows[0], name
+        assert f"{cells[6].split()[0]} s" in rows[1] or "overlapped" in name, name
+
+
+def test_messages_that_troubleshooting_explains_are_in_the_source() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r'^\| "(.+?)" \|', page, re.MULTILINE)
+    source = "".join(module.read_text() for module in SOURCE.rglob("*.py"))
+    plain = re.sub(r"[{}]|\"\s*f?\"", "", source)
+    assert len(quoted) > 10
+    assert [text for text in quoted if text not in plain] == []
+
+
 def test_the_readme_fits_a_screen() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 70

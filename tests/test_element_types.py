@@ -205,7 +205,7 @@ def test_files_of_other_programs_hold_them_or_it_is_said(tmp_path: Path) -> None
         manager.restore()
     assert [key for key, value in state.items() if not same(value, empty.state[key])] == []
     for to, only, kind in (("safetensors", "state", "complex128"), ("torch", "q", "quint8"), ("dcp", "q", "quint8")):
-        with pytest.raises(UsageError, match=f"of type {kind}, which a file of {to} cannot hold"):
+        with pytest.raises(UsageError, match=f"has dtype {kind}, which a {to} file cannot contain"):
             hf.export_checkpoint(tmp_path / "run", tmp_path / "no", to=to, only=only)  # type: ignore[arg-type]
 
 

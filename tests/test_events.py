@@ -109,24 +109,24 @@ class TestEachKind:
 def test_the_lines_for_people() -> None:
     lines = [str(event) for event in ONE_OF_EACH]
     assert lines[0] == "generation 3 opened, from step 400"
-    assert lines[1] == "step 500 staged: 1.5 GB, training held up 250 ms"
+    assert lines[1] == "step 500 staged: 1.5 GB, training blocked for 250 ms"
     assert lines[2] == "step 500: the optimizer waited 125 ms for the copy"
     assert lines[3] == "step 500 written: 1.5 GB, 2 s in the background"
     assert lines[6] == (
-        "step 450 passed over, it is damaged: step-000000450.g0002/data-00000-of-00001.safetensors at byte 4096 "
+        "step 450 skipped because it is damaged: step-000000450.g0002/data-00000-of-00001.safetensors at byte 4096 "
         "(model/head.weight): digest differs"
     )
     missing = PassedOver(step=5, generation=1, file="step-5/data", error="step-5/data is missing; restore another")
-    assert str(missing) == "step 5 passed over, it is damaged: step-5/data is missing; restore another"
+    assert str(missing) == "step 5 skipped because it is damaged: step-5/data is missing; restore another"
     other = PassedOver(step=5, generation=1, file="step-5/data", error="step-5/data-10 is missing")
-    assert str(other) == "step 5 passed over, it is damaged: step-5/data: step-5/data-10 is missing"
+    assert str(other) == "step 5 skipped because it is damaged: step-5/data: step-5/data-10 is missing"
     assert lines[8] == "rank 1: write of step 600 in runs/gpt failed: no space left"
     assert lines[-2] == "SIGTERM was sent to process 7, 30 s left"
     assert lines[-1] == "leaving with exit code 42, step 650 is saved (no time is left)"
     failed = Leaving(step=600, exit_code=74, reason="no time is left", error="no space")
     none = Leaving(step=None, exit_code=42, reason="it was asked to", saved="nothing is saved yet")
     assert str(none) == "leaving with exit code 42, nothing is saved yet (it was asked to)"
-    assert str(failed) == "leaving with exit code 74, and the state could not be saved: no space"
+    assert str(failed) == "leaving with exit code 74; the state could not be saved: no space"
 
 
 @given(st.floats(0, 1e7), st.integers(0, 10**15))

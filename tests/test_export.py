@@ -144,7 +144,7 @@ def test_a_file_that_torch_loads(trained: tuple[Path, dict[str, Any]], tmp_path:
     run, objects = trained
     document = call_json("export", f"{run}@2", tmp_path / "all.pt", "--to", "torch")
     left = {one["path"]: one["reason"] for one in document["left_out"]}
-    assert left == {"rng": "it is each worker's own", "own": "it is each worker's own"}
+    assert left == {"rng": "it differs per worker", "own": "it differs per worker"}
     for options in ({}, {"mmap": True}):
         found = torch.load(tmp_path / "all.pt", weights_only=True, **options)
         assert found.keys() == objects.keys() - {"rng", "own"}
@@ -337,16 +337,16 @@ def test_the_command_says_what_is_wrong(run: Path, tmp_path: Path) -> None:
     for arguments, code, text in (
         (("export", run, out), 2, "Missing option '--to'"),
         (("export", run, out, "--to", "onnx"), 2, "is not one of"),
-        (("export", run, out, "--to", "torch", "--only", "modle"), 2, "nothing of the name 'modle'"),
+        (("export", run, out, "--to", "torch", "--only", "modle"), 2, "no object or leaf named 'modle'"),
         (("export", f"{run}@7", out, "--to", "torch"), 3, "there is no checkpoint of step 7"),
         (("export", tmp_path / "nowhere", out, "--to", "torch"), 3, "there is no directory"),
-        (("export", run, tmp_path / "no" / "out", "--to", "torch"), 2, "there is no directory"),
-        (("export", run, Path(__file__) / "no" / "out", "--to", "torch"), 2, f"{__file__} is no directory"),
-        (("export", run, tmp_path, "--to", "torch"), 2, "is no file"),
-        (("export", run, __file__, "--to", "dcp"), 2, "is no directory"),
-        (("export", run, run / "generations" / "0001.json", "--to", "torch", "--overwrite"), 2, "lies within the run"),
-        (("export", run, out, "--to", "torch", "--file-size", "1GB"), 2, "formats of several files"),
-        (("export", run, out, "--to", "dcp", "--repeat-shared"), 2, "is for safetensors"),
+        (("export", run, tmp_path / "no" / "out", "--to", "torch"), 2, f"{tmp_path}/no does not exist"),
+        (("export", run, Path(__file__) / "no" / "out", "--to", "torch"), 2, f"{__file__} is not a directory"),
+        (("export", run, tmp_path, "--to", "torch"), 2, "is not a file"),
+        (("export", run, __file__, "--to", "dcp"), 2, "is not a directory"),
+        (("export", run, run / "generations" / "0001.json", "--to", "torch", "--overwrite"), 2, "is inside the run"),
+        (("export", run, out, "--to", "torch", "--file-size", "1GB"), 2, "needs a format of several files"),
+        (("export", run, out, "--to", "dcp", "--repeat-shared"), 2, "works with safetensors only"),
     ):
         found, said = complaint(*arguments)
         assert (found, text in said) == (code, True), said
@@ -361,7 +361,7 @@ def test_names_that_would_be_one_are_refused(tmp_path: Path) -> None:
     for to in ("safetensors", "dcp"):
         code, text = complaint("export", tmp_path / "run", tmp_path / "out", "--to", to)
         assert code == 2
-        assert "would both be called 'a.b.c'" in text
+        assert "would both be named 'a.b.c'" in text
 
 
 def test_a_terminal_sees_what_was_written(run: Path, tmp_path: Path) -> None:
@@ -452,6 +452,6 @@ def test_a_step_that_is_removed_while_it_is_read_is_no_damage(tmp_path: Path) ->
         done = export_checkpoint(Beside(tmp_path / "run"), tmp_path / "out", to="safetensors")
         assert done.step == 3
         ahead.put(4)
-        with pytest.raises(NoCheckpointError, match="removed while it was read"):
+        with pytest.raises(NoCheckpointError, match="removed while it was being read"):
             export_checkpoint(Beside(tmp_path / "run"), tmp_path / "other", to="safetensors", step=3)
     assert not (tmp_path / "other").exists()

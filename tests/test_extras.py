@@ -9,7 +9,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.errors import MissingPackageError
-from holdfast.extras import Door
+from holdfast.extras import Door, install_command
 from holdfast.policies import Latest
 
 
@@ -35,7 +35,15 @@ def test_a_missing_package_is_an_error_at_use_that_names_the_extra() -> None:
     with pytest.raises(MissingPackageError) as found:
         type("Own", (thing,), {})
     assert found.value.hint is not None
-    assert "pip install '.[frame]'" in found.value.hint
+    assert "pip install '.[frame]' in a checkout of holdfast" in found.value.hint
+
+
+@pytest.mark.parametrize(
+    ("extra", "command"),
+    [("orbax", "pip install 'tensorstore>=0.1.70'"), ("lightning", "pip install 'lightning>=2.5' 'torch>=2.6'")],
+)
+def test_the_hint_is_a_command_that_works_however_holdfast_was_installed(extra: str, command: str) -> None:
+    assert install_command(extra) == command
 
 
 @pytest.mark.usefixtures("installed")
@@ -46,7 +54,7 @@ def test_a_package_that_is_too_old_is_an_error_with_both_versions(oldest: str, i
         assert thing is Latest
     else:
         with pytest.raises(
-            MissingPackageError, match=rf"needs frame-of-mind {oldest} or newer, and 2.10rc1 is installed"
+            MissingPackageError, match=rf"needs frame-of-mind {oldest} or newer, but 2.10rc1 is installed"
         ):
             thing(3)
 

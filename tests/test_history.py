@@ -541,3 +541,27 @@ def test_a_summary_is_named_by_generation_and_number() -> None:
         "7.summary-0001.json",
     ):
         assert parse_summary_file(name) is None
+
+
+def test_a_stored_run_with_a_summary_is_read(tmp_path: Path) -> None:
+    """`tests/data/v1-summary` has 18 steps of two generations, and step 19, whose job went on from 17."""
+    place = tmp_path / "run"
+    shutil.copytree(Path(__file__).parent / "data" / "v1-summary", place)
+    storage = LocalStorage(place)
+    history = History(storage)
+    catalog = read_catalog(storage, history)
+    assert history.believed == {StepName(step, 1 + (step > 9)) for step in range(1, 14)}
+    assert strip(catalog) == strip(read_catalog(storage, closely=True))
+    assert [name.step for name in catalog.living] == [*range(1, 18), 19]
+    facts = history.facts(StepName(4, 1))
+    assert facts is not None
+    assert (facts.metrics, facts.data_bytes, facts.refers_to) == ({"loss": 0.25}, 4128, ())
+    weights = np.zeros(4)
+    manager = hf.CheckpointManager(place, hf.Checkpoint(weights=weights), cluster="alone")
+    for step in (None, 4):
+        restored = manager.restore(step)
+        assert restored is not None
+        assert (weights == restored.step).all()
+    manager.close()
+    save_steps(place, 10, keep=hf.Latest(4))
+    assert len(check_true(storage).living) == 4

@@ -82,23 +82,26 @@ SAME = ElsewhereRecord("same", "I32", (3,), (0,))
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"boxes": (BoxRecord("rows", "", (4, 2), (3, 0)),)}, "does not lie in"),
-        ({"boxes": (BoxRecord("rows", "", (4, 2), (-1, 0)),)}, "does not lie in"),
+        ({"boxes": (BoxRecord("rows", "", (4, 2), (3, 0)),)}, "is outside of"),
+        ({"boxes": (BoxRecord("rows", "", (4, 2), (-1, 0)),)}, "is outside of"),
         ({"boxes": (BoxRecord("rows", "", (4, 2), (0,)),)}, "dimensions"),
         ({"boxes": (BoxRecord("rows", "", (4, 2, 1), (0, 0)),)}, "dimensions"),
         ({"boxes": (BoxRecord("rows", "", (1 << 60, 2), (0, 0)),)}, "larger than"),
         ({"boxes": (BoxRecord("rows", "", (-4, 2), (0, 0)),)}, "negative"),
         ({"boxes": (BoxRecord("rows", "", (4, 2) * 40, (0, 0) * 40),)}, "dimensions"),
-        ({"boxes": (BoxRecord("other", "", (4, 2), (0, 0)),)}, "of no array"),
-        ({"boxes": (ROWS, ROWS)}, "stands twice"),
-        ({"boxes": (BoxRecord("rows", "same", (4, 2), (0, 0)),)}, "is a whole leaf, and a box of one"),
-        ({"elsewhere": (SAME,)}, "cannot be elsewhere"),
-        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (0,)),)}, "cannot lie with the ranks"),
-        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (2,)),)}, "cannot lie with the ranks"),
+        ({"boxes": (BoxRecord("other", "", (4, 2), (0, 0)),)}, "belongs to no array"),
+        ({"boxes": (ROWS, ROWS)}, "appears twice"),
+        ({"boxes": (BoxRecord("rows", "same", (4, 2), (0, 0)),)}, "is both a whole leaf and a box of one"),
+        ({"elsewhere": (SAME,)}, "cannot be stored by another worker"),
+        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (0,)),)}, "cannot be stored by the ranks"),
+        ({"elsewhere": (ElsewhereRecord("x", "I32", (3,), (2,)),)}, "cannot be stored by the ranks"),
         ({"elsewhere": (ElsewhereRecord("x", "I33", (3,), (1,)),)}, "unknown element type"),
         ({"elsewhere": (ElsewhereRecord("x", "I32", (1,) * 65, (1,)),)}, "dimensions"),
-        ({"elsewhere": (ElsewhereRecord("rows", "F32", (5, 2), (1,)),)}, "not the leaf elsewhere"),
-        ({"elsewhere": (ElsewhereRecord("x", "I32", (), ()), ElsewhereRecord("x", "I32", (), ()))}, "stands twice"),
+        (
+            {"elsewhere": (ElsewhereRecord("rows", "F32", (5, 2), (1,)),)},
+            "has another dtype or shape on another worker",
+        ),
+        ({"elsewhere": (ElsewhereRecord("x", "I32", (), ()), ElsewhereRecord("x", "I32", (), ()))}, "appears twice"),
     ],
 )
 def test_an_index_that_cannot_be_is_refused(run: Path, changes: dict[str, Any], problem: str) -> None:
@@ -112,10 +115,16 @@ def test_an_index_that_cannot_be_is_refused(run: Path, changes: dict[str, Any], 
     [
         ({"boxes": (ROWS,)}, "overlaps|different values"),
         ({"boxes": (BoxRecord("rows", "", (4, 2), (1, 0)),)}, "overlaps"),
-        ({"boxes": (BoxRecord("rows", "", (5, 2), (3, 0)),)}, r"\[4, 2\] to rank 0, and F32 \[5, 2\] to rank 1"),
-        ({"boxes": (BoxRecord("rows", "else", (4, 2), (2, 0)),)}, "'rows'.* is incomplete: 4 of its 8 elements"),
-        ({"boxes": ()}, r"\[4, 2\] to rank 0, and F32 \[2, 2\] to rank 1"),
-        ({"elsewhere": (ElsewhereRecord("none", "I32", (3,), ()),)}, "'none'.* is incomplete: 0 of its 3 elements"),
+        ({"boxes": (BoxRecord("rows", "", (5, 2), (3, 0)),)}, r"\[4, 2\] on rank 0, but F32 \[5, 2\] on rank 1"),
+        (
+            {"boxes": (BoxRecord("rows", "else", (4, 2), (2, 0)),)},
+            "'rows'.* is incomplete: the workers have 4 of its 8 elements",
+        ),
+        ({"boxes": ()}, r"\[4, 2\] on rank 0, but F32 \[2, 2\] on rank 1"),
+        (
+            {"elsewhere": (ElsewhereRecord("none", "I32", (3,), ()),)},
+            "'none'.* is incomplete: the workers have 0 of its 3 elements",
+        ),
     ],
 )
 def test_workers_whose_boxes_do_not_make_up_the_leaves_are_found(
@@ -150,7 +159,7 @@ def test_workers_whose_boxes_do_not_make_up_the_leaves_are_found(
 def test_a_leaf_that_is_named_and_not_there_is_found(run: Path, changes: dict[str, Any]) -> None:
     ranks = [rank for rank in range(2) if read_index(run, rank).elsewhere]
     forge(run, ranks[0], **changes)
-    with pytest.raises(FormatError, match=f"index-{ranks[0]:05d}.*its objects name the leaf"):
+    with pytest.raises(FormatError, match=f"index-{ranks[0]:05d}.*its objects refer to the leaf"):
         open_step(LocalStorage(run), STEP, None)
     with pytest.raises(HoldfastError):
         restore_part(LocalStorage(run), objects_of(ranks[0], 0), Worker(ranks[0], 2))

@@ -211,18 +211,18 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
     made = make(PROPORTIONAL["cosine"])
     for name in ("optimizer.rate", "optimiser", "optimizer.params", ""):
-        with pytest.raises(UsageError, match=f"keep_current has '{name}'") as refused:
+        with pytest.raises(UsageError, match=f"keep_current contains '{name}'") as refused:
             hf.resumable(tmp_path / "run", **made, keep_current=[name])
         assert "'optimizer.lr'" in str(refused.value.hint)
-    with pytest.raises(UsageError, match="keep_current has 3"):
+    with pytest.raises(UsageError, match="keep_current contains 3"):
         hf.resumable(tmp_path / "run", **made, keep_current=[3])  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="keep_current=True"):
+    with pytest.raises(UsageError, match="keep_current must be a list of names, got True"):
         hf.resumable(tmp_path / "run", **made, keep_current=True)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
     # An object that is kept no more is none of them.
     with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(**made)) as manager:
         del manager.checkpoint["optimizer"]
-        with pytest.raises(UsageError, match="no such object or hyperparameter"):
+        with pytest.raises(UsageError, match="not an object or hyperparameter"):
             manager.restore(keep_current="optimizer.lr")
     # A rate of 0 says nothing of what the schedule has made of it.
     zero = make(PROPORTIONAL["cosine"], 0.0)
@@ -250,12 +250,12 @@ def test_all_that_restores_takes_it(tmp_path: Path) -> None:
         assert made["optimizer"].param_groups[1]["weight_decay"] == 0.5
     made = make(None, weight_decay=0.5)
     with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(**made)) as manager:
-        with pytest.raises(UsageError, match=r"keep_current has 'optimizer\.decay'"):
+        with pytest.raises(UsageError, match=r"keep_current contains 'optimizer\.decay'"):
             hf.PreemptionCheckpointHandler(manager, keep_current=["optimizer.decay"])
         with hf.PreemptionCheckpointHandler(manager, keep_current=["optimizer.weight_decay"]):
             assert made["optimizer"].param_groups[1]["weight_decay"] == 0.5
         for wrong in (hf.PreemptionCheckpointHandler, hf.CheckpointManager.restore):
-            with pytest.raises(UsageError, match="keep_current=1"):
+            with pytest.raises(UsageError, match="keep_current must be a list of names, got 1"):
                 wrong(manager, keep_current=1)  # type: ignore[arg-type]
     with hf.WorkerTrainingState(tmp_path / "backup", hf.Checkpoint(**make(None))) as state:
         state.restore()
@@ -267,7 +267,7 @@ def test_all_that_restores_takes_it(tmp_path: Path) -> None:
     with kept:
         kept.restore()
     assert made["optimizer"].param_groups[1]["weight_decay"] == 0.5
-    with pytest.raises(UsageError, match="quiet=2"):
+    with pytest.raises(UsageError, match="quiet must be True or False, got 2"):
         hf.resumable(tmp_path / "run", **made, quiet=2)  # type: ignore[arg-type]
 
 
@@ -283,5 +283,7 @@ def test_the_words_for_changes() -> None:
     assert describe_saving(hf.Steps(500), 300, is_first=True) == "first save at step 500"
     both = hf.Steps(500) | hf.Seconds(600)
     assert describe_saving(both, 500, is_first=False) == "next save at step 1000 or within 10 min"
-    assert describe_saving(hf.Steps(500) | hf.Auto(), 300, is_first=False) == "saves as often as pays (hf.Auto)"
+    assert (
+        describe_saving(hf.Steps(500) | hf.Auto(), 300, is_first=False) == "saves as often as is worthwhile (hf.Auto)"
+    )
     assert "save_every=hf.Steps(n)" in describe_saving(None, 0, is_first=True)

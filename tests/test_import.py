@@ -77,7 +77,7 @@ def test_a_training_goes_on_from_a_torch_file(tmp_path: Path) -> None:
 def test_a_job_goes_on_and_saves_behind_it(tmp_path: Path) -> None:
     objects = trained()
     torch.save(as_saved(objects), tmp_path / "old.pt")
-    with pytest.raises(errors.UsageError, match="nothing of the name 'modle'"):
+    with pytest.raises(errors.UsageError, match="no object named 'modle'"):
         hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", only="modle")
     hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", step=5, only="model")
     fresh = build(2)["model"]
@@ -315,7 +315,7 @@ def test_all_of_a_file_becomes_one_object_under_a_name(tmp_path: Path) -> None:
         assert run.step == 0
     assert (state["model"]["w"].tolist(), state["epoch"]) == ([1, 1], 3)
     code, text = complaint("import", tmp_path / "a.pt", tmp_path / "other", "--rename", ".=a", "--rename", "model=b")
-    assert (code, "nothing of the name 'model'" in text) == (2, True), text
+    assert (code, "no object named 'model'" in text) == (2, True), text
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
@@ -325,12 +325,12 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert call("import", tmp_path / "a.pt", tmp_path / "run").exit_code == 0
     for arguments, code, text in (
-        ((tmp_path / "a.pt", tmp_path / "run"), 2, "has checkpoints already, the newest of step 0"),
+        ((tmp_path / "a.pt", tmp_path / "run"), 2, "already contains checkpoints, the newest of step 0"),
         ((tmp_path / "nowhere", tmp_path / "new"), 3, "nowhere does not exist"),
         ((tmp_path / "old.pt", tmp_path / "new"), 2, "before version 1.6"),
-        ((tmp_path / "text", tmp_path / "new"), 2, "nothing that can be imported"),
+        ((tmp_path / "text", tmp_path / "new"), 2, "not in a format that can be imported"),
         ((tmp_path / "empty", tmp_path / "new"), 2, "nothing that can be imported"),
-        ((tmp_path / "run", tmp_path / "new"), 2, "It is a run of holdfast"),
+        ((tmp_path / "run", tmp_path / "new"), 2, "It is a holdfast run already"),
         ((tmp_path / "a.pt", tmp_path / "new", "--step", "-1"), 2, "Invalid value for '--step'"),
     ):
         found, said = complaint("import", *arguments)

@@ -210,7 +210,7 @@ def test_the_event_says_what_was_referred_to() -> None:
     first, second = (event for event in events if isinstance(event, Committed))
     assert (first.referred_bytes, second.referred_bytes) == (0, 400_000 * 8 + 33 * 4)
     assert second.size_bytes < 40_000
-    assert ", 3.2 MB referred to, " in str(second)
+    assert ", 3.2 MB reused from earlier steps, " in str(second)
     assert "referred" not in str(first)
 
 
@@ -226,7 +226,7 @@ def test_resumable_saves_incrementally(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [1, None, "yes"])
 def test_the_option_is_true_or_false(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(UsageError, match="incremental="):
+    with pytest.raises(UsageError, match="incremental must be"):
         manager_of(tmp_path, make_objects(), incremental=wrong)
 
 
@@ -437,7 +437,7 @@ def test_a_missing_source_is_named_and_so_is_where_it_has_to_lie(tmp_path: Path,
     with pytest.raises(
         NoWholeCheckpointError,
         match=r"step-000000001.g0001/data-00000-of-00001.safetensors is missing; the directory step-000000001.g0001 "
-        "has to lie beside that of step 2",
+        "must be next to that of step 2",
     ):
         manager_of(tmp_path, make_objects()).restore()
 
@@ -455,7 +455,7 @@ def test_links_to_sources_are_not_followed(tmp_path: Path) -> None:
     save_steps(run, 1, 2)
     (run / "step-000000001.g0001").rename(tmp_path / "elsewhere")
     (run / "step-000000001.g0001").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(NoWholeCheckpointError, match="is not a plain file"):
+    with pytest.raises(NoWholeCheckpointError, match="is not a regular file"):
         manager_of(run, make_objects()).restore()
 
 

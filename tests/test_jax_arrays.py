@@ -346,7 +346,7 @@ def test_a_deleted_array_is_named() -> None:
     key = jax.random.key(0)
     key.delete()
     for value in (divided, free, shard, key):
-        with pytest.raises(errors.UnsupportedValueError, match="state/w: the array has been deleted") as caught:
+        with pytest.raises(errors.UnsupportedValueError, match="state/w: the array was deleted") as caught:
             capture_objects({"state": {"w": value}})
         assert "donated" in caught.value.hint
 
@@ -464,7 +464,7 @@ def test_a_loop_that_saves_what_it_began_with_is_warned(tmp_path: Path) -> None:
         for _ in run.steps(4):
             params = jax.tree.map(update, params)
     assert len(warnings) == 1
-    assert warnings[0].startswith("params: the very arrays that were there before are saved again")
+    assert warnings[0].startswith("params: the same immutable arrays are saved again")
     assert "checkpoint.params = params" in warnings[0]
     warnings.clear()
     for total in (3, 6):
@@ -497,7 +497,7 @@ def test_a_job_that_saves_once_is_warned_in_time(tmp_path: Path, ending: str) ->
         printed = preloaded.run(
             job, preload=preloaded.JAX, check=True, capture_output=True, text=True, timeout=120
         ).stdout
-        assert ("the very arrays that were there before are saved again" in printed) == (ending == "lost")
+        assert ("the same immutable arrays are saved again" in printed) == (ending == "lost")
 
 
 def test_nothing_is_said_of_one_step_that_is_looked_at_again(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_job_whose_disk_stays_full_ends_with_the_epoch_before(tmp_path: Path) 
         with pytest.raises(SaveFailedError) as raised:
             train(disk, {2, 3, 4}, failures_allowed=1)
         assert isinstance(raised.value.__cause__, StorageFullError)
-        assert "2 saves in a row have failed; 1 may" in raised.value.__notes__[0]
+        assert "2 saves in a row have failed; 1 are allowed" in raised.value.__notes__[0]
         (disk / "filler").unlink()
         runner, totals = train(disk, set())
         assert totals == [145.0] * 2

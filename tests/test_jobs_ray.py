@@ -314,7 +314,7 @@ def test_what_cannot_travel_is_said(session: hf.RaySession) -> None:
 
 
 def test_wrong_calls_are_refused(session: hf.RaySession, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be seen"):
+    with pytest.raises(UsageError, match="other processes cannot see"):
         hf.JobRunner(make_job(NODES), hf.MultiNodeCheckpointManager("memory://here")).train(session)
     with pytest.raises(NodeLostError, match="no place for a, b"):
         hf.RaySession(["a", "b"], actor_options={"num_gpus": 99}, start_seconds=1)

@@ -345,7 +345,7 @@ def test_after_an_error_of_one_worker_the_session_is_refused_on_all(tmp_path: Pa
             assert "UnsupportedValueError" in first.message
         assert [type(error) for error in later] == [ClosedError] * 2
         assert "no longer together" in str(later[0])
-        assert "Make a new TorchrunSession" in str(later[0])
+        assert "Create a new TorchrunSession" in str(later[0])
 
 
 def test_after_an_error_of_all_workers_the_session_can_be_used(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_wrong_arguments_are_refused() -> None:
         TorchrunSession(cluster="alone", liveness_seconds=0.1)
     with pytest.raises(UsageError, match="2 names for 1 workers"):
         TorchrunSession(["a", "b"], cluster="alone")
-    with pytest.raises(UsageError, match="cluster="):
+    with pytest.raises(UsageError, match="cluster must be"):
         TorchrunSession(cluster="here")  # type: ignore[arg-type]
 
 

@@ -440,8 +440,8 @@ class Link(MemoryEngine):
 @pytest.mark.parametrize(
     ("late", "told"),
     [
-        (0, "has not been heard of for 1 s, so the others gave up the save of step 2"),
-        (1, "came to the save of step 2 when the others had given it up"),
+        (0, "has not been heard of for 1 s, so the other workers abandoned the save of step 2"),
+        (1, "reached the save of step 2 after the others had abandoned it"),
     ],
 )
 def test_a_worker_that_was_thought_dead_comes_too_late(tmp_path: Path, late: int, told: str) -> None:
@@ -536,7 +536,7 @@ def test_workers_of_which_only_some_compare_replicas(tmp_path: Path) -> None:
         manager = Toy(cluster.rank).manager(tmp_path, cluster, check_replicas=cluster.rank == 0)
         cause = cause_of(manager.save(1))
         assert isinstance(cause, PeerError)
-        assert cause.text == "it was given check_replicas=False, and rank 0 check_replicas=True"
+        assert cause.text == "it has check_replicas=False, but rank 0 has check_replicas=True"
         manager.abandon()
 
     run_workers(2, work)
@@ -564,7 +564,9 @@ def test_workers_that_restore_different_steps(tmp_path: Path) -> None:
         with Toy(cluster.rank).manager(tmp_path, cluster) as manager:
             for step in (1, 2):
                 manager.save(step)
-            with pytest.raises(PeerError, match="rank 1 on node-1: UsageError: it restores step 2, and rank 0 step 1"):
+            with pytest.raises(
+                PeerError, match="rank 1 on node-1: UsageError: it restores step 2, but rank 0 restores step 1"
+            ):
                 manager.restore(1 + cluster.rank)
             assert manager.restore(2) is not None
             with pytest.raises(NoCheckpointError, match="no checkpoint of step 9"):
@@ -579,7 +581,7 @@ def test_workers_with_different_directories(tmp_path: Path) -> None:
         with pytest.raises(StorageError if cluster.rank else PeerError) as caught:
             Toy(cluster.rank).manager(place, cluster, timeout_seconds=1.0)
         text = (
-            f"the directory of rank {rank} on node-{rank} is {place.with_name(f'node-{rank}')}, and that of rank 0 is "
+            f"the directory of rank {rank} on node-{rank} is {place.with_name(f'node-{rank}')}, but that of rank 0 is "
         )
         assert f"{text}{tmp_path}/node-0: what rank 0 writes does not appear there" in str(caught.value)
         assert "the same directory" in caught.value.hint
@@ -598,7 +600,7 @@ def test_workers_with_copies_of_one_directory(tmp_path: Path) -> None:
         manager = Toy(cluster.rank).manager(tmp_path / f"node-{cluster.rank}", cluster, timeout_seconds=1.0)
         cause = cause_of(manager.save(2))
         assert isinstance(cause, StorageError if cluster.rank else PeerError)
-        assert f"rank 1 on node-1 saves into {tmp_path}/node-1, and rank 0 into {tmp_path}/node-0" in str(cause)
+        assert f"rank 1 on node-1 saves into {tmp_path}/node-1, but rank 0 into {tmp_path}/node-0" in str(cause)
         assert "does not see generation 2, which rank 0 has opened" in str(cause)
         assert "the same directory" in cause.hint
         manager.abandon()
@@ -650,8 +652,8 @@ def test_workers_that_restore_from_different_runs(tmp_path: Path) -> None:
         manager = Toy(cluster.rank).manager(tmp_path / f"node-{cluster.rank}", cluster)
         with pytest.raises(PeerError) as caught:
             manager.restore()
-        assert f"it restores from {tmp_path}/node-1, and rank 0 from {tmp_path}/node-0: " in str(caught.value)
-        assert "manifest.json is not what rank 0 sees" in str(caught.value)
+        assert f"it restores from {tmp_path}/node-1, but rank 0 from {tmp_path}/node-0: " in str(caught.value)
+        assert "manifest.json differs from what rank 0 sees" in str(caught.value)
         manager.abandon()
 
     run_workers(2, work)
@@ -766,7 +768,7 @@ def test_damage_that_one_finds_takes_all_to_the_older_step(tmp_path: Path, what:
             assert len(restored.passed_over) == 1
             # Also who has not found it tells where it is.
             (passed,) = (str(event) for event in told if isinstance(event, hf.events.PassedOver))
-            assert passed.startswith(f"step 2 passed over, it is damaged: step-000000002.g0001/{what}")
+            assert passed.startswith(f"step 2 skipped because it is damaged: step-000000002.g0001/{what}")
             assert toy.has(1)
             toy.train(2)
             manager.save(2, replace=True)
@@ -926,7 +928,9 @@ def test_a_worker_that_is_ahead_of_the_plan_leaves_it_out_for_all(tmp_path: Path
         return [event.reason for event in told if isinstance(event, hf.events.Skipped)]
 
     reasons = run_workers(2, work)
-    assert reasons == [[f"rank 1 was at step 1999 when it heard of a save at step {step}"] for step in (2,)] + [[]]
+    assert reasons == [
+        [f"rank 1 was already at step 1999 when it learned of a save at step {step}"] for step in (2,)
+    ] + [[]]
 
 
 def test_a_busy_worker_leaves_the_save_out_for_all(tmp_path: Path) -> None:
@@ -964,7 +968,7 @@ def test_a_busy_worker_leaves_the_save_out_for_all(tmp_path: Path) -> None:
 
 def test_what_is_not_an_argument(tmp_path: Path) -> None:
     checkpoint = hf.Checkpoint(a=1)
-    with pytest.raises(UsageError, match="cluster='torch'"):
+    with pytest.raises(UsageError, match="got 'torch'"):
         hf.CheckpointManager(tmp_path, checkpoint, cluster="torch")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="liveness_seconds"):
         hf.CheckpointManager(tmp_path, checkpoint, liveness_seconds=0)

@@ -100,7 +100,7 @@ def test_all_hear_of_a_worker_that_cannot_look_at_the_directory(tmp_path: Path, 
     for rank in {0, 1, 2} - {blind}:
         error = errors[rank]
         assert isinstance(error, PeerError | SaveFailedError)
-        text = rf"rank {blind} on node-{blind}: UsageError: .*/file is there, but is no directory"
+        text = rf"rank {blind} on node-{blind}: UsageError: .*/file exists but is not a directory"
         assert re.search(text, str(error)), error
 
 
@@ -193,7 +193,10 @@ def test_survivors_that_are_to_leave_do_so_with_nothing_saved(
     said = capfd.readouterr().err
     what = "step 2 could NOT be saved: .*Connection reset by peer.*there is no checkpoint"
     if grace_period is None:
-        what = r"rank 0 on node-0 has not been heard of for 2 s\. .* A restart begins anew: there is no checkpoint"
+        what = (
+            r"rank 0 on node-0 has not been heard of for 2 s\. .* "
+            "A restart starts from the beginning: there is no checkpoint"
+        )
     for rank in (1, 2):
         assert re.search(f"rank {rank}: {what}; leaving with exit code 74", said)
 
@@ -223,7 +226,7 @@ def test_survivors_whose_store_does_not_answer_say_so(tmp_path: Path) -> None:
 
     for error in run_workers(2, work):
         assert type(error) is ClusterError
-        assert re.search(r"for \d+ s no other worker could be reached: nobody answers", str(error))
+        assert re.search(r"no other worker could be reached for \d+ s: nobody answers", str(error))
         assert str(error.__cause__) == BROKEN
 
 
@@ -418,7 +421,7 @@ def test_survivors_hear_of_a_blind_worker_at_the_start(tmp_path: Path, blind: in
             hf.resumable(directory, state={"a": 1}, cluster=cluster, begin_anew=True, liveness_seconds=3.0)
         return caught.value
 
-    check_told(run_workers(3, work), blind, UsageError, "/file is there, but is no directory")
+    check_told(run_workers(3, work), blind, UsageError, "/file exists but is not a directory")
 
 
 def test_a_blind_leader_takes_its_store_along_when_all_know_why(tmp_path: Path) -> None:

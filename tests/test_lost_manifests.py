@@ -146,7 +146,7 @@ def test_the_command_line_says_what_a_restore_says(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").unlink()
     listed = call("list", tmp_path)
     assert "1 step without a manifest (--all shows them)" in listed.stderr
-    assert f"{THREE}/manifest.json is missing, and the step was committed" in listed.stderr
+    assert f"{THREE}/manifest.json is missing, but the step was committed" in listed.stderr
     states = {row.split()[6]: row.split()[2] for row in call("list", tmp_path, "--all").stdout.splitlines()}
     assert states[THREE] == "lost"
     assert [one["step"] for one in call_json("list", tmp_path)["lost"]] == [3]
@@ -156,16 +156,16 @@ def test_the_command_line_says_what_a_restore_says(tmp_path: Path) -> None:
         assert "step 3 was committed, and its manifest is gone" in said
     verified = call("verify", tmp_path)
     assert verified.exit_code == ExitCode.DAMAGED
-    assert "is missing, and the step was committed" in verified.stdout
+    assert "is missing, but the step was committed" in verified.stdout
     pruned = call("prune", tmp_path, "--unfinished", "--job-is-dead", "--yes").stdout
     assert "there is nothing to remove" in pruned
-    assert f"left alone: {THREE}, which was committed and lost its manifest" in pruned
+    assert f"skipped: {THREE} was committed and lost its manifest" in pruned
     assert "`committed` in the step's directory is a copy of `manifest.json`" in pruned
     for named in ("3", THREE):
         code, said = complaint("prune", tmp_path, "--steps", named, "--yes")
         assert code == ExitCode.USAGE
         assert "step 3 was committed, and its manifest is gone; --steps does not remove such a step" in said
-    assert "--lost (steps whose manifest is gone)" in complaint("prune", tmp_path)[1]
+    assert "--unfinished or --lost" in complaint("prune", tmp_path)[1]
     code, said = complaint("show", tmp_path / THREE)
     assert code == ExitCode.DAMAGED
     assert "was committed, and its manifest is gone" in said
@@ -181,7 +181,7 @@ def test_prune_asks_twice_before_it_removes_a_step_in_the_journal(tmp_path: Path
     for name in ("manifest.json", "committed"):
         (middle / name).unlink()
     pruned = call("prune", tmp_path, "--unfinished", "--job-is-dead", "--yes").stdout
-    assert f"left alone: {middle.name}, which was committed and lost its manifest" in pruned
+    assert f"skipped: {middle.name} was committed and lost its manifest" in pruned
     assert any(middle.iterdir())
     assert [one["step"] for one in call_json("list", tmp_path)["lost"]] == [2]
     # A removal of holdfast's that was cut off has left it, if the journal names it as removed.

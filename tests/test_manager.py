@@ -246,7 +246,7 @@ def test_a_committed_step_is_refused_or_replaced(tmp_path: Path) -> None:
         manager.save(5)
         with pytest.raises(StepExistsError, match="step 5"):
             manager.save(5)
-        with pytest.raises(UsageError, match="before step 5"):
+        with pytest.raises(UsageError, match="older than step 5"):
             manager.save(4)
         set_value(objects, 2)
         manager.save(5, replace=True)
@@ -500,7 +500,10 @@ def test_checkpoints_but_none_whole_is_an_error(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     for step in (1, 2):
         os.truncate(data_file(tmp_path, step), 5000)
-    with manager_of(tmp_path) as manager, pytest.raises(NoWholeCheckpointError, match="none of 2") as caught:
+    with (
+        manager_of(tmp_path) as manager,
+        pytest.raises(NoWholeCheckpointError, match=r"all checkpoints \(2\) are damaged") as caught,
+    ):
         manager.restore()
     assert [damage.step for damage in caught.value.damages] == [2, 1]
     assert all(isinstance(damage, DamageError) for damage in caught.value.damages)
@@ -546,7 +549,7 @@ def test_a_part_alone_can_be_restored(tmp_path: Path) -> None:
         assert objects["counter"]["seen"] == 1
         manager.restore(only="weights/*")
         assert (objects["weights"]["a"] == 1).all()
-        with pytest.raises(UsageError, match="nothing"):
+        with pytest.raises(UsageError, match="no object or leaf named"):
             manager.restore(only="weigths")
 
 

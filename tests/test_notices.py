@@ -270,7 +270,7 @@ def test_aws_an_action_that_cannot_be_read_is_an_error(odd: Reply) -> None:
     with serving(amazon) as cloud:
         source = AWS(base_url=cloud.url, timeout_seconds=0.3)
         for _ in range(2):
-            with pytest.raises(OSError, match=r"answered|Incomplete"):
+            with pytest.raises(OSError, match=r"answer|Incomplete"):
                 source.look()
         amazon.odd.clear()
         assert [notice.demand for notice in source.look()] == [Demand.SAVE]
@@ -323,7 +323,7 @@ def test_aws_forgets_a_token_that_may_be_at_fault(status: int) -> None:
         assert heard(source) == []
         amazon.token = "another"
         amazon.records[ACTION] = STOP
-        with pytest.raises(OSError, match=r"answered|Incomplete"):
+        with pytest.raises(OSError, match=r"answer|Incomplete"):
             source.look()
         assert [notice.demand for _ in range(2) for notice in source.look()] == [Demand.LEAVE_BY]
 
@@ -501,7 +501,7 @@ CLOUDS: list[Callable[..., Any]] = [GCP, AWS, Azure]
 @pytest.mark.parametrize("make", CLOUDS)
 @pytest.mark.parametrize("reply", [Reply(500, "no"), Reply(200, "[1, 2"), Reply(CUT, '{"a": 1'), Reply(200, "[]")])
 def test_what_is_no_answer_is_an_error(make: Callable[..., Any], reply: Reply) -> None:
-    with serving(lambda request: reply) as cloud, pytest.raises(OSError, match=r"answered|Incomplete"):
+    with serving(lambda request: reply) as cloud, pytest.raises(OSError, match=r"answer|Incomplete"):
         make(base_url=cloud.url).look()
 
 
@@ -595,7 +595,7 @@ def test_a_file_that_appears(tmp_path: Path) -> None:
     assert heard(source) == []
     path.touch()
     (notice,) = source.look()
-    assert (notice.demand, notice.text) == (Demand.LEAVE, f"{path} has appeared")
+    assert (notice.demand, notice.text) == (Demand.LEAVE, f"{path} appeared")
     assert heard(source) == []
     assert heard(FileAppears(path)) == [], "one that was there before says nothing"
     os.utime(path, (1, 1))
@@ -636,7 +636,7 @@ class Later:
 @pytest.mark.parametrize("function", [later, one_by_one, partial(later), Later()])
 def test_what_runs_nothing_when_it_is_called_is_no_answer(function: Any) -> None:
     for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
-        with pytest.raises(UsageError, match=f"{name}=.* runs nothing of it"):
+        with pytest.raises(UsageError, match=f"{name}=.* would not run it"):
             hf.TerminationConfig(**{name: function})
     with pytest.raises(TypeError, match="always true"):
         Watcher(lambda: function()).look()  # noqa: PLW0108  Nothing shows what it returns.
@@ -673,10 +673,10 @@ def test_a_notice_whose_time_is_not_a_number_is_refused() -> None:
         ({"left_seconds": "30"}, "left_seconds must be a number of seconds, got '30'"),
         ({"left_seconds": True}, "left_seconds must be a number of seconds, got True"),
         ({"left_seconds": 3j}, "left_seconds must be a number of seconds, got 3j"),
-        ({"demand": "leave"}, "demand='leave' is no Demand"),
-        ({"demand": 3}, "demand=3 is no Demand"),
-        ({"text": None}, "text=None is no text"),
-        ({"source": 7}, "source=7 is no text"),
+        ({"demand": "leave"}, "demand must be a Demand, got 'leave'"),
+        ({"demand": 3}, "demand must be a Demand, got 3"),
+        ({"text": None}, "text must be text, got None"),
+        ({"source": 7}, "source must be text, got 7"),
     ],
 )
 def test_a_notice_of_the_wrong_kind_is_refused_where_it_is_made(wrong: dict[str, Any], match: str) -> None:
@@ -740,7 +740,7 @@ def test_a_source_that_raises_is_asked_again_and_takes_no_other_down() -> None:
     finally:
         poller.close()
     assert [str(event) for event in events] == [
-        "faulty cannot be asked for notices, and is asked again later: SystemExit: 3"
+        "faulty cannot be queried for notices; it will be tried again: SystemExit: 3"
     ]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-notices")]
 
@@ -782,7 +782,7 @@ def test_a_function_that_raises_anything_is_called_again(failure: BaseException,
     finally:
         poller.close()
     assert [str(event) for event in events] == [
-        f"watcher cannot be asked for notices, and is asked again later: {said}"
+        f"watcher cannot be queried for notices; it will be tried again: {said}"
     ]
 
 

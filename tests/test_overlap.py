@@ -485,7 +485,7 @@ def test_a_step_from_within_the_save_that_it_would_wait_for_is_told_so(tmp_path:
     class Stepping:
         def state_dict(self) -> dict[str, Any]:
             if first.ended:
-                with pytest.raises(UsageError, match="from within it"):
+                with pytest.raises(UsageError, match="from inside it"):
                     job.optimizer.step()
                 told.append("refused")
             return {}
@@ -815,7 +815,7 @@ def test_objects_that_cannot_be_saved_yet_do_not_fail_a_reservation(kind: str) -
         warned = [event.text for event in events if isinstance(event, Warned)]
         # An object of its own kind is not asked before it is saved: that might change it.
         assert len(warned) == (kind != "unready")
-        assert all("could not be made ready beforehand" in text for text in warned)
+        assert all("could not be allocated in advance" in text for text in warned)
         module(torch.zeros(2, 3))
         tree["w"] = torch.ones(3)
         unready.values = [1.0]

@@ -64,7 +64,7 @@ def test_values_that_cannot_stand_in_one_memory_are_told(make: Callable[[Any], d
     save(storage, apart(make(np.arange(10.0))))
     with pytest.raises(ApplyError, match="share memory") as caught:
         restore(storage, make(np.zeros(10)))
-    assert "a: stored apart from b" in str(caught.value) or "b: stored apart from a" in str(caught.value)
+    assert "a: stored separately from b" in str(caught.value) or "b: stored separately from a" in str(caught.value)
     assert caught.value.__notes__
     restored = restore(storage, make(np.zeros(10)), strict=False)
     assert restored.differences.wrong_kind

@@ -220,9 +220,9 @@ class TestCombinedSaves:
         assert eval(repr(Auto(0.02, 99)), {"Auto": Auto}) == Auto(0.02, 99)
 
     def test_the_two_families_do_not_mix(self) -> None:
-        with pytest.raises(UsageError, match="when to save"):
+        with pytest.raises(UsageError, match="save policy"):
             Steps(5) | Latest(3)  # type: ignore[operator]
-        with pytest.raises(UsageError, match="what to keep"):
+        with pytest.raises(UsageError, match="retention policy"):
             Latest(3) | Steps(5)  # type: ignore[operator]
 
 

@@ -148,7 +148,7 @@ def test_a_signal_before_the_first_step_leaves_at_once(
     notify(job, jobs)
     # Nobody goes on: it leaves from the middle of the wait.
     assert job.end() == 42, job.errors
-    assert "nothing had been completed that could be lost" in job.errors
+    assert "no progress is lost: nothing was completed" in job.errors
     assert steps_of(tmp_path) == []
 
 
@@ -157,7 +157,7 @@ def test_a_signal_while_the_run_is_made_is_acted_on_when_that_is_done(tmp_path: 
     notify(job, jobs)
     job.go_on()
     assert job.end() == 42, job.errors
-    assert "nothing had been completed that could be lost" in job.errors
+    assert "no progress is lost: nothing was completed" in job.errors
 
 
 def test_signal_while_run_is_made_too_long_leaves_without_it(tmp_path: Path, jobs: list[Job]) -> None:
@@ -165,7 +165,7 @@ def test_signal_while_run_is_made_too_long_leaves_without_it(tmp_path: Path, job
     notify(job, jobs)
     # No worker goes on.
     assert job.end() == 42, job.errors
-    assert "while the run was made, and it is not made after 2 s" in job.errors
+    assert "while the run was being created, which did not end within 2 s" in job.errors
 
 
 def test_a_run_that_is_made_within_another_takes_no_signal_from_it(tmp_path: Path, handlers_kept: None) -> None:
@@ -187,7 +187,7 @@ def test_a_signal_while_the_making_of_a_run_fails(tmp_path: Path, jobs: list[Job
     notify(job, jobs, number)
     job.go_on()
     assert job.end() == code, job.errors
-    assert ("the run was made, and that has failed: StorageError: it is gone" in job.errors) == (code == 42)
+    assert ("the run was being created, which then failed: StorageError: it is gone" in job.errors) == (code == 42)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -255,7 +255,7 @@ def test_a_handler_that_is_closed_does_not_wait_for_ever_for_a_save(tmp_path: Pa
     manager = hf.CheckpointManager(Held(tmp_path), hf.Checkpoint(state=state), timeout_seconds=0.5)
     handler = hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[]))
     manager.save(1)
-    with pytest.raises(DeadlineError, match=r"the save in flight did not end within 0\.5 s"):
+    with pytest.raises(DeadlineError, match=r"the save in progress did not end within 0\.5 s"):
         handler.close()
     go_on.set()
     manager.wait(PATIENCE_SECONDS)
@@ -371,7 +371,7 @@ def test_handler_not_set_by_python_stays(tmp_path: Path) -> None:
     done = run_file("exits", "keep foreign handlers", tmp_path)
     assert done.returncode == 42, done.stderr
     assert steps_of(tmp_path) == [3, 5]
-    assert done.stdout == "SIGUSR1 is not listened to: it has a handler that was not set by Python, and that stays\n"
+    assert done.stdout == "SIGUSR1 is ignored: its handler was not installed from Python, and stays in place\n"
     assert done.stderr.count("most recent call first") == 3 + 1 + 1
 
 
@@ -589,7 +589,7 @@ def test_checkpointable_block_is_saved_and_left_in_its_middle(
 def test_a_state_that_is_found_changed_is_not_saved_but_waited_for(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=["evaluation"], evaluate=[4], checkpointable=True, change=True)
     notify(job, jobs)
-    job.wait_for_error("cannot be saved while the loop rests")
+    job.wait_for_error("cannot be saved while the loop is paused")
     job.go_on()
     assert job.end() == 42, job.errors
     assert steps_of(tmp_path) == [5]
@@ -883,10 +883,10 @@ def test_handlers_of_two_managers_are_refused(tmp_path: Path) -> None:
     first, _ = manager_of(tmp_path / "first")
     second, state = manager_of(tmp_path / "second")
     with first, second, hf.PreemptionCheckpointHandler(first):
-        with pytest.raises(UsageError, match="another run or handler listens"):
+        with pytest.raises(UsageError, match="another run or handler already handles"):
             hf.PreemptionCheckpointHandler(second)
         with (
-            pytest.raises(UsageError, match="another run or handler listens"),
+            pytest.raises(UsageError, match="another run or handler already handles"),
             hf.resumable(tmp_path / "x", state=state),
         ):
             pass
@@ -1017,7 +1017,7 @@ def test_outside_the_main_thread_signals_are_not_heard_and_that_is_told(tmp_path
     thread.start()
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
-    assert any("signals are not heard" in str(event) for event in events)
+    assert any("signals are not handled" in str(event) for event in events)
     assert len(refused) == 1
     assert steps_of(tmp_path) == [3]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
@@ -1212,7 +1212,7 @@ def test_what_is_no_configuration_is_refused_with_a_hint(tmp_path: Path) -> None
     state = {"value": np.zeros(4)}
     checkpoint = hf.Checkpoint(state=state)
     make: Any = hf.PreemptionCheckpointHandler
-    with pytest.raises(UsageError, match="is no manager") as caught:
+    with pytest.raises(UsageError, match="expected a CheckpointManager") as caught:
         make(checkpoint, str(tmp_path))
     assert "CheckpointManager(" in caught.value.hint
     with hf.CheckpointManager(tmp_path, checkpoint) as manager:
@@ -1314,9 +1314,9 @@ def test_a_step_is_not_counted_within_another_one(tmp_path: Path) -> None:
             handler.save_checkpoint_if_preempted,
             lambda: next(handler.steps(9)),
         ):
-            with pytest.raises(UsageError, match="in the midst of another"):
+            with pytest.raises(UsageError, match="inside of another"):
                 handler.run(again)
-            with pytest.raises(UsageError, match="in the midst of another"):
+            with pytest.raises(UsageError, match="inside of another"):
                 for _ in handler.steps(9):
                     again()
         before = handler.total_run_calls
@@ -1536,7 +1536,7 @@ def test_a_handler_is_not_made_over_what_a_backup_has_restored(tmp_path: Path) -
     manager, _ = manager_of(tmp_path / "steps")
     with hf.WorkerTrainingState(tmp_path / "backup", manager.checkpoint) as backups, manager:
         backups.restore()
-        with pytest.raises(UsageError, match="backup has restored these objects") as refused:
+        with pytest.raises(UsageError, match="backup has already restored these objects") as refused:
             hf.PreemptionCheckpointHandler(manager, hf.TerminationConfig(sources=[]))
         assert "before you call restore()" in refused.value.hint
 

@@ -39,11 +39,17 @@ FOR_HOLDFAST: Final[dict[str, set[str]]] = {
     "HoldfastCheckpointIO": {"save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"},
     **dict.fromkeys(("StorageWriter", "StorageReader"), DCP),
     "storage": {"find_location", "local_directory", "pass_on_warnings"},
+    "CheckpointManager": {"mark", "abandon"},
+    "Job": {"freeze", "named_nodes", "stop_outputs", "stop_group", "has_stop_condition"},
+    "MultiNodeCheckpointManager": {
+        *("is_ready_for", "init", "choose_epoch", "load", "begin_save", "finish_save", "load_blobs", "tidy"),
+    },
+    "NodeCheckpointManager": {"init"},
     "SaveHandle": {"has_place", "must_be_replaced"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), SESSION),
     "Task": {"nodes_in", "note_results"},
     "TaskGroup": {"freeze", "include", "named_nodes", "runs_on_all"},
-    "Workspace": {"begin_epoch", "note_made", "replace", "was_made"},
+    "Workspace": {"begin_epoch", "note_made", "replace", "was_made", "note_given", "find_unmakeable"},
 }
 """Methods by which holdfast's own parts speak with each other, or a framework with them; those that begin with `mark_`
 are left out as well."""

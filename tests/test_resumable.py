@@ -189,7 +189,7 @@ def test_a_run_that_could_not_keep_its_end_raises() -> None:
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing is to be kept"):
+    with pytest.raises(UsageError, match="no objects were given to save"):
         hf.resumable(tmp_path)
     with pytest.raises(UsageError):
         hf.resumable(tmp_path, a=1, threads=0)
@@ -349,7 +349,9 @@ def test_an_object_with_the_name_of_an_option_is_kept_in_a_checkpoint(tmp_path: 
         lambda: hf.resumable(tmp_path, hf.Checkpoint()),
         lambda: hf.resumable(tmp_path, a=1, sinks=print),  # type: ignore[arg-type]
     ):
-        with pytest.raises(UsageError, match=r"Checkpoint|nothing is to be kept|sinks must be a list of functions"):
+        with pytest.raises(
+            UsageError, match=r"Checkpoint|no objects were given to save|sinks must be a list of functions"
+        ):
             given()
 
 
@@ -358,14 +360,17 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(tmp_path: Path) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = hf.ResumableDataLoader(torch.arange(20.0), batch_size=4)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"save_every": hf.Steps}, r"save_every=Steps is a class.*\n.*hf.Steps\(500\)"),
-        ({"keep": hf.Best}, r'keep=Best is a class.*\n.*hf.Best\("val_loss"\)'),
-        ({"keep": 3}, r"keep=3 is no policy for keeping\n.*hf.Latest\(3\)"),
-        ({"save_every": 5}, r"save_every=5 is no policy for saving\n.*hf.Steps\(5\)"),
-        ({"save_every": True}, r"no policy for saving\n.*Such are Steps"),
-        ({"optimizer": optimizer.state_dict()}, r"optimizer is what an optimizer's.*\n.*optimizer=optimizer, without"),
-        ({"loader": loader.stream()}, r"loader is an iterator.*\n.*Give the loader itself"),
-        ({"batches": iter(loader)}, r"batches is an iterator.*\n.*Give the loader itself"),
+        ({"save_every": hf.Steps}, r"save_every must be a policy, got the class.*\n.*hf.Steps\(500\)"),
+        ({"keep": hf.Best}, r'keep must be a policy, got the class Best.*\n.*hf.Best\("val_loss"\)'),
+        ({"keep": 3}, r"keep must be a policy such as hf.Latest.3., got int 3\n.*hf.Latest\(3\)"),
+        ({"save_every": 5}, r"save_every must be a policy such as hf.Steps.500., got int 5\n.*hf.Steps\(5\)"),
+        ({"save_every": True}, r"got bool True\n.*The policies are Steps"),
+        (
+            {"optimizer": optimizer.state_dict()},
+            r"optimizer is the result of an optimizer's.*\n.*optimizer=optimizer, without",
+        ),
+        ({"loader": loader.stream()}, r"loader is an iterator.*\n.*Pass the loader itself"),
+        ({"batches": iter(loader)}, r"batches is an iterator.*\n.*Pass the loader itself"),
     ]
     for given, text in wrong:
         with pytest.raises(UsageError, match=text):
@@ -379,7 +384,7 @@ def test_a_policy_is_no_object_and_odd_arguments_are_refused(tmp_path: Path) -> 
         hf.resumable(tmp_path, a=np.zeros(3), strict="no")  # type: ignore[arg-type]
     arrays: Any = np.zeros(3), 5
     for unnamed in (lambda: hf.resumable(tmp_path, *arrays), lambda: hf.Checkpoint(np.zeros(3), 5)):
-        with pytest.raises(TypeError, match="ndarray, int has none") as refused:
+        with pytest.raises(TypeError, match="ndarray, int without a name") as refused:
             unnamed()
         assert "model=model" in str(refused.value)
     run = hf.resumable(tmp_path, a=np.zeros(3))
@@ -424,8 +429,8 @@ def test_a_loop_of_steps_within_another_one_is_warned_of_once(tmp_path: Path) ->
                     break
             if run.step > 14:
                 break
-    assert [event.text[:36] for event in events if isinstance(event, Warned)] == [
-        "a loop of run.steps runs within anot"
+    assert [event.text[:39] for event in events if isinstance(event, Warned)] == [
+        "a loop over run.steps is inside of anot"
     ]
 
 
@@ -439,7 +444,7 @@ def test_epoch_kept_as_a_number_and_never_set_is_warned_of_at_the_end(tmp_path: 
             if is_set:
                 run.checkpoint.epoch = epoch
     told = [event.text for event in events if isinstance(event, Warned)]
-    assert [text[:28] for text in told] == ([] if is_set else ["epoch is kept as the number "])
+    assert [text[:29] for text in told] == ([] if is_set else ["epoch is saved as the number "])
     with hf.resumable(tmp_path / "other", epoch=0, num_epochs=3, sinks=[events.append]) as run:
         run.finish_step()
     assert len([event for event in events if isinstance(event, Warned)]) == len(told)
@@ -455,7 +460,7 @@ def test_best_value_that_the_loop_only_rebinds_is_warned_of_at_the_end(tmp_path:
             if is_set:
                 run.checkpoint.best = best
     told = [event.text for event in events if isinstance(event, Warned)]
-    assert [text[:20] for text in told] == ([] if is_set else ["best is kept as 9.0,"])
+    assert [text[:21] for text in told] == ([] if is_set else ["best is saved as 9.0,"])
 
 
 def told(events: list[Event]) -> list[tuple[str, bool]]:
@@ -467,7 +472,7 @@ def test_loop_that_counts_no_step_is_warned_of_while_it_runs_and_at_end(tmp_path
     sampler = hf.ResumableSampler(20, batch_size=4)
     events: list[Event] = []
     count = len(list(hf.ResumableSampler(20, batch_size=4)))
-    loss = "batches were taken from sampler, but no step was counted, so nothing of it is saved"
+    loss = "batches were taken from sampler, but no step was counted, so nothing was saved"
     with hf.resumable(tmp_path, sampler=sampler, save_every=hf.Steps(1), sinks=[events.append]) as run:
         for _ in range(2):
             for _ in sampler.batches(sampler):
@@ -493,7 +498,7 @@ def test_loop_that_counts_no_step_is_warned_of_while_it_runs_and_at_end(tmp_path
         for _ in sampler.batches(sampler):
             run.finish_step()
         list(zip(sampler.stream(sampler), range(20), strict=False))
-    assert told(events) == [("no step was counted, and nothing is saved", False)]
+    assert told(events) == [("no step was counted, so nothing was saved", False)]
 
 
 def make_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -540,7 +545,7 @@ def test_optimizer_of_a_kept_model_that_is_not_kept_is_warned_of(tmp_path: Path)
         return [text for text, _ in told(events)]
 
     aside = torch.optim.AdamW(other.parameters())
-    adam_text = "AdamW steps the parameters of model and is not kept, so a restart begins with a new one"
+    adam_text = "AdamW updates the parameters of model but is not saved, so a restart begins with a new one"
     assert train(adam, model=model) == [adam_text]
     assert train(adam, model={"deep": model}) == [adam_text.replace("model", "model/deep")]
     assert train(scheduled, model=model, schedule=schedule) == [adam_text.replace("AdamW", "SGD")]
@@ -549,7 +554,7 @@ def test_optimizer_of_a_kept_model_that_is_not_kept_is_warned_of(tmp_path: Path)
     assert train(adam, model=model, trainer=Trainer(adam)) == []
     assert train(plain, aside, model=model) == []
     assert train(adam, thread=True, model=model) == []
-    assert train(adam, optimizer=adam) == ["the parameters of optimizer belong to nothing that is kept"]
+    assert train(adam, optimizer=adam) == ["the parameters of optimizer belong to no saved object"]
     assert train(adam, optimizer=adam, weights=list(model.parameters())) == []
     assert train(adam, optimizer=adam, trainer=Trainer(adam)) == []
 
@@ -561,7 +566,7 @@ def test_training_without_counted_steps_shows_by_an_unkept_optimizer(tmp_path: P
     with hf.resumable(tmp_path, model=model, sinks=[events.append]):
         for _ in range(9):
             step()
-    text = "but no step was counted, so nothing of it is saved"
+    text = "but no step was counted, so nothing was saved"
     assert told(events) == [
         (f"SGD has stepped 8 times, {text} yet", False),
         (f"SGD has stepped 9 times, {text}", True),
@@ -569,7 +574,7 @@ def test_training_without_counted_steps_shows_by_an_unkept_optimizer(tmp_path: P
     events.clear()
     with hf.resumable(tmp_path, state=np.zeros(3), sinks=[events.append]):
         pass
-    assert told(events) == [("no step was counted, and nothing is saved", False)]
+    assert told(events) == [("no step was counted, so nothing was saved", False)]
 
 
 def test_a_run_that_is_made_and_never_entered_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -577,7 +582,7 @@ def test_a_run_that_is_made_and_never_entered_is_warned_of(tmp_path: Path, caplo
     caplog.clear()
     hf.resumable(tmp_path / "never", state=[0])
     gc.collect()
-    assert [text.partition(": ")[2][:38] for text in caplog.messages] == ["the run was made and never entered, so"]
+    assert [text.partition(": ")[2][:41] for text in caplog.messages] == ["the run was created but never entered, so"]
     caplog.clear()
     with hf.resumable(tmp_path / "entered", state=[0]) as run:
         run.finish_step()
@@ -585,8 +590,8 @@ def test_a_run_that_is_made_and_never_entered_is_warned_of(tmp_path: Path, caplo
     gc.collect()
     assert caplog.messages == []
     program = f"import holdfast as hf; run = hf.resumable({str(tmp_path)!r} + '/end', state=[0]); "
-    assert "made and never entered" in run_python(program).stderr
-    assert "made and never entered" not in run_python(f"{program} 1 / 0").stderr
+    assert "created but never entered" in run_python(program).stderr
+    assert "created but never entered" not in run_python(f"{program} 1 / 0").stderr
 
 
 def test_saves_by_hand_of_a_loop_that_counts_no_step_are_warned_of(tmp_path: Path) -> None:
@@ -601,8 +606,8 @@ def test_saves_by_hand_of_a_loop_that_counts_no_step_are_warned_of(tmp_path: Pat
         again = f"batches were taken from sampler{since}, but no step was counted, so"
         first, unsaved = (3, 3) if life == 0 else (3, 6)
         assert told(events) == [
-            (f"{first} {again} run.save() saves nothing", False),
-            (f"{unsaved} {again} nothing of it is saved", True),
+            (f"{first} {again} run.save() saved nothing", False),
+            (f"{unsaved} {again} nothing was saved", True),
         ]
         events.clear()
     # What is saved is saved, and steps may be counted by saves of the manager's.
@@ -619,7 +624,7 @@ def test_saves_by_hand_of_a_loop_that_counts_no_step_are_warned_of(tmp_path: Pat
 def test_a_step_is_finished_within_a_loop_of_steps_by_that_alone(tmp_path: Path) -> None:
     with hf.resumable(tmp_path, state=[0]) as run:
         for step in run.steps(10):
-            with pytest.raises(UsageError, match="once more") as refused:
+            with pytest.raises(UsageError, match="a second time") as refused:
                 run.finish_step()
             if step == 3:
                 break
@@ -659,7 +664,7 @@ def test_steps_zipped_with_batches_count_those_that_have_a_batch(tmp_path: Path)
         assert train(place, 12, stop_at) + train(place, 12) == whole
     with hf.resumable(tmp_path / "turned", sampler=(sampler := hf.ResumableSampler(20, batch_size=4))) as run:
         for batches in (sampler.stream(sampler), sampler.batches(sampler)):
-            with pytest.raises(UsageError, match=r"sampler before the step .* zip\(loader, run.steps\(n\)\)"):
+            with pytest.raises(UsageError, match=r"sampler before the step .*zip\(loader, run.steps\(n\)\) does that"):
                 list(zip(batches, run.steps(3), strict=False))
         assert list(zip(run.steps(3), sampler.stream(sampler), strict=False))[-1][0] == 2
         # A step that takes batches of several passes is one, and so is one that takes none of what is kept.
@@ -686,7 +691,7 @@ def test_a_run_says_that_it_ended_early_and_that_loops_ended_within_a_step(
     with hf.resumable(tmp_path / "lost", state=[0]) as run:
         while run.step < 20:
             list(zip(run.steps(20), range(3), strict=False))
-    said = [text for text in caplog.messages if "zip(run.steps(n), loader) ends so" in text]
+    said = [text for text in caplog.messages if "zip(run.steps(n), loader) ends this way" in text]
     assert len(said) == 1
     caplog.clear()
     with hf.resumable(tmp_path / "kept", sampler=(sampler := hf.ResumableSampler(8, batch_size=4))) as run:
@@ -720,7 +725,7 @@ def test_a_loop_of_ones_own_that_begins_its_epochs_anew_is_warned_of(
                 list(aside.batches(aside))  # It evaluates, so the program has no need to ask where that stands.
         return [text for text, _ in told(events)]
 
-    three = "sampler was restored with 3 complete epochs. A loop over range(n) trains n epochs more"
+    three = "sampler was restored with 3 complete epochs. A loop over range(n) trains n more epochs"
     assert train(lambda _: range(3)) == []
     assert train(lambda _: range(2)) == [three]
     assert train(lambda sampler: sampler.epochs(5)) == []
@@ -757,7 +762,7 @@ def test_a_resumed_loop_of_ones_own_that_asks_for_no_step_is_warned_of(tmp_path:
     def read_step(run: Any, kept: Any) -> int:
         return int(run.step if door == "run" else run.total_run_calls)
 
-    told = "and this loop has not asked for it. A loop over range(n) trains n more"
+    told = "but this loop did not ask for the step. A loop over range(n) trains n more"
     assert train(lambda *_: 0) == [], "nothing was restored"
     assert train(lambda *_: 0) == [f"resumed at step 2, {told}"]
     assert train(read_step) == []
@@ -785,7 +790,7 @@ def test_a_loader_that_trains_and_evaluates_is_warned_of(caplog: pytest.LogCaptu
             list(sampler.batches(sampler))
     assert seen == [0, 2, 4]
     (record,) = caplog.records
-    assert "epochs 0 to 1 went by in one turn of epochs(5)" in record.message
+    assert "epochs 0 to 1 ended within one turn of epochs(5)" in record.message
 
     def train() -> None:
         for _ in sampler.stream(sampler):
@@ -793,7 +798,7 @@ def test_a_loader_that_trains_and_evaluates_is_warned_of(caplog: pytest.LogCaptu
 
     with pytest.raises(UsageError, match="another loop") as raised:
         train()
-    assert "To evaluate, use a loader of its own" in str(raised.value)
+    assert "For evaluation, use a separate loader" in str(raised.value)
     frames = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
     assert [Path(name).name for name in frames] == [Path(__file__).name] * 2 + ["tracebacks.py"]
 
@@ -832,37 +837,37 @@ holdfast: runs/gpt: optimizer.lr 0.1 restored (your script says 0.5); keep_curre
 holdfast: runs/gpt is at step 16, saved; 2 checkpoints kept
 --
 holdfast: resumed runs/gpt at step 16 (saved N), next save at step 20
-holdfast: runs/gpt was at step 16 already; no step was added
+holdfast: runs/gpt was already at step 16; no step was added
 --
 --
-holdfast: runs/gpt starts anew; first save at step 5
+holdfast: runs/gpt starts from the beginning; first save at step 5
 holdfast: runs/gpt is at step 5, saved; 1 checkpoint kept
 --
-holdfast: runs/handled is new; saves only when the job is asked to leave, and at save(): \
-CheckpointManager(save_every=hf.Steps(n)) saves while it trains
+holdfast: runs/handled is new; saves only when the job is asked to stop, and at save(); \
+to save while it trains: CheckpointManager(save_every=hf.Steps(n))
 holdfast: runs/handled is at step 3, saved; 1 checkpoint kept
 --
-holdfast: resumed runs/handled at step 3 (saved N), saves only when the job is asked to leave, and at save(): \
-CheckpointManager(save_every=hf.Steps(n)) saves while it trains
+holdfast: resumed runs/handled at step 3 (saved N), saves only when the job is asked to stop, and at save(); \
+to save while it trains: CheckpointManager(save_every=hf.Steps(n))
 holdfast: runs/handled is at step 4; the newest checkpoint is step 3
 --
 --
-holdfast: runs/backup has no backup; training starts at the beginning
+holdfast: runs/backup has no backup; training starts from the beginning
 holdfast: runs/backup: the backup of epoch 1 is kept
 --
 holdfast: resumed runs/backup after epoch 1 (saved N)
 holdfast: runs/backup: the backup of epoch 2 is kept
 --
 holdfast: PLACE/runs/backup: no backup was made after that of epoch 2, which was restored. If all epochs were \
-trained, call delete_backup(): until then each run begins behind that epoch
+trained, call delete_backup(); until then every run continues after that epoch
 --
 holdfast: resumed runs/backup after epoch 2 (saved N)
-holdfast: runs/backup: training is over, and its backup is deleted
+holdfast: runs/backup: training is complete, and its backup is deleted
 --
 --
 INFO step 6 restored: 0 B in N
 INFO resumed runs/gpt at step 6 (saved N), next save at step 10
-INFO runs/gpt was at step 6 already; no step was added
+INFO runs/gpt was already at step 6; no step was added
 --
 """
 
@@ -996,7 +1001,7 @@ def test_directory_that_takes_no_checkpoint_is_refused_at_entry(tmp_path: Path) 
     with pytest.raises(StorageError, match="/proc/nope/run: no checkpoint can be saved here: cannot make"):
         begin("/proc/nope/run", "resumable", state=state)
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=rf"hint: {tmp_path}/file is no directory"):
+    with pytest.raises(StorageError, match=rf"hint: {tmp_path}/file is not a directory"):
         begin(tmp_path / "file" / "x" / "run", "resumable", state=state)
 
 
@@ -1066,7 +1071,7 @@ def test_a_metric_that_is_no_number_is_refused_where_it_is_given(tmp_path: Path)
         manager.save_if_due(1, metrics=0.5)  # type: ignore[arg-type]
     loss = torch.ones(1, requires_grad=True)
     with hf.resumable(tmp_path / "run", state=1) as run:
-        with pytest.raises(UsageError, match=r"run.report\(\*\*figures\) for a dict"):
+        with pytest.raises(UsageError, match=r"run.report\(\*\*metrics\) for a dict"):
             run.report({"loss": 0.5})
         for _ in run.steps(1):
             run.report(loss=loss, lr=np.float32(0.5), acc=np.array(2), nan=float("nan"), seen=True)

@@ -140,7 +140,7 @@ def test_it_can_be_switched_off(run: Path) -> None:
             other.save()
             other.manager.wait(60)
             assert not has_spare(run.with_name("other"))
-    with pytest.raises(UsageError, match="reuse_space=1 is neither True nor False"):
+    with pytest.raises(UsageError, match="reuse_space must be True or False, got 1"):
         hf.CheckpointManager(run, hf.Checkpoint(a=array), reuse_space=1)  # type: ignore[arg-type]
 
 
@@ -453,11 +453,11 @@ def test_list_names_it(run: Path) -> None:
 def test_prune_removes_it_when_no_job_can_be_alive(run: Path) -> None:
     make_left(run)
     left_alone = call("prune", run, "--unfinished", "--yes")
-    assert f"left alone: {SPARE_NAME}, which a job is to use for its next save" in left_alone.stdout
+    assert f"skipped: a job may use {SPARE_NAME}" in left_alone.stdout
     assert has_spare(run)
     code, words = complaint("prune", run)
     assert code == 2
-    assert "--unfinished (with --job-is-dead also the spare file)" in words
+    assert "--unfinished or --lost" in words
     document = call_json("prune", run, "--unfinished", "--job-is-dead", "--dry-run")
     assert [(one["directory"], one["state"]) for one in document["remove"]] == [(SPARE_NAME, "spare")]
     assert has_spare(run)

@@ -160,8 +160,8 @@ def test_named_memories_are_one() -> None:
         (Path("s3://bucket/run"), "went through pathlib"),
         ("", "not the name of a directory"),
         ("a\0b", "not the name of a directory"),
-        (7, "int is not the location"),
-        (None, "NoneType is not the location"),
+        (7, "got int"),
+        (None, "got NoneType"),
     ],
 )
 def test_open_storage_of_nothing_known(location: str, says: str) -> None:

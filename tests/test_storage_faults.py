@@ -262,7 +262,7 @@ for name in ("first", "second"):
 """,
         *("-P", str(trace.root / "first"), "-e", f"inject={refusal}"),
     )
-    assert printed.startswith(f"WARNING {trace.root}: its file system takes no direct writes")
+    assert printed.startswith(f"WARNING {trace.root}: its file system does not support direct writes")
     assert len(printed.splitlines()) == 1
 
 
@@ -302,7 +302,7 @@ print(*(event for event in told if isinstance(event, Warned)), sep="\\n")
 """,
         *("-P", data[0], "-P", data[1], "-e", "inject=fcntl:error=EINVAL:when=2"),
     )
-    assert printed.startswith(f"{trace.root}: its file system takes no direct writes")
+    assert printed.startswith(f"{trace.root}: its file system does not support direct writes")
     assert len(printed.splitlines()) == 1
     assert len([call for call in trace.calls("fcntl") if "INJECTED" in call]) == 2
 
@@ -326,7 +326,7 @@ def test_neither_hard_links_nor_such_a_rename(trace: Trace) -> None:
         "print(failure(storage.publish, 'manifest', b'1'), storage.list(''))",
         *("-e", "inject=linkat:error=EOPNOTSUPP", "-e", "inject=renameat2:error=EINVAL"),
     )
-    assert "neither hard links nor a rename that replaces nothing" in printed
+    assert "neither hard links nor an atomic rename without overwriting" in printed
     assert printed.endswith("[]")
 
 

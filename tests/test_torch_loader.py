@@ -401,7 +401,7 @@ class TestStatefulDataLoader:
         loader = stateful(Augmented(), batch_sampler=sampler)
         with pytest.raises(UnsupportedValueError, match="both keep a position"):
             capture_objects({"data": loader})
-        with pytest.raises(UsageError, match="position of its own"):
+        with pytest.raises(UsageError, match="its own position"):
             sampler.batches(loader)
 
     @pytest.mark.parametrize("num_workers", [0, 2])

@@ -666,8 +666,8 @@ def test_an_optimizer_that_steps_where_no_step_is_counted_is_warned_of(tmp_path:
         for _ in range(9):
             train_step()
     assert warned() == [
-        (f"optimizer has stepped 8 times, {uncounted} nothing of it is saved yet", False),
-        (f"optimizer has stepped 9 times, {uncounted} nothing of it is saved", True),
+        (f"optimizer has stepped 8 times, {uncounted} nothing was saved yet", False),
+        (f"optimizer has stepped 9 times, {uncounted} nothing was saved", True),
     ]
     with enter(optimizer=optimizer, loader=loader):
         for _ in loader:
@@ -690,7 +690,7 @@ def test_an_optimizer_that_steps_where_no_step_is_counted_is_warned_of(tmp_path:
         with hf.PreemptionCheckpointHandler(manager):
             train_step()
         assert warned() == [
-            (f"optimizer has stepped once, {uncounted} no notice was acted on, and nothing of it is saved", True)
+            (f"optimizer has stepped once, {uncounted} notices were ignored, and nothing was saved", True)
         ]
         with hf.PreemptionCheckpointHandler(manager) as handler:
             handler.run(train_step)
@@ -854,6 +854,6 @@ def test_a_kept_optimizer_that_does_not_step_is_warned_of(tmp_path: Path, way: s
 
     assert warned(3, kept) == []
     assert warned(1, other) == [], "an evaluation, perhaps, or a step that accumulates"
-    assert warned(3, other) == ["3 steps were counted, and optimizer has not stepped"]
-    assert warned(70, other) == ["65 steps were counted, and optimizer has not stepped"], "it is said once"
+    assert warned(3, other) == ["3 steps were counted, but optimizer has not stepped"]
+    assert warned(70, other) == ["65 steps were counted, but optimizer has not stepped"], "it is said once"
     assert not kept._optimizer_step_pre_hooks

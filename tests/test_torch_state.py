@@ -18,7 +18,8 @@ from holdfast.events import Event, Warned
 from holdfast.format import codecs
 from holdfast.integrations.torch.tensors import DTYPES, INTEGERS, TorchBackend
 from holdfast.state.adapters import HANDED_OVER
-from holdfast.state.capture import CaptureCache, capture_objects
+from holdfast.state.capture import capture_objects
+from holdfast.state.capture_cache import CaptureCache
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.match.compare import Comparison
 from holdfast.state.match.matching import match_objects
@@ -553,7 +554,7 @@ def test_tied_parameters_are_stored_once_and_stay_tied() -> None:
     assert same_state(loose.state_dict(), source.state_dict())
     differences = match(store(model=loose), {"model": live}).differences
     assert differences.wrong_kind == [
-        "model/1.weight: stored apart from model/0.weight, live the two share their memory"
+        "model/1.weight: stored separately from model/0.weight, but the live arrays share memory"
     ]
 
 
@@ -809,4 +810,4 @@ def test_what_a_program_seems_to_have_forgotten_is_said_at_its_first_save(tmp_pa
             assert told == []
     assert len(told) == 2
     assert told[0].startswith("other/0: its state_dict() is empty")
-    assert told[1].startswith("model: dropout draws from random generators that are not kept")
+    assert told[1].startswith("model: dropout draws from random generators that are not saved")

@@ -382,7 +382,7 @@ def test_a_live_value_says_what_type_is_meant() -> None:
 
 def test_without_a_live_value_a_type_is_not_found_by_its_name() -> None:
     for value in (Point(1.0), Pair(1, 2), Color.RED, Rights.READ):
-        with pytest.raises(UnsupportedValueError, match="not known here") as caught:
+        with pytest.raises(UnsupportedValueError, match="not known in this process") as caught:
             through_json(value)
         cls = type(value)
         assert f"holdfast.register_type({cls.__qualname__}) before" in caught.value.hint
@@ -390,9 +390,9 @@ def test_without_a_live_value_a_type_is_not_found_by_its_name() -> None:
 
 
 def test_a_live_value_of_another_type_does_not_do() -> None:
-    with pytest.raises(UnsupportedValueError, match="not known here"):
+    with pytest.raises(UnsupportedValueError, match="not known in this process"):
         through_json(Color.RED, Level.LOW)
-    with pytest.raises(UnsupportedValueError, match="not known here"):
+    with pytest.raises(UnsupportedValueError, match="not known in this process"):
         decode_value({"$": "dataclass", "k": "os:system", "v": {}}, Point(1.0))
 
 
@@ -421,7 +421,7 @@ def test_a_renamed_type_is_found_under_its_old_name() -> None:
 def test_fields_that_changed_are_refused() -> None:
     node = encode_value(Point(1.0))
     node["v"]["gone"] = node["v"].pop("label")
-    with pytest.raises(UnsupportedValueError, match="other fields"):
+    with pytest.raises(UnsupportedValueError, match="fields of the class have changed"):
         decode_value(node, Point(0.0))
 
 
@@ -462,7 +462,7 @@ def test_live_keys_and_elements_say_what_types_are_meant() -> None:
     back = through_json(value, live)
     assert back == value
     assert type(next(iter(back["by"]))) is Color
-    with pytest.raises(UnsupportedValueError, match="not known here"):
+    with pytest.raises(UnsupportedValueError, match="not known in this process"):
         through_json(value, {"by": {Color.GREEN: 0}, "seen": live["seen"]})
 
 
@@ -486,7 +486,7 @@ def test_a_codec_that_is_missing_is_named() -> None:
 
 def test_a_codec_that_refuses_is_a_format_error() -> None:
     register_codec(Version, tag="tests.Version", encode=lambda v: v.parts, decode=lambda parts: Version(*parts))
-    with pytest.raises(FormatError, match="refused"):
+    with pytest.raises(FormatError, match="rejected"):
         decode_value({"$": "codec", "k": "tests.Version", "v": 3})
 
 

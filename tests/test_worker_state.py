@@ -154,7 +154,7 @@ def test_a_backup_that_beats_the_initial_epoch_says_so(tmp_path: Path) -> None:
     with state_in(tmp_path, sinks=[events.append]) as state:
         state.back_up(2)
         assert state.maybe_load_initial_epoch_from_ckpt(1, "train") == 3
-    assert any("not with 1" in event.text for event in events if isinstance(event, Warned))
+    assert any("instead of 1" in event.text for event in events if isinstance(event, Warned))
 
 
 def test_a_backup_of_a_later_epoch_is_said_aloud_and_kept(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_wrong_calls_are_refused_before_anything_is_done(tmp_path: Path) -> None
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(weights=np.ones(10))) as manager:
         manager.save(1)
     weights = np.zeros(10)
-    with pytest.raises(UsageError, match="no backup"):
+    with pytest.raises(UsageError, match="not a backup"):
         state_in(tmp_path, weights).restore()
     assert weights.tolist() == [0.0] * 10
 
@@ -453,7 +453,7 @@ def test_an_epoch_before_the_restored_one_is_refused(tmp_path: Path) -> None:
         with hf.WorkerTrainingState(tmp_path / "backup", hf.Checkpoint(values=np.zeros(3))) as state:
             state.restore()
             if life == 1:
-                with pytest.raises(UsageError, match="epoch 1 was restored, and epoch 0 lies before it"):
+                with pytest.raises(UsageError, match="epoch 1 was restored, and epoch 0 is not after it"):
                     state.back_up(0)
             first = state.maybe_load_initial_epoch_from_ckpt(0, "train")
             for epoch in range(first, first + 2):
@@ -483,23 +483,23 @@ def test_training_that_backs_nothing_up_is_warned_of_meanwhile_and_at_end(
         return [
             (record.levelname, record.getMessage().partition(": ")[2])
             for record in caplog.records
-            if record.name == "holdfast" and (record.levelno > logging.INFO or " is over" in record.getMessage())
+            if record.name == "holdfast" and (record.levelno > logging.INFO or " is complete" in record.getMessage())
         ]
 
-    early = "5 batches were taken from sampler, but no epoch was backed up, so nothing of it is saved yet"
+    early = "5 batches were taken from sampler, but no epoch was backed up, so nothing was saved yet"
     whole = "8 batches were taken from sampler, but no epoch was backed up, so "
     advice = ": call back_up(epoch) after each epoch"
-    while_it_runs = ("WARNING", f"{early}{advice}. If your next backup is yet to come, all is well")
-    at_its_end = ("ERROR", f"{whole}nothing of it is saved{advice}")
+    while_it_runs = ("WARNING", f"{early}{advice}. If your next backup is yet to come, ignore this")
+    at_its_end = ("ERROR", f"{whole}nothing was saved{advice}")
     assert fit() == [while_it_runs, at_its_end]
     assert fit(error=KeyboardInterrupt) == [while_it_runs, at_its_end]
     assert fit(error=ZeroDivisionError) == [while_it_runs]
     assert fit(deletes=True) == [
         while_it_runs,
-        ("WARNING", f"{whole}a restart would have begun anew{advice}"),
-        ("INFO", "training is over, and no backup of it was made"),
+        ("WARNING", f"{whole}a restart would have started from the beginning{advice}"),
+        ("INFO", "training is complete, and no backup of it was made"),
     ]
-    assert fit(backs_up=True, deletes=True) == [("INFO", "training is over, and its backup is deleted")]
+    assert fit(backs_up=True, deletes=True) == [("INFO", "training is complete, and its backup is deleted")]
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -519,5 +519,5 @@ def test_training_that_only_restores_is_warned_of_at_its_end(tmp_path: Path, is_
     told = [(event.text, event.is_error) for event in events if isinstance(event, Warned)]
     assert len(told) == is_trained, told
     if is_trained:
-        assert "but no epoch was backed up, so nothing of it is saved: call back_up(epoch)" in told[0][0]
+        assert "but no epoch was backed up, so nothing was saved: call back_up(epoch)" in told[0][0]
         assert told[0][1]

@@ -140,7 +140,7 @@ def test_a_backup_that_is_kept_is_kept_by_all(tmp_path: Path) -> None:
 
     assert run_three(ask_for_less, tmp_path, sinks=[events.append]) == [(4, False)] * 3
     assert epochs_of(tmp_path) == [3, 4]
-    assert sum("asks for 2 epochs" in event.text for event in events if isinstance(event, Warned)) == 4
+    assert sum("asks for only 2 epochs" in event.text for event in events if isinstance(event, Warned)) == 4
 
 
 ANOTHER_JOB = """

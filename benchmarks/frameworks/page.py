@@ -89,7 +89,7 @@ def _show_share(share: float | None) -> str:
     if share is None:
         return ""
     if share == math.inf:
-        return "too little to be told from noise"
+        return "too small to distinguish from noise"
     return f"{share:.2f}" if share <= MOST else f"**{share:.2f}**"
 
 
@@ -117,7 +117,7 @@ def _saves(results: Results) -> Iterator[str]:
     yield "### A save\n"
     yield (
         "A model of 17 million parameters with AdamW state, 0.20 GB. Lost is what the steps with a save took longer "
-        "than as many without, in a fit of the same process before and behind it: the stall, and what the work in the "
+        "than as many without, in a fit of the same process before and after it: the stall, and what the work in the "
         "background takes from training. The stall is the step that a save falls into, less a step without one. The "
         "first save of a fit, which makes memory and files ready, is a column of its own.\n"
     )

@@ -34,7 +34,7 @@ from benchmarks.turns import Bench, in_turn
 Measure = Callable[[str, int], dict[str, float]]
 """Gives the figures of a contender in a round."""
 
-_PATIENCE_SECONDS: Final = 25.0
+_PATIENCE_SECONDS: Final = 30.0
 """One whose round takes longer is not so close to the others that its median would need more rounds."""
 _PAUSE_SECONDS: Final = 1.0
 _CHAIN_SAVES: Final = 3
@@ -56,13 +56,15 @@ class WorkersPlan:
         rounds: How many rounds count; one more comes before them.
         most_seconds: About how long it may all take: once a setup has had its share of what is left, no further round
             of it begins. One round counts at least.
+        training_seconds: After so long no further round of training begins.
         interval_steps: How many steps of training lie between two saves.
         setups: What is saved, by name; empty for all.
         has_others: Whether another number of workers restores, too.
     """
 
     rounds: int = MOST_ROUNDS
-    most_seconds: float = 600.0
+    most_seconds: float = 540.0
+    training_seconds: float = 90.0
     interval_steps: int = 10
     setups: Sequence[str] = ()
     has_others: bool = True
@@ -139,7 +141,7 @@ def compare_workers_training(bench: Bench, names: Sequence[str], plan: WorkersPl
     try:
         with open_jobs(bench, TRAINING_WORKERS, members) as jobs:
             with jobs.opened(TRAINING, [name for some in members.values() for name in some], open_one):
-                _go_round(jobs, TRAINING, plan.rounds, plan.most_seconds, train)
+                _go_round(jobs, TRAINING, plan.rounds, plan.training_seconds, train)
     finally:
         shutil.rmtree(bench.directory / TRAINING, ignore_errors=True)
 

@@ -62,7 +62,7 @@ def render_page(results: Results, picture: str) -> str:
     """**Pure.** The page in Markdown; `picture` is the name of its picture."""
     if not was_measured(results):
         return f"{_TITLE}\n{_NOT_YET}"
-    parts = [_TITLE, *_goals(results), _noise(results), "", _HEAD.format(picture=picture, rounds=_rounds(results))]
+    parts = [_TITLE, *_goals(results), _noise(results), _HEAD.format(picture=picture, rounds=_rounds(results))]
     parts += _machine(results)
     for setup in list_setups(results.scale):
         parts += _setup(results, setup)
@@ -102,11 +102,14 @@ def _goals(results: Results) -> Iterator[str]:
 
 def _noise(results: Results) -> str:
     """How far the machine's own limits differ between the rounds of a setup with a model."""
-    factor = 1.0
+    factor, count = 1.0, 0
     for setup in list_setups(results.scale):
         if setup.model is not None:
             limits = limits_of(results, setup.name).values()
+            count = max([count, *(limit.count for limit in limits)])
             factor = max([factor, *(limit.high / limit.low for limit in limits)])
+    if count <= 1:
+        return "The machine's own limits were measured once: how steady it was is not known.\n"
     verdict = "The machine was steady" if factor <= _STEADY else "**The machine was not steady**"
     return f"{verdict}: between the rounds of a table, its own limits differed by a factor of {factor:.2f} at most.\n"
 

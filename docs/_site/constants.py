@@ -1,4 +1,4 @@
-"""Shows a default that is a named constant of holdfast by its value: `15.0`, not `LIVENESS_SECONDS`."""
+"""Shows a named constant of holdfast by its value: `15.0`, not `LIVENESS_SECONDS`."""
 
 from typing import Any
 

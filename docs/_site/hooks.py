@@ -15,7 +15,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Drops the words that tell the tests how to run a block: `python run` becomes `python`."""
+    """Drops the words that tell the tests how to run a block: `python run`."""
     return _FENCE.sub(r"```\1", markdown)
 
 

@@ -125,11 +125,11 @@ _HOMES: Final = {
     "resumable": "holdfast.run",
     "save": "holdfast.integrations.tree",
 }
-"""What is imported when it is asked for, so that `import holdfast` is quick, also for those who only look at a run: the
-engine behind saves and restores, what needs a framework, and what few programs use."""
+"""Names that are imported on demand, so that `import holdfast` is quick: the engine of saves and restores, parts that
+need a framework, and those that few programs use."""
 
 _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
-"""By module, the extra of holdfast that brings it."""
+"""By module, the extra of holdfast that installs it."""
 
 
 _MODULES: Final = {
@@ -140,7 +140,7 @@ _MODULES: Final = {
     "lightning": "holdfast.integrations.lightning",
     "transformers": "holdfast.integrations.transformers",
 }
-"""Modules that are imported when they are asked for; those of frameworks are doors (`holdfast.extras`)."""
+"""Modules that are imported on demand; those for frameworks are `Door`s (`holdfast.extras`)."""
 
 
 def __getattr__(name: str) -> Any:
@@ -175,7 +175,7 @@ sys.meta_path.append(_Doors())
 
 
 class _Package(ModuleType):
-    """The package itself. Its `save` is the function: importing `holdfast.save`, a package, would put that there."""
+    """The package itself. Its `save` is the function; importing `holdfast.save`, a package, would replace it."""
 
     @property
     def save(self) -> Any:
@@ -183,7 +183,7 @@ class _Package(ModuleType):
 
     @save.setter
     def save(self, package: ModuleType) -> None:
-        """Leaves the function where it is; `holdfast.save` is found by its name in an import."""
+        """Leaves the function in place; an import finds `holdfast.save` by its name."""
 
 
 sys.modules[__name__].__class__ = _Package

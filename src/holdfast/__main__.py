@@ -1,4 +1,4 @@
-"""The command `holdfast`, as `python -m holdfast`: for whoever does not have it on the path."""
+"""The command `holdfast`, as `python -m holdfast`: if it is not on the path."""
 
 from holdfast.cli.main import main
 

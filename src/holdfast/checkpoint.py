@@ -1,4 +1,4 @@
-"""The names of the objects whose state is kept."""
+"""`Checkpoint`: names the objects whose state is saved."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from holdfast.tracebacks import short_traceback
 
 @short_traceback
 class Checkpoint:
-    """Names the objects whose state is kept together. It does no I/O; a manager saves and restores it.
+    """Names the objects whose state is saved together. It does no I/O; a manager saves and restores it.
 
-    An object is a torch module, optimizer, scheduler or data loader, anything with `state_dict` and
-    `load_state_dict`, a tensor, an array, a number, a string, bytes, or a tree (dict, list, tuple, dataclass) of all
-    of these.
+    An object is a torch module, optimizer, scheduler or data loader, anything with `state_dict` and `load_state_dict`,
+    a tensor, an array, a number, a string, bytes, or a tree (dict, list, tuple, dataclass) of these.
 
         checkpoint = Checkpoint(model=model, optimizer=optimizer, rng=RNG(), epoch=0)
         checkpoint.epoch += 1          # the same as checkpoint["epoch"] += 1
         checkpoint["loader"] = loader  # objects may be added at any time
 
-    A restore changes objects where they are. What cannot be changed, such as a number, is replaced here: read
-    `checkpoint.epoch` after a restore, not a variable of your own. Brackets take every name; one that is an attribute
-    of this class too (`objects`) can be read and set with brackets only.
+    A restore changes objects in place. Immutable objects, such as numbers, are replaced in the checkpoint: after a
+    restore, read `checkpoint.epoch`, not a variable of your own. Brackets accept every name; if a name is also an
+    attribute of this class (`objects`), only brackets can read and set it.
     """
 
     __slots__ = ("_assigned", "_backup_url", "_objects", "_own")
@@ -37,17 +36,17 @@ class Checkpoint:
     _backup_url: str
 
     def __init__(self, /, *unnamed: object, **objects: Any) -> None:
-        """Takes the objects by name.
+        """Creates a checkpoint of the given objects, by name.
 
         Raises:
             UnnamedError: If an object is given without a name.
-            UsageError: If a name cannot be one.
+            UsageError: If a name is not allowed.
         """
         if unnamed:
             given = ", ".join(type(obj).__name__ for obj in unnamed)
             raise UnnamedError(
-                f"what is kept is given by name, and {given} has none",
-                hint="Write Checkpoint(model=model, optimizer=optimizer): it is stored under that name.",
+                f"objects must be given by name, got {given} without a name",
+                hint=("Write Checkpoint(model=model, optimizer=optimizer): the keyword is its stored name."),
             )
         self._objects = {}
         self._own = {}
@@ -58,27 +57,27 @@ class Checkpoint:
 
     @property
     def objects(self) -> Mapping[str, Any]:
-        """The objects by name, in the order in which they were named; a read-only view."""
+        """The objects by name, in the order in which they were added; a read-only view."""
         return MappingProxyType(self._objects)
 
     def __getitem__(self, name: str) -> Any:
         try:
             return self._objects[name]
         except KeyError:
-            raise KeyError(f"no object {name!r}; there are: {', '.join(self._objects) or 'none'}") from None
+            raise KeyError(f"no object {name!r}; the names are: {', '.join(self._objects) or 'none'}") from None
 
     def __setitem__(self, name: str, obj: Any) -> None:
-        """Names an object, in place of an earlier one.
+        """Adds an object, or replaces the one of that name.
 
         Raises:
-            UsageError: If the name cannot be one.
+            UsageError: If the name is not allowed.
         """
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise UsageError(f"{name!r} cannot name an object", hint="Use a name of printable characters.")
+            raise UsageError(f"{name!r} cannot be the name of an object", hint="Use a name of printable characters.")
         if "/" in name or name.startswith("$") or name == "__metadata__":
             raise UsageError(
-                f"{name!r} cannot name an object",
-                hint="A name has no '/', does not begin with '$', and is not '__metadata__'.",
+                f"{name!r} cannot be the name of an object",
+                hint="A name must not contain '/', begin with '$' or be '__metadata__'.",
             )
         if name in self._objects:
             self._assigned.add(name)
@@ -107,7 +106,7 @@ class Checkpoint:
             object.__setattr__(self, name, obj)
             return
         if hasattr(type(self), name):
-            raise AttributeError(f"{name!r} is not free as an attribute; write checkpoint[{name!r}] = ...")
+            raise AttributeError(f"{name!r} is an attribute of Checkpoint itself; write checkpoint[{name!r}] = ...")
         self[name] = obj
 
     def __delattr__(self, name: str) -> None:
@@ -125,7 +124,7 @@ class Checkpoint:
 
 
 def _show(obj: object) -> str:
-    """Numbers and short text as they are, and what kind of object anything else is."""
+    """Returns numbers and short text as they are, and a description of any other object."""
     if obj is None or type(obj) in (bool, int, float, complex, str, bytes):
         return reprlib.repr(obj)
     if type(obj) in (dict, list, tuple, set):
@@ -134,40 +133,42 @@ def _show(obj: object) -> str:
 
 
 def list_assigned(checkpoint: Checkpoint) -> frozenset[str]:
-    """The names that were given another object after their first one, by a restore or by the program."""
+    """Returns the names that were assigned another object after their first one, by a restore or by the program."""
     return frozenset(checkpoint._assigned)
 
 
 def all_objects(checkpoint: Checkpoint) -> dict[str, Any]:
-    """All that is saved and restored: the user's objects, and those that holdfast itself has added."""
+    """Returns everything that is saved and restored: the user's objects and those that holdfast added."""
     return {**checkpoint._objects, **checkpoint._own}
 
 
 def check_order(maker: str, directory: object, checkpoint: object) -> None:
-    """**Pure.** Makes sure that both are what they should be, in the order that all classes have.
+    """**Pure.** Checks that both arguments have the right type, in the order that all classes share.
 
     Raises:
-        UsageError: If they are not.
+        UsageError: If they do not.
     """
     if isinstance(directory, Checkpoint):
         raise UsageError(
-            f"{maker} takes the directory first, and was given a Checkpoint there",
+            f"{maker} takes the directory first, got a Checkpoint",
             hint=f"Write {maker}(directory, checkpoint).",
         )
     if not isinstance(checkpoint, Checkpoint):
-        raise UsageError(f"{checkpoint!r} is no Checkpoint", hint="Name the objects: Checkpoint(model=model, ...).")
+        raise UsageError(
+            f"expected a Checkpoint, got {checkpoint!r}", hint="Name the objects to save: Checkpoint(model=model, ...)."
+        )
 
 
 def own_objects(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The objects that holdfast itself keeps in a checkpoint, by their reserved names; may be added to."""
+    """Returns the objects that holdfast itself keeps in a checkpoint, by their reserved names; may be added to."""
     return checkpoint._own
 
 
 def note_backup(checkpoint: Checkpoint, url: str) -> None:
-    """Notes that the objects are as a backup left them, or as training begins where there is none yet."""
+    """Notes that the objects are as a backup left them, or as training begins without a backup."""
     checkpoint._backup_url = url
 
 
 def backup_url(checkpoint: Checkpoint) -> str:
-    """Where the backup lies that the objects were to be restored from; empty if there was no such restore."""
+    """Returns the URL of the backup that the objects were to be restored from; empty if there was no such restore."""
     return checkpoint._backup_url

@@ -1,7 +1,7 @@
-"""What holdfast needs of threads beyond the standard library: both survive an exception that a signal handler raises.
+"""Thread primitives that survive an exception raised by a signal handler.
 
-`threading.Event`, `Condition` and `Thread.start` run Python code with a lock held, and an interrupt there leaves the
-lock locked for ever.
+`threading.Event`, `Condition` and `Thread.start` run Python code while they hold a lock, and an interrupt there leaves
+it locked.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 
 class Latch:
-    """**Thread-safe.** Shut until it is opened, once and for good.
+    """**Thread-safe.** A one-shot event: shut until it is opened, once and for good.
 
-    `threading.Event` and `Condition` take their lock in Python code, so that Ctrl-C (or any signal handler that raises)
-    in a thread that waits may leave it locked, and the thread that opens it hangs. Here each wait has a lock of its
-    own: what an interrupt leaves behind concerns no other thread.
+    `threading.Event` and `Condition` take their lock in Python code, so Ctrl-C (or any signal handler that raises) in a
+    waiting thread may leave it locked, and the thread that opens it hangs. Here each wait has its own lock, so an
+    interrupt affects no other thread.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Latch:
         self._waiting: list[threading.Lock] = []
 
     def open(self) -> None:
-        """Lets all through that wait or will come. Harmless again, also where an interrupt has cut it off before."""
+        """Releases all who wait or will wait. May be repeated, also after an interrupt."""
         self.is_open = True
         # A thread that comes to wait from here on sees that it is open.
         for lock in self._waiting.copy():
@@ -34,7 +34,7 @@ class Latch:
                 pass  # It was let through already.
 
     def wait(self, timeout_seconds: float) -> bool:
-        """**Blocks.** Waits until it is open; False if it was not within that time."""
+        """**Blocks.** Waits until it is open; returns False if that takes longer."""
         if self.is_open:
             return True
         lock = threading.Lock()
@@ -52,10 +52,10 @@ class Latch:
 def start_thread(target: Callable[[], object], name: str) -> Latch:
     """Starts a daemon thread; does not wait until it runs.
 
-    `Thread.start` waits in Python code, where Ctrl-C would leave a lock locked. So another thread calls it.
+    `Thread.start` waits in Python code, where Ctrl-C would leave a lock locked, so another thread calls it.
 
     Returns:
-        A latch that is opened when the thread has ended, or could not be had.
+        A latch that opens when the thread has ended, or could not be started.
     """
     ended = Latch()
 

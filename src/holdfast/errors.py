@@ -1,20 +1,20 @@
 """The tree of errors, grouped by what a handler does about them.
 
-* `UsageError`: the call, or an object that was handed in, is wrong. Mend the program.
-* `MismatchError`: checkpoint and live objects do not fit. Restore with `strict=False`, or mend the objects.
-* `StorageError`: the place where bytes lie failed. Make room, or try again.
-* `DamageError`: bytes are there but are not what was written. Fall back to an older step.
-* `NoCheckpointError`: there is nothing to restore. Begin anew, or look at the directory.
-* `SaveFailedError`: an earlier save failed in the background. Go on, or stop.
-* `TaskFailedError`: a task of an epoch job raised. Mend it, and start the job again: it goes on from the last epoch.
+* `UsageError`: the call, or an object that was passed, is wrong. Fix the program.
+* `MismatchError`: checkpoint and live objects differ. Restore with `strict=False`, or fix the objects.
+* `StorageError`: the storage failed. Make room, or try again.
+* `DamageError`: the stored bytes are not those that were written. Fall back to an older step.
+* `NoCheckpointError`: there is nothing to restore. Start from the beginning, or check the directory.
+* `SaveFailedError`: an earlier save failed in the background. Continue, or stop.
+* `TaskFailedError`: a task of an epoch job raised. Fix it, and start the job again: it resumes from the last epoch.
 * `NodeLostError`: a node of an epoch job is gone. Start the job again, or let the session replace it.
-* `OutOfMemoryError`: there is no host memory for what is on its way. Use a machine with more, or keep less.
+* `OutOfMemoryError`: there is no host memory for a copy of the state. Use a machine with more, or save less.
 * `FencedError`: another job has taken over the directory. Stop this one.
-* `ClusterError`: the workers of the job cannot reach each other, or one has failed. Stop, and start the job again.
+* `ClusterError`: the workers cannot reach each other, or one has failed. Stop, and start the job again.
 * `DeadlineError`: a wait ran out of time.
 
-Every error carries a `hint`: one sentence that says what to do. Its traceback shows the user's frames, and not those
-of holdfast; with `HOLDFAST_TRACEBACK=1` in the environment it shows all.
+Every error has a `hint`: one sentence that says what to do. Its traceback shows the user's frames, and not those of
+holdfast; with `HOLDFAST_TRACEBACK=1` in the environment it shows all.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 
 class HoldfastError(Exception):
-    """The root of all errors that holdfast raises.
+    """The base class of all errors that holdfast raises.
 
     Attributes:
-        hint: What to do about it, one sentence, or an empty string.
+        hint: What to do about it, in one sentence; or an empty string.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
@@ -47,14 +47,14 @@ def _remake(cls: type[HoldfastError], args: tuple[object, ...]) -> HoldfastError
 
 
 class UsageError(HoldfastError, ValueError):
-    """The call, or an object that was handed in, is wrong. Frameworks raise a `ValueError` there."""
+    """The call, or an object that was passed to it, is wrong. Also a `ValueError`."""
 
 
 class UnsupportedValueError(UsageError):
     """A value has no codec, or an array has a form that cannot be stored.
 
     Attributes:
-        path: Where the value stands, such as `scheduler/lr_lambdas/0`.
+        path: The path of the value, such as `scheduler/lr_lambdas/0`.
     """
 
     def __init__(self, message: str, *, path: str, hint: str = "") -> None:
@@ -63,7 +63,7 @@ class UnsupportedValueError(UsageError):
 
 
 class OutOfRangeError(UsageError):
-    """A number is not one that can be meant."""
+    """A number is outside of its valid range."""
 
 
 class UnnamedError(UsageError, TypeError):
@@ -71,11 +71,11 @@ class UnnamedError(UsageError, TypeError):
 
 
 class MissingPackageError(UsageError, ImportError):
-    """A part of holdfast was asked for that needs a package which is not installed."""
+    """A part of holdfast needs a package that is not installed."""
 
 
 class StepExistsError(UsageError):
-    """The step is committed already and `replace` was not asked for."""
+    """The step is already committed, and `replace` was not given."""
 
 
 class ClosedError(UsageError):
@@ -83,7 +83,7 @@ class ClosedError(UsageError):
 
 
 class MismatchError(HoldfastError):
-    """What is stored does not fit the live objects; nothing has been changed.
+    """The checkpoint does not fit the live objects; nothing has been changed.
 
     Attributes:
         differences: A `holdfast.state.Differences`, with a list for each kind of difference.
@@ -95,14 +95,14 @@ class MismatchError(HoldfastError):
 
 
 class ApplyError(HoldfastError):
-    """An object refused the state that was read for it, or live arrays that share memory cannot hold what is stored.
+    """An object rejected its stored state, or live arrays that share memory cannot hold the stored values.
 
-    Objects before it have been changed.
+    Objects before it have already been changed.
     """
 
 
 class StorageError(HoldfastError):
-    """The place where the bytes lie failed.
+    """The storage failed.
 
     Attributes:
         path: The path below the storage's root, or the whole path.
@@ -114,21 +114,21 @@ class StorageError(HoldfastError):
 
 
 class StorageFullError(StorageError):
-    """No room is left, or a quota is reached."""
+    """The disk is full, or a quota is reached."""
 
 
 class NotFoundError(StorageError):
-    """Nothing lies at that path."""
+    """The path does not exist."""
 
 
 class DamageError(HoldfastError):
-    """Bytes are there, but they are not what was written.
+    """The stored bytes are not those that were written.
 
     Attributes:
-        step: The step whose checkpoint is damaged, or None where that is not known.
+        step: The step of the damaged checkpoint, or None if it is not known.
         path: The damaged file.
-        offset_bytes: Where in the file the bad span begins, or None.
-        tensor: The leaf that the bad span belongs to, or an empty string.
+        offset_bytes: Where in the file the damaged span begins, or None.
+        tensor: The leaf that the damaged span belongs to, or an empty string.
     """
 
     def __init__(
@@ -153,14 +153,14 @@ class FormatError(DamageError):
 
 
 class NoCheckpointError(HoldfastError):
-    """There is no checkpoint at that place, or no such step."""
+    """The directory has no checkpoint, or not of that step."""
 
 
 class NoWholeCheckpointError(NoCheckpointError):
-    """Checkpoints are there, but none of them is whole; also if all their manifests are gone.
+    """There are checkpoints, but all of them are damaged or have lost their manifests.
 
     Attributes:
-        damages: What is wrong with each, newest first.
+        damages: The damage of each checkpoint, newest first.
     """
 
     def __init__(self, message: str, *, damages: tuple[DamageError, ...], hint: str = "") -> None:
@@ -173,7 +173,7 @@ class SaveFailedError(HoldfastError):
 
     Attributes:
         step: The step that was not committed.
-        next_save: The handle of the save that was being asked for when this was raised, which goes on; or None.
+        next_save: The handle of the save that was being requested when this was raised, and continues; or None.
     """
 
     def __init__(self, message: str, *, step: int, next_save: Any = None, hint: str = "") -> None:
@@ -183,7 +183,7 @@ class SaveFailedError(HoldfastError):
 
 
 class ChangedError(HoldfastError):
-    """State changed while it was copied, though it was to stay as it is until a step that waits.
+    """State changed while it was being copied, although it should change only in an optimizer step, which waits.
 
     Attributes:
         leaves: The names of the arrays that changed.
@@ -195,7 +195,7 @@ class ChangedError(HoldfastError):
 
 
 class TaskFailedError(HoldfastError):
-    """A task of a job raised an error, which is its `__cause__`; or it had to be given up.
+    """A task of a job raised an error, which is its `__cause__`; or the task was abandoned.
 
     Attributes:
         group: The group that was running.
@@ -223,25 +223,25 @@ class NodeLostError(HoldfastError):
 
 
 class OutOfMemoryError(HoldfastError, MemoryError):
-    """There is no host memory for bytes on their way."""
+    """There is no host memory for a copy or a buffer."""
 
 
 class FencedError(HoldfastError):
-    """Another job has opened a newer generation of this run; this one can commit no more."""
+    """Another job has opened a newer generation of this run; this job can no longer commit."""
 
 
 class ClusterError(HoldfastError):
-    """The store through which the workers of a job agree does not answer."""
+    """The store through which the workers of the job coordinate does not respond."""
 
 
 class PeerError(ClusterError):
     """Another worker of the job has failed.
 
     Attributes:
-        rank: Which worker.
+        rank: The rank of that worker.
         kind: The name of the error's type there.
-        text: What the error says.
-        traceback: Where it was raised there, as Python prints it; empty if that is not known. It is a note as well.
+        text: The error's message.
+        traceback: The traceback there, as Python prints it; empty if it is not known. It is a note as well.
     """
 
     def __init__(self, message: str, *, rank: int, kind: str, text: str, traceback: str = "", hint: str = "") -> None:
@@ -255,15 +255,15 @@ class PeerError(ClusterError):
 
 
 class DeadlineError(HoldfastError, TimeoutError):
-    """A wait ran out of time; what was waited for may still happen."""
+    """A wait ran out of time; the awaited event may still happen."""
 
 
 class AbsentError(DeadlineError):
-    """Workers that were waited for did not come, or have not been heard of.
+    """Some workers did not join, or have not been heard of.
 
     Attributes:
-        ranks: Who is missing.
-        nodes: Where they run, in the same order.
+        ranks: The missing workers.
+        nodes: The nodes they run on, in the same order.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...], nodes: tuple[str, ...], hint: str = "") -> None:

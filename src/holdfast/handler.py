@@ -1,4 +1,4 @@
-"""`PreemptionCheckpointHandler`: a training loop of one's own that saves and leaves when its machine is taken away."""
+"""`PreemptionCheckpointHandler`: lets your own training loop save and exit when its machine is preempted."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ _ADVICE: Final = (
 
 @short_traceback
 class PreemptionCheckpointHandler:
-    """Runs steps; when the job is to be taken away it finishes the one in progress, saves, and leaves.
+    """Runs steps; on a preemption notice it finishes the current step, saves, and exits.
 
         manager = hf.CheckpointManager("runs/gpt", hf.Checkpoint(model=model, optimizer=optimizer))
         with manager, hf.PreemptionCheckpointHandler(manager) as handler:
             while handler.total_run_calls < 10_000:
                 loss = handler.run(train_step, next(batches))
 
-    Making it restores the newest checkpoint, unless the manager begins anew, or what it keeps is live already: it has
-    restored or saved in this process, or another handler of it has run steps. An error that leaves a handler's block
-    may leave half a step: the next handler restores.
+    Creating it restores the newest checkpoint, unless the manager has `begin_anew`, or its objects are already live:
+    the manager has restored or saved in this process, or another handler of it has run steps. An error that leaves a
+    handler's block may have cut a step in half, so the next handler restores.
 
-    A notice is acted on before the next step is run, or when the block is left, so that what the loop does after a step
-    belongs to that step. With a `save_every` of the manager's, steps are saved by that policy as well. `hf.resumable`
-    has all of this built in.
+    A notice takes effect before the next step, or when the block is left, so anything that the loop does after a step
+    belongs to that step. If the manager has `save_every`, steps are saved by that policy as well. `hf.resumable`
+    includes this.
 
     Use it from one thread.
 
     Attributes:
-        restored: What was restored, or None if the job began from nothing.
+        restored: The restore that took place, or None if the job starts from the beginning.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class PreemptionCheckpointHandler:
         keep_current: str | Iterable[str] = (),
         quiet: bool = False,
     ) -> None:
-        """**Blocks** while it restores, and listens for notices from then on.
+        """**Blocks** while it restores, and handles notices from then on.
 
         Args:
             manager: The manager that saves and restores.
-            termination_config: How to hear a notice, and how to leave.
-            strict: False to take from the checkpoint what fits, if objects have changed since.
-            keep_current: What the restore leaves as the script has it, as `CheckpointManager.restore` says:
+            termination_config: How to notice a preemption, and how to exit.
+            strict: False to restore everything that fits, if objects have changed since the save.
+            keep_current: What the restore leaves as the script set it, as in `CheckpointManager.restore`:
                 hyperparameters such as `"optimizer.lr"`, or names of whole objects.
-            quiet: True to leave out the lines that say where training begins and ends; warnings and errors stay.
+            quiet: True to omit the lines that say where training begins and ends; warnings and errors stay.
 
         Raises:
             UsageError: If an argument is wrong, or a source of notices cannot be used here.
             MismatchError: If checkpoint and objects differ.
-            NoWholeCheckpointError: If checkpoints are there but none is whole.
+            NoWholeCheckpointError: If there are checkpoints, but all are damaged.
             UnsupportedValueError: If an object has state that cannot be stored.
-            StorageError: If the place fails, or the directory cannot be made or written.
+            StorageError: If the storage fails, or the directory cannot be created or written.
         """
         self._manager = manager
         self._process = os.getpid()
@@ -132,29 +132,30 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many steps are complete, those of earlier processes included; the step number of the next save."""
+        """The number of complete steps, including those of earlier processes; the step number of the next save."""
         self._loop.watch.resumption = ""
         return self._count.done
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step, and counts it when it returns.
 
-        Before it, saves the last complete step if that is due, and saves and leaves if the job is to be taken away. A
-        batch of holdfast's own loaders that is taken between two steps, as an argument, counts for the next one.
+        Before the step, this saves the last complete step if a save is due, and saves and exits if the job was asked to
+        stop. A batch that is taken from one of holdfast's own loaders between two steps, as an argument, is the next
+        one's.
 
         Returns:
-            What `fn` returned.
+            The return value of `fn`.
 
         Raises:
-            SystemExit: When the job leaves; its code says whether everything is saved.
+            SystemExit: When the job exits; its code says whether everything is saved.
             ClosedError: If the handler is closed.
-            UnsupportedValueError: If a loader that is kept does not keep its place, before the first step.
-            UsageError: If this is within a step of `run` or of the loop of `steps`; or if another loader that is kept
-                gave a batch between the first two steps, which a restart would leave out.
+            UnsupportedValueError: Before the first step, if a saved loader does not keep its position.
+            UsageError: If this is inside a step of `run` or of the loop of `steps`; or if another saved loader gave a
+                batch between the first two steps, which a restart would skip.
             SaveFailedError: If saves by policy have failed.
-            PeerError: If another worker has failed: what ends `fn` on one of them, ends all;
-                `StopIteration` does so where it leaves the block.
-            ClusterError: If it has to be agreed on a step to save at, and the others cannot be reached.
+            PeerError: If another worker failed: an exception that ends `fn` on one worker ends all of them;
+                `StopIteration` does so when it leaves the block.
+            ClusterError: If the workers must agree on a step to save at, and the others cannot be reached.
         """
         self._check_between_steps("run")
         self._loop.finish_step()
@@ -191,24 +192,24 @@ class PreemptionCheckpointHandler:
         return result
 
     def steps(self, total: int) -> StepNumbers:
-        """The numbers of the steps that are still to be run, from `total_run_calls` to `total`, exclusive.
+        """Returns an iterator over the numbers of the remaining steps, from `total_run_calls` up to `total`, exclusive.
 
-        At each turn of the loop the step before counts as complete. Leaving with `break` counts the current one as
-        complete when the block of the handler is left, and so does an error that is caught inside the block but outside
-        the loop; let errors leave the block. A last save is up to the caller. What is done in the loop is the step:
-        `run` would count it once more. A turn that takes no batch, and finds the end of an epoch of a
-        `ResumableDataLoader` that is kept, does not count: the last turn of `zip(handler.steps(n), loader)` is one.
+        Each turn of the loop completes the step before it. Leaving with `break` completes the current step when the
+        handler's block is left, and so does an error that is caught inside the block but outside the loop, so let
+        errors leave the block. The caller makes the last save. The body of the loop is the step: `run` would count it a
+        second time. A turn does not count if it takes no batch and a saved `ResumableDataLoader` ends its epoch there:
+        the last turn of `zip(handler.steps(n), loader)` is such a turn.
 
         Args:
-            total: How many steps the job has in all, those of earlier processes included.
+            total: How many steps the job has in total, including those of earlier processes.
 
         Returns:
-            An iterator whose `len` is how many are left.
+            An iterator whose `len` is the number of remaining steps.
 
         Raises:
-            SystemExit: When the job leaves.
-            UsageError: If this is within a step of `run` or of another loop; or if a batch was taken since this call
-                from a loader that is kept, as in `zip(loader, handler.steps(n))`.
+            SystemExit: When the job exits.
+            UsageError: If this is inside a step of `run` or of another loop; or if a batch was taken from a saved
+                loader since this call, as in `zip(loader, handler.steps(n))`.
             SaveFailedError: If saves by policy have failed.
         """
         whole = check_whole("total", total)
@@ -216,19 +217,18 @@ class PreemptionCheckpointHandler:
         return StepNumbers("handler.steps(n)", self._loop, whole, begin_turn, self._end_steps)
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Counts one step as complete, and saves and leaves if it is time to: for a loop without `run` and `steps`.
+        """Counts one step as complete, and saves and exits if asked to: for a loop without `run` and `steps`.
 
-        Call it as the last act of each step.
+        Call it last in each step.
 
         Args:
-            args: For `save_fn`.
-            kwargs: For `save_fn`; without one, `metrics` and `metadata` for the manager's `save`.
+            args: Passed to `save_fn`.
+            kwargs: Passed to `save_fn`; without one, `metrics` and `metadata` are passed to the manager's `save`.
 
         Raises:
-            SystemExit: When the job leaves.
+            SystemExit: When the job exits.
             ClosedError: If the handler is closed.
-            UsageError: If this is within a step of `run` or of the loop of `steps`, or metrics or metadata cannot be
-                saved.
+            UsageError: If this is inside a step of `run` or of the loop of `steps`, or metrics or metadata are invalid.
             SaveFailedError: If saves by policy have failed.
         """
         self._check_between_steps("save_checkpoint_if_preempted")
@@ -240,17 +240,17 @@ class PreemptionCheckpointHandler:
         self._loop.count_own_step(*args, **kwargs)
 
     def should_stop(self) -> bool:
-        """Whether the job is to leave as soon as this step ends: for long work of one's own, to end it early."""
+        """Returns True if the job should exit after this step, so that long work inside a step can end early."""
         return self._guard.should_stop()
 
     def checkpointable(self, *, step_done: bool = True) -> AbstractContextManager[None]:
-        """**Blocks** as long as a look at all arrays takes. For `with`, around what takes long and changes no state.
+        """**Blocks** while it checks all arrays. Use it with `with`, around long work that changes no state.
 
-        As `Run.checkpointable`: the state may be saved, and the process may end, in the middle of the block.
+        As in `Run.checkpointable`, the state may be saved, and the process may exit, in the middle of the block.
 
         Args:
-            step_done: Whether the step in progress in a loop of `steps` counts as complete; False if nothing of it has
-                been done yet, as while data is awaited.
+            step_done: True if the step in progress in a loop of `steps` counts as complete; False if none of it has
+                been done yet (while waiting for data, for example).
 
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
@@ -260,13 +260,13 @@ class PreemptionCheckpointHandler:
         return self._loop.checkpointable(self._count.done)
 
     def close(self) -> None:
-        """**Blocks** until the save in flight has ended, and the one that is due after the last step of `run`.
+        """**Blocks** until the save in progress has ended, and the save that is due after the last step of `run`.
 
-        Acts on a notice that came by then; harmless twice. Close it before the manager.
+        Acts on a notice that came by then; a second call does nothing. Close the handler before the manager.
 
         Raises:
-            SystemExit: When the job leaves.
-            SaveFailedError: If that save has failed.
+            SystemExit: When the job exits.
+            SaveFailedError: If that save failed.
         """
         if self._closed or os.getpid() != self._process:
             return
@@ -304,7 +304,7 @@ class PreemptionCheckpointHandler:
             self._end_badly(error)
 
     def _end_badly(self, error: BaseException) -> None:
-        """The step that failed may have changed half of the state: only what was saved before counts."""
+        """Ends after an error: the failed step may have changed part of the state, so only earlier saves count."""
         self._closed = self._count.is_torn = True
         if not isinstance(error, Exception):
             self._note_end()
@@ -317,32 +317,32 @@ class PreemptionCheckpointHandler:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the handler is closed: a step would be run, and no notice heard", hint="Make a new one.")
+            raise ClosedError(
+                "the handler is closed, so it would not notice a preemption", hint="Create a new handler."
+            )
 
     def _check_between_steps(self, name: str, numbers: StepNumbers | None = None) -> None:
-        """Makes sure that no step runs, but for the turn of that loop."""
+        """Checks that no step is running, except for the turn of that loop."""
         self._check_open()
         if self._count.turn() not in (None, numbers):
-            hint = (
-                "A turn of `for step in handler.steps(...)` is one step, and so is a function that handler.run calls."
-            )
-            raise UsageError(f"{name} would count a step in the midst of another one", hint=hint)
+            hint = "Each turn of `for step in handler.steps(...)` is one step, and so is each call of handler.run."
+            raise UsageError(f"{name} would count a step inside of another step", hint=hint)
 
     def _end_steps(self) -> None:
         self._loop.save_if_due()
         self._save_anew()
 
     def _save_last(self) -> None:
-        """What was due after the last step of `run`: no further call of `run` saves it.
+        """Makes the save that was due after the last step of `run`: no further call of `run` makes it.
 
-        The manager asks for it when it is closed before the handler.
+        The manager asks for it if it is closed before the handler.
         """
         if not self._count.unfinished and self._count.turn() is None and not self._has_failed:
             with suppress(ClosedError):  # The manager was closed before, by an error.
                 self._loop.save_if_due()
 
     def _save_anew(self) -> None:
-        """What was saved in the midst of the last step does not hold what came after that."""
+        """Saves again: a save made in the middle of the last step does not contain what came after it."""
         if self._guard.provisional == self._count.done and not self._count.unfinished:
             self._loop.save_last()
 
@@ -351,10 +351,10 @@ class PreemptionCheckpointHandler:
             self._loop.warn(text, is_error=is_error)
 
     def _note_end(self) -> None:
-        """Says what was trained and not counted, or counted and not trained."""
+        """Reports steps that were trained but not counted, or counted but not trained."""
         self._loop.watch.warn_if_idle()
         is_lost = self._manager.newest_asked == self._first_asked
-        consequence = f"no notice was acted on{', and nothing of it is saved' if is_lost else ''}"
+        consequence = f"notices were ignored{', and nothing was saved' if is_lost else ''}"
         if text := self._loop.watch.describe(consequence):
             self._warn_uncounted(text, is_error=is_lost)
 
@@ -371,7 +371,7 @@ class PreemptionCheckpointHandler:
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        """For a handler that was not closed: a notice after its last step must not be lost."""
+        """Closes a handler that the program did not close: a notice after its last step must not be lost."""
         # What the interpreter has printed as the program's end, before it called this.
         error = getattr(sys, "last_value", None)
         try:
@@ -386,11 +386,11 @@ class PreemptionCheckpointHandler:
 
 
 class RunCalls(StepCount):
-    """How many steps were run, over all restarts; it is saved with everything else.
+    """The number of steps that were run, over all restarts; it is saved with everything else.
 
     Attributes:
-        is_loaded: Whether the last restore has found a count.
-        is_torn: Whether an error has ended a handler's block: the state may be that of half a step.
+        is_loaded: True if the last restore found a count.
+        is_torn: True if an error ended a handler's block: the state may be that of half a step.
     """
 
     def __init__(self) -> None:
@@ -398,11 +398,11 @@ class RunCalls(StepCount):
         self.is_loaded = self.is_torn = False
 
     def state_dict(self) -> dict[str, int]:
-        """The count."""
+        """Returns the count."""
         return {"count": self.done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the count of a checkpoint."""
+        """Loads the count of a checkpoint."""
         self.done = int(state["count"])
         self.is_loaded = True
 
@@ -410,7 +410,7 @@ class RunCalls(StepCount):
 def _restore(
     manager: CheckpointManager, strict: bool, keep_current: Iterable[str]
 ) -> tuple[RunCalls, Restoration | None]:
-    """Adds the count to what is kept, and restores unless what the manager keeps is live already."""
+    """Adds the count to the saved objects, and restores unless the manager's objects are already live."""
     own, earlier = own_objects(manager.checkpoint), manager.restored
     known = own.get(RUN_CALLS)
     if known is not None and not known.is_torn and (earlier is not None or known.counts_for(manager)):
@@ -431,9 +431,9 @@ def _restore(
         return calls, None
     if url := backup_url(manager.checkpoint):
         raise UsageError(
-            f"the WorkerTrainingState of {url} has restored these objects already, and the handler would restore "
-            f"another state over that, the newest step of {manager.url}",
-            hint="Make the PreemptionCheckpointHandler before you call restore() of the WorkerTrainingState.",
+            f"the WorkerTrainingState of {url} has already restored these objects; the handler would overwrite "
+            f"them with the newest step of {manager.url}",
+            hint="Create the PreemptionCheckpointHandler before you call restore() of the WorkerTrainingState.",
         )
     restoration = manager.restore(strict=strict, keep_current=keep_current)
     if restoration is not None and not calls.is_loaded:
@@ -445,13 +445,13 @@ def _restore(
 class PlaceWatch:
     """Finds loops that take batches, or draw random numbers, between the steps of `run`, where saves cannot see it.
 
-    A save of a step is made before the next one begins, so what the arguments of that one have taken by then counts as
-    trained. holdfast's own loaders know which of their batches were taken since a step ended; others do not. Each of
-    those is looked at until it moves for the first time.
+    A step is saved before the next one begins, so batches that the arguments of the next step took by then count as
+    trained. holdfast's own loaders know which of their batches were taken since a step ended; others do not, so those
+    are watched until they move for the first time.
     """
 
     def __init__(self, checkpoint: Checkpoint, warn: Callable[[str], object]) -> None:
-        """Begins when the first step has ended."""
+        """Starts watching after the first step."""
         members = list_members(checkpoint.objects)
         self._warn = warn
         self._loaders = {
@@ -466,10 +466,10 @@ class PlaceWatch:
         self._begun: dict[str, Any] = {}
 
     def begin_step(self) -> None:
-        """Looks at what has moved since the last step ended.
+        """Checks what has moved since the last step ended.
 
         Raises:
-            UsageError: If a loader has, between the first two steps; later that is a warning.
+            UsageError: If a loader moved between the first two steps; later that is a warning.
         """
         self._begun = self._read_places()
         for path, place in self._ended.items():
@@ -477,14 +477,15 @@ class PlaceWatch:
                 self._say_moved(path)
         if self._is_first and self._read_generators() != self._drawn:
             self._warn(
-                f"random numbers were drawn between two steps of handler.run, and {self._generators[0]} keeps their "
-                "generators. If the arguments of run draw them, as in handler.run(train_step, get_batch()), a restart "
-                "leaves out a batch: draw them within the step, handler.run(lambda: train_step(get_batch()))"
+                f"random numbers were drawn between two steps of handler.run, and {self._generators[0]} saves "
+                "their generators. If the arguments of run draw them, as in handler.run(train_step, "
+                "get_batch()), a restart skips a batch. Draw them inside the step: handler.run(lambda: "
+                "train_step(get_batch()))"
             )
         self._is_first = False
 
     def end_step(self) -> None:
-        """Notes where the loaders are; those that have moved within the step are not looked at any more."""
+        """Notes the positions of the loaders; those that moved within the step are no longer watched."""
         places = self._read_places()
         for path, place in places.items():
             if self._begun.get(path) != place:
@@ -493,13 +494,13 @@ class PlaceWatch:
 
     def _say_moved(self, path: str) -> None:
         text = (
-            f"{path} gave a batch between two steps of handler.run: a save of the step before would be one batch ahead "
-            "of it, and a restart would leave that batch out"
+            f"{path} gave a batch between two steps of handler.run: a save of the step before would be one batch "
+            "ahead, and a restart would skip that batch"
         )
         hint = (
-            "Take the batch in the step, handler.run(lambda: train_step(next(batches))), or call "
-            "handler.save_checkpoint_if_preempted() at the end of each step in place of handler.run. "
-            "From hf.ResumableDataLoader a batch may be taken anywhere."
+            "Take the batch inside the step, handler.run(lambda: train_step(next(batches))), or call "
+            "handler.save_checkpoint_if_preempted() at the end of each step instead of handler.run. A batch of "
+            "hf.ResumableDataLoader may be taken anywhere."
         )
         if self._is_first:
             raise UsageError(text, hint=hint)

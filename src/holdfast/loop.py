@@ -1,6 +1,6 @@
-"""A training loop: counts its steps, saves them when it is time, and lets the job leave between two of them.
+"""A training loop: counts its steps, saves them when a save is due, and lets the job exit between two of them.
 
-`Run`, `PreemptionCheckpointHandler` and `WorkerTrainingState` are this loop, with arguments and words of their own.
+`Run`, `PreemptionCheckpointHandler` and `WorkerTrainingState` use this loop, each with its own arguments and messages.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class StepCount:
     """How many steps are complete, and which of them was saved last. All handlers of a checkpoint share one.
 
     Attributes:
-        done: How many are complete.
-        unfinished: The loops that are within a step which does not count yet.
-        turn: Returns what runs a step now, a loop of `steps` say; None if nothing does, or the program has dropped it.
+        done: How many steps are complete.
+        unfinished: The loops that are inside a step that does not count yet.
+        turn: Returns what runs a step now, such as a loop of `steps`; None if nothing does, or it was dropped.
         saved_step: The step that was saved last; None if nothing is saved.
         saved: Its save; None if it was restored, or saved by other code.
     """
@@ -48,30 +48,30 @@ class StepCount:
         self._restored: Restoration | None = None
 
     def join(self, manager: CheckpointManager) -> None:
-        """A loop begins to count, after it has restored what was to be restored.
+        """Called when a loop begins to count, after its restore.
 
         Args:
-            manager: The one that saves. What another one has saved does not lie where this one's checkpoints do.
+            manager: The manager that saves. Saves of another manager are in another directory.
         """
         if manager is not self._manager or manager.restored is not self._restored:
             self._manager, self._restored = manager, manager.restored
             self.note(None if manager.restored is None else self.done, None)
 
     def counts_for(self, manager: CheckpointManager) -> bool:
-        """Whether the loop that joined last saves by that manager: then the live objects hold what was counted."""
+        """Returns True if the last loop that joined saves with that manager: then the objects are at that count."""
         return manager is self._manager
 
     def note(self, step: int | None, saved: SaveHandle | None) -> None:
-        """A save of that step was begun, unless it was left out; the arguments are `saved_step` and `saved`."""
+        """Records that a save of that step was begun, unless it was skipped; sets `saved_step` and `saved`."""
         if saved is None or not saved.skipped:
             self.saved_step, self.saved = step, saved
 
     def find(self, step: int) -> SaveHandle | None:
-        """The save of the step, if one was begun and has not failed."""
+        """Returns the save of the step, if one was begun and has not failed."""
         return self.saved if self.is_begun(step) else None
 
     def is_begun(self, step: int) -> bool:
-        """Whether a save of the step is committed, or on its way."""
+        """Returns True if a save of the step is committed or in progress."""
         manager = self._manager
         if manager is not None and manager.restored is not self._restored:
             # The program has gone back: what was saved under a number since then is of another line.
@@ -81,26 +81,26 @@ class StepCount:
 
 
 def no_turn() -> None:
-    """No step runs now."""
+    """Returns None: no step runs now."""
 
 
 class TrainingLoop:
-    """What happens between two steps. It belongs to the training thread.
+    """The work between two steps. It belongs to the training thread.
 
     Attributes:
         manager: Saves the steps.
-        count: How many are complete.
-        guard: Hears notices, and leaves.
-        watch: Finds what is trained and not counted.
-        metrics: Figures for the next save.
-        metadata: What else to keep with it.
-        is_stopped: Whether a loop of `steps` ends before all of them are done.
+        count: How many steps are complete.
+        guard: Handles notices, and exits.
+        watch: Detects training that is not counted.
+        metrics: Metrics for the next save.
+        metadata: Other data to store with it.
+        is_stopped: True if a loop of `steps` ends before all of them are done.
     """
 
     def __init__(
         self, manager: CheckpointManager, make_guard: Callable[[Callable[[int], SaveHandle | None]], Guard]
     ) -> None:
-        """Begins nothing yet; `make_guard` is given what begins the save of a step, for the guard."""
+        """Prepares; `make_guard` is passed what begins the save of a step, for the guard."""
         self.manager = manager
         self.count = StepCount()
         self.guard = make_guard(self._save_once)
@@ -111,13 +111,13 @@ class TrainingLoop:
         self._saved_metrics: dict[str, Any] = {}
 
     def warn(self, text: str, *, is_error: bool = False) -> None:
-        """Tells the log and the sinks."""
+        """Sends a warning to the log and the sinks."""
         self.manager.emit(Warned(text=text, step=self.count.done, is_error=is_error))
 
     # Counts steps.
 
     def count_with_open_step(self) -> int:
-        """How many steps are complete if the one that a loop of `steps` has in progress counts."""
+        """Returns how many steps are complete if the one in progress in a loop of `steps` counts."""
         return self.count.done + (self in self.count.unfinished and not self.watch.is_step_empty())
 
     def finish_step(self) -> None:
@@ -126,7 +126,7 @@ class TrainingLoop:
         self.count.unfinished.discard(self)
 
     def count_own_step(self, *arguments: Any, **options: Any) -> None:
-        """Counts a step of a loop of the program's own; the arguments are those of `pass_boundary`."""
+        """Counts a step of the program's own loop; the arguments are those of `pass_boundary`."""
         self.finish_step()  # A loop of `steps` may have been left in the middle of one, by `break` say.
         step_break.end()
         self.watch.note_own_step()
@@ -135,19 +135,19 @@ class TrainingLoop:
         self.pass_boundary(*arguments, **options)
 
     def begin_steps(self) -> None:
-        """The loop goes on, after whatever was done while it was paused."""
+        """Called when the loop continues after a pause."""
         saved = self.guard.begin_steps()
         if saved is not None and saved is not self.count.saved:
             self.count.note(saved.step, saved)
 
     def pass_boundary(self, *arguments: Any, **options: Any) -> None:
-        """Saves, and leaves, if it is time to; the arguments are for `save_fn`.
+        """Saves and exits if it is time to; the arguments are for `save_fn`.
 
         Raises:
-            SystemExit: When the job leaves.
+            SystemExit: When the job exits.
             SaveFailedError: If saves by policy have failed, and no last save is to come.
             PeerError: If another worker has failed.
-            ClusterError: If it has to be agreed on a step to save at, and the others cannot be reached.
+            ClusterError: If the workers must agree on a step to save at, and the others cannot be reached.
         """
         self.begin_steps()
         self.guard.pass_boundary(self.count.done, *arguments, **options)
@@ -155,7 +155,7 @@ class TrainingLoop:
 
     @contextmanager
     def checkpointable(self, step: int) -> Iterator[None]:
-        """A block in which the process may be saved and left at any moment, since nothing in it changes what is kept.
+        """A block in which the process may be saved and exit at any moment, because it changes no saved object.
 
         Args:
             step: How many steps are complete.
@@ -173,20 +173,20 @@ class TrainingLoop:
             self.begin_steps()
 
     def pause(self, step: int) -> None:
-        """Takes no step for a while, so that another thread may save so many complete ones from a mark."""
+        """Pauses the loop, so that another thread may save that many complete steps from a mark."""
         mark = None if self.is_safe(step) else self.manager.mark(self.metrics)
         self.guard.pause(step, mark=mark, saved=self.count.find(step))
 
     # Saves them.
 
     def is_safe(self, step: int) -> bool:
-        """Whether all of the step is committed, or on its way, or nothing was trained."""
+        """Returns True if the step is committed or in progress as a whole, or nothing was trained."""
         # A save that was made in a pause in the midst of a step does not hold all of it.
         is_whole = self.count.saved is None or step != self.guard.provisional
         return step == 0 or (self.count.is_begun(step) and is_whole)
 
     def save_if_due(self) -> None:
-        """Saves by the manager's policy. After a notice, failures are events alone: the last save decides.
+        """Saves by the manager's policy. After a notice, failures are only events: the last save decides.
 
         Raises:
             SaveFailedError: If saves have failed, and no last save is to come.
@@ -201,11 +201,11 @@ class TrainingLoop:
                 raise
 
     def _is_to_leave(self) -> bool:
-        """Whether a notice asks to leave, now or by a known time: there is a last save to come then."""
+        """Returns True if a notice asks to exit, now or by a known time: a last save is to come then."""
         return any(each.notice.demand is not Demand.SAVE for each in self.guard.inbox.pending)
 
     def save_last(self) -> None:
-        """Saves what is not saved yet, waiting for the save before even where a save would else be left out."""
+        """Saves what is not saved yet, waiting for the previous save even if the save would otherwise be skipped."""
         step = self.count.done
         if self.is_safe(step):
             return
@@ -220,7 +220,7 @@ class TrainingLoop:
             self.count.note(step, None)  # The program has saved it by the manager, and it is committed.
 
     def save(self, step: int, *, metadata: Mapping[str, Any] | None = None, number: int | None = None) -> SaveHandle:
-        """Saves a step now, under another number if one is given; raises as the manager's `save`."""
+        """Saves a step now, under another number if one is given; raises as the manager's `save` does."""
         is_again = step == self.count.saved_step
         replace = number is None and is_again and self.count.saved is not None and self.count.saved.must_be_replaced
         metrics = {**self._saved_metrics, **self.metrics} if is_again else self.metrics
@@ -238,7 +238,7 @@ class TrainingLoop:
         return handle
 
     def _save_once(self, step: int) -> SaveHandle | None:
-        """Begins the save of a step, unless it is saved or under way, for the guard; it looks at what comes of it."""
+        """Begins the save of a step for the guard, which checks the result, unless it is saved or in progress."""
         if self.is_safe(step):
             return self.count.find(step)
         try:
@@ -259,7 +259,7 @@ class TrainingLoop:
             return self.save(step, number=newest + 1)
 
     def _note_begun(self, step: int, saved: SaveHandle | None) -> None:
-        """Notes that a save of the step was begun, unless there is none, or it was left out."""
+        """Records that a save of the step was begun, unless there is none, or it was skipped."""
         if saved is not None and not saved.skipped:
             self.count.note(step, saved)
             self.watch.note_saved()
@@ -268,7 +268,7 @@ class TrainingLoop:
 
 
 class StepNumbers(Iterator[int]):
-    """The numbers of the steps that are still to be done, for one loop; `len` is how many are left."""
+    """The numbers of the remaining steps, for one loop; `len` is how many remain."""
 
     def __init__(
         self,
@@ -278,12 +278,12 @@ class StepNumbers(Iterator[int]):
         begin_turn: Callable[[StepNumbers], object],
         end: Callable[[], object],
     ) -> None:
-        """Makes the steps of a loop that begins at once: between this and the first step, no batch is taken.
+        """Creates the steps of a loop that begins at once: between this and the first step, no batch is taken.
 
         Args:
-            name: How the program calls them, as "run.steps(n)".
-            loop: Counts and saves them.
-            total: How many there are in all.
+            name: The program's call, such as "run.steps(n)".
+            loop: Counts and saves the steps.
+            total: How many there are in total.
             begin_turn: Called at each turn, before the step in progress counts as complete.
             end: Called when all are complete.
         """
@@ -316,23 +316,24 @@ class StepNumbers(Iterator[int]):
         return f"<{self._name}: {len(self)} left>"
 
     def __len__(self) -> int:
-        """How many steps are left."""
+        """Returns how many steps remain."""
         return max(self._total - self._loop.count_with_open_step(), 0)
 
     def _check_begin(self, taken: dict[str, int]) -> None:
         for path, number in count_taken(self._loop.manager.checkpoint.objects).items():
             if number > taken.get(path, number):
                 raise UsageError(
-                    f"a batch was taken from {path} before the step that trains it began, as zip(loader, {self._name}) "
-                    "does: the position that is saved would be one batch ahead, and a restart would leave it out",
+                    f"a batch was taken from {path} before the step that trains it began (zip(loader, "
+                    f"{self._name}) does that): the saved position would be one batch ahead, and a restart would "
+                    "skip a batch",
                     hint=f"Write batches = loader.stream(), then for step in {self._name}: batch = next(batches).",
                 )
 
 
 class EpochGuard(Guard):
-    """Leaves as soon as the save in flight has ended, in the middle of an epoch too: that one is trained again.
+    """Exits as soon as the save in progress has ended, even in the middle of an epoch: that epoch is trained again.
 
-    Where another run or handler listens in the same thread, that one leaves, and this guard does nothing.
+    If another run or handler handles notices in the same thread, that one exits, and this guard does nothing.
     """
 
     def __init__(
@@ -343,13 +344,13 @@ class EpochGuard(Guard):
         name: Callable[[int], str],
         tell_exit: Callable[[SystemExit], object],
     ) -> None:
-        """Takes note of what to guard, as `Guard` does.
+        """Stores its arguments, as `Guard` does.
 
         Args:
             manager: As there.
             config: As there.
             keep: As there.
-            name: Gives what a step is called where people read of it.
+            name: Returns the name of a step, for people.
             tell_exit: Tells the other workers, if there are any, of the exit that is about to end this one.
         """
         super().__init__(manager, config, keep, SingleConsensus(), yields=True)
@@ -358,7 +359,7 @@ class EpochGuard(Guard):
         self._final_save.nothing = "no epoch is saved yet, and the one in progress will be trained again"
 
     def hold(self) -> None:
-        """The training thread saves, and nothing is done beside it. Ctrl-C has the effect that it always had."""
+        """Called when the training thread saves, and nothing is done beside it. Ctrl-C has its usual effect."""
         self.begin_steps()
         self.inbox.patient = False
 
@@ -370,4 +371,4 @@ class EpochGuard(Guard):
             raise
 
     def _tell_if_late(self) -> None:
-        """Nothing: a save may take long, and so may a batch."""
+        """Does nothing: a save may take long, and so may a batch."""

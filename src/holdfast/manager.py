@@ -44,17 +44,18 @@ _PARTING_SECONDS: Final = 2.0
 class CheckpointManager:
     """Saves the state of live objects as checkpoints of a run, in the background, and restores it.
 
-    Use it from one thread, the one that trains, never within `save`. With `with`, leaving the block drains and closes.
+    Use it from one thread, the training thread, and never inside of `save`. Leaving a `with` block waits for the save
+    in progress and closes the manager.
 
     Attributes:
-        begin_anew: Whether it was made to begin from nothing.
+        begin_anew: True if the manager starts from the beginning, regardless of existing checkpoints.
         save_every: When `save_if_due` saves; None for never.
-        timeout_seconds: The deadline of every wait that names none of its own.
-        restored: The newest restore of all that is kept; None before one.
-        worker, participant: Which worker of how many this is, and how it speaks with the others; None if it is alone.
-        emit: Tells the log, the sinks and the run's own journal of an event, from any thread.
+        timeout_seconds: The deadline of every wait that sets none of its own.
+        restored: The newest complete restore; None before one.
+        worker, participant: This worker's rank among all, and its part in the job; None if it is alone.
+        emit: Sends an event to the log, the sinks and the run's journal, from any thread.
         check_ready: Checks, once, that the objects and the directory can be saved; called before training begins.
-        url: Where the run lies.
+        url: The URL of the run.
     """
 
     def __init__(
@@ -79,43 +80,48 @@ class CheckpointManager:
         check_replicas: bool | Literal["first"] = "first",
         on_resize: Literal["allow", "refuse"] = "allow",
     ) -> None:
-        """Looks at what lies in the directory; makes nothing there until the first save.
+        """Reads the directory; creates nothing there until the first save.
 
-        In a job of several workers (under torchrun, say) each makes a manager with the same arguments, and several in
-        the same order; this waits for the others. Then each calls `restore` and `save` at the same steps.
+        In a job of several workers (under torchrun, for example) every worker creates its managers with the same
+        arguments and in the same order; this waits for the others. All call `restore` and `save` at the same steps.
 
         Args:
             directory: The run's directory, a URL, or an open storage.
-            checkpoint: The objects to save and restore; more may be added to it later.
+            checkpoint: The objects to save and restore; more may be added later.
             save_every: When `save_if_due` saves; None for never.
-            keep: What to keep after each commit; None for everything.
-            when_busy: What a save does while the one before is in flight: wait for it, or be left out.
-            failures_allowed: How many saves in a row may fail before an error is raised; the last of a job never may.
-            begin_anew: True to begin from nothing; checkpoints that are there stay, off the living line, until pruned.
-            incremental: True to write only arrays that have changed; the steps of the others stay whatever `keep` says.
-            reuse_space: True to write each save over the data file of a checkpoint that `keep` has given up, where the
-                file system can; until the manager is closed, the run takes one data file more. False if others read
-                files of removed checkpoints by NFS version 3. Jobs of several workers write new files.
-            sinks: Functions that are told of each event.
-            timeout_seconds: The deadline of every wait that names none of its own.
-            threads: How many threads write, and read at a restore. They wait for the disk most of the time.
-            overlap_copy: True to copy parameters and optimizer state while training goes on; each optimizer's `step()`
-                waits for it. Only for programs that change these by `step()` alone; another change meanwhile fails the
-                save and ends this, but autograd does not see all (`.data`, NumPy, collectives, fused kernels by hand).
-            reserve_bytes: Host memory to make ready now, behind the caller, for the first save; "auto" to reckon it.
+            keep: Which checkpoints to keep after each commit; None for all.
+            when_busy: What to do with a save if the previous one is still in progress: wait for it, or skip this one.
+            failures_allowed: How many saves in a row may fail before an error is raised; that of a job's last save is
+                always raised.
+            begin_anew: True to start from the beginning; existing checkpoints stay until they are pruned, but no longer
+                belong to the current lineage.
+            incremental: True to write only arrays that have changed; steps that hold the others stay, regardless of
+                `keep`.
+            reuse_space: True to write each save over the data file of a checkpoint that `keep` gave up, if the file
+                system supports it; until the manager is closed, the run uses one data file more. Pass False if other
+                machines read files of removed checkpoints through NFSv3. Several workers always write new files.
+            sinks: Functions that are called with each event.
+            timeout_seconds: The deadline of every wait that sets none of its own.
+            threads: The number of threads that write, and read during a restore. They mostly wait for the disk.
+            overlap_copy: True to copy parameters and optimizer state while training continues; each optimizer's
+                `step()` waits for the copy. Use it only if nothing but `step()` changes them. Another change that
+                autograd detects fails the save and turns this off; changes through `.data`, NumPy, collectives or
+                hand-written fused kernels are not detected.
+            reserve_bytes: Host memory to allocate now, in the background, for the first save; "auto" to compute it.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
-                worker that saves by itself though there are others, or a cluster, which stays the caller's to close.
-            liveness_seconds: After how long without a sign of life a worker is taken for dead; its saves fail then.
-            check_replicas: "first" to compare what several workers hold alike at the first save, and the first after a
-                restore: a difference fails it. True to compare at each save, where it is an event; False for never.
-            on_resize: "refuse" to restore only what as many workers have saved; "allow" for any number.
+                worker that saves on its own although there are others, or a cluster, which the caller closes.
+            liveness_seconds: A worker that gives no sign of life for this long is taken for dead, and its saves fail.
+            check_replicas: "first" to compare replicated state between workers at the first save, and at the first save
+                after a restore: a difference fails the save. True to compare at every save and report differences as
+                events; False to never compare.
+            on_resize: "refuse" to restore only checkpoints of the same number of workers; "allow" for any number.
 
         Raises:
             UsageError: If an argument is wrong.
             UnsupportedValueError: If an object is a wrapper that cannot be saved, such as one of FSDP1.
-            StorageError: If the directory cannot be looked at, or is not that of the other workers.
-            AbsentError: If other workers of the job do not come.
-            ClusterError: If the job's store does not answer.
+            StorageError: If the directory cannot be read, or differs from that of the other workers.
+            AbsentError: If other workers of the job do not join.
+            ClusterError: If the job's store does not respond.
         """
         check_order("CheckpointManager", directory, checkpoint)
         self._options = options = SaveOptions.pick(locals(), keep=All())
@@ -163,17 +169,17 @@ class CheckpointManager:
 
     @property
     def totals(self) -> Sums:
-        """What saving and restoring have cost this process so far."""
+        """The time that saving and restoring have taken in this process so far."""
         return self._totals.sums
 
     @property
     def save_seconds(self) -> float | None:
-        """From the call of the newest committed save until it was durable, waits before it aside; None before one."""
+        """The duration of the newest committed save until it was durable, without waits before it; None before one."""
         blocked, durable = self._saver.costs
         return None if blocked is None or durable is None else blocked + durable
 
     def mark(self, metrics: Mapping[str, float] | None = None) -> Mark:
-        """**Blocks** as long as a look at all arrays takes. Notes the state as it is now, to be saved later.
+        """**Blocks** while it checks all arrays. Notes the current state, to be saved later.
 
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
@@ -190,41 +196,42 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None = None,
         replace: bool = False,
     ) -> SaveHandle:
-        """Copies the state and returns; writing and committing go on in the background.
+        """Copies the state and returns; the checkpoint is written and committed in the background.
 
-        The checkpoint holds the values of the moment of this call, whatever changes after it. A wait for the save
-        before, if that is still in flight, is part of this call unless the manager was made with `when_busy="skip"`.
+        The checkpoint holds the values at the time of this call, regardless of later changes. If the previous save is
+        still in progress, this call waits for it, unless the manager was created with `when_busy="skip"`.
 
         Args:
-            step: How many steps are complete; larger than that of every checkpoint of the living line.
-            metrics: Figures to keep with the checkpoint, for `Best` and for people.
-            metadata: What else to keep with it: any JSON.
-            replace: True to save a step anew that is committed already. The old checkpoint goes when the new one is
-                committed; one of an earlier generation leaves the living line then, and stays until it is pruned.
+            step: The number of complete steps; it must be larger than that of every checkpoint of the current lineage.
+            metrics: Metrics to store with the checkpoint, for `Best` and for people.
+            metadata: Any other JSON value to store with the checkpoint.
+            replace: True to save a step again that is already committed. The old checkpoint is removed once the new one
+                is committed; if the old one belongs to an earlier generation, it leaves the current lineage, until it
+                is pruned.
 
         Returns:
-            The save, to be waited for if need be.
+            The save, to wait for if needed.
 
         Raises:
-            StepExistsError: If the step is committed already.
+            StepExistsError: If the step is already committed.
             UsageError: If the step is older than the newest, or an argument is wrong.
             UnsupportedValueError: If an object has state that cannot be stored.
-            SaveFailedError: If an earlier save failed and nobody was told yet. This one, its `next_save`, goes on.
-            DeadlineError: If the save before does not end in time.
-            StorageError: If cleaning up after an earlier save failed. This one goes on.
+            SaveFailedError: If an earlier save failed and that was not raised yet. `error.next_save` continues.
+            DeadlineError: If the previous save does not end in time.
+            StorageError: If the cleanup after an earlier save failed. This save continues.
         """
         return self._save(step, metrics, metadata, replace=replace)
 
     def save_if_due(
         self, step: int, *, metrics: Mapping[str, float] | None = None, metadata: Mapping[str, Any] | None = None
     ) -> SaveHandle | None:
-        """Saves, as `save` does, if the policy that the manager was made with says so; call it after each step.
+        """Saves like `save`, if the manager's policy says so; call it after each step.
 
         Returns:
             The save, or None if none was due.
 
         Raises:
-            SaveFailedError: As `save`; never when none is due, so that the save which tells of a failure still saves.
+            SaveFailedError: As in `save`; never if none is due, so that the save that reports a failure still saves.
         """
         self._saver.note_call()
         step, metrics = arguments.check_step(step), check_metrics(metrics)
@@ -244,31 +251,31 @@ class CheckpointManager:
         keep_current: str | Iterable[str] = (),
         like: Mapping[str, Any] | None = None,
     ) -> Restoration | None:
-        """**Blocks.** Gives the live objects the state of a checkpoint; every byte that is read is checked.
+        """**Blocks.** Loads a checkpoint into the live objects; every byte that is read is checked.
 
-        What is saved after this goes on from there: steps beyond it are no longer on the living line.
+        Later saves continue from this checkpoint: newer steps no longer belong to the current lineage.
 
         Args:
-            step: The step, which then stays whatever `keep` says, until the manager restores another or is closed; None
-                for the newest whole one of the living line (with `begin_anew`: saved since then).
-            only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); the rest is left as it is.
-            strict: False to take what fits, and be told of the rest in the result.
-            keep_current: What stays as the program has it: hyperparameters such as `"optimizer.lr"`, which a schedule
-                then goes on from in proportion, or names of whole objects, such as `"schedule"`.
-            like: For objects by name, trees that say what to make: arrays, or `jax.ShapeDtypeStruct`s with shardings.
-                They are left as they are; what was made stands in `checkpoint` under those names. Objects with state,
-                such as modules, are filled.
+            step: The step to restore, which is then kept, regardless of `keep`, until the manager restores another one
+                or is closed; None for the newest whole step of the current lineage (with `begin_anew`: since then).
+            only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); the rest is left unchanged.
+            strict: False to restore everything that fits, and report the rest in the result.
+            keep_current: What stays as the program set it: hyperparameters such as `"optimizer.lr"`, which a schedule
+                then continues from in proportion, or names of whole objects, such as `"schedule"`.
+            like: For objects by name, trees that describe what to create: arrays, or `jax.ShapeDtypeStruct`s with
+                shardings. They are left unchanged; the created trees are in `checkpoint` under those names. Objects
+                with state, such as modules, are filled.
 
         Returns:
-            What was done, or None if the run has no checkpoint yet.
+            A description of the restore, or None if the run has no checkpoint yet.
 
         Raises:
-            MismatchError: If checkpoint and objects differ, or the number of workers does and that is refused; it says
-                how, and nothing has been changed.
-            UsageError: If an argument is wrong, or what is to be kept cannot be; nothing has been changed.
-            NoCheckpointError: If there is no such step.
-            NoWholeCheckpointError: If checkpoints are there but none is whole, or all have lost their manifests.
-            StorageError: If the place fails.
+            MismatchError: If checkpoint and objects differ, or the number of workers differs and that is refused. The
+                error lists the differences, and nothing is changed.
+            UsageError: If an argument is wrong, or an entry of `keep_current` cannot be kept; nothing is changed.
+            NoCheckpointError: If the step does not exist.
+            NoWholeCheckpointError: If there are checkpoints, but all are damaged or have lost their manifests.
+            StorageError: If the storage fails.
         """
         self._check_usable()
         self._settle(None)
@@ -311,31 +318,31 @@ class CheckpointManager:
         return restoration
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """**Blocks.** Waits until no save is in flight.
+        """**Blocks.** Waits until no save is in progress.
 
         Raises:
-            SaveFailedError: If a save failed and nobody has been told yet.
-            DeadlineError: If it takes longer; the save goes on.
+            SaveFailedError: If a save failed and the failure has not been raised yet.
+            DeadlineError: If it takes longer; the save continues.
         """
         self._saver.check_reentry()
         self._settle(timeout_seconds)
         raise_newest(self._failures.take(last=False), None)
 
     def steps(self) -> tuple[int, ...]:
-        """**Blocks.** The steps that are committed on the living line, oldest first."""
+        """**Blocks.** Returns the committed steps of the current lineage, oldest first."""
         self._saver.note_call()
         return tuple(name.step for name in read_catalog(self._storage).living)
 
     def latest_step(self) -> int | None:
-        """**Blocks.** The newest committed step of the living line, or None."""
+        """**Blocks.** Returns the newest committed step of the current lineage, or None."""
         return max(self.steps(), default=None)
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """**Blocks.** Waits for the save in flight, ends all threads and gives the memory back; harmless twice.
+        """**Blocks.** Waits for the save in progress, ends all threads and frees the memory; may be repeated.
 
         Raises:
-            SaveFailedError: If a save failed and nobody has been told yet, or the last one failed.
-            DeadlineError: If the save does not end in time; it goes on, and another `close` may wait for it.
+            SaveFailedError: If a save failed and the failure has not been raised yet, or the last save failed.
+            DeadlineError: If the save does not end in time; it continues, and another `close` may wait for it.
         """
         self._close(timeout_seconds)
 
@@ -355,7 +362,7 @@ class CheckpointManager:
         raise_newest(self._failures.take(last=True), None)
 
     def abandon(self) -> None:
-        """Closes without waiting: a save in flight is given up, and the exit of the program does not wait for it."""
+        """Closes without waiting: a save in progress is abandoned, and the program's exit does not wait for it."""
         self._closed, self._in_flight = True, None
         self._saver.abandon()
         self._failures.abandon()
@@ -432,7 +439,7 @@ class CheckpointManager:
     def _begin(self, request: SaveRequest, captured: Captured | None) -> SaveHandle:
         step, handle, busy = request.step, request.handle, self._in_flight
         if self._options.when_busy == "skip" and busy is not None and busy.goes_on and not busy.handle.ended:
-            self._skip(request, f"the save of step {busy.step} is still in flight")
+            self._skip(request, f"the save of step {busy.step} is still in progress")
             return handle
         self._settle(None)
         request.waited_seconds = time.monotonic() - request.asked_at
@@ -456,7 +463,7 @@ class CheckpointManager:
         return handle
 
     def _skip(self, request: SaveRequest, reason: str) -> None:
-        """The save is left out, since the one before is still in flight."""
+        """Skips the save, because the previous one is still in progress."""
         step = request.step
         request.progress.leave_out(step, reason)
         request.progress.ended.open()
@@ -467,11 +474,11 @@ class CheckpointManager:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise ClosedError(f"the manager of {self.url} is closed", hint="Make a new one.")
+            raise ClosedError(f"the manager of {self.url} is closed", hint="Create a new manager.")
         if os.getpid() != self._process:
             raise UsageError(
-                f"the manager of {self.url} belongs to process {self._process}, and this is a child of it",
-                hint="Save in the process that made the manager, or make one of its own in the child.",
+                f"the manager of {self.url} belongs to process {self._process}, and this is a child process",
+                hint="Save in the process that created the manager, or create another manager in the child.",
             )
         self._saver.check_reentry()
 
@@ -480,7 +487,7 @@ class CheckpointManager:
         timeout_seconds: float | None,
         wait: Callable[[SaveHandle, float | None], None] = SaveHandle.wait_ended,
     ) -> None:
-        """Waits for the save in flight, and takes note of what came of it."""
+        """Waits for the save in progress, and records its result."""
         if timeout_seconds is not None:
             arguments.check_wait(timeout_seconds)
         if (request := self._in_flight) is None:

@@ -1,6 +1,6 @@
 """Checks of numeric arguments. Pure.
 
-A value of a wrong type is a `UsageError`, and a number that cannot be meant is an `OutOfRangeError`.
+A value of a wrong type is a `UsageError`, and a number outside of the valid range an `OutOfRangeError`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any, Final
 from holdfast.errors import OutOfRangeError, UsageError
 
 _MOST_SECONDS: Final = 1e300
-"""To compute with larger numbers overflows at once."""
+"""Computing with larger numbers could overflow."""
 
 
 def check_whole(name: str, value: Any, least: int = 0, most: int | None = None, *, hint: str = "") -> int:
-    """**Pure.** A whole number within a range, as a plain int.
+    """**Pure.** Returns a whole number within a range, as a plain int.
 
     Args:
-        name: What the error calls it.
+        name: The name of the argument, for the error.
         value: The argument.
-        least: The least that it may be.
-        most: The most that it may be; None for any.
+        least: The smallest valid value.
+        most: The largest valid value; None for any.
         hint: What to do, for the error.
 
     Raises:
         OutOfRangeError: If it is not in that range.
         UsageError: If it is not a whole number.
     """
-    wanted = f"from {least} on" if most is None else f"from {least} to {most}"
+    wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
     try:
         number = operator.index(value)
     except TypeError:  # An array has `__index__`, and refuses unless it is one whole number.
@@ -44,20 +44,20 @@ def check_whole(name: str, value: Any, least: int = 0, most: int | None = None, 
 def check_seconds(
     name: str, value: Any, *, least: float | None = None, most: float = _MOST_SECONDS, hint: str = ""
 ) -> float:
-    """**Pure.** A length of time.
+    """**Pure.** Returns a number of seconds within a range.
 
     Args:
-        name: What the error calls it.
+        name: The name of the argument, for the error.
         value: The argument.
-        least: The least that it may be; None for anything above 0.
-        most: The most that it may be.
+        least: The smallest valid value; None for anything above 0.
+        most: The largest valid value.
         hint: What to do, for the error.
 
     Raises:
         OutOfRangeError: If it is not in that range, or not a number (NaN).
         UsageError: If it is neither an int nor a float.
     """
-    wanted = " above 0" if least is None else "" if least == -math.inf else f" from {least:g} on"
+    wanted = " above 0" if least is None else "" if least == -math.inf else f"of at least {least:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name} must be a number of seconds{wanted}, got {value!r}", hint=hint)
     if value > most:
@@ -68,7 +68,7 @@ def check_seconds(
 
 
 def check_share(name: str, value: Any, *, hint: str = "") -> float:
-    """**Pure.** A share of a whole, which is neither nothing nor all of it.
+    """**Pure.** Returns a number between 0 and 1, exclusive.
 
     Raises:
         OutOfRangeError: If it is not between 0 and 1.

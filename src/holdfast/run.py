@@ -1,4 +1,4 @@
-"""`resumable`: a training loop that begins where the last process stopped."""
+"""`resumable`: a training loop that continues where the last process stopped."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def resumable(
     quiet: bool = False,
     **objects: object,
 ) -> Run:
-    """A run to be entered with `with`: it restores, saves by policy, saves at the end, and drains.
+    """Creates a run to enter with `with`: it restores, saves by policy, saves at the end, and waits for its saves.
 
     Example:
         ```python
@@ -77,40 +77,39 @@ def resumable(
 
     Args:
         directory: The run's directory, a URL, or an open storage.
-        checkpoint: A `Checkpoint` with the objects, in place of `objects`: it may have any names.
-        save_every: When to save; None for `Auto()`, which measures what a save costs.
-        keep: What to keep; None for `Latest(3)`.
-        strict: False to take from the checkpoint what fits, if objects have changed since.
-        begin_anew: True to begin from nothing although there may be checkpoints.
-        incremental: True to write only arrays that have changed, and to refer to the steps where the others lie.
-        reuse_space: False to write no save over the data file of a checkpoint that `keep` has given up, as
-            `CheckpointManager` says.
+        checkpoint: A `Checkpoint` with the objects, instead of `objects`: it allows any names.
+        save_every: When to save; None for `Auto()`, which measures the cost of a save.
+        keep: Which checkpoints to keep; None for `Latest(3)`.
+        strict: False to restore everything that fits, if objects have changed since the save.
+        begin_anew: True to start from the beginning even if there are checkpoints.
+        incremental: True to write only arrays that have changed, and refer to earlier steps for the others.
+        reuse_space: False to never write a save over the data file of a removed checkpoint; see `CheckpointManager`.
         failures_allowed: How many saves in a row may fail before the loop ends with an error.
-        when_busy: What a save does while the one before is in flight: wait for it, or be left out.
-        sinks: Functions that are told of each event.
+        when_busy: What to do with a save if the previous one is still in progress: wait for it, or skip this one.
+        sinks: Functions that are called with each event.
         timeout_seconds: The deadline of each wait.
-        threads: How many threads write, and read at a restore. They wait for the disk most of the time.
-        overlap_copy: True to copy parameters and optimizer state while training goes on; `CheckpointManager` says when.
-        reserve_bytes: Host memory to make ready for the first save; "auto" to reckon it from the objects.
-        cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves by itself, or a cluster.
-        liveness_seconds: After how long without a sign of life a worker is taken for dead.
-        check_replicas: At which saves to compare what several workers hold alike, as `CheckpointManager` says.
-        on_resize: "refuse" to go on only with as many workers as have saved; "allow" for any number.
-        preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits the
-            place where it runs, "off" for Ctrl-C alone, or a `TerminationConfig`. Several workers stop at one step.
-        keep_current: What the restore leaves as the script has it, as `CheckpointManager.restore` says: hyperparameters
+        threads: The number of threads that write, and read during a restore. They mostly wait for the disk.
+        overlap_copy: True to copy parameters and optimizer state while training continues; see `CheckpointManager`.
+        reserve_bytes: Host memory to allocate in advance for the first save; "auto" to compute it from the objects.
+        cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves on its own, or a cluster.
+        liveness_seconds: A worker that gives no sign of life for this long is taken for dead.
+        check_replicas: At which saves to compare replicated state between workers; see `CheckpointManager`.
+        on_resize: "refuse" to resume only with the number of workers that saved; "allow" for any number.
+        preemption: How to notice a preemption, and how to exit: "auto" for signals and the sources that fit the
+            machine, "off" for Ctrl-C only, or a `TerminationConfig`. Several workers stop at the same step.
+        keep_current: What the restore leaves as the script set it, as in `CheckpointManager.restore`: hyperparameters
             such as `"optimizer.lr"`, or names of whole objects.
-        quiet: True to leave out the lines that say where the run begins and ends; warnings and errors stay.
-        **objects: What is to be kept, by name. An object with the name of an option needs a `Checkpoint`:
+        quiet: True to omit the lines that say where the run begins and ends; warnings and errors stay.
+        **objects: The objects to save, by name. An object with the name of an option needs a `Checkpoint`:
             `resumable(directory, Checkpoint(threads=..., model=model))`.
 
     Raises:
-        UsageError: If an argument is wrong, or nothing is to be kept.
+        UsageError: If an argument is wrong, or no objects are given.
         UnnamedError: If an object is given without a name.
         UnsupportedValueError: If an object is a wrapper that cannot be saved, such as one of FSDP1.
-        StorageError: If the directory cannot be looked at, or is not that of the other workers.
-        AbsentError: If other workers of the job do not come.
-        ClusterError: If the job's store does not answer.
+        StorageError: If the directory cannot be read, or differs from that of the other workers.
+        AbsentError: If other workers of the job do not join.
+        ClusterError: If the job's store does not respond.
     """
     given = locals()
     named = {name: given[name] for name in resumable.__kwdefaults__ or ()}
@@ -119,7 +118,7 @@ def resumable(
     arguments.check_kept_objects(kept.objects)
     termination = make_termination(preemption, objects)
     if not isinstance(strict, bool):
-        raise UsageError(f"strict={strict!r} is neither True nor False")
+        raise UsageError(f"strict must be True or False, got {strict!r}")
     arguments.check_switches(quiet=quiet)
     options = arguments.SaveOptions.pick(given, save_every=Auto(), keep=Latest(3))
     with EarlyNotices(termination) as early:
@@ -132,7 +131,7 @@ def resumable(
 
 
 def _find_checkpoint(directory: object, given: tuple[object, ...], objects: Mapping[str, object]) -> Checkpoint:
-    """**Pure.** The objects to keep, whichever way they are given."""
+    """**Pure.** Returns the objects to save, in whichever way they are given."""
     named = objects.get("checkpoint")
     if isinstance(directory, Checkpoint) or isinstance(named, Checkpoint):
         raise UsageError(
@@ -142,24 +141,26 @@ def _find_checkpoint(directory: object, given: tuple[object, ...], objects: Mapp
     unnamed = ", ".join(type(obj).__name__ for obj in given if not isinstance(obj, Checkpoint))
     if unnamed:
         raise UnnamedError(
-            f"what is kept is given by name, and {unnamed} has none",
-            hint="Write resumable(directory, model=model, optimizer=optimizer): it is stored under that name.",
+            f"objects must be given by name, got {unnamed} without a name",
+            hint=("Write resumable(directory, model=model, optimizer=optimizer): the keyword is its stored name."),
         )
     if len(given) + bool(objects) > 1:
-        raise UsageError("the objects to keep are given in one Checkpoint or by name, not both")
+        raise UsageError("pass the objects to save in one Checkpoint or by name, not both")
     kept = given[0] if given else Checkpoint(**objects)
     if not isinstance(kept, Checkpoint) or not kept.objects:
-        raise UsageError("nothing is to be kept", hint="Give objects by name: resumable(directory, model=model, ...).")
+        raise UsageError(
+            "no objects were given to save", hint="Pass objects by name: resumable(directory, model=model, ...)."
+        )
     return kept
 
 
 @short_traceback
 class Run:
-    """A training run between its restore and its last save. Use it from one thread, with `with`.
+    """A training run from its restore to its last save. Use it from one thread, with `with`.
 
     Attributes:
         manager: The manager that saves and restores.
-        checkpoint: The objects by name. What cannot be changed where it is, as arrays of JAX, is put here anew.
+        checkpoint: The objects by name. Objects that cannot be changed in place, such as JAX arrays, are replaced here.
         completes_step: Returns False while gradients are being accumulated; `finish_step` does nothing then.
     """
 
@@ -191,36 +192,34 @@ class Run:
 
     @property
     def step(self) -> int:
-        """How many steps are complete, those of earlier processes included: where a loop of one's own begins."""
+        """The number of complete steps, including those of earlier processes: where your own loop begins."""
         self._loop.watch.resumption = ""
         return self._count.done
 
     @property
     def restored(self) -> Restoration | None:
-        """What was restored when the run was entered, or None if it began from nothing."""
+        """The restore that took place when the run was entered, or None if the run starts from the beginning."""
         self._loop.watch.resumption = ""
         return self._restored
 
     def steps(self, total: int) -> StepNumbers:
-        """The numbers of the steps that are still to be done, from 0 to `total`, exclusive.
+        """Returns an iterator over the numbers of the remaining steps, up to `total`, exclusive.
 
-        At each turn of the loop the step before counts as complete, and is saved if that is due; at the last turn it is
-        saved in any case. Leaving with `break` counts the current step as complete as well, and so does an error that
-        is caught inside the block but outside the loop; let errors leave the block. A turn that takes no batch, and
-        finds the end of an epoch of a `ResumableDataLoader` that is kept, does not count: the last turn of
-        `zip(run.steps(n), loader)` is one.
+        Each turn of the loop completes the step before it, and saves it if a save is due; the end of the loop always
+        saves. Leaving with `break` also completes the current step, and so does an error that is caught inside the
+        block but outside the loop, so let errors leave the block. A turn does not count if it takes no batch and a
+        saved `ResumableDataLoader` ends its epoch there: the last turn of `zip(run.steps(n), loader)` is such a turn.
 
         Args:
-            total: How many steps the run has in all, those of earlier processes included.
+            total: How many steps the run has in total, including those of earlier processes.
 
         Returns:
-            An iterator whose `len` is how many are left.
+            An iterator whose `len` is the number of remaining steps.
 
         Raises:
-            UsageError: At the first turn, if a batch was taken since this call from a loader that is kept, as in
-                `zip(loader, run.steps(n))`.
-            SaveFailedError: If saves have failed, more than `failures_allowed` in a row.
-            SystemExit: When the job was asked to leave, once the step before is complete and saved.
+            UsageError: At the first turn, if a saved loader gave a batch since, as in `zip(loader, run.steps(n))`.
+            SaveFailedError: If more than `failures_allowed` saves in a row have failed.
+            SystemExit: When the job was asked to stop, once the step before is complete and saved.
             PeerError: If another worker of the job has failed.
         """
         self._check_entered()
@@ -229,72 +228,75 @@ class Run:
         return StepNumbers("run.steps(n)", self._loop, whole, begin_turn, self._end_steps)
 
     def finish_step(self) -> None:
-        """Counts one step as complete and saves it if that is due: for a loop of one's own, over epochs say.
+        """Counts one step as complete and saves it if a save is due: for your own loop, for example over epochs.
 
-        Call it as the last act of each step, when model, loader and all else stand where the next step begins. What is
-        not saved by then is saved when the block is left.
+        Call it last in each step, when the model, the loader and everything else are where the next step begins.
+        Leaving the block saves the rest.
 
         Raises:
-            UsageError: If this is within a turn of `steps`, which counts that step by itself.
-            SaveFailedError: If saves have failed, more than `failures_allowed` in a row.
-            SystemExit: When the job was asked to leave; the step is saved then.
+            UsageError: If this is inside a turn of `steps`, which counts the step itself.
+            SaveFailedError: If more than `failures_allowed` saves in a row have failed.
+            SystemExit: When the job was asked to stop; the step is saved by then.
         """
         self._check_entered()
         if self._count.turn() is not None:
             raise UsageError(
-                "finish_step would count a step of run.steps once more",
-                hint="Remove the call: each turn of `for step in run.steps(n)` is one step, and counts by itself.",
+                "finish_step would count a step of run.steps a second time",
+                hint=(
+                    "Remove the call: each turn of `for step in run.steps(n)` is one step and is counted automatically."
+                ),
             )
         if self.completes_step():
             self._loop.count_own_step()
 
     def begin_at(self, step: int) -> None:
-        """Counts on from a step that another program's checkpoint has brought; before the first step of a new run.
+        """Sets the step to count from, taken from another program's checkpoint; before the first step of a new run.
 
         Raises:
-            UsageError: If the run has steps of its own.
+            UsageError: If the run already has steps of its own.
         """
         self._check_entered()
         if self._restored is not None or self._loop.count_with_open_step():
-            raise UsageError(f"the run is at step {self._count.done}, and cannot begin at another")
+            raise UsageError(f"the run is at step {self._count.done} and cannot begin at another")
         self._count.done = check_whole("step", step)
         self._guard.pause(self._count.done)
 
     def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
-        """Notes figures; the next save keeps those that were reported since the save before.
+        """Records metrics; the next save stores those that were reported since the save before.
 
         Args:
-            *unnamed: Nothing: each figure has a name.
-            **metrics: Numbers, or arrays with one element; these are read when they are saved. One that is not finite
-                by then is not kept.
+            *unnamed: Not allowed: every metric needs a name.
+            **metrics: Numbers, or arrays with one element, which are read when they are saved. Only finite values are
+                stored.
 
         Raises:
-            UsageError: If one is no number, or has no name.
+            UsageError: If a metric is not a number or has no name.
         """
         if unnamed:
             raise UsageError(
-                "figures are reported by name", hint="Write run.report(loss=loss), or run.report(**figures) for a dict."
+                "metrics must be reported by name",
+                hint="Write run.report(loss=loss), or run.report(**metrics) for a dict.",
             )
         self._loop.metrics.update(arguments.check_metrics(metrics))
 
     def stop(self) -> None:
-        """Ends the loop when the current step is complete."""
+        """Ends the loop after the current step."""
         self._loop.is_stopped = True
 
     def should_stop(self) -> bool:
-        """Whether the job is to leave as soon as this step ends: for long work within a step, to end it early."""
+        """Returns True if the job should exit after this step, so that long work inside a step can end early."""
         return self._guard.should_stop()
 
     def checkpointable(self, *, step_done: bool = True) -> AbstractContextManager[None]:
-        """**Blocks** as long as a look at all arrays takes. For `with`, around what takes long and changes no state.
+        """**Blocks** while it checks all arrays. Use it with `with`, around long work that changes no state.
 
-        If the job is to leave while the block runs, the state with which it was entered is saved, and the process
-        ends in the middle of the block. Nothing of it is unwound: a restart goes on behind that step, and what
-        would have come after the block is not done. Within the block nothing is saved by hand.
+        If the job is asked to stop while the block runs, the state at its beginning is saved, and the process exits in
+        the middle of the block. Nothing is unwound: a restart resumes after that step, and the rest of the block and
+        anything after it are not executed. Inside the block, `save` cannot be called.
 
         Args:
-            step_done: Whether the step in progress counts as complete, as in evaluation at its end; False if nothing
-                of it has been done yet, as while data is awaited.
+            step_done: True if the step in progress counts as complete (evaluation at its end, for example); False if
+                none of it has been done yet (while waiting for data, for example).
 
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
@@ -303,21 +305,24 @@ class Run:
         return self._loop.checkpointable(self._loop.count_with_open_step() if step_done else self._count.done)
 
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
-        """Saves now, whatever the policy says; between steps, or as the last act of one, which then counts as complete.
+        """Saves now, regardless of the policy: between steps, or last in a step, which then counts as complete.
 
         Returns:
             The save, or None if this step was saved already.
 
         Raises:
-            SaveFailedError: If an earlier save failed and nobody has been told yet.
-            UsageError: If this is within a block of `checkpointable`.
+            SaveFailedError: If an earlier save failed and the failure has not been raised yet.
+            UsageError: If this is inside a block of `checkpointable`.
         """
         if self._guard.is_paused:
-            raise UsageError("the state may be saved behind a block of checkpointable, and is not saved by hand in it")
+            raise UsageError(
+                "save() cannot be called inside a checkpointable() block, where the state may be saved in the "
+                "background"
+            )
         step = self._loop.count_with_open_step()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
         if self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None):
-            self._loop.watch.warn_once(f"run.save() saves nothing: step {step} is saved already")
+            self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
             return None
         return self._loop.save(step, metadata=metadata)
 
@@ -330,15 +335,15 @@ class Run:
 
         Raises:
             MismatchError: If checkpoint and objects differ.
-            NoWholeCheckpointError: If checkpoints are there but none is whole.
+            NoWholeCheckpointError: If there are checkpoints, but all are damaged.
             UnsupportedValueError: If an object has state that cannot be stored.
-            StorageError: If the place fails, or the directory cannot be made or written.
-            PeerError: If one of these has happened on another worker.
+            StorageError: If the storage fails, or the directory cannot be created or written.
+            PeerError: If one of these happened on another worker.
         """
         if self._is_used:
             raise ClosedError(
-                "this run was entered before, and a run is entered once",
-                hint="Make a new one, `with resumable(...) as run:`. It goes on from the newest checkpoint.",
+                "this run was entered before; a run can be entered once",
+                hint="Create a new one, `with resumable(...) as run:`. It resumes from the newest checkpoint.",
             )
         self._is_used = True
         self._unentered.detach()
@@ -376,10 +381,10 @@ class Run:
             watch.warn_if_idle()
         watch.end()
         has_trained = self._restored or self._loop.count_with_open_step() or self._total
-        if not isinstance(error, Exception) and (text := watch.describe("nothing of it is saved")):
+        if not isinstance(error, Exception) and (text := watch.describe("nothing was saved")):
             self._warn_uncounted(text, is_error=True)
         elif error is None and not has_trained and self.manager.newest_asked < 0:
-            self._loop.warn(f"no step was counted, and nothing is saved: {_ADVICE}")
+            self._loop.warn(f"no step was counted, so nothing was saved: {_ADVICE}")
         try:
             if error is None:
                 self._end_well()
@@ -418,7 +423,7 @@ class Run:
             raise
 
     def _end_badly(self, error: BaseException) -> None:
-        """The step that failed may have changed half of the state: only what was saved before counts."""
+        """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""
         cause = self._guard.fail(error)
         if not self._guard.leaving and not self._guard.inbox.gave_up:
             self.manager.__exit__(type(error), error, error.__traceback__)
@@ -428,7 +433,7 @@ class Run:
     def _begin_turn(self, total: int, loop: int, _: StepNumbers) -> None:
         if self._newest_loop > loop:
             self._loop.warn(
-                "a loop of run.steps runs within another one: both count the same steps, so the outer one ends early"
+                "a loop over run.steps is inside of another one: both count the same steps, so the outer one ends early"
             )
             self._newest_loop = 0
         elif self._newest_loop:
@@ -440,9 +445,9 @@ class Run:
             self._left += 1
             if self._left == 2:
                 self._announcements.say(
-                    "two loops over run.steps(n) have ended within a step, which counts as complete. After `break` "
-                    "that is right. zip(run.steps(n), loader) ends so with each epoch of a loader that is not kept, "
-                    "and that step has no batch: keep a ResumableDataLoader"
+                    "two loops over run.steps(n) ended inside of a step, which counts as complete. After `break` "
+                    "that is right. But zip(run.steps(n), loader) ends this way at each epoch of a loader that "
+                    "is not saved, and that step has no batch: use a ResumableDataLoader and pass it to resumable"
                 )
 
     def _end_steps(self) -> None:
@@ -458,5 +463,5 @@ class Run:
     def _check_entered(self) -> None:
         if not self._entered:
             raise UsageError(
-                "the run is not entered: nothing is restored yet", hint="Write: with resumable(...) as run:"
+                "the run has not been entered: nothing is restored yet", hint="Write: with resumable(...) as run:"
             )

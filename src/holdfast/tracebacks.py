@@ -1,4 +1,4 @@
-"""Short tracebacks: of an error of holdfast a user sees the frames of his own code, and not those of holdfast."""
+"""Short tracebacks: an error of holdfast shows the user's frames, and not those of holdfast."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ _ENTRIES: Final = ("__init__", "__enter__", "__exit__", "__setitem__")
 
 
 def short_traceback(target: _Target) -> _Target:
-    """Makes errors of holdfast that leave what users call show the frames of users, and none of holdfast's own.
+    """Makes errors of holdfast that leave a public call show only the user's frames.
 
-    Errors of other kinds are left alone, and so is what goes on within holdfast. It adds less than a microsecond to a
-    call.
+    Errors of other kinds, and calls inside of holdfast, are not affected. It adds less than a microsecond to a call.
 
     Args:
-        target: A function; or a class, of which all public methods are meant.
+        target: A function, or a class, whose public methods are all wrapped.
     """
     if isinstance(target, type):
         for name, method in list(vars(target).items()):
@@ -55,10 +54,10 @@ def short_traceback(target: _Target) -> _Target:
 
 
 def _shorten(error: BaseException) -> None:
-    """Takes holdfast's frames out of an error and its cause, and what is behind the cause out of sight.
+    """Removes holdfast's frames from an error and its cause, and hides what the cause was raised from.
 
-    The cause stays what it is. A note names what raised the cause, which is its `__context__` from then on. If code
-    of the user took part in that, it stays in sight.
+    The cause itself stays. A note names the error that raised the cause, which becomes its `__context__`. If the user's
+    code took part in that, it stays visible.
     """
     error.__traceback__ = _leave_out_own(error.__traceback__)
     cause = error.__cause__
@@ -83,7 +82,7 @@ def _find_shown_cause(error: BaseException) -> BaseException | None:
 
 
 def _leave_out_own(trace: TracebackType | None) -> TracebackType | None:
-    """Without holdfast's frames, and those of the standard library that it has called."""
+    """Returns a traceback without the frames of holdfast and of the standard library that it called."""
     kept: list[TracebackType] = []
     is_within = False
     while trace is not None:

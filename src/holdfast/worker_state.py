@@ -1,4 +1,4 @@
-"""`WorkerTrainingState`: a backup of a running training, for training loops that count epochs."""
+"""`WorkerTrainingState`: backups of a running training, for training loops that count epochs."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _MODES: Final = ("train", "test", "predict")
 
 @short_traceback
 class WorkerTrainingState:
-    """Backs up a training after each epoch, or within one, and brings it back when the program is started again.
+    """Backs up a training after each epoch, or within one, and restores it when the program is started again.
 
-    The epoch is kept with the state, in one commit. Use it from one thread, the one that trains; with `with`, leaving
-    the block waits for the backup in flight. In a job of several workers each makes one, and all call the same methods
-    at the same places: all of them write the one backup, and the leader deletes it when all have come to the end.
+    The epoch is saved together with the state, in one commit. Use it from one thread, the training thread; leaving a
+    `with` block waits for the backup in progress. In a job of several workers, each creates one, and all call the same
+    methods at the same places: together they write one backup, and the leader deletes it when all have finished.
 
-    If the job is asked to leave while it trains (SIGTERM, say), the backup in flight is brought to its end and the
-    process exits with code 42. What was trained since that backup is trained again.
+    If the job is asked to stop while it trains (SIGTERM, for example), the backup in progress is completed and the
+    process exits with code 42. Anything trained since that backup is trained again.
 
     Example:
         ```python
@@ -85,42 +85,43 @@ class WorkerTrainingState:
         keep_current: str | Iterable[str] = (),
         quiet: bool = False,
     ) -> None:
-        """Looks at what lies in the directory; makes nothing there until the first backup.
+        """Reads the directory; creates nothing there until the first backup.
 
         In a job of several workers this waits for the others.
 
         Args:
-            directory: A directory, a URL, or an open storage, for the backups alone.
-            checkpoint: The objects to back up. Name what gives the batches too (a `ResumableDataLoader`, a
-                `ResumableSampler`), so that a backup within an epoch goes on with the batch that comes next, and
-                `RNG()`.
-            save_freq: How often `back_up_if_due` backs up: after so many batches of an epoch, or never within one.
-            keep: How many backups to keep; None for `Latest(2)`: one more should the newest be damaged.
-            begin_anew: True to begin from nothing although there may be backups.
+            directory: A directory, a URL, or an open storage that is used for backups only.
+            checkpoint: The objects to back up. Include `RNG()` and the source of the batches (a `ResumableDataLoader`
+                or `ResumableSampler`), so that a backup within an epoch resumes with the next batch.
+            save_freq: How often `back_up_if_due` backs up: after that many batches of an epoch, or never within one.
+            keep: How many backups to keep; None for `Latest(2)`: a second one in case the newest is damaged.
+            begin_anew: True to start from the beginning even if there are backups.
             failures_allowed: How many backups in a row may fail before training ends; None for any number.
-            sinks: Functions that are told of each event.
+            sinks: Functions that are called with each event.
             timeout_seconds: The deadline of each wait.
-            threads: How many threads write, and read at a restore. They wait for the disk most of the time.
-            cluster: The workers of the job, as for `CheckpointManager`.
-            liveness_seconds: After how long without a sign of life a worker is taken for dead.
-            preemption: How to hear that the job is to be taken away, and how to leave: "auto" for signals and what fits
-                the place where it runs, "off" for nothing, or a `TerminationConfig`. It listens from the first backup
-                or `maybe_load_initial_...` on until the end, unless a run or a handler does so in the same thread.
-            on_resize: "refuse" to restore only what as many workers have backed up; "allow" for any number.
-            keep_current: What `restore` leaves as the script has it, as for `CheckpointManager.restore`.
-            quiet: True to leave out the lines that say where training begins and ends; warnings and errors stay.
+            threads: The number of threads that write, and read during a restore. They mostly wait for the disk.
+            cluster: The workers of the job, as in `CheckpointManager`.
+            liveness_seconds: A worker that gives no sign of life for this long is taken for dead.
+            preemption: How to notice a preemption, and how to exit: "auto" for signals and the sources that fit the
+                machine, "off" for none, or a `TerminationConfig`. Notices are handled from the first backup or
+                `maybe_load_initial_...` until the end, unless a run or a handler does so in the same thread.
+            on_resize: "refuse" to restore only backups of the same number of workers; "allow" for any number.
+            keep_current: What `restore` leaves as the script set it, as in `CheckpointManager.restore`.
+            quiet: True to omit the lines that say where training begins and ends; warnings and errors stay.
 
         Raises:
             UsageError: If an argument is wrong.
             UnsupportedValueError: If an object is a wrapper that cannot be saved, such as one of FSDP1.
-            StorageError: If the directory cannot be looked at, or is not that of the other workers.
-            AbsentError: If other workers of the job do not come.
-            ClusterError: If the job's store does not answer.
+            StorageError: If the directory cannot be read, or differs from that of the other workers.
+            AbsentError: If other workers of the job do not join.
+            ClusterError: If the job's store does not respond.
         """
         check_order("WorkerTrainingState", directory, checkpoint)
         self.checkpoint = checkpoint
         self._save_freq = (
-            save_freq if save_freq == "epoch" else check_whole("save_freq", save_freq, 1, hint='Or it is "epoch".')
+            save_freq
+            if save_freq == "epoch"
+            else check_whole("save_freq", save_freq, 1, hint='"epoch" is also allowed.')
         )
         self._termination = None if preemption == "off" else make_termination(preemption)
         self._storage = open_storage(directory)
@@ -166,7 +167,7 @@ class WorkerTrainingState:
 
     @property
     def saved(self) -> Backup | None:
-        """The newest backup that this object has restored, or made and committed; None if there is none."""
+        """The newest backup that this object restored, or made and committed; None if there is none."""
         if self._in_flight is not None and self._in_flight[0].committed:
             self._saved = self._in_flight[1]
             self._in_flight = None
@@ -175,27 +176,27 @@ class WorkerTrainingState:
     def back_up(
         self, epoch: int, batch: int | None = None, *, metrics: Mapping[str, float] | None = None
     ) -> SaveHandle:
-        """Copies the state and returns; the backup is written and committed behind training.
+        """Copies the state and returns; the backup is written and committed in the background.
 
-        A backup that fails, since the disk is full say, is told of and ends nothing, unless `failures_allowed` says
-        otherwise; the one before stays.
+        A backup that fails (because the disk is full, for example) is reported, and training continues unless
+        `failures_allowed` says otherwise; the previous backup stays.
 
         Args:
-            epoch: The epoch that is complete, counted from 0; or the one within which this is, with `batch`.
-            batch: The last batch of the epoch that is complete, counted from 0; None if the whole epoch is.
-            metrics: Figures to keep with the backup.
+            epoch: The complete epoch, counted from 0; or, with `batch`, the epoch in progress.
+            batch: The last complete batch of the epoch, counted from 0; None if the whole epoch is complete.
+            metrics: Metrics to store with the backup.
 
         Returns:
-            The save, to be waited for if need be.
+            The save, to wait for if needed.
 
         Raises:
             UsageError: If an argument is wrong, or there are backups that were not restored.
             UnsupportedValueError: If an object has state that cannot be stored.
             SaveFailedError: If more backups have failed than are allowed, or another job has taken over the directory.
-                This one goes on all the same; its handle is the error's `next_save`.
-            DeadlineError: If the backup before does not end in time.
-            PeerError: If another worker has died, has left or has failed. Without it no backup can be made.
-            ClusterError: If the job's store does not answer.
+                This backup continues; its handle is the error's `next_save`.
+            DeadlineError: If the previous backup does not end in time.
+            PeerError: If another worker died, left or failed. Without it no backup can be made.
+            ClusterError: If the job's store does not respond.
         """
         backup = self._check_backup(epoch, batch)
         with self._saving(rests=True):
@@ -204,28 +205,23 @@ class WorkerTrainingState:
     def back_up_if_due(
         self, epoch: int, batch: int, *, metrics: Mapping[str, float] | None = None
     ) -> SaveHandle | None:
-        """Backs up within an epoch if `save_freq` says so; call it as the last act of each batch.
+        """Backs up within an epoch if `save_freq` says so; call it last in each batch.
 
-        The last batch of an epoch is left to `back_up(epoch)`, if `maybe_load_initial_counters_from_ckpt` was told how
-        many an epoch has. If the job is asked to leave, this batch is backed up, and the process exits with code 42;
-        in a job of several workers the process leaves without that.
+        The last batch of an epoch is left to `back_up(epoch)`, if `maybe_load_initial_counters_from_ckpt` was given the
+        number of batches per epoch. If the job is asked to stop, this batch is backed up, and the process exits with
+        code 42; in a job of several workers the process exits without that backup.
 
         Args:
-            epoch: The epoch within which this is, counted from 0.
-            batch: The batch that is complete, counted from 0.
-            metrics: Figures to keep with the backup.
+            epoch: The epoch in progress, counted from 0.
+            batch: The complete batch, counted from 0.
+            metrics: Metrics to store with the backup.
 
         Returns:
             The save, or None if none was due.
 
         Raises:
-            SystemExit: When the job leaves.
-            UsageError: As `back_up`, as are the others.
-            UnsupportedValueError: As there.
-            SaveFailedError: As there.
-            DeadlineError: As there.
-            PeerError: As there.
-            ClusterError: As there.
+            SystemExit: When the job exits.
+            UsageError: As in `back_up`, like its other errors.
         """
         backup = self._check_backup(epoch, batch)
         metrics = check_metrics(metrics)
@@ -240,19 +236,20 @@ class WorkerTrainingState:
         return None
 
     def restore(self, *, strict: bool = True) -> Backup | None:
-        """**Blocks.** Gives the objects the state of the newest whole backup; every byte is checked.
+        """**Blocks.** Loads the newest whole backup into the objects; every byte is checked.
 
         Args:
-            strict: False to take what fits, and be told of the rest in the result's `restoration.differences`.
+            strict: False to restore everything that fits, and report the rest in the result's
+                `restoration.differences`.
 
         Returns:
-            What was restored, or None if there is nothing to restore.
+            A description of the restored backup, or None if there is none.
 
         Raises:
             NoWholeCheckpointError: If there are backups, but all of them are damaged.
-            MismatchError: If backup and objects differ; nothing has been changed.
-            UsageError: If what lies there are checkpoints, but no backups.
-            StorageError: If the place fails.
+            MismatchError: If backup and objects differ; nothing is changed.
+            UsageError: If the directory contains checkpoints that are not backups.
+            StorageError: If the storage fails.
         """
         loop = self._open()
         manager = loop.manager
@@ -283,30 +280,31 @@ class WorkerTrainingState:
         return self._saved
 
     def delete_backup(self) -> bool:
-        """**Blocks.** Removes all backups when training has come to its end; harmless twice.
+        """**Blocks.** Removes all backups at the end of training; a second call does nothing.
 
         Files that are not holdfast's stay, and so do the directory, the journal of events, and a record of a few
-        hundred bytes that keeps a late writer from putting a backup there afterwards.
+        hundred bytes that prevents a late writer from adding a backup afterwards.
 
         A backup of a later epoch than the run asks for (`epochs=`) is kept, and so is one that was not restored. If
-        this run has restored a backup and made none, since an earlier run had trained all its epochs, the backup is
-        set aside: the next run begins with its first epoch, and the files stay until backups are deleted the next time.
-        Each of these is a warning in the log.
+        this run restored a backup and made none, because an earlier run had trained all its epochs, the backup is set
+        aside: the next run begins with its first epoch, and the files stay until backups are deleted the next time.
+        Each of these cases logs a warning.
 
-        Of several workers the leader removes them, when all have called this: until then one may still need them.
+        In a job of several workers, the leader removes the backups once all have called this, because one of them may
+        still need them.
 
         Returns:
-            True if there is nothing to restore any more, False if the backup was kept; the same on all workers.
+            True if no backup remains to restore, False if the backup was kept; the same on all workers.
 
         Raises:
-            FencedError: If another job backs up there by now; nothing was removed.
-            StorageError: If the place fails.
-            DeadlineError: If the backup in flight does not end in time, or another worker does not come or dies.
-            PeerError: If the leader has met with one of these.
-            ClusterError: If the job's store does not answer.
+            FencedError: If another job now backs up there; nothing was removed.
+            StorageError: If the storage fails.
+            DeadlineError: If the backup in progress does not end in time, or another worker does not join or dies.
+            PeerError: If one of these happened on the leader.
+            ClusterError: If the job's store does not respond.
         """
         self._check_open()
-        unseen = "it was there before, and was not restored" if self._unseen else ""
+        unseen = "it existed before and was not restored" if self._unseen else ""
         kept_for = self._together.agree_to_clear(self._kept_for or unseen)
         if kept_for:
             self._warn(f"the backup is kept: {kept_for}")
@@ -318,14 +316,14 @@ class WorkerTrainingState:
         began_from = self._began_from if self._total is None else None
         if began_from is not None:
             text = (
-                f"no epoch was trained: the backup of {began_from} was the last one of an earlier run. "
-                "It is set aside, and the next run begins with its first epoch. If this run was to have fewer epochs "
-                "than that one, give epochs= when the first epoch is asked for; then the backup is kept"
+                f"no epoch was trained: the backup of {began_from} was the last one of an earlier run. It is set "
+                "aside, and the next run begins with its first epoch. If this run was to have fewer epochs than "
+                "that one, pass epochs= when you ask for the first epoch; then the backup is kept"
             )
             self._warn(text)
         self._stop_listening()
         had_backup = self.saved is not None
-        self._watch.finish("a restart would have begun anew")
+        self._watch.finish("a restart would have started from the beginning")
         clearing = self._together.clear(self._storage, self._generation, keeps_files=began_from is not None)
         self._generation = clearing.generation or self._generation
         self._loop = None
@@ -339,33 +337,35 @@ class WorkerTrainingState:
         return True
 
     def maybe_load_initial_epoch_from_ckpt(self, initial_epoch: int, mode: Mode, *, epochs: int | None = None) -> int:
-        """**Blocks.** The epoch with which to begin; call it after `restore`.
+        """**Blocks.** Returns the epoch to begin with; call it after `restore`.
 
         Before training, this checks that the objects can be backed up, and that the directory can be written.
 
         Args:
-            initial_epoch: The epoch with which training is to begin if there is no backup, counted from 0.
-            mode: What is about to run. Only training goes on where it stopped.
-            epochs: How many epochs training is to have in all. If the backup is of a later one, that is said, and
-                `delete_backup` keeps it.
+            initial_epoch: The epoch to begin with if there is no backup, counted from 0.
+            mode: What is about to run. Only training resumes where it stopped.
+            epochs: How many epochs training has in total. If the backup is of a later epoch, `delete_backup` keeps it,
+                with a warning.
 
         Returns:
-            The epoch after the one that the backup completed; the same, if the backup is from within it; else
+            The epoch after the one that the backup completed; the same epoch if the backup was made within it; or
             `initial_epoch`.
 
         Raises:
             UsageError: If an argument is wrong, or there are backups that were not restored.
             UnsupportedValueError: If an object has state that cannot be stored.
-            StorageError: If the directory cannot be made or written.
+            StorageError: If the directory cannot be created or written.
         """
         first = check_whole("initial_epoch", initial_epoch)
         total = None if epochs is None else check_whole("epochs", epochs)
         if mode not in _MODES:
-            raise UsageError(f"mode={mode!r} is not known", hint=f"It is one of {', '.join(map(repr, _MODES))}.")
+            raise UsageError(f"mode {mode!r} is not known", hint=f"Use one of {', '.join(map(repr, _MODES))}.")
         if mode != "train":
             return first
         if self._unseen:
-            raise UsageError(f"{self._storage.url} has a backup that was not restored", hint="Call restore() first.")
+            raise UsageError(
+                f"{self._storage.url} contains a backup that was not restored", hint="Call restore() first."
+            )
         self._open().manager.check_ready()
         if self._in_flight is not None:
             self._in_flight[0].wait_ended()
@@ -376,26 +376,26 @@ class WorkerTrainingState:
         if backup is None:
             return first
         if first not in (0, backup.next_epoch):
-            text = f"training goes on with epoch {backup.next_epoch}, where the backup stands, and not with {first}"
+            text = f"training continues with epoch {backup.next_epoch}, from the backup, instead of {first}"
             self._emit(Warned(text=text))
         if total is not None:
             self._kept_for = ""
             if backup.next_epoch > total:
-                self._kept_for = f"it is of {backup}, and this run asks for {total} epochs only, counted from 0"
-                self._warn(f"nothing is trained: the backup is kept, {self._kept_for}")
+                self._kept_for = f"it is of {backup}, but this run asks for only {total} epochs, counted from 0"
+                self._warn(f"nothing is trained, and the backup is kept: {self._kept_for}")
         return backup.next_epoch
 
     def maybe_load_initial_counters_from_ckpt(
         self, steps_per_epoch: int, initial_epoch: int, mode: Mode, *, epochs: int | None = None
     ) -> tuple[int, int]:
-        """**Blocks.** The epoch and the batch with which to begin, for backups within epochs.
+        """**Blocks.** Returns the epoch and the batch to begin with, for backups within epochs.
 
-        A sampler or loader that is backed up itself begins with the right batch by itself, if its `set_epoch` is called
-        at the beginning of each epoch; then the second number only says how many of the epoch's batches have been.
+        A backed-up sampler or loader begins with the right batch itself, if its `set_epoch` is called at the beginning
+        of each epoch; then the second number only says how many of the epoch's batches are done.
 
         Args:
             steps_per_epoch: How many batches an epoch has.
-            initial_epoch: As for `maybe_load_initial_epoch_from_ckpt`.
+            initial_epoch: As in `maybe_load_initial_epoch_from_ckpt`.
             mode: As there.
             epochs: As there.
 
@@ -410,10 +410,10 @@ class WorkerTrainingState:
         return (first + 1, 0) if backup.batch + 1 >= steps else (first, backup.batch + 1)
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """**Blocks.** Waits for the backup in flight, and ends all threads; harmless twice.
+        """**Blocks.** Waits for the backup in progress, and ends all threads; a second call does nothing.
 
         Raises:
-            SaveFailedError: If the last backup failed: then the end of training is not kept.
+            SaveFailedError: If the last backup failed: then the end of training is not saved.
             DeadlineError: If the backup does not end in time.
         """
         with self._ending(None):
@@ -440,7 +440,7 @@ class WorkerTrainingState:
 
     @contextmanager
     def _ending(self, error: BaseException | None) -> Iterator[None]:
-        """Says goodbye to the other workers when the body has closed the manager, unless it is to be tried again."""
+        """Signs off from the other workers after the body has closed the manager, unless the close will be retried."""
         if self._loop is not None and not self._closed:
             self._pause(self._loop)
         try:
@@ -448,10 +448,10 @@ class WorkerTrainingState:
             if error is None and is_idle and not self._closed:
                 self._warn(
                     f"no backup was made after that of {self._began_from}, which was restored. If all epochs were "
-                    "trained, call delete_backup(): until then each run begins behind that epoch"
+                    "trained, call delete_backup(); until then every run continues after that epoch"
                 )
             if not isinstance(error, Exception):
-                self._watch.finish("nothing of it is saved", is_error=True)
+                self._watch.finish("nothing was saved", is_error=True)
             yield
             if error is None and self._began_from is None and self.saved is not None:
                 self._announcements.end_epochs(self.saved)
@@ -468,13 +468,13 @@ class WorkerTrainingState:
         backup = Backup(check_whole("epoch", epoch), None if batch is None else check_whole("batch", batch))
         if self._unseen:
             raise UsageError(
-                f"{self._storage.url} has a backup that was not restored; this one would take its place",
-                hint="Call restore() before training, or begin_anew=True to begin from nothing.",
+                f"{self._storage.url} contains a backup that was not restored; this one would replace it",
+                hint="Call restore() before training, or pass begin_anew=True to start from the beginning.",
             )
         if (begun := self._began_from) is not None and epoch < begun.next_epoch:
             raise UsageError(
-                f"{begun} was restored, and epoch {epoch} lies before it: it would be trained once more",
-                hint="Begin the loop at maybe_load_initial_epoch_from_ckpt(0, 'train').",
+                f"{begun} was restored, and epoch {epoch} is not after it: it would be trained a second time",
+                hint="Start the loop at maybe_load_initial_epoch_from_ckpt(0, 'train').",
             )
         return backup
 
@@ -498,7 +498,7 @@ class WorkerTrainingState:
                 self._kept_for, self._began_from = "", None
 
     def _listen(self) -> None:
-        """Hears from now on that the job is to be taken away; does nothing if it does so already."""
+        """Starts handling preemption notices; does nothing if it already does."""
         config = self._termination
         if config is None or self._listens:
             return
@@ -515,16 +515,16 @@ class WorkerTrainingState:
             self._loop.guard.close()
 
     def _pause(self, loop: TrainingLoop) -> None:
-        """Lets the job leave at any moment, unless it does so already."""
+        """Lets the job exit at any moment, unless it already may."""
         if not loop.guard.leaving:
             loop.guard.pause(loop.count.done, saved=loop.count.saved)
 
     @contextmanager
     def _saving(self, *, rests: bool) -> Iterator[None]:
-        """The end of an epoch, or of a batch: leaves behind the body if that was asked for.
+        """Wraps the end of an epoch or a batch: exits after the body if that was requested.
 
         Args:
-            rests: Whether the job may leave at any moment from then on. Otherwise it leaves at the next such end.
+            rests: True if the job may exit at any moment from then on. Otherwise it exits at the next such end.
         """
         loop = self._open()
         self._listen()
@@ -541,7 +541,7 @@ class WorkerTrainingState:
                 self._pause(loop)
 
     def _check_others(self, loop: TrainingLoop) -> None:
-        """Makes sure that the other workers are there. If this one was asked to leave as well, it does that instead."""
+        """Checks that the other workers are there. If this one was asked to stop as well, it does that instead."""
         if loop.manager.participant is not None:
             try:
                 loop.manager.participant.peers.failures.check_all()
@@ -555,7 +555,7 @@ class WorkerTrainingState:
             self._loop.manager.participant.peers.failures.explain(error)
 
     def _keep(self, _: int) -> SaveHandle | None:
-        """Begins the backup of a batch, if there is one that is not backed up, for the guard."""
+        """Begins the backup of a batch for the guard, if there is a batch that is not backed up."""
         count, reached, self._reached = self._open().count, self._reached, None
         if reached is not None:
             count.done -= 1
@@ -581,7 +581,7 @@ class WorkerTrainingState:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError(f"the state of {self._storage.url} is closed", hint="Make a new one.")
+            raise ClosedError(f"this WorkerTrainingState of {self._storage.url} is closed", hint="Create a new one.")
 
     def _open(self) -> TrainingLoop:
         self._check_open()

@@ -337,7 +337,7 @@ def test_a_hostile_optimizer_of_a_trainer_is_not_executed(tmp_path: Path) -> Non
     save_file({"w": torch.ones(2).numpy()}, old / "model.safetensors")
     with zipfile.ZipFile(old / "optimizer.pt", "w") as file:
         file.writestr("archive/data.pkl", pickle.dumps({"state": Calls(tmp_path / "mark")}, protocol=2))
-    with pytest.raises(errors.FormatError, match="none of what such a file may hold"):
+    with pytest.raises(errors.FormatError, match="not supported"):
         hf.import_checkpoint(old, tmp_path / "run")
     assert not (tmp_path / "mark").exists()
 
@@ -349,8 +349,8 @@ def test_an_orbax_directory_that_leads_elsewhere_is_refused(tmp_path: Path) -> N
     leaf = '{"key_metadata": [{"key": "../secret", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}'
     (old / "_METADATA").write_text(f'{{"tree_metadata": {{"a": {leaf}}}, "use_ocdbt": false}}')
     pytest.importorskip("tensorstore")
-    with pytest.raises(errors.FormatError, match="names no folder in it"):
+    with pytest.raises(errors.FormatError, match="is not the name of a folder in it"):
         hf.import_checkpoint(old, tmp_path / "run")
     (old / "link").symlink_to(tmp_path / "secret")
-    with pytest.raises(errors.FormatError, match="no plain file"):
+    with pytest.raises(errors.FormatError, match="not a regular file"):
         hf.import_checkpoint(old, tmp_path / "run")

@@ -261,7 +261,7 @@ def test_another_backend_is_refused_where_the_callback_is_made(tmp_path: Path) -
     command = [sys.executable, "-c", program, str(tmp_path)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "Keras runs with the backend numpy" in ended.stderr
+    assert "Keras uses the numpy backend" in ended.stderr
 
 
 def test_a_second_fit_is_left_alone(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
 def test_a_second_call_of_train_is_left_alone_with_a_warning(tmp_path: Path) -> None:
     life = train(tmp_path, "--again", "--epochs=1")
     assert life.lines[-1] == '{"again": 14}\n'
-    assert "the second train() in this process is left alone" in life.errors
+    assert "this is the second train() in this process" in life.errors
 
 
 def test_a_stream_without_a_place_is_loaded_again_with_a_warning(tmp_path: Path) -> None:
@@ -147,23 +147,23 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("no policy", "UsageError: save_every=500 is no policy for saving"),
+        ("no policy", "UsageError: save_every must be a policy such as hf.Steps(500), got int 500"),
         ("misspelt", "did you mean save_every"),
-        ("kept already", "UsageError: model is an object of the Trainer's, and is kept already"),
-        ("DeepSpeed", "UnsupportedValueError: jobs of accelerate's kind DEEPSPEED cannot be saved"),
+        ("kept already", "UsageError: model is an object of the Trainer, and is saved already"),
+        ("DeepSpeed", "UnsupportedValueError: training with accelerate's DEEPSPEED cannot be saved"),
         ("FSDP1", "UnsupportedValueError: FSDP1 has a flat piece of the parameters on each worker"),
         ("tensor parallel", "UnsupportedValueError: a parallelism_config with tp_size=2 divides the job in a way that"),
         ("batch size", "UsageError: auto_find_batch_size=True begins the training again"),
         ("two of them", "UsageError: a Trainer takes one Resumable"),
         ("changed model", "wrong shape: model/layers.0.weight: stored [8, 4], live [16, 4]"),
         ("other run", "MismatchError: step 1 does not fit the live objects (nothing was changed)"),
-        ("added later", "UsageError: hf.transformers.Resumable was added after the Trainer was made"),
-        ("loop, DeepSpeed", "UnsupportedValueError: jobs of accelerate's kind DEEPSPEED cannot be saved"),
+        ("added later", "UsageError: hf.transformers.Resumable was added after the Trainer was created"),
+        ("loop, DeepSpeed", "UnsupportedValueError: training with accelerate's DEEPSPEED cannot be saved"),
         ("loop, FSDP1", "UnsupportedValueError: FSDP1 has a flat piece of the parameters on each worker"),
         ("loop, tensor parallel", "UnsupportedValueError: a parallelism_config with tp_size=2 divides the job"),
-        ("loop, prepared nothing", "UsageError: the accelerator has prepared nothing yet"),
+        ("loop, prepared nothing", "UsageError: the accelerator has not prepared anything yet"),
         ("loop, misspelt", "UsageError: save_evry is not an option of resumable"),
-        ("loop, prepared name", "UsageError: model is what the accelerator has prepared"),
+        ("loop, prepared name", "UsageError: model was prepared by the accelerator"),
     ],
     ids=lambda value: value.split(":")[0],
 )
@@ -202,7 +202,7 @@ def test_past_a_damaged_checkpoint_it_goes_on_from_the_one_before(tmp_path: Path
         content[-4096:] = bytes(each ^ 255 for each in content[-4096:])
         data.write_bytes(content)
         lives.append(train(tmp_path / "damaged"))
-        assert f"step {int(newest.name[5:14])} passed over, it is damaged" in lives[-1].errors
+        assert f"step {int(newest.name[5:14])} skipped because it is damaged" in lives[-1].errors
         check_same(lives, untouched)
 
 

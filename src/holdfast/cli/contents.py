@@ -90,8 +90,8 @@ def _read_heading(target: RunTarget) -> Heading | None:
             ) from None
         raise NoCheckpointError(
             f"{target.location} is not a checkpoint: it has no {MANIFEST_NAME}",
-            hint="Its save or its removal was cut off or is going on, or the manifest is lost: "
-            "`holdfast list --all` of the run says which.",
+            hint="It is being saved or removed, or that was interrupted, or its manifest is lost: "
+            "`holdfast list --all` on the run says which.",
         ) from None
     manifest = decode_manifest(data, path=path, expected=name)
     return Heading(target.location, target.storage.url, directory, name, state, is_newest, manifest)
@@ -210,8 +210,8 @@ def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]
             if heading.expected is None or is_committed(target.storage, heading.expected):
                 return heading, damage
     raise NoCheckpointError(
-        f"{target.location}: each checkpoint was removed before it could be read",
-        hint="A job that goes on removes them as fast; try again, or let it keep more.",
+        f"{target.location}: every checkpoint was removed before it could be read",
+        hint="A running job removes them quickly. Try again, or let it keep more.",
     )
 
 

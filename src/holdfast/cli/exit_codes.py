@@ -52,14 +52,14 @@ def exit_code_of(error: HoldfastError) -> ExitCode:
     return ExitCode.FAILED
 
 
-def error_fields(kind: str, exit_code: int, message: str, hint: str) -> dict[str, Any]:
+def error_fields(error: BaseException, exit_code: int, message: str, hint: str = "") -> dict[str, Any]:
     """**Pure.** An error that ended a verb, in a JSON document."""
-    return {"kind": kind, "exit_code": int(exit_code), "message": message, "hint": hint}
+    return {"kind": type(error).__name__, "exit_code": int(exit_code), "message": message, "hint": hint}
 
 
 def holdfast_error_fields(error: HoldfastError) -> dict[str, Any]:
     """**Pure.** The same of an error that holdfast names."""
-    return error_fields(type(error).__name__, exit_code_of(error), error.message, error.hint)
+    return error_fields(error, exit_code_of(error), error.message, error.hint)
 
 
 @contextmanager

@@ -69,23 +69,22 @@ class Verbs(click.Group):
         except HoldfastError as error:
             _end(ctx, holdfast_error_fields(error))
         except KeyboardInterrupt as error:
-            _end(ctx, _fields_of(error, ExitCode.INTERRUPTED, "interrupted"))
+            _end(ctx, error_fields(error, ExitCode.INTERRUPTED, "interrupted"))
         except BrokenPipeError:
             _silence(sys.stdout)
             _silence(sys.stderr)
             ctx.exit(ExitCode.BROKEN_PIPE)
         except OSError as error:
             _silence(sys.stdout)
-            _end(ctx, _fields_of(error, ExitCode.FAILED, f"cannot write the output: {error.strerror or error}"))
+            _end(ctx, error_fields(error, ExitCode.FAILED, f"cannot write the output: {error.strerror or error}"))
         except RecursionError as error:
             # Everything that holdfast itself writes is flat enough.
             text = "the checkpoint holds a value that is nested too deeply to show"
-            _end(ctx, _fields_of(error, ExitCode.DAMAGED, text, "holdfast did not write it."))
+            _end(ctx, error_fields(error, ExitCode.DAMAGED, text, "holdfast did not write it."))
         except click.ClickException as error:
             # click writes the text.
-            fields = error_fields(
-                "UsageError", error.exit_code, " ".join(error.format_message().split()), _help_hint(error)
-            )
+            text = " ".join(error.format_message().split())
+            fields = error_fields(error, error.exit_code, text, _help_hint(error)) | {"kind": "UsageError"}
             _write_error(ctx, fields)
             raise
         except (click.exceptions.Exit, click.Abort):
@@ -95,11 +94,7 @@ class Verbs(click.Group):
                 raise
             text = f"{type(error).__name__}: {error}"
             hint = f"This is a bug in holdfast. Please report it; set {TRACEBACK_VARIABLE}=1 to see the traceback."
-            _end(ctx, _fields_of(error, ExitCode.BUG, text, hint))
-
-
-def _fields_of(error: BaseException, exit_code: int, message: str, hint: str = "") -> dict[str, Any]:
-    return error_fields(type(error).__name__, exit_code, message, hint)
+            _end(ctx, error_fields(error, ExitCode.BUG, text, hint))
 
 
 def _help_hint(error: click.ClickException) -> str:

@@ -238,7 +238,7 @@ def _show_page(screen: Screen, runs: Sequence[RunSummary], metrics: Sequence[str
         [
             (run.location, STRONG),
             _step_of(run),
-            _when(run, now),
+            when_text(at.committed_at_unix_seconds if (at := run.newest and run.newest.manifest) else None, now),
             (str(run.steps), FAINT),
             size_text(run.size_bytes),
             (run.state, _STYLES[run.state]),
@@ -264,8 +264,3 @@ def _show_page(screen: Screen, runs: Sequence[RunSummary], metrics: Sequence[str
     screen.say((f"{counted(len(runs), 'run')}, {total}", FAINT))
     if left_out:
         screen.say((f"no room for {', '.join(left_out)}", FAINT))
-
-
-def _when(run: RunSummary, now: float) -> str:
-    manifest = run.newest.manifest if run.newest else None
-    return when_text(manifest.committed_at_unix_seconds if manifest else None, now)

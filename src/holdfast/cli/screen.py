@@ -275,7 +275,7 @@ def parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> 
         return None
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise click.BadParameter(f"{text!r} is no size; write one as 500MB, 1.5GB or 2GiB.", ctx, param)
+        raise click.BadParameter(f"{text!r} is not a size; write 500MB, 1.5GB or 2GiB.", ctx, param)
     power = 1024.0 if match[3] else 1000.0
     size_bytes = float(match[1]) * power ** _POWERS[match[2].lower()]
     if not 1 <= size_bytes <= _MAX_BYTES:
@@ -289,7 +289,9 @@ def parse_seconds(ctx: click.Context, param: click.Parameter, text: str | None) 
         return None
     match = _TIME.fullmatch(text.strip())
     if match is None:
-        raise click.BadParameter(f"{text!r} is no time; write its unit: 350ms, 30s, 90min, 24h or 7d.", ctx, param)
+        raise click.BadParameter(
+            f"{text!r} is not a time; write it with its unit: 350ms, 30s, 90min, 24h or 7d.", ctx, param
+        )
     seconds = float(match[1]) * _SECONDS[match[2].lower()]
     if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
         raise click.BadParameter(f"{text!r} is not between a microsecond and 300 years.", ctx, param)

@@ -95,8 +95,7 @@ class Survey:
     @property
     def newest(self) -> Found | None:
         """The newest step of the living line, or None."""
-        living = self.of(State.LIVING)
-        return living[-1] if living else None
+        return next((one for one in reversed(self.found) if one.state is State.LIVING), None)
 
     @property
     def referrers(self) -> list[Referrer[str]]:
@@ -112,15 +111,18 @@ NOTHING: Final = Survey(Catalog((), (), (), (), (), 0, (), None), (), None)
 """What lies where there is no run."""
 
 
-def survey_run(storage: Storage) -> Survey:
+def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
     """**Blocks.** Looks at every directory of a run; reads the manifests, but no arrays."""
-    catalog = read_catalog(storage, closely=True)
+    catalog = read_catalog(storage, closely=closely)
     living = set(catalog.living)
-    lost = {*catalog.lost, *find_lost(storage, catalog), *find_journaled(storage, catalog)}
-    committed = (
+    committed = [
         look_at_step(storage, name.directory, name, State.LIVING if name in living else State.OFF_LINE)
         for name in catalog.committed
-    )
+    ]
+    if not closely and None in committed:
+        # It is being removed; or the summary is wrong, by which nobody had looked for its manifest before.
+        return survey_run(storage, closely=True)
+    lost = {*catalog.lost, *find_lost(storage, catalog), *find_journaled(storage, catalog)}
     unfinished = (
         Found(
             name.directory,
@@ -200,7 +202,7 @@ def look_at_step(storage: Storage, directory: str, name: StepName, state: State)
 
 def _look_at_lost(storage: Storage, name: StepName) -> Found:
     path = name.manifest_path
-    damage = DamageError(f"{path} is missing, and the step was committed", step=name.step, path=path)
+    damage = DamageError(f"{path} is missing, but the step was committed", step=name.step, path=path)
     size_bytes = _size_bytes(storage, name.directory)
     refers_to = _read_references(storage, name)
     return Found(name.directory, State.LOST, name, size_bytes, damages=(damage,), refers_to=refers_to)
@@ -230,7 +232,7 @@ def _find_misfits(directory: str, manifest: Manifest, sizes: dict[str, int]) -> 
                 yield DamageError(f"{path} is missing", step=manifest.step, path=path)
             elif sizes[name] != size_bytes:
                 yield DamageError(
-                    f"{path} has {sizes[name]} bytes, {size_bytes} were written", step=manifest.step, path=path
+                    f"{path} has {sizes[name]} bytes, but {size_bytes} were written", step=manifest.step, path=path
                 )
 
 

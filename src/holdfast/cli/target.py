@@ -99,7 +99,7 @@ def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
             if name.step == target.step:
                 raise NoCheckpointError(
                     f"step {target.step} of {target.location} is not a checkpoint: it has no {MANIFEST_NAME}",
-                    hint=f"A save writes {name.directory} now, or a save or a removal of it was cut off.",
+                    hint=f"A save is writing {name.directory} now, or was interrupted.",
                 )
     return catalog.find(target.step)
 
@@ -111,15 +111,17 @@ def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
     off_line = len(catalog.committed) - len(catalog.living)
     if off_line:
         return NoCheckpointError(
-            f"{target.location} has no checkpoint on its living line, only {off_line} off it",
-            hint="The run was begun anew. `holdfast list --all` shows what is there.",
+            f"{target.location} has no checkpoint on its living line, only {off_line} elsewhere",
+            hint="The run was started again from the beginning. `holdfast list --all` shows every step.",
         )
     if catalog.unfinished:
         return NoCheckpointError(
             f"{target.location} has no checkpoint, only {len(catalog.unfinished)} unfinished",
-            hint="A first save is being written, or none ever ended. `holdfast list --all` shows what is there.",
+            hint="The first save is being written, or no save ever finished. `holdfast list --all` shows every step.",
         )
-    return NoCheckpointError(f"{target.location} has no checkpoint yet", hint="A job has begun there and not saved.")
+    return NoCheckpointError(
+        f"{target.location} has no checkpoint yet", hint="A job has started there and has not saved yet."
+    )
 
 
 def _split(text: str) -> tuple[str, int | None]:

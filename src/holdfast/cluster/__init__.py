@@ -1,4 +1,4 @@
-"""How the workers of one job agree: a small key-value store, with deadlines, and what is built on it."""
+"""Coordination of a job's workers: a small key-value store, with deadlines, and what is built on it."""
 
 from holdfast.cluster.discover import AloneCluster, open_cluster
 from holdfast.cluster.protocol import Cluster

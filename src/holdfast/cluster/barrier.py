@@ -1,4 +1,4 @@
-"""Meetings of all workers: each brings a small record, and gets those of all, or what the leader makes of them."""
+"""Meetings of all workers: each brings a small record, and gets those of all, or the leader's answer."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from holdfast.errors import AbsentError, DeadlineError, HoldfastError
 LEADER: Final = 0
 
 Check: TypeAlias = Callable[[Collection[int]], None]
-"""Raises `AbsentError` if one of these workers is known to be missing, such as `Heartbeat.check`."""
+"""Raises `AbsentError` if one of these workers is known to be missing, like `Heartbeat.check`."""
 
 _NAMED_NODES: Final = 32
 READ_SECONDS: Final = 3.0
-"""How long the leader waits until the others have read what it leaves with: the store may lie in its process."""
+"""How long the leader waits until the others have read its last records: its process may host the store."""
 
 _led: dict[str, tuple[str, float]] = {}
 """The newest meeting that was led in this process, for each cluster's incarnation, and when it was decided by the
-monotonic clock; until it was waited for its end."""
+monotonic clock; until its end was waited for.
+"""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """How a meeting ended, the same for all that learn of it.
+    """The result of a meeting, the same for all that learn of it.
 
     Attributes:
         absent: The workers that did not come.
-        pieces: In how many pieces the answer lies in the store.
-        are_dead: Whether those who did not come are known to be dead, or to have left.
+        pieces: The number of pieces of the answer in the store.
+        are_dead: True if the absent workers are known to be dead, or to have left.
     """
 
     absent: tuple[int, ...] = ()
@@ -52,23 +53,23 @@ def gather_decide_broadcast(
     check: Check | None = None,
     purpose: str = "",
 ) -> bytes:
-    """**Collective.** **Blocks.** What the leader makes of the records of all workers.
+    """**Collective.** **Blocks.** Returns the leader's answer to the records of all workers.
 
-    All workers that get an answer get the same: what was decided, or that workers are absent. Once one of them has run
-    out of time, the meeting has failed for those that come later too.
+    All workers that get an answer get the same: the decision, or that workers are absent. Once one of them has run out
+    of time, the meeting has failed for those that come later too.
 
     Args:
         cluster: The workers.
-        name: The meeting's; each name is used once in the life of a cluster.
-        record: What this worker brings.
-        decide: Makes the answer from the records, in order of rank; called by the leader, and raises nothing.
+        name: The name of the meeting; each name is used once in the life of a cluster.
+        record: This worker's record.
+        decide: Makes the answer from the records, in order of rank; called by the leader, and must not raise.
         timeout_seconds: How long to wait for the others.
-        check: Asked now and then whether those that are waited for are still there.
-        purpose: What the meeting is about, for the error; empty for its name.
+        check: Called now and then to check that the awaited workers are still there.
+        purpose: The purpose of the meeting, for the error; empty for its name.
 
     Raises:
-        AbsentError: If workers did not come in time, or are lost; it names them.
-        ClusterError: If the store does not answer.
+        AbsentError: If workers did not come in time, or are lost; the error names them.
+        ClusterError: If the store does not respond.
     """
     if cluster.world_size == 1:
         return decide([record])
@@ -78,10 +79,10 @@ def gather_decide_broadcast(
 
 
 def wait_read(cluster: Cluster, lost: Callable[[], Collection[int]]) -> None:
-    """**Blocks** for a moment, if this is the leader: until the others have read how the newest meeting has ended.
+    """**Blocks** for a moment on the leader, until the others have read the result of the newest meeting.
 
-    The store may lie in the leader's process. Where that ends at once, they would not learn of it any more. Of a
-    meeting that ended some seconds ago, all have had the time to learn. `lost` gives the workers that will not read it.
+    The leader's process may host the store. If it ended at once, the others could not learn the result any more. After
+    some seconds, all have had the time to read it. `lost` returns the workers that will not read it.
     """
     if cluster.rank != LEADER:
         return
@@ -102,7 +103,7 @@ def wait_read(cluster: Cluster, lost: Callable[[], Collection[int]]) -> None:
 
 
 def count_read(cluster: Cluster, key: str) -> None:
-    """Counts this worker as one that has read. It also signs: when the leader counts, this worker may be gone."""
+    """Counts this worker as one that has read, with its signature: when the leader counts, this worker may be gone."""
     cluster.set(f"{key}/{cluster.rank}", b"")
     cluster.add(key, 1)
 
@@ -114,17 +115,17 @@ def wait_counted(
     end_at: float,
     is_over: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """**Blocks** for a moment. The leader waits until each of the others has counted itself as one that has read.
+    """**Blocks** for a moment. On the leader, waits until each of the others has counted itself as one that has read.
 
     Args:
         cluster: The workers.
         key: Their counter.
-        lost: Gives the workers that are gone. Those that have signed, see `count_read`, are among the counted.
-        end_at: Until when to wait, by the monotonic clock. It waits no longer either if the store does not answer.
-        is_over: True to end the wait in any case.
+        lost: Returns the workers that are gone. Those that have signed, see `count_read`, are among the counted.
+        end_at: When to stop waiting, by the monotonic clock. The wait also ends if the store does not respond.
+        is_over: Returns True to end the wait in any case.
 
     Returns:
-        Whether it was over before all had counted.
+        True if `is_over` ended the wait before all had counted.
     """
 
     unread: dict[int, bool] = {}
@@ -144,10 +145,10 @@ def wait_counted(
 class _Meeting:
     """One worker's part in a meeting.
 
-    NAME/record/RANK          what each has brought
+    NAME/record/RANK          the record of each worker
     NAME/answer/NUMBER        the leader's answer, in pieces
-    NAME/outcome              how it ended: written once, by the leader or by the first that gives up
-    NAME/read                 how many have read how it ended
+    NAME/outcome              the result: written once, by the leader or by the first that gives up
+    NAME/read                 how many have read the result
     """
 
     def __init__(self, cluster: Cluster, name: str, timeout_seconds: float, check: Check | None, purpose: str) -> None:
@@ -200,7 +201,7 @@ class _Meeting:
         return b"".join(pieces)
 
     def _wait(self, key: str, ranks: Collection[int]) -> bytes:
-        """The value of a key; meanwhile it is looked whether these workers are there.
+        """Returns the value of a key; checks meanwhile that these workers are there.
 
         Raises:
             AbsentError: If one of them is lost, and has not brought its record before.
@@ -232,7 +233,7 @@ class _Meeting:
         return rank == LEADER or self._cluster.try_get(self._key(f"record/{rank}")) is None
 
     def _give_up(self, error: DeadlineError, rank: int) -> _Outcome:
-        """What to write down when the wait for a worker has ended so."""
+        """Returns the outcome to write when the wait for a worker has ended like this."""
         if isinstance(error, AbsentError):
             return _Outcome(error.ranks, are_dead=True)
         return _Outcome(self._find_missing() or (rank,))
@@ -249,9 +250,9 @@ class _Meeting:
 
     def _raise_absent(self, outcome: _Outcome) -> NoReturn:
         wait_read(self._cluster, lambda: outcome.absent)
-        what = f"did not come to {self._purpose} within {self._timeout_seconds:g} s"
+        what = f"did not join {self._purpose} within {self._timeout_seconds:g} s"
         if outcome.are_dead:
-            what = f"died, or left the job, before {self._purpose} had ended"
+            what = f"died or left the job before {self._purpose} ended"
         raise make_absent_error(self._cluster, outcome.absent, what)
 
     def _key(self, key: str) -> str:
@@ -259,7 +260,7 @@ class _Meeting:
 
 
 def make_absent_error(cluster: Cluster, ranks: tuple[int, ...], what: str) -> AbsentError:
-    """The error that names workers, where they run, and as the end of a sentence, `what` they have not done."""
+    """Returns the error that names workers, their nodes, and, as the end of a sentence, `what` they failed to do."""
     # Of very many it is enough to know where some were.
     nodes = tuple(cluster.node_of(rank) if place < _NAMED_NODES else "" for place, rank in enumerate(ranks))
     places = ", ".join(sorted({node for node in nodes if node}))
@@ -268,5 +269,5 @@ def make_absent_error(cluster: Cluster, ranks: tuple[int, ...], what: str) -> Ab
         f"{name_ranks(ranks)} of {cluster.world_size}{on} {what}",
         ranks=ranks,
         nodes=nodes,
-        hint="Look whether these processes still run, and what they have written last.",
+        hint="Check whether these processes are still running, and the last lines of their logs.",
     )

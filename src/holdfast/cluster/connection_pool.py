@@ -1,4 +1,4 @@
-"""Calls to a store that may never return, each with a deadline all the same."""
+"""Calls to a store that may never return, each with a deadline nevertheless."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.errors import ClosedError, ClusterError
 _T = TypeVar("_T")
 
 _MOST_CONNECTIONS: Final = 16
-"""How many calls there may be at a time. Of a store that is cut off none comes back, and threads must not pile up."""
+"""How many calls may be in progress. If the store is unreachable, no call returns, and threads must not pile up."""
 
 _CLOSE_SECONDS: Final = 1.0
 
@@ -28,10 +28,10 @@ _open: weakref.WeakSet[ConnectionPool] = weakref.WeakSet()
 
 
 def close_all() -> None:
-    """**Blocks** for a moment. Ends the connections of this process: the interpreter is about to be shut down.
+    """**Blocks** for a moment. Ends the connections of this process, because the interpreter is about to shut down.
 
-    A thread that is in a call of an engine then is ended by force on its way back into Python, through frames of C++
-    that do not stand that: the process would die of SIGABRT, whatever it wanted to end with.
+    A thread that is in an engine's call then is ended by force on its way back into Python, through C++ frames that do
+    not support that: the process would die of SIGABRT, regardless of its exit code.
     """
     for pool in list(_open):
         if pool.process == os.getpid():
@@ -41,16 +41,16 @@ def close_all() -> None:
 class ConnectionPool:
     """**Thread-safe.** Threads with a connection each, which make calls for others.
 
-    A call that is overdue is abandoned where it hangs. Its connection is used again if it comes back after all.
+    A call that is overdue is abandoned. Its connection is used again if the call returns after all.
 
     Attributes:
-        process: The process that they live in.
+        process: The process that they belong to.
     """
 
     def __init__(self, connect: Connect, host: str) -> None:
-        """Starts nothing yet. A thread calls `connect` for itself; `host` says in words where the store lies."""
+        """Starts nothing yet. Each thread calls `connect` for itself; `host` describes where the store is."""
         self._connect = connect
-        self._hint = f"The store lies in {host}: is that still alive, and can this node reach it?"
+        self._hint = f"The store is in {host}: is it still running, and can this node reach it?"
         # Guards the lists of threads, and whether the pool is closed.
         self._lock = threading.Lock()
         self._idle: list[_Inbox] = []
@@ -60,18 +60,18 @@ class ConnectionPool:
         _open.add(self)
 
     def prestart(self, count: int) -> None:
-        """Starts threads ahead of need: once the interpreter shuts down, none can be started any more."""
+        """Starts threads in advance: once the interpreter shuts down, none can be started any more."""
         for _ in range(count):
             with self._lock:
                 self._idle.append(self._start())
 
     def call(self, work: Callable[[EngineStore], _T], timeout_seconds: float, what: str) -> _T:
-        """**Blocks.** Makes a call, of which `what` speaks in errors, and returns its result.
+        """**Blocks.** Makes a call, which errors call `what`, and returns its result.
 
-        The deadline is that of the call, with the time that a new connection takes.
+        The deadline is that of the call, including the time for a new connection.
 
         Raises:
-            ClusterError: If the store does not answer in time, or answers with an error.
+            ClusterError: If the store does not respond in time, or responds with an error.
             ClosedError: If the pool is closed.
         """
         task = _Task(work, timeout_seconds)
@@ -79,7 +79,9 @@ class ConnectionPool:
             if self._closed:
                 raise ClosedError("the cluster was closed before this call")
             if not self._idle and len(self._all) >= _MOST_CONNECTIONS:
-                raise ClusterError(f"{what}: {_MOST_CONNECTIONS} earlier calls have had no answer yet", hint=self._hint)
+                raise ClusterError(
+                    f"{what}: {_MOST_CONNECTIONS} earlier calls are still waiting for an answer", hint=self._hint
+                )
             inbox = self._idle.pop() if self._idle else self._start()
         inbox.put(task)
         if not task.done.wait(timeout_seconds):
@@ -98,20 +100,20 @@ class ConnectionPool:
         backoff: Backoff = ONE_KEY,
         begun_at: float | None = None,
     ) -> bytes | None:
-        """**Blocks.** The value of a key once it holds one, or None if it holds none within that time.
+        """**Blocks.** Returns the value of a key once it has one, or None if it has none within that time.
 
-        Engines have waits of their own, which hold a connection, say so in the log when they run out, and cannot be
-        called off. So the store is asked again and again. One that is cut off is found out in the middle of a wait.
+        The waits of engines occupy a connection, write to the log when they time out, and cannot be canceled, so the
+        store is polled instead. Polling also detects in the middle of a wait that the store is unreachable.
 
         Raises:
-            ClusterError, ClosedError: As `call`.
+            ClusterError, ClosedError: As in `call`.
         """
         end_at = time.monotonic() + timeout_seconds
         look = lambda: self.call(lambda store: store.try_get(key), ANSWER_SECONDS, what)  # noqa: E731
         return poll(look, backoff, end_at, begun_at)
 
     def close(self) -> None:
-        """Ends the threads; one that hangs is left behind. Harmless twice."""
+        """Ends the threads; a thread that hangs is abandoned. May be repeated."""
         with self._lock:
             self._closed = True
             ends = [ended for _, ended in self._all]
@@ -129,7 +131,7 @@ class ConnectionPool:
             # Unlike `Thread.start` this cannot be interrupted half-way.
             _thread.start_new_thread(self._serve, (inbox, ended))
         except RuntimeError as error:
-            raise ClusterError(f"no thread can be started to ask the store: {error}") from error
+            raise ClusterError(f"cannot start a thread to query the store: {error}") from error
         self._all.append((inbox, ended))
         return inbox
 

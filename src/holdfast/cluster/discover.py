@@ -1,4 +1,4 @@
-"""Which cluster this process belongs to, as its environment and the frameworks that it has in use say; or none."""
+"""Finds the cluster of this process, from its environment and the frameworks in use."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ Choice: TypeAlias = Cluster | Literal["auto", "alone"]
 
 _TORCH: Final = "holdfast.integrations.torch.cluster"
 _JAX: Final = "holdfast.integrations.jax.cluster"
-"""Imported by name, and only where the framework is in use."""
+"""Imported by name, and only if the framework is in use."""
 
 
 def open_cluster(choice: Choice = "auto", timeout_seconds: float = JOIN_SECONDS) -> Cluster:
-    """**Collective.** **Blocks.** The workers that this process belongs to.
+    """**Collective.** **Blocks.** Returns the workers that this process belongs to.
 
-    Under `"auto"` that is the first of these that holds: the job that torchrun has started; the default process group
-    of torch; the processes of `jax.distributed`; the job that `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` in
-    the environment speak of; this process alone. A job of a single worker is one that is alone.
+    `"auto"` is the first of these that applies: the job that torchrun started; the default process group of torch; the
+    processes of `jax.distributed`; the job that `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` in the
+    environment define; this process alone. A job with a single worker is alone.
 
     Args:
-        choice: `"auto"`; `"alone"` for a worker that has nothing to do with the others, though there are some; or a
-            cluster, which is given back.
+        choice: `"auto"`; `"alone"` for a worker that is independent of the others, if there are any; or a cluster.
         timeout_seconds: How long to wait for the other workers.
 
     Raises:
-        AbsentError: If workers are missing; it names them.
-        ClusterError: If the store through which they agree does not answer.
+        AbsentError: If workers are missing; the error names them.
+        ClusterError: If the store that they share does not respond.
         UsageError: If the choice is something else.
     """
     if isinstance(choice, Cluster):
@@ -46,7 +45,8 @@ def open_cluster(choice: Choice = "auto", timeout_seconds: float = JOIN_SECONDS)
         return AloneCluster()
     if choice != "auto":
         raise UsageError(
-            f"cluster={choice!r} is no cluster", hint='Give "auto", "alone", or a cluster that you have opened.'
+            f'cluster must be "auto", "alone" or a cluster, got {choice!r}',
+            hint='Pass "auto", "alone", or a cluster that you have opened.',
         )
     found = find_engine(os.environ, sys.modules)
     if found is None:
@@ -57,7 +57,7 @@ def open_cluster(choice: Choice = "auto", timeout_seconds: float = JOIN_SECONDS)
 
 
 def find_engine(environment: Mapping[str, str], modules: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Which engine has started this process as one of several workers.
+    """Returns the engine that started this process as one of several workers.
 
     Args:
         environment: Its environment variables.
@@ -80,7 +80,7 @@ def find_engine(environment: Mapping[str, str], modules: Mapping[str, Any]) -> t
 
 
 class AloneCluster:
-    """**Thread-safe.** A worker without others. Its store lies in its memory, so that it is always there."""
+    """**Thread-safe.** A worker without others. Its store is in its own memory, and so always available."""
 
     def __init__(self) -> None:
         self.rank = 0

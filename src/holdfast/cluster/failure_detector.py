@@ -1,4 +1,4 @@
-"""Signs of life: which workers have died, or have not been heard of for too long."""
+"""Detects workers that died or were silent for too long, by signs of life."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _DIED: Final = -(1 << 29)  # Another worker adds this if the process has ended w
 _STOP_SECONDS: Final = 2.0
 
 _BEGIN_FACTOR: Final = 4
-"""So many times longer than later a worker may be silent before its first sign."""
+"""How many times longer a worker may be silent before its first sign of life."""
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE: Final = Path("/proc/self/ns/pid")
 _START_FIELD: Final = 19
-"""Where the start time stands in `/proc/PID/stat`, counted from after the name of the program."""
+"""The position of the start time in `/proc/PID/stat`, counted from after the name of the program."""
 
 
 class _Missed(msgspec.Struct, frozen=True):
-    """Who is not there, as the leader tells the others; those who died are lost, too."""
+    """The missing workers, as the leader reports them; those who died are lost, too."""
 
     lost: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
@@ -47,14 +47,13 @@ class _Missed(msgspec.Struct, frozen=True):
 
 
 class Heartbeat:
-    """**Thread-safe.** One thread that gives a sign of life, and looks for those of others.
+    """**Thread-safe.** One thread that gives signs of life, and watches those of the others.
 
-    Each worker counts up in the store, which has to answer each time. The leader looks at all others and tells them who
-    is lost; they look at the leader, and at what it tells. So the store is asked a few times for each worker, and not
-    for each pair of them.
+    Each worker increments a counter in the store, which must respond each time. The leader watches all others and
+    reports who is lost; they watch the leader, and its reports. So the store is queried per worker, not per pair.
 
-    Workers on one machine also watch the processes of each other. One that finds that a process has ended without a
-    goodbye marks the count of that worker, so that all know it at their next look.
+    Workers on one machine also watch each other's processes. If a process has ended without signing off, the first one
+    to notice marks the counter of that worker, so that all know it at their next look.
     """
 
     def __init__(
@@ -66,24 +65,25 @@ class Heartbeat:
         name: str = "heartbeat",
         hear_of_leader: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins at once; with a single worker there is nothing to do.
+        """Starts at once; does nothing if there is a single worker.
 
         Args:
             cluster: The workers.
             interval_seconds: How long to wait between two signs.
-            timeout_seconds: How long after its last sign all take a worker for lost, at the latest. One that has not
-                given any sign yet has four times as long.
-            name: What its keys begin with; the same on all workers, and of this heartbeat alone.
-            hear_of_leader: Called in the thread when the leader has said goodbye, before this worker knows it; again if
-                it raises `HoldfastError`.
+            timeout_seconds: How long after its last sign all take a worker for lost, at the latest. Before its first
+                sign, a worker has four times as long.
+            name: The prefix of its keys; the same on all workers, and used by this heartbeat only.
+            hear_of_leader: Called in the thread when the leader has signed off, before this worker knows it; repeated
+                on `HoldfastError`.
 
         Raises:
             UsageError: If the times do not fit each other.
         """
         if not 0 < 4 * interval_seconds <= timeout_seconds:
             raise UsageError(
-                f"a heartbeat each {interval_seconds:g} s cannot be missed within {timeout_seconds:g} s",
-                hint="The time-out has to be four times the interval at least.",
+                f"the timeout must be at least four heartbeat intervals, got {timeout_seconds:g} s for an "
+                f"interval of {interval_seconds:g} s",
+                hint="Raise the timeout or shorten the interval.",
             )
         self._cluster = cluster
         self._interval_seconds = interval_seconds
@@ -115,17 +115,17 @@ class Heartbeat:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Who has not been heard of for too long, or has died, by rank."""
+        """The workers that died or were silent for too long, by rank."""
         return self._missed.lost
 
     @property
     def gone(self) -> tuple[int, ...]:
-        """Who has said goodbye, by rank."""
+        """The workers that have signed off, by rank."""
         return self._missed.gone
 
     @property
     def absences(self) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Who is not there, and why not, in words such as end the sentence "rank 3 has"."""
+        """Returns the missing workers, and the reasons, as the end of a sentence "rank 3 has"."""
         missed = self._missed
         silent = tuple(rank for rank in missed.lost if rank not in missed.died)
         return (
@@ -138,8 +138,8 @@ class Heartbeat:
         """Returns at once if these workers, or all, are there as far as is known.
 
         Raises:
-            AbsentError: If one is lost, or has left; it names them.
-            ClusterError: If the store does not answer any more.
+            AbsentError: If one is lost, or has left; the error names it.
+            ClusterError: If the store no longer responds.
         """
         for absent, what in self.absences:
             if named := tuple(rank for rank in absent if ranks is None or rank in ranks):
@@ -152,11 +152,11 @@ class Heartbeat:
             ) from failure
 
     def leave(self) -> None:
-        """Lets the thread say goodbye and end, without waiting for it."""
+        """Lets the thread sign off and end, without waiting for it."""
         self._wake.put(None)
 
     def stop(self) -> None:
-        """**Blocks** for a moment. Says goodbye, if the store can be reached, and ends the thread; harmless twice."""
+        """**Blocks** for a moment. Signs off, if the store can be reached, and ends the thread; may be repeated."""
         self.leave()
         self._ended.wait(_STOP_SECONDS)
 
@@ -208,7 +208,7 @@ class Heartbeat:
                 return False
 
     def _judge(self, ended: Collection[int]) -> None:
-        """Looks whether those on this machine that have ended said goodbye, and marks them as dead if not."""
+        """Checks whether the processes on this machine that have ended signed off, and marks them as dead if not."""
         for rank in sorted(set(ended) - self._judged):
             count = self._cluster.add(self._key(rank), 0)
             if count < _DIED:
@@ -221,7 +221,7 @@ class Heartbeat:
             self._judged.add(rank)
 
     def _with_died(self, missed: _Missed, ended: Collection[int]) -> _Missed:
-        """The same, with those on this machine that are known to have died."""
+        """Adds those on this machine that are known to have died."""
         died = set(ended) - self._excused - set(missed.gone)
         return _Missed(tuple(sorted(died.union(missed.lost))), missed.gone, tuple(sorted(died.union(missed.died))))
 
@@ -275,7 +275,7 @@ class Heartbeat:
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A worker's process, told from a later one of the same number by when it was started, in clock ticks."""
+    """A worker's process, with its start time in clock ticks, which a later one of the same number does not share."""
 
     rank: int
     number: int
@@ -286,7 +286,7 @@ class Neighbours:
     """Finds the workers on this machine through the store, and watches their processes. One thread uses it.
 
     NAME/MACHINE/count        how many workers of that machine have registered
-    NAME/MACHINE/NUMBER       the process that registered as the one of that number
+    NAME/MACHINE/NUMBER       the process that registered with that number
     """
 
     def __init__(self, cluster: Cluster, name: str) -> None:
@@ -306,7 +306,7 @@ class Neighbours:
         """**Blocks.** Registers this worker, and begins to watch those that have registered since the last call.
 
         Raises:
-            ClusterError: If the store does not answer.
+            ClusterError: If the store does not respond.
         """
         if not self._place:
             return
@@ -324,7 +324,7 @@ class Neighbours:
                 self._watch(msgspec.json.decode(record, type=Process))
 
     def find_ended(self) -> frozenset[int]:
-        """The workers on this machine whose process has ended, as far as they have registered."""
+        """Returns the workers on this machine whose process has ended, as far as they have registered."""
         for descriptor, _ in self._poll.poll(0) if self._watched else ():
             self._poll.unregister(descriptor)
             self._ended.add(self._watched.pop(descriptor))
@@ -332,7 +332,7 @@ class Neighbours:
         return frozenset(self._ended)
 
     def close(self) -> None:
-        """Watches no more; harmless twice."""
+        """Stops watching; a second call does nothing."""
         while self._watched:
             os.close(self._watched.popitem()[0])
 
@@ -356,7 +356,7 @@ class Neighbours:
 
 
 def find_machine() -> str:
-    """Names this start of the system and its PID namespace, for a key; empty if processes cannot be watched."""
+    """Names this boot of the system and its PID namespace, for a key; empty if processes cannot be watched."""
     try:
         # A container may see the `/proc` of another namespace.
         if int(Path("/proc/self").readlink().name) != os.getpid():
@@ -368,7 +368,7 @@ def find_machine() -> str:
 
 
 def find_start(number: int) -> int | None:
-    """When the process of that number was started, in clock ticks since the system was; None if there is none."""
+    """Returns when the process of that number was started, in clock ticks since the boot; None if there is none."""
     try:
         return int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[_START_FIELD])
     except (OSError, ValueError, IndexError):

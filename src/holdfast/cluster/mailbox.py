@@ -1,7 +1,7 @@
-"""The one thread of a worker that writes to the store of the job, and looks for news there.
+"""The one thread of a worker that writes to the store of the job, and polls it for news.
 
-Other threads need not wait for the store. The one that trains posts what is to be written, and returns at once. What is
-to be looked at again and again is a `Watch`; all watches share the thread.
+Other threads need not wait for the store. The training thread posts what to write, and continues at once. Each query
+that is repeated is a `Watch`; all watches share the thread.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from holdfast.errors import ClosedError, ClusterError, HoldfastError
 _CLOSE_SECONDS: Final = 2.0
 
 _ASK_SECONDS: Final = 3.0
-"""How long a thread waits for the answer of the store, if others have to hear of it before it ends."""
+"""How long a thread waits for the store's answer, if others must learn of something before it ends."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
 class Watch:
-    """A look that is repeated.
+    """A repeated query.
 
     Attributes:
-        look: Looks, in the mailbox's thread; it may raise `HoldfastError`, and is called again then.
-        pauses: How long between two looks as a rule.
-        is_urgent: Whether something is under way. Then it is looked at more often for a while, as `URGENT_NEWS` says.
-        on_silence: Called in the mailbox's thread with the seconds for which the store has not answered, and its error.
+        look: The query, called in the mailbox's thread; if it raises `HoldfastError`, it is called again.
+        pauses: The usual time between two queries.
+        is_urgent: True while something is in progress. Then it is queried more often, as in `URGENT_NEWS`.
+        on_silence: Called in the mailbox's thread with the seconds without a response, and the error.
     """
 
     look: Callable[[], object]
@@ -47,7 +47,7 @@ class Watch:
 
 
 class StoreMailbox:
-    """**Thread-safe.** Writes what is posted, in order, each until the store has answered, and looks between.
+    """**Thread-safe.** Writes what is posted, in order, each until the store has responded, and polls in between.
 
     Attributes:
         trouble: Why the store cannot be reached; empty if it can.
@@ -79,26 +79,26 @@ class StoreMailbox:
             _thread.start_new_thread(self._run, ())
         except RuntimeError as error:
             # None can be had any more: the interpreter shuts down, or the system has no room.
-            self.trouble = f"no thread can be started to ask the store: {error}"
+            self.trouble = f"cannot start a thread to query the store: {error}"
             self._ended.open()
 
     def post(self, write: Callable[[], object]) -> None:
-        """Has something written soon, again and again until the store has answered; returns at once.
+        """Schedules a write, which is repeated until the store has responded; returns at once.
 
-        What the store has done without an answer is done a second time. So it is a record, and does not count.
+        A write without a response is performed a second time. So it must be a record, not a count.
         """
         self._writes.append(write)
         self._inbox.put(None)
 
     def ask(self, question: Callable[[], _T]) -> _T | None:
-        """**Blocks** for a moment. Posts a question and waits for its answer; None if there is none in time."""
+        """**Blocks** for a moment. Posts a question and waits for its answer; returns None if there is none in time."""
         answers: list[_T] = []
         self.post(lambda: answers.append(question()))
         self.wait(lambda: bool(answers), time.monotonic() + _ASK_SECONDS)
         return answers[0] if answers else None
 
     def watch(self, watch: Watch) -> Watch:
-        """Looks from now on; gives the watch back."""
+        """Starts a repeated query, and returns it."""
         watch.pauses = watch.pauses.spread(self._world_size)
         with self._lock:
             self._watches = (*self._watches, watch)
@@ -106,25 +106,25 @@ class StoreMailbox:
         return watch
 
     def unwatch(self, watch: Watch) -> None:
-        """Looks no more. A look that is under way goes on. Harmless twice."""
+        """Stops a repeated query, but not one in progress. A second call does nothing."""
         with self._lock:
             self._watches = tuple(one for one in self._watches if one is not watch)
 
     def wake(self) -> None:
-        """Has the thread look at everything at once."""
+        """Lets the thread perform all queries at once."""
         self._is_woken = True
         self._inbox.put(None)
 
     def notify(self) -> None:
-        """Wakes the threads that wait: there is something new."""
+        """Wakes the waiting threads: there is something new."""
         changed, self.changed = self.changed, Latch()
         changed.open()
 
     def wait(self, holds: Callable[[], bool], end_at: float) -> bool:
-        """**Blocks.** Waits until something holds, or the store cannot be reached, or the time is over.
+        """**Blocks.** Waits until a condition holds, or the store cannot be reached, or the time is over.
 
         Args:
-            holds: Looked at whenever there is something new.
+            holds: The condition, checked whenever there is something new.
             end_at: When the time is over, by the monotonic clock.
         """
         while True:
@@ -136,7 +136,7 @@ class StoreMailbox:
             changed.wait(NEWS.longest_seconds)
 
     def close(self) -> None:
-        """**Blocks** for a moment. Ends the thread, once it has written what was posted before; harmless twice."""
+        """**Blocks** for a moment. Ends the thread, once it has written what was posted; may be repeated."""
         self._is_closed = True
         self._inbox.put(None)
         self._ended.wait(_CLOSE_SECONDS)
@@ -170,7 +170,7 @@ class StoreMailbox:
             self._ended.open()
 
     def _wait_turn(self) -> bool:
-        """Waits until there is something to do; False for the last turn."""
+        """Waits until there is something to do; returns False for the last turn."""
         now = time.monotonic()
         due_at = [watch.due_at for watch in self._watches]
         if self._writes:

@@ -1,10 +1,10 @@
-"""How workers find each other in a store that may still hold what an earlier start of the job has left there.
+"""Lets workers find each other in a store that may still contain the records of an earlier start of the job.
 
-Engines restart workers without emptying the store, and not all of them say which start it is. So each worker writes a
+Engines restart workers without emptying the store, and not all of them tell which start it is. So each worker writes a
 nonce of its own. The leader invites the nonces that it finds, waits until a living worker has answered for each, and
-only then says that the job has begun. What workers that are dead have left gets no answer.
+only then declares that the job has begun. Records of dead workers get no answer.
 
-    join/RANK                a worker's nonce, and where it runs
+    join/RANK                a worker's nonce, and its node
     invite/NONCE             the leader's token, for the worker that wrote the nonce
     answer/TOKEN/RANK        the nonce, by the worker that has found the invitation
     begun/TOKEN              all have answered
@@ -27,13 +27,14 @@ _NAMED_RANKS: Final = 8
 _WHAT: Final = "joining the other workers"
 
 _HINT: Final = (
-    "Every worker has to open the cluster, or make its manager, about then. Look whether that one has died before, and "
-    'what it has written last. One that saves by itself is made with cluster="alone".'
+    "Every worker must open the cluster, or create its manager, at about the same time. Check whether that "
+    "worker died earlier, and the last lines of its log. For a worker that saves on its own, pass "
+    'cluster="alone".'
 )
 
 
 class _Joined(msgspec.Struct, frozen=True):
-    """What a worker writes."""
+    """The record of a worker."""
 
     nonce: str
     node: str
@@ -62,8 +63,8 @@ class Joining:
             The token of this start of the job, equal on all workers.
 
         Raises:
-            AbsentError: If workers are missing; it names them.
-            ClusterError: If the store fails, or another start of the job takes the place of this one.
+            AbsentError: If workers are missing; the error names them.
+            ClusterError: If the store fails, or another start of the job replaces this one.
         """
         self._begun_at = time.monotonic()
         self._end_at = self._begun_at + self._timeout_seconds
@@ -100,7 +101,7 @@ class Joining:
         return token
 
     def _wait_nonce(self, rank: int) -> str:
-        """What a worker has put down, now or within the deadline."""
+        """Returns a worker's record, waiting until the deadline."""
         while (nonce := self._nonce_of(rank)) is None:
             if time.monotonic() > self._end_at:
                 missing = [other for other in range(self._world_size) if self._nonce_of(other) is None]
@@ -118,7 +119,7 @@ class Joining:
             invited.add(nonce)
 
     def _wait_answer(self, rank: int, token: str, invited: set[str], answered: dict[int, str]) -> str:
-        """The nonce that a living worker has answered for."""
+        """Returns the nonce that a living worker has answered for."""
         while True:
             nonce = self._wait_nonce(rank)
             self._invite(nonce, token, invited)
@@ -160,11 +161,13 @@ class Joining:
     # The store.
 
     def _check_nonce(self) -> None:
-        """Makes sure that this worker is still the one of its rank: a successor may have joined in its place."""
+        """Checks that this worker is still the one of its rank: a successor may have joined in its place."""
         if self._nonce_of(self._rank) != self._mine.nonce:
             raise ClusterError(
-                f"another start of the job has taken the place of this one, rank {self._rank}",
-                hint="Two jobs have the same address and port; or this one was thought dead, and should end.",
+                f"another start of the job has replaced this one, rank {self._rank}",
+                hint=(
+                    "Either two jobs use the same address and port, or this process was taken for dead and should exit."
+                ),
             )
 
     def _absent(self, ranks: list[int]) -> AbsentError:
@@ -204,7 +207,7 @@ class Joining:
 
 
 def name_ranks(ranks: list[int] | tuple[int, ...]) -> str:
-    """**Pure.** Workers, as a sentence names them: `rank 3`, or `ranks 3, 4 and 7`."""
+    """**Pure.** Returns the workers in words: `rank 3`, or `ranks 3, 4 and 7`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = [str(rank) for rank in ranks[:_NAMED_RANKS]]

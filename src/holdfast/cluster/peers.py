@@ -1,8 +1,8 @@
-"""The conversation of the workers of a job: one way to say something, to wait for it, and to hear who is gone.
+"""Communication of the workers of a job: one way to write a record, to wait for one, and to learn who is gone.
 
-`Peers` is one worker's part in it. It has a `FailureFeed`, which says who is gone, who has failed and with what; a
-`StoreMailbox`, whose thread writes and looks for threads that must not wait; and `Namespace`s for the records of each
-subject. No wait is without a deadline, and each that ends without what it waited for names who is missing.
+`Peers` is one worker's part in it. It has a `FailureFeed`, which knows who is gone, who has failed and with what error;
+a `StoreMailbox`, whose thread writes and polls for threads that must not wait; and `Namespace`s for the records of each
+subject. Every wait has a deadline, and if it ends without success, the error names who is missing.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError
 _T = TypeVar("_T")
 
 _WARN_SECONDS: Final = 60.0
-"""After how long it is worth a word that something is still waited for."""
+"""How long a wait lasts before it is reported."""
 
 _TEXT_CHARACTERS: Final = 4000
-"""How much of an error is sent: enough for people, and no more than a store holds."""
+"""How much of an error is sent: enough for people, and no more than a store can hold."""
 
 _TRACEBACK_CHARACTERS: Final = 16_000
 
 _ABSENT: Final = AbsentError.__name__
 
 _numbers: dict[tuple[str, int, str], int] = {}
-"""How many have been made for each worker of a cluster in this process, so that no two have the same keys."""
+"""How many were created for each worker of a cluster in this process, so that no two have the same keys."""
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one worker tells the others of its failure, or of that of another.
+    """A worker's report of its failure, or of another's.
 
     Attributes:
         kind: The name of the error's type.
-        traceback: Where it was raised, as Python prints it; empty if that does not matter.
+        traceback: Its traceback, as Python prints it; empty if that does not matter.
         step: How many steps that worker had completed; None if that is not known.
     """
 
@@ -60,24 +60,24 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, rank: int, kind: str, text: str, hint: str = "") -> Failure:
-        """A failure whose text can be sent, and is not too long for a record."""
+        """Returns a failure with text that can be sent, and fits into a record."""
         return cls(rank, kind, make_brief(text), make_brief(hint))
 
 
 def make_sendable(words: str) -> str:
-    """**Pure.** Words without what is no text, such as half a name of a file."""
+    """**Pure.** Returns text without characters that cannot be encoded, such as part of a file name."""
     return words.encode(errors="replace").decode()
 
 
 def make_brief(words: str) -> str:
-    """**Pure.** The same, and no longer than fits into a record."""
+    """**Pure.** Like `make_sendable`, shortened to fit into a record."""
     return make_sendable(words)[:_TEXT_CHARACTERS]
 
 
 class Namespace:
-    """**Thread-safe.** Records under one prefix in the store of the job, each under a name of its own.
+    """**Thread-safe.** Records under one prefix in the store of the job, each under its own name.
 
-    Each method but `key` and `delete` raises `ClusterError` if the store does not answer.
+    Each method except `key` and `delete` raises `ClusterError` if the store does not respond.
     """
 
     def __init__(self, cluster: Cluster, prefix: str) -> None:
@@ -85,25 +85,25 @@ class Namespace:
         self._prefix = prefix
 
     def key(self, *name: object) -> str:
-        """**Pure.** The key of a record, for a wait."""
+        """**Pure.** Returns the key of a record, for a wait."""
         return "/".join([self._prefix, *map(str, name)])
 
     def post(self, record: msgspec.Struct, *name: object) -> None:
-        """Writes a record, in place of one that is there."""
+        """Writes a record, replacing an existing one."""
         self._cluster.set(self.key(*name), msgspec.json.encode(record))
 
     def post_once(self, record: _T, *name: object) -> _T:
-        """Writes a record unless there is one, and gives the one that is there then: the same for all workers."""
+        """Writes a record unless there is one, and returns the stored one: the same for all workers."""
         standing = self._cluster.set_once(self.key(*name), msgspec.json.encode(record))
         return msgspec.json.decode(standing, type=type(record))
 
     def read(self, kind: type[_T], *name: object) -> _T | None:
-        """The record, or None if there is none."""
+        """Returns the record, or None if there is none."""
         found = self._cluster.try_get(self.key(*name))
         return None if found is None else msgspec.json.decode(found, type=kind)
 
     def count(self, amount: int, *name: object) -> int:
-        """Adds to a counter, and gives the sum."""
+        """Adds to a counter, and returns the sum."""
         return self._cluster.add(self.key(*name), amount)
 
     def count_read(self, *name: object) -> None:
@@ -111,24 +111,24 @@ class Namespace:
         count_read(self._cluster, self.key(*name))
 
     def delete(self, *keys: str) -> None:
-        """Forgets records or counters by their keys, as far as the store can be reached."""
+        """Deletes records or counters by their keys, as far as the store can be reached."""
         with suppress(HoldfastError):
             for key in keys:
                 self._cluster.delete(key)
 
 
 class FailureFeed:
-    """**Thread-safe.** Who of the others is gone, who has failed, and with what, as far as this worker has heard.
+    """**Thread-safe.** The other workers that are gone or have failed, with their errors, as far as known.
 
-    A thread gives signs of life and looks at those of the others; what is known stands here at once, and no call but
-    `find_explanation` and `explain` asks the store. A worker that leaves because of an error says so before it goes.
+    A thread gives signs of life and watches those of the others; results are available here at once, and only
+    `find_explanation` and `explain` query the store. A worker that leaves with an error reports it first.
 
     PREFIX/heartbeat/RANK         signs of life
     PREFIX/left/RANK              why a worker has left
-    PREFIX/left/0/read            how many have read why the leader has, as the store may be gone soon after it
+    PREFIX/left/0/read            how many have read why the leader has left, as the store may be gone soon after it
 
     Attributes:
-        leader_failure: Why the leader has left, if it has said so: known here though the store may have gone with it.
+        leader_failure: Why the leader has left, if it reported that: known here even if the store is gone with it.
     """
 
     def __init__(self, cluster: Cluster, prefix: str, liveness_seconds: float) -> None:
@@ -156,24 +156,24 @@ class FailureFeed:
 
     @property
     def lost(self) -> frozenset[int]:
-        """The workers that have died, or have not been heard of for too long."""
+        """The workers that have died, or were silent for too long."""
         return frozenset(self._heartbeat.lost)
 
     @property
     def gone(self) -> frozenset[int]:
-        """The workers that have said goodbye, whether or not they have said why."""
+        """The workers that have signed off, with or without a reason."""
         return frozenset(self._heartbeat.gone)
 
     def check(self, ranks: Collection[int] | None = None) -> None:
-        """As `Heartbeat.check`."""
+        """Like `Heartbeat.check`."""
         self._heartbeat.check(ranks)
 
     def check_all(self) -> None:
-        """**Blocks** for a moment where one is not there any more. Makes sure that all are, as far as is known.
+        """**Blocks** for a moment if a worker is gone. Checks that all are there, as far as is known.
 
         Raises:
-            PeerError: If a worker has died, has left or has failed; it says why, if that is known.
-            ClusterError: If the store does not answer.
+            PeerError: If a worker has died, has left or has failed; with the reason, if it is known.
+            ClusterError: If the store does not respond.
         """
         try:
             missed = self.find_missed(range(self._cluster.world_size))
@@ -187,10 +187,10 @@ class FailureFeed:
             raise self.make_error(missed[1])
 
     def find_missed(self, ranks: Collection[int]) -> tuple[int, Failure] | None:
-        """Who of these is not there any more, and why: it may have left because of another worker's failure.
+        """Returns which of these workers is gone, and why: it may have left because of another worker's failure.
 
         Raises:
-            ClusterError: If the store does not answer.
+            ClusterError: If the store does not respond.
         """
         for absent, what in self._heartbeat.absences:
             named = sorted(set(absent) & set(ranks))
@@ -205,10 +205,10 @@ class FailureFeed:
         return None
 
     def find_explanation(self, ranks: Iterable[int]) -> Failure | None:
-        """Why one of these has left, if it has said so.
+        """Returns why one of these workers has left, if it reported that.
 
         Raises:
-            ClusterError: If the store does not answer.
+            ClusterError: If the store does not respond.
         """
         for rank in ranks:
             if rank == LEADER and self.leader_failure is not None:
@@ -218,13 +218,13 @@ class FailureFeed:
         return None
 
     def describe_loss(self, rank: int) -> Failure:
-        """What is known of a worker that is lost."""
+        """Describes what is known about a lost worker."""
         known = (what for ranks, what in self._heartbeat.absences if rank in ranks)
-        what = next(known, "died, or cannot be reached")
+        what = next(known, "died or cannot be reached")
         return Failure.of(rank, _ABSENT, f"has {what}", _ABSENT_HINT)
 
     def describe(self, error: BaseException, *, traced: bool = False) -> Failure:
-        """What to tell the others of an error of this worker, or of one that it has heard of."""
+        """Returns what to tell the others about an error of this worker, or about one that it has learned of."""
         if isinstance(error, PeerError):
             return Failure(error.rank, error.kind, error.text, error.hint, error.traceback)
         text = error.message if isinstance(error, HoldfastError) else _try_text(lambda: str(error))
@@ -234,7 +234,7 @@ class FailureFeed:
         return replace(failure, traceback=make_sendable(trace)[-_TRACEBACK_CHARACTERS:])
 
     def make_error(self, failure: Failure) -> PeerError:
-        """The error that this worker raises because of another's failure."""
+        """Returns the error that this worker raises because of another's failure."""
         node = self._leader_node if failure is self.leader_failure else self._cluster.node_of(failure.rank)
         who = f"rank {failure.rank} on {node}" if node else f"rank {failure.rank}"
         is_sentence = failure.kind == _ABSENT and failure.text.startswith("has ")
@@ -248,7 +248,7 @@ class FailureFeed:
         )
 
     def explain(self, error: BaseException) -> None:
-        """Puts down why this worker is about to leave, for those that will miss it, if the store can be reached."""
+        """Records why this worker is about to leave, if the store can be reached, for those that will miss it."""
         self._is_explained = True
         rank = self._cluster.rank
         failure = self.describe(error)
@@ -261,9 +261,9 @@ class FailureFeed:
                 self._count_read()
 
     def close(self, *, waits: bool = True) -> None:
-        """**Blocks** for a moment, if it `waits`. Says goodbye, and ends the thread; harmless twice.
+        """**Blocks** for a moment, if it `waits`. Signs off, and ends the thread; a second call does nothing.
 
-        The store may lie in the leader's process. So if it has said why it leaves, it waits until the others know.
+        The leader's process may host the store. So if it reported why it leaves, it waits until the others know.
         """
         if not waits:
             self._heartbeat.leave()
@@ -274,7 +274,7 @@ class FailureFeed:
             wait_counted(self._cluster, self._read_key, lambda: self.lost, time.monotonic() + READ_SECONDS)
 
     def _hear_of_leader(self) -> None:
-        """The leader has left; in the heartbeat's thread."""
+        """Called in the heartbeat's thread when the leader has left."""
         if self.leader_failure is None:
             self._leader_node = self._cluster.node_of(LEADER)
             self.leader_failure = self.find_explanation((LEADER,))
@@ -289,24 +289,24 @@ class FailureFeed:
 
 
 class Peers:
-    """**Thread-safe.** This worker and the others. Each worker makes as many of these of one name, in the same order.
+    """**Thread-safe.** This worker and the others. Each creates as many of these with one name, in the same order.
 
     Attributes:
         cluster: The workers.
-        rank: This one.
-        world_size: How many there are.
-        failures: Who is gone, and who has failed with what.
-        mailbox: The thread that writes and looks for threads which must not wait.
-        liveness_seconds: How long a worker may not be heard of before it is taken for dead.
-        timeout_seconds: The deadline of each wait for workers that live.
+        rank: The rank of this worker.
+        world_size: The number of workers.
+        failures: The workers that are gone or have failed, with their errors.
+        mailbox: The thread that writes and polls for threads that must not wait.
+        liveness_seconds: How long a worker may be silent before it is taken for dead.
+        timeout_seconds: The deadline of each wait for live workers.
         is_leader: True for the worker that decides.
-        find_left_seconds: Gives how much longer any wait may last, whatever its deadline; None if that is not known.
+        find_left_seconds: Returns how much longer any wait may last, regardless of its deadline; None if not known.
     """
 
     def __init__(
         self, cluster: Cluster, *, liveness_seconds: float, timeout_seconds: float, name: str = "peers"
     ) -> None:
-        """Begins to give signs of life. `name` is what all keys begin with."""
+        """Begins to give signs of life. `name` is the prefix of all keys."""
         self.cluster = cluster
         self.rank = cluster.rank
         self.world_size = cluster.world_size
@@ -324,20 +324,20 @@ class Peers:
         self.mailbox = StoreMailbox(cluster.world_size)
 
     def key(self, *parts: object) -> str:
-        """A key of these alone."""
+        """Returns a key of these workers."""
         return "/".join([self._scope, *map(str, parts)])
 
     def open_namespace(self, name: str) -> Namespace:
-        """A new place for records of one kind. Each worker makes as many calls, in the same order."""
+        """Returns a new namespace for records of one kind. Each worker makes as many calls, in the same order."""
         number = self._namespaces[name] = self._namespaces.get(name, 0) + 1
         return Namespace(self.cluster, self.key(f"{name}-{number}"))
 
     def set_warner(self, warn: Callable[[str], object]) -> None:
-        """Has `warn` called, with a sentence, for each wait that takes long."""
+        """Sets the function that is called with a sentence about each wait that takes long."""
         self._warn = warn
 
     def set_end_of_job(self, find_left: Callable[[], float | None]) -> None:
-        """Lets no wait outlast the time of the job: `find_left` gives the seconds that are left, or None."""
+        """Limits all waits to the remaining time of the job: `find_left` returns the remaining seconds, or None."""
         self.find_left_seconds = find_left
 
     def gather_decide_broadcast(
@@ -347,14 +347,14 @@ class Peers:
         purpose: str,
         timeout_seconds: float | None = None,
     ) -> bytes:
-        """**Collective.** **Blocks.** What the leader makes of the records of all; see `cluster.barrier`.
+        """**Collective.** **Blocks.** Returns the leader's answer to the records of all; see `cluster.barrier`.
 
-        `purpose` names the meeting in errors: `the restore`, say.
+        `purpose` names the meeting in errors, for example `the restore`.
 
         Raises:
             AbsentError: If a worker does not come in time, or dies.
-            PeerError: If one has left, and has said why.
-            ClusterError: If the store does not answer.
+            PeerError: If one has left and reported the reason.
+            ClusterError: If the store does not respond.
         """
         # A worker that missed a meeting comes to it late, hears so, and then is in step again.
         self._meetings += 1
@@ -380,22 +380,22 @@ class Peers:
         *,
         outlasts_job: bool = False,
     ) -> tuple[str, bytes]:
-        """**Blocks.** Waits until one of some keys holds a value.
+        """**Blocks.** Waits until one of several keys has a value.
 
         Args:
-            keys: The keys, the most telling first.
-            ranks: Gives the workers from which a value is still to come. It is called after each look, and may raise.
-            what: What these are to do, for the error: `write its part`, say.
+            keys: The keys; the first ones take precedence.
+            ranks: Returns the workers from which a value is still to come. It is called after each look, and may raise.
+            what: What these workers should do, for the error: `write its part`, for example.
             begun_at: When the wait began, by the monotonic clock, if it is part of a longer one; None for now.
-            outlasts_job: True to wait on when the job's time is over.
+            outlasts_job: True to wait longer than the job's remaining time.
 
         Returns:
-            The first key that holds something, and its value.
+            The first key that has a value, and the value.
 
         Raises:
-            PeerError: If one of the workers dies, or has left the job, or the time is up, be it that of the wait or
-                that of the job; it names the worker.
-            ClusterError: If the store does not answer.
+            PeerError: If one of the workers dies, has left the job, or is late (for the deadline of this wait or that
+                of the job); the error names the worker.
+            ClusterError: If the store does not respond.
         """
         looked_at = time.monotonic()
         end_at = (looked_at if begun_at is None else begun_at) + self.timeout_seconds
@@ -421,33 +421,34 @@ class Peers:
             if waited and waited_seconds >= warn_seconds:
                 warn_seconds = self.timeout_seconds
                 self._warn(
-                    f"for {waited_seconds:.0f} s {name_ranks(sorted(waited))} did not {what}; all workers have to"
+                    f"waiting for {waited_seconds:.0f} s: {name_ranks(sorted(waited))} did not {what}; every "
+                    "worker must"
                 )
             if missed is None:
                 # There are several keys, a worker may die instead of writing one, and no store waits for any of these.
                 time.sleep(backoff.pause_seconds(waited_seconds))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Forgets keys that are not needed any more, if the store can be reached."""
+        """Deletes keys that are no longer needed, if the store can be reached."""
         with suppress(HoldfastError):
             for key in keys:
                 self.cluster.delete(key)
 
     def wait_heard(self) -> None:
-        """**Blocks** for a moment, if this is the leader: until the others know what it has told all of them last.
+        """**Blocks** for a moment on the leader, until the others have read its last message.
 
-        The store may lie in its process. Where that ends at once, they would not hear of it any more.
+        Its process may host the store. If it ended at once, they could not read the message any more.
         """
         wait_read(self.cluster, lambda: self.failures.lost)
 
     def leave(self) -> None:
-        """Says goodbye without waiting: those who wait for this worker wait no longer."""
+        """Signs off without waiting: the others wait for this worker no longer."""
         self.failures.close(waits=False)
 
     def close(self, *, after_others_seconds: float = 0.0) -> None:
-        """**Blocks** for a moment. Writes what was posted, says goodbye, and ends the threads; harmless twice.
+        """**Blocks** for a moment. Writes what was posted, signs off, and ends the threads; a second call does nothing.
 
-        The leader waits so long until all others have left: it may host the store.
+        The leader waits until all others have left, because it may host the store.
         """
         self.mailbox.close()
         if self.is_leader:
@@ -457,18 +458,18 @@ class Peers:
         self.failures.close()
 
     def _find_delay(self, what: str, end_at: float, waited_seconds: float, *, outlasts_job: bool) -> str:
-        """Why there is no more time to wait; an empty string if there is."""
+        """Returns why the time for waiting is over; an empty string if it is not."""
         if time.monotonic() >= end_at:
             return f"did not {what} within {self.timeout_seconds:g} s"
         is_asked = waited_seconds >= LEAST_SECONDS and not outlasts_job
         left_seconds = self.find_left_seconds() if is_asked else None
         if left_seconds is not None and left_seconds <= 0:
-            return f"did not {what} in the time that was left to the job"
+            return f"did not {what} in the job's remaining time"
         return ""
 
     @contextmanager
     def _naming_the_leader(self) -> Iterator[None]:
-        """Names the leader's own error, if the store does not answer since the leader has left with it."""
+        """Raises the leader's own error, if the store does not respond because the leader has left with that error."""
         try:
             yield
         except ClusterError as error:
@@ -484,5 +485,7 @@ def _try_text(make: Callable[[], str]) -> str:
         return ""
 
 
-_LATE_HINT: Final = "It gives signs of life. Look what holds it up, and whether all workers save and restore alike."
-_ABSENT_HINT: Final = "Look whether that process still runs, and what it has written last."
+_LATE_HINT: Final = (
+    "The worker is alive. Check what holds it up, and whether all workers save and restore the same steps."
+)
+_ABSENT_HINT: Final = "Check whether that process is still running, and the last lines of its log."

@@ -1,4 +1,4 @@
-"""The workers of a job that an engine has started, over the store of that engine."""
+"""The workers of a job, over the store of the engine that started it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONNECTIONS_AHEAD: Final = 3
 
 
 _numbers: dict[tuple[str, int], int] = {}
-"""How often this worker has joined already. One thread uses it at a time: joining is collective, and goes in order."""
+"""How often this worker has joined already. One thread uses it at a time: joining is collective and ordered."""
 
 
 class JoinedCluster:
@@ -35,13 +35,13 @@ class JoinedCluster:
         node: str = "",
         timeout_seconds: float = JOIN_SECONDS,
     ) -> None:
-        """**Collective.** **Blocks.** Waits until all workers have come this far.
+        """**Collective.** **Blocks.** Waits until all workers have joined.
 
-        `host` says in words where the store lies. Without a `node`, that is the name of the host.
+        `host` describes where the store is. Without a `node`, that is the name of the host.
 
         Raises:
-            AbsentError: If workers are missing; it names them.
-            ClusterError: If the store does not answer.
+            AbsentError: If workers are missing; the error names them.
+            ClusterError: If the store does not respond.
         """
         self.rank = rank
         self.world_size = world_size

@@ -1,7 +1,7 @@
 """Directories of `torch.distributed.checkpoint`: written so that it loads them, and read as data.
 
-Their metadata is a pickle. What is written there are records of torch's classes; of all that may be named in what is
-read, only the classes below mean anything, and none of them is ever made.
+Their metadata is a pickle. It is written as records of torch's classes; when it is read, only the names of the classes
+below have a meaning, and none of them is ever instantiated.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from holdfast.format.shapes import Box, find_box_problem, find_overlap
 METADATA_NAME: Final = ".metadata"
 MAX_METADATA_BYTES: Final = 1 << 30
 CHUNK_BYTES: Final = 512 << 20
-"""A larger leaf is cut along its first dimension: to read a part of a chunk, torch reads all of it."""
+"""A larger leaf is split along its first dimension: to read a part of a chunk, torch reads all of it."""
 
 EntryPath: TypeAlias = tuple[str | int, ...]
-"""The keys and numbers on the way to an entry."""
+"""The keys and indices on the way to an entry."""
 
 _RECORD_BYTES: Final = 2048
 _MAX_NUMBER: Final = 1 << 32
@@ -67,11 +67,11 @@ _ALLOWED: Final = ALLOWED | {
     Global("pathlib", "PurePosixPath"),
     Global("pathlib._local", "PosixPath"),
 }
-_DAMAGED: Final = "Load it with torch where it was written, and save it again; or import another copy."
+_DAMAGED: Final = "Load it with torch where it was written and save it again, or import another copy."
 
 
 class _StoredItem(msgspec.Struct, frozen=True):
-    """Where the archive of a chunk or of a value lies."""
+    """The position of the archive of a chunk or of a value."""
 
     file: str
     offset_bytes: int
@@ -90,12 +90,12 @@ def write_dcp(
 ) -> list[str]:
     """**Blocks.** Writes a tree as a directory of `torch.distributed.checkpoint`.
 
-    Gives the names of the files, none of which gets more once it has `file_bytes`; what is left out is added to `left`.
+    Returns the names of the files, none of which gets more once it has `file_bytes`; `left` gets what is left out.
 
     Raises:
-        UsageError: If something is there already, or two entries get one name.
+        UsageError: If the path already exists, or two entries get the same name.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     entries = flatten(tree, modules)
     paths: dict[str, EntryPath] = {}
@@ -103,8 +103,8 @@ def write_dcp(
         name = ".".join(map(str, path))
         if name in paths:
             raise UsageError(
-                f"{'/'.join(map(str, paths[name]))} and {'/'.join(map(str, path))} would both be called {name!r}",
-                hint="Export them one by one, with --only.",
+                f"{'/'.join(map(str, paths[name]))} and {'/'.join(map(str, path))} would both be named {name!r}",
+                hint="Export them one at a time, with --only.",
             )
         paths[name] = path
     leaf_of = {name: entry.leaf for name, path in paths.items() if type(entry := entries[path]) is ArrayRef}
@@ -144,7 +144,7 @@ def write_dcp(
 
 
 def flatten(tree: Mapping[Any, Any], modules: list[str]) -> dict[EntryPath, Any]:
-    """**Pure.** The entries of a tree, each with the way to it, as torch divides a state into entries."""
+    """**Pure.** Returns the entries of a tree, each with its path, as torch flattens a state."""
     entries: dict[EntryPath, Any] = {}
 
     def visit(path: EntryPath, value: Any) -> None:
@@ -165,7 +165,7 @@ def flatten(tree: Mapping[Any, Any], modules: list[str]) -> dict[EntryPath, Any]
 
 
 def _is_divided(value: Any) -> bool:
-    """Whether a list stands in parts: it holds dicts, or tensors."""
+    """Returns True if a list is stored in parts: it contains dicts or tensors."""
     if any(True for _ in list_arrays(value)):
         return True
     return type(value) is list and any(
@@ -174,7 +174,8 @@ def _is_divided(value: Any) -> bool:
 
 
 def plan_chunks(stored: StoredLeaf) -> list[Box]:
-    """**Pure.** The boxes that a leaf is stored in: one, or if it is too large several along its first dimension."""
+    """**Pure.** Returns the boxes that a leaf is stored in: one, or several along its first dimension if it is
+    large."""
     rows, *rest = stored.shape or (1,)
     most = max(1, CHUNK_BYTES // max(stored.size_bytes // max(rows, 1), 1))
     if rows <= most:
@@ -184,12 +185,12 @@ def plan_chunks(stored: StoredLeaf) -> list[Box]:
 
 
 def _is_dcp_file(name: str) -> bool:
-    """Whether a name is one of those that are written into a directory here."""
+    """Returns True for the names of files that are written here."""
     return bool(_OWN_FILE.fullmatch(name))
 
 
 def _no_tensor(array: ArrayRef) -> Any:
-    raise TypeError(f"{array.leaf} stands within a value")
+    raise TypeError(f"{array.leaf} is inside another value")
 
 
 def _list_extents(chunks: Mapping[str, list[Box]]) -> Iterator[Extent]:
@@ -203,7 +204,7 @@ def _list_extents(chunks: Mapping[str, list[Box]]) -> Iterator[Extent]:
 def _write_item(
     file: BinaryIO, name: str, pickle: bytes, storages: Iterable[tuple[str, int, Iterable[memoryview]]] = ()
 ) -> _StoredItem:
-    """Each tensor and each value is an archive of its own."""
+    """Writes each tensor and each value as an archive of its own."""
     begin = file.tell()
     write_archive(file, pickle, storages)
     return _StoredItem(name, begin, file.tell() - begin)
@@ -217,7 +218,7 @@ def _encode_metadata(
     stored_chunks: Mapping[tuple[str, Box], _StoredItem],
     stored_values: Mapping[str, _StoredItem],
 ) -> bytes:
-    """The record that says what lies where, with the classes that torch has for it."""
+    """Returns the metadata record, with torch's classes for it."""
     entries: dict[str, Any] = {}
     storage: list[tuple[Any, Any]] = []
     for name in paths:
@@ -267,10 +268,10 @@ class DcpDirectory:
     def __init__(
         self, metadata: InputFile, open_file: Callable[[str], InputFile], *, keep_unknown: bool = False
     ) -> None:
-        """**Blocks.** Reads what is in it, but for the tensors' values.
+        """**Blocks.** Reads everything except the tensors' values.
 
         Raises:
-            FormatError: If it is malformed, names what it may not, or says what cannot be.
+            FormatError: If it is malformed, or contains something that is not supported or invalid.
             StorageError: If it cannot be read.
         """
         self._path = str(metadata.path)
@@ -278,7 +279,7 @@ class DcpDirectory:
         self._keep_unknown = keep_unknown
         self._keys = KeyChecker()
         if metadata.size_bytes > MAX_METADATA_BYTES:
-            raise self._malformed(f"it has {metadata.size_bytes} bytes, and at most {MAX_METADATA_BYTES} may be")
+            raise self._malformed(f"it has {metadata.size_bytes} bytes; the limit is {MAX_METADATA_BYTES}")
         data = metadata.read(0, metadata.size_bytes)
         root = self._state(read_pickle(data, _ALLOWED, self._path), _METADATA)
         named, paths, storage = root.get("state_dict_metadata"), root.get("planner_data"), root.get("storage_data")
@@ -291,26 +292,28 @@ class DcpDirectory:
             if type(name) is not str or type(path) is not tuple or not all(map(_is_step, path)):
                 raise self._malformed(f"the path to {shown(name)} is malformed")
             if not path or self._key(path) in self.entries:
-                raise self._malformed(f"the path to {shown(name)} leads nowhere, or to another entry")
+                raise self._malformed(f"the path to {shown(name)} does not exist, or leads to another entry")
             self.entries[path] = self._entry(name, entry)
 
     def _list_items(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _StoredItem]:
-        """By the name and the offsets of each piece, where it lies."""
+        """Returns the position of each piece, by its name and offsets."""
         items: dict[tuple[str, tuple[int, ...] | None], _StoredItem] = {}
         for key, info in storage.items():
             index = self._state(key, _INDEX)
             place = info.state if type(info) is PickledObject and info.function == _STORAGE_INFO else None
             if type(place) is not dict or place.get("transform_descriptors"):
-                raise self._malformed("where its pieces lie is not said as torch says it, or they are transformed")
+                raise self._malformed(
+                    "the location of its pieces is not in the form that torch writes, or the pieces are transformed"
+                )
             file, begin, length = place.get("relative_path"), place.get("offset"), place.get("length")
             if not is_plain_name(file):
-                raise self._malformed(f"it names {shown(file)}, which is no file beside it")
+                raise self._malformed(f"it names {shown(file)}, which is not a file next to it")
             if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
-                raise self._malformed("a piece cannot lie where it is said to lie")
+                raise self._malformed("a piece has an invalid offset or length")
             name, offset = index.get("fqn"), index.get("offset")
             offsets = None if offset is None else lengths_of(offset)
             if type(name) is not str or (offset is not None and offsets is None):
-                raise self._malformed("a piece is not named as torch names one")
+                raise self._malformed("a piece is not named the way torch names one")
             items[self._key((name, offsets))] = _StoredItem(str(file), begin, length)
         return items
 
@@ -320,16 +323,16 @@ class DcpDirectory:
         state = self._state(entry, _TENSOR)
         shape, chunks = lengths_of(state.get("size")), state.get("chunks")
         if shape is None or len(shape) > MAX_DIMENSIONS or type(chunks) is not list:
-            raise self._malformed(f"{shown(name)} is not described as torch describes a tensor")
+            raise self._malformed(f"{shown(name)} is not described the way torch describes a tensor")
         dtype = self._dtype(state.get("properties"))
         try:
             array_bytes(dtype, shape)
         except ValueError as error:
-            raise self._malformed(f"{shown(name)} cannot be: {error}") from error
+            raise self._malformed(f"{shown(name)} is invalid: {error}") from error
         boxes = [self._box(name, chunk, shape) for chunk in chunks]
         filled = [box for box in boxes if box.elements]
         if find_overlap(filled) or sum(box.elements for box in filled) != math.prod(shape):
-            raise self._malformed(f"the pieces of {shown(name)} do not make it up: they overlap, or leave a gap")
+            raise self._malformed(f"the pieces of {shown(name)} overlap or leave a gap")
         found = tuple(Chunk(box, self._tensor(name, box, dtype)) for box in filled)
         return InputArray(dtype, shape, found)
 
@@ -337,13 +340,13 @@ class DcpDirectory:
         archive = self._open(name, box.offsets)
         tensor = archive.tensor(archive.value) if type(archive.value) is PickledObject else None
         if tensor is None or tensor.dtype != dtype or tensor.shape != box.shape:
-            raise self._malformed(f"the piece {box} of {shown(name)} is another one than is said")
+            raise self._malformed(f"the piece {box} of {shown(name)} does not have the recorded dtype and shape")
         return tensor
 
     def _open(self, name: str, offsets: tuple[int, ...] | None) -> TorchArchive:
         item = self._items.get((name, offsets))
         if item is None:
-            raise self._malformed(f"where a piece of {shown(name)} lies is not said")
+            raise self._malformed(f"the location of a piece of {shown(name)} is missing")
         keep_unknown = self._keep_unknown and offsets is None
         return TorchArchive(self._open_file(item.file), item.offset_bytes, item.size_bytes, keep_unknown=keep_unknown)
 
@@ -353,7 +356,7 @@ class DcpDirectory:
         dtype = state[0] if type(state) is tuple and state else state.get("dtype") if type(state) is dict else None
         found = DTYPES_OF_TORCH.get(dtype) if type(dtype) is Global else None
         if found is None:
-            raise self._malformed("an element type cannot be taken in")
+            raise self._malformed("an element type is not supported")
         return found
 
     def _box(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Box:
@@ -364,14 +367,14 @@ class DcpDirectory:
         box = Box(offsets, sizes)
         problem = find_box_problem(box, shape)
         if problem:
-            raise self._malformed(f"a piece of {shown(name)} cannot be: {problem}")
+            raise self._malformed(f"a piece of {shown(name)} is invalid: {problem}")
         return box
 
     def _state(self, made: Any, cls: Global) -> dict[str, Any]:
-        """The attributes of an object that has to be of a class."""
+        """Returns the attributes of an object, which must be of that class."""
         state = made.state if type(made) is PickledObject and made.function == cls else None
         if type(state) is not dict:
-            raise self._malformed(f"a {cls.name} is expected, and something else is there")
+            raise self._malformed(f"expected a {cls.name}, got something else")
         return state
 
     def _malformed(self, what: str) -> FormatError:

@@ -1,4 +1,4 @@
-"""Finds out in which format another program has saved something, and reads the tree in it."""
+"""Detects the format in which another program has saved something, and reads the tree in it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from holdfast.format.names import GENERATIONS_DIRECTORY
 _ZIP: Final = b"PK\x03\x04"
 _LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f920")
 _SOURCES: Final = (
-    "A file of torch.save or of Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or of "
-    "torch.distributed.checkpoint, a safetensors file, or a directory of such can be imported."
+    "These can be imported: a file of torch.save or Lightning, a folder of the Hugging Face Trainer, a directory "
+    "of Orbax or torch.distributed.checkpoint, a safetensors file, or a directory of safetensors files."
 )
 
 
@@ -30,16 +30,16 @@ class ImportSource:
 
     Attributes:
         format: `torch`, `dcp`, `safetensors`, `lightning`, `transformers` or `orbax`.
-        root: The tree: dicts and lists, in whose leaves stand `InputArray`, `ArchivedTree` and plain values.
-        recognized: The objects in it, where the format says which these are; None where they are what the tree has.
+        root: The tree: dicts and lists of `InputArray`, `ArchivedTree` and plain values.
+        recognized: The objects in it, if the format defines them; None if they are the entries of the tree.
     """
 
     def __init__(self, path: Path, *, keep_unknown: bool) -> None:
-        """**Blocks.** Finds out what it is, and reads what is in it but for the arrays' values.
+        """**Blocks.** Detects the format, and reads everything except the arrays' values.
 
         Raises:
-            NoCheckpointError: If nothing is there.
-            UsageError: If it is nothing that can be imported.
+            NoCheckpointError: If the source does not exist.
+            UsageError: If it cannot be imported.
             FormatError: If it is malformed.
             StorageError: If it cannot be read.
         """
@@ -64,7 +64,7 @@ class ImportSource:
         return self._files.size_bytes + self._size_bytes
 
     def close(self) -> None:
-        """Closes the files; harmless twice."""
+        """Closes the files; may be repeated."""
         self._files.close()
 
     def _read_file(self, keep_unknown: bool) -> None:
@@ -78,14 +78,14 @@ class ImportSource:
             self._read_archive(file, keep_unknown)
         elif head.startswith(_LEGACY):
             raise UsageError(
-                f"{self._path} is in the form that torch.save had before version 1.6",
+                f"{self._path} is in the format that torch.save used before version 1.6",
                 hint="Load it with torch and save it again.",
             )
         elif head[8:9] == b"{":
             self.format = "safetensors"
             self.root = read_header(file)
         else:
-            raise UsageError(f"{self._path} is nothing that can be imported", hint=_SOURCES)
+            raise UsageError(f"{self._path} is not in a format that can be imported", hint=_SOURCES)
 
     def _read_archive(self, file: InputFile, keep_unknown: bool) -> None:
         problem: FormatError | None = None
@@ -124,28 +124,28 @@ class ImportSource:
         if not arrays:
             is_run = (self._path / GENERATIONS_DIRECTORY).is_dir()
             raise UsageError(
-                f"{self._path} holds nothing that can be imported",
-                hint="It is a run of holdfast, and a job goes on from it as it is." if is_run else _SOURCES,
+                f"{self._path} contains nothing that can be imported",
+                hint="It is a holdfast run already: a job resumes from it as it is." if is_run else _SOURCES,
             )
         self.format = "safetensors"
         self.root = arrays
 
     def _beside(self, name: str) -> InputFile:
-        """A file of the directory. Links of a model's are followed, as Hugging Face's cache has them; DCP's are not."""
+        """Returns a file of the directory. A model's links are followed, as in Hugging Face's cache; DCP's are not."""
         return self._files.find(self._path / name, follow_links=self.format != "dcp")
 
 
 def _nest(entries: dict[EntryPath, Any], path: str) -> dict[Any, Any]:
-    """The tree that entries make up; numbers among the keys are places in lists."""
+    """Builds the tree of entries; numbers among the keys are indices of lists."""
     root: dict[Any, Any] = {}
     for keys, value in entries.items():
         place = root
         for key in keys[:-1]:
             place = place.setdefault(key, {})
             if type(place) is not dict:
-                raise FormatError(f"{path}: {'.'.join(map(str, keys))} leads through another entry", path=path)
+                raise FormatError(f"{path}: {'.'.join(map(str, keys))} passes through another entry", path=path)
         if keys[-1] in place:
-            raise FormatError(f"{path}: {'.'.join(map(str, keys))} stands twice", path=path)
+            raise FormatError(f"{path}: {'.'.join(map(str, keys))} appears twice", path=path)
         place[keys[-1]] = ArchivedTree(value.value, value) if isinstance(value, TorchArchive) else value
     return {key: _listed(value, 0) for key, value in root.items()}
 

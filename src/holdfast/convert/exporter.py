@@ -1,4 +1,4 @@
-"""Drives an export: a step of a run to files that other programs read."""
+"""Exports a step of a run to files that other programs read."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from holdfast.tracebacks import short_traceback
 
 FORMATS: Final = ("safetensors", "transformers", "torch", "dcp")
 FILE_BYTES: Final = 5_000_000_000
-"""How large a file of several gets: what Hugging Face's hub likes."""
+"""The size of one file of several: what the Hugging Face hub recommends."""
 
 
 _MOST_ATTEMPTS: Final = 30
 
 
 class ProgressWatcher(Protocol):
-    """Hears how far an export or an import has come."""
+    """Receives the progress of an export or an import."""
 
     def expect(self, total_bytes: int) -> None:
-        """How much there is to do."""
+        """Called with the total amount of work."""
         ...
 
     def advance(self, moved_bytes: int) -> None:
-        """How much was just done."""
+        """Called with the amount that was just done."""
         ...
 
 
 class ExportOptions(msgspec.Struct, frozen=True):
-    """What is to be written, and how; the arguments of `export_checkpoint`."""
+    """The options of an export; the arguments of `export_checkpoint`."""
 
     to: str
     only: str | Iterable[str] | None = None
@@ -62,16 +62,16 @@ class ExportOptions(msgspec.Struct, frozen=True):
 
 
 class Export(msgspec.Struct, frozen=True):
-    """What an export has written.
+    """The result of an export.
 
     Attributes:
         step: The step.
-        name: Which checkpoint it was.
-        out: Where it is now.
+        name: The name of the checkpoint.
+        out: The path of the export.
         files: The names of the files.
-        arrays: How many arrays are in them.
-        size_bytes: What these take, each counted once.
-        left_out: What does not stand there, and why.
+        arrays: How many arrays they contain.
+        size_bytes: The size of the arrays, each counted once.
+        left_out: What was not exported, and why.
         seconds: How long it took.
     """
 
@@ -100,31 +100,31 @@ def export_checkpoint(
     threads: int = 3,
     watcher: ProgressWatcher | None = None,
 ) -> Export:
-    """**Blocks.** Writes a checkpoint of a run as files that other programs read; every byte is checked on the way.
+    """**Blocks.** Exports a checkpoint of a run to files that other programs read; every byte is checked on the way.
 
-    It takes the same memory however large the checkpoint is. What is there is under its name only when it is whole.
+    Memory use does not depend on the size of the checkpoint. The export appears under its name once it is complete.
 
     Args:
         run: The run's directory, a URL, or an open storage.
-        out: Where to write. For safetensors a directory, which gets `model.safetensors` or several files and an index,
-            or one file, if its name ends in `.safetensors`; for torch a file; for dcp a directory.
-        to: The format: `safetensors`; `transformers`, a directory for `from_pretrained`, of a model that the Trainer of
-            Hugging Face has trained; `torch`, for `torch.load(path, weights_only=True)`; or `dcp`, for
+        out: The path to write. For safetensors, a directory, which gets `model.safetensors` or several files and an
+            index, or one file, if the name ends in `.safetensors`; for torch a file; for dcp a directory.
+        to: The format: `safetensors`; `transformers`, a directory for `from_pretrained`, of a model that the Hugging
+            Face Trainer has trained; `torch`, for `torch.load(path, weights_only=True)`; or `dcp`, for
             `torch.distributed.checkpoint`.
-        step: The step; None for the newest of the living line.
+        step: The step; None for the newest of the current lineage.
         only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); None for everything.
-        keep_prefix: True to keep the object's name in front of all names also where `only` leaves a single object.
-        repeat_shared: For safetensors, True to write arrays that share their memory once for each of their names.
-        overwrite: True to replace an export that is there.
-        file_bytes: How large the arrays in one file get together, where there may be several files.
-        threads: How many threads read.
-        watcher: Told how far it has come.
+        keep_prefix: True to keep the object's name as a prefix even if `only` selects a single object.
+        repeat_shared: For safetensors, True to write arrays that share memory once under each of their names.
+        overwrite: True to replace an existing export.
+        file_bytes: The total size of the arrays in one file, if the format allows several files.
+        threads: The number of threads that read.
+        watcher: Receives the progress.
 
     Raises:
-        UsageError: If an argument is wrong, or something is there already.
-        NoCheckpointError: If there is no such checkpoint.
+        UsageError: If an argument is wrong, or the path already exists.
+        NoCheckpointError: If the checkpoint does not exist.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     storage = open_storage(run)
     if step is not None:
@@ -134,7 +134,7 @@ def export_checkpoint(
         name = catalog.newest if step is None else catalog.find(step)
         if name is None:
             raise NoCheckpointError(
-                f"{storage.url} has no checkpoint", hint="`holdfast list --all` shows what is there."
+                f"{storage.url} has no checkpoint", hint="`holdfast list --all` shows what the run contains."
             )
         return name
 
@@ -148,19 +148,19 @@ def export_chosen(
     out: Path,
     options: ExportOptions,
 ) -> Export:
-    """**Blocks.** Writes a step of a run; another one if a job that goes on has removed it meanwhile.
+    """**Blocks.** Exports a step of a run; chooses another one if a running job has removed it meanwhile.
 
     Raises:
-        UsageError: If an option is wrong, or something is there already.
-        NoCheckpointError: If there is no such checkpoint, or no longer.
+        UsageError: If an option is wrong, or the path already exists.
+        NoCheckpointError: If the checkpoint does not exist, or no longer.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     _check(options)
     run = local_directory(storage)
     if run is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
         raise UsageError(
-            f"{out} lies within the run {storage.url}, whose checkpoints an export could damage",
+            f"{out} is inside the run {storage.url}, where an export could damage checkpoints",
             hint="Export to another directory.",
         )
     attempts, gone = 0, None
@@ -171,8 +171,8 @@ def export_chosen(
             if gone is None:
                 raise
             raise NoCheckpointError(
-                f"step {gone.step} of {storage.url} was removed while it was read",
-                hint="Export one that a running job keeps for longer; `holdfast list` shows what is there.",
+                f"step {gone.step} of {storage.url} was removed while it was being read",
+                hint="Export a step that the running job keeps for longer; `holdfast list` shows the steps.",
             ) from error
         try:
             return export_step(storage, name.directory, name, storage, out, options)
@@ -191,14 +191,14 @@ def export_step(
     out: Path,
     options: ExportOptions,
 ) -> Export:
-    """**Blocks.** Writes one step; as `export_checkpoint`, but for where the step lies.
+    """**Blocks.** Exports one step like `export_checkpoint`, given its directory.
 
-    It may be any step if none is `expected`; `beside` is where the steps lie that it refers to.
+    It may be any step if none is `expected`; `beside` is where the steps are that it refers to.
 
     Raises:
-        UsageError: If an option is wrong, or something is there already.
+        UsageError: If an option is wrong, or the path already exists.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     begun_at = time.monotonic()
     _check(options)
@@ -220,7 +220,7 @@ def export_step(
     with closing(LeafReader(storage, opened, beside, threads=options.threads, advance=advance)) as reader:
         leaves = {array.leaf for _, array in list_arrays(tree)}
         for leaf in leaves - reader.leaves.keys():
-            raise FormatError(f"{leaf!r} is referred to and lies nowhere", step=step, tensor=leaf)
+            raise FormatError(f"{leaf!r} is referenced but not stored", step=step, tensor=leaf)
         _check_types(reader, leaves, options.to)
         names: dict[str, str] = {}
         if options.to in ("safetensors", "transformers"):
@@ -230,8 +230,8 @@ def export_step(
                 names = name_adapters(names)
             if not names:
                 raise UsageError(
-                    f"there is no array in what is asked for of step {step}",
-                    hint="Safetensors files hold arrays alone: export it --to torch, or name other objects.",
+                    f"the selected part of step {step} contains no array",
+                    hint="Safetensors files contain only arrays: use --to torch, or select other objects.",
                 )
         if options.watcher is not None:
             options.watcher.expect(sum(reader.leaves[leaf].size_bytes for leaf in names.values() or leaves))
@@ -267,7 +267,7 @@ def export_step(
 
 
 def find_descriptions(objects: dict[str, Any], step: int) -> dict[str, str]:
-    """**Pure.** The text of the files that say what model the Trainer of Hugging Face has trained, by name.
+    """**Pure.** Returns the files that describe the model that the Hugging Face Trainer has trained, by name.
 
     Raises:
         UsageError: If the checkpoint has none.
@@ -278,37 +278,37 @@ def find_descriptions(objects: dict[str, Any], step: int) -> dict[str, str]:
     known = {name: text for name, text in (files or {}).items() if name in DESCRIPTIONS and isinstance(text, str)}
     if not known:
         raise UsageError(
-            f"step {step} does not say what model of transformers it holds",
-            hint="hf.transformers.Resumable keeps that. Export it --to safetensors, and add the model's config.json.",
+            f"step {step} does not record which transformers model it contains",
+            hint="hf.transformers.Resumable records that. Use --to safetensors, and add the model's config.json.",
         )
     return known
 
 
 def name_adapters(names: dict[str, str]) -> dict[str, str]:
-    """**Pure.** The arrays of the default adapter of PEFT, under the names that its files have."""
+    """**Pure.** Returns the arrays of the default PEFT adapter, with the names that its files use."""
     found = {name.replace(".default", ""): leaf for name, leaf in names.items() if ".default" in name}
     return {name.replace(".modules_to_save", ""): leaf for name, leaf in found.items()}
 
 
 def name_arrays(tree: dict[str, Any], *, has_prefix: bool, repeat_shared: bool) -> tuple[dict[str, str], list[LeftOut]]:
-    """**Pure.** What arrays are called where all names stand in one list: the keys on the way, joined by dots.
+    """**Pure.** Names arrays for a flat list of names: by the keys on the way, joined with dots.
 
-    Gives for each name its leaf, and what does not stand there: an array with several names stands under the first, or
-    with `repeat_shared` under each.
+    Returns the leaf of each name, and what is left out: an array with several names gets the first one, or with
+    `repeat_shared` each of them.
 
     Raises:
-        UsageError: If two arrays get one name.
+        UsageError: If two arrays get the same name.
     """
     names: dict[str, str] = {}
     paths: dict[str, KeyPath] = {}
     first: dict[str, str] = {}
-    left = [LeftOut(_path(keys), "it is no array") for keys in list_values(tree) if keys]
+    left = [LeftOut(_path(keys), "it is not an array") for keys in list_values(tree) if keys]
     for keys, array in list_arrays(tree):
         name = ".".join(map(str, keys if has_prefix or len(keys) == 1 else keys[1:]))
         if name in names:
             raise UsageError(
-                f"{_path(paths[name])} and {_path(keys)} would both be called {name!r}",
-                hint="Export them one by one, with --only.",
+                f"{_path(paths[name])} and {_path(keys)} would both be named {name!r}",
+                hint="Export them one at a time, with --only.",
             )
         paths[name] = keys
         if array.leaf in first and not repeat_shared:
@@ -325,7 +325,7 @@ def _path(keys: KeyPath) -> str:
 
 def _check(options: ExportOptions) -> None:
     if options.to not in FORMATS:
-        raise UsageError(f"{options.to!r} is no format to export to", hint=f"Use one of {', '.join(FORMATS)}.")
+        raise UsageError(f"{options.to!r} is not an export format", hint=f"Use one of {', '.join(FORMATS)}.")
     check_whole("file_bytes", options.file_bytes, 1)
     check_whole("threads", options.threads, 1)
 
@@ -336,16 +336,16 @@ def _check_types(reader: LeafReader, leaves: Iterable[str], to: str) -> None:
         dtype = reader.leaves[leaf].dtype
         if dtype not in held:
             raise UsageError(
-                f"{leaf} is of type {dtype}, which a file of {to} cannot hold here",
-                hint="Export it --to torch, or name other objects."
+                f"{leaf} has dtype {dtype}, which a {to} file cannot contain here",
+                hint="Use --to torch, or select other objects."
                 if dtype in TORCH_DTYPES
-                else "Name other objects; `holdfast show` lists the types of the arrays.",
+                else "Select other objects; `holdfast show` lists the dtypes.",
             )
 
 
 def _check_found(selection: Selection | None, objects: list[str], step: int) -> None:
     if selection is not None and selection.unmatched:
         raise UsageError(
-            f"step {step} has nothing of the name {', '.join(map(repr, selection.unmatched))}",
-            hint=f"Its objects are {', '.join(map(repr, objects))}; a leaf is named like 'model/head.weight'.",
+            f"step {step} has no object or leaf named {', '.join(map(repr, selection.unmatched))}",
+            hint=f"Its objects are {', '.join(map(repr, objects))}; a leaf has a name like 'model/head.weight'.",
         )

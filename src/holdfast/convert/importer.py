@@ -1,4 +1,4 @@
-"""Drives an import: files of other programs to a committed checkpoint."""
+"""Imports files of other programs into a committed checkpoint."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ _MOST_TIMES: Final = 4
 _ALWAYS_BYTES: Final = 64 << 20
 
 _OPTIMIZER_STATE: Final = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer"})
-"""State of an optimizer for one parameter has these: nothing in it is ever one with another thing."""
+"""Per-parameter optimizer state has these names; its arrays are never tied to other arrays."""
 
 
 class Import(msgspec.Struct, frozen=True):
-    """What an import has made.
+    """The result of an import.
 
     Attributes:
         step: The step.
-        name: The checkpoint.
-        run: The run that it lies in.
-        format: What it was made of: `torch`, `dcp`, `safetensors`, `lightning`, `transformers` or `orbax`.
+        name: The name of the checkpoint.
+        run: The run that contains it.
+        format: The format of the source: `torch`, `dcp`, `safetensors`, `lightning`, `transformers` or `orbax`.
         objects: The names of its objects.
         arrays: How many arrays it has.
-        size_bytes: What these take.
-        left_out: What does not stand in it, and why.
-        renamed: The objects whose names lost what stood in front of them: a wrapper's part, or `strip_prefix`.
+        size_bytes: The size of the arrays.
+        left_out: What was not imported, and why.
+        renamed: The objects whose names lost a prefix: that of a wrapper, or `strip_prefix`.
         seconds: How long it took.
     """
 
@@ -97,43 +97,44 @@ def import_checkpoint(
     skip_unknown: bool = False,
     watcher: ProgressWatcher | None = None,
 ) -> Import:
-    """**Blocks.** Makes a committed checkpoint of what another program has saved; nothing in it is executed.
+    """**Blocks.** Makes a committed checkpoint from the file of another program; nothing in it is executed.
 
-    It takes the same memory however large the arrays are. Its objects are the outermost entries of the source: with
-    `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}` a run with a `model` and an `optimizer` goes on
-    from it. So it does from a checkpoint of Lightning or of the Hugging Face Trainer, whose `scheduler` comes along.
+    Memory use does not depend on the size of the arrays. The outermost entries of the source become the objects: from
+    `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`, a run with a `model` and an `optimizer` can
+    resume. It can also resume from a checkpoint of Lightning or of the Hugging Face Trainer, including its `scheduler`.
 
     Args:
         source: A file of `torch.save` or of Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or of
-            `torch.distributed.checkpoint`, a safetensors file, or a directory of such.
-        run: The run's directory, a URL, or an open storage. It must have no checkpoint yet.
-        step: The step that the checkpoint is of: a job goes on from there. None for what the source says, or else 0.
-        only: The objects to take, by their new names; None for all that are state of the training.
-        name: What the model is called, and the object where the source is the state of one, such as a bare
-            `model.state_dict()`.
-        rename: Other names for objects, by those that they have in the source. The name of a part, such as
-            `state/params`, makes that part an object of its own; `.` makes one object of all.
-        strip_prefix: What to take away where names of a model's arrays begin with it, such as `model.`.
-        skip_unknown: True to leave out values of classes that are not known here, in place of an error.
-        watcher: Told how far it has come.
+            `torch.distributed.checkpoint`, a safetensors file, or a directory of safetensors files.
+        run: The run's directory, a URL, or an open storage. It must not contain a checkpoint yet.
+        step: The step of the checkpoint, from which a job resumes. None for the step in the source, or else 0.
+        only: The objects to import, by their new names; None for all that are state of the training.
+        name: The name of the model, and of the only object of a source such as a plain `model.state_dict()`.
+        rename: New names for objects, by those that they have in the source. The name of a part, such as
+            `state/params`, makes that part a separate object; `.` makes one object of everything.
+        strip_prefix: A prefix to remove from the names of a model's arrays, such as `model.`.
+        skip_unknown: True to skip values of unknown classes instead of raising an error.
+        watcher: Receives the progress.
 
     Raises:
-        UsageError: If an argument is wrong, the source is nothing that can be imported, or the run has checkpoints.
-        UnsupportedValueError: If something in the source cannot be stored.
-        NoCheckpointError: If nothing is at the source.
-        FormatError: If the source is malformed, or wants what no such file may have.
-        StorageError: If a place fails.
+        UsageError: If an argument is wrong, the source cannot be imported, or the run already has checkpoints.
+        UnsupportedValueError: If a value in the source cannot be stored.
+        NoCheckpointError: If the source does not exist.
+        FormatError: If the source is malformed, or contains something that is not supported.
+        StorageError: If the storage fails.
     """
     begun_at = time.monotonic()
     step = None if step is None else check_whole("step", step, 0, MAX_STEP)
     if not is_text(name):
-        raise UsageError(f"{name!r} is no name for an object", hint="A name is text that can be written as UTF-8.")
+        raise UsageError(
+            f"{name!r} cannot be the name of an object", hint="A name must be text that can be encoded as UTF-8."
+        )
     storage = open_storage(run)
     committed = read_catalog(storage).committed
     if committed:
         raise UsageError(
-            f"{storage.url} has checkpoints already, the newest of step {committed[-1].step}",
-            hint="Import into a new run; a job that goes on from it may save there.",
+            f"{storage.url} already contains checkpoints, the newest of step {committed[-1].step}",
+            hint="Import into a new run; a job that resumes from it may save there.",
         )
     with closing(ImportSource(Path(source), keep_unknown=skip_unknown)) as opened:
         found = opened.recognized or list_objects(opened.root, name)
@@ -154,12 +155,15 @@ def import_checkpoint(
         most_times = MOST_TIMES_COMPRESSED if opened.format == "orbax" else _MOST_TIMES
         if size_bytes > most_times * opened.size_bytes + _ALWAYS_BYTES:
             raise FormatError(
-                f"{source}: its arrays would take {size_bytes} bytes, and its files have {opened.size_bytes}",
+                f"{source}: its arrays would take {size_bytes} bytes, but its files have only {opened.size_bytes}",
                 path=str(source),
-                hint="Expanded tensors may be the reason: save them contiguous, or save what they are expanded from.",
+                hint=(
+                    "Expanded tensors may be the reason: make them contiguous before saving, or save the tensors "
+                    "that they were expanded from."
+                ),
             )
         if not arrays and not any(nodes.values()):
-            raise UsageError(f"{source} holds nothing that could be kept", hint="Save state_dicts, not objects.")
+            raise UsageError(f"{source} contains nothing that can be stored", hint="Save state_dicts, not objects.")
         # torch's own files say which tensors were one, and arrays of JAX never are.
         ties = [] if opened.format in ("torch", "lightning", "orbax") else encoder.tied_candidates
         committed_name = _commit(storage, step, nodes, arrays, ties, escape(Path(source).name), watcher)
@@ -178,7 +182,7 @@ def import_checkpoint(
 
 
 def list_objects(root: Any, name: str) -> Recognized:
-    """**Pure.** The objects that a tree stands for: its outermost entries, or one if it is the state of one itself."""
+    """**Pure.** Returns the objects in a tree: its outermost entries, or one if it is the state of one object."""
     archive = root.archive if type(root) is ArchivedTree else None
     value = root.value if type(root) is ArchivedTree else root
     is_one = type(value) is not dict or not all(type(key) is str and key and is_text(key) for key in value)
@@ -189,14 +193,16 @@ def list_objects(root: Any, name: str) -> Recognized:
 
 
 def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
-    """Gives objects other names, or makes objects of parts of them, which are then taken."""
+    """Renames objects, or makes objects of parts of them, which then count as selected."""
     moved: dict[str, ArchivedTree] = {}
     if _WHOLE in names:
         found.objects[_WHOLE] = ArchivedTree({name: found.objects.pop(name) for name in found.taken}, None)
         found.taken = [_WHOLE]
     for old, new in names.items():
         if not is_text(new) or not new:
-            raise UsageError(f"{new!r} is no name for an object", hint="A name is text that can be written as UTF-8.")
+            raise UsageError(
+                f"{new!r} cannot be the name of an object", hint="A name must be text that can be encoded as UTF-8."
+            )
         name, *way = (old if old in found.objects else found.former.get(old, old)).split("/")
         if old in found.objects or old in found.former:
             name, way = found.former.get(old, old), []
@@ -207,8 +213,8 @@ def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
             outer, part = part, part.get(key) if type(part) is dict else None
         if tree is None or part is None or new in moved:
             raise UsageError(
-                f"{source} has nothing of the name {old!r}" if new not in moved else f"two objects would be {new!r}",
-                hint=f"Its objects are {', '.join(map(repr, found.objects))}.",
+                f"{source} has no object named {old!r}" if new not in moved else f"two objects would be named {new!r}",
+                hint=f"Its objects are {', '.join(map(repr, found.objects))}." if found.objects else "",
             )
         if way:
             del outer[way[-1]]
@@ -218,7 +224,7 @@ def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
             found.taken = [one for one in found.taken if one != name]
     for new, tree in moved.items():
         if new in found.objects:
-            raise UsageError(f"{source} has another object of the name {new!r}", hint="Rename that one too.")
+            raise UsageError(f"{source} has another object named {new!r}", hint="Rename that object too.")
         found.objects[new] = tree
         found.taken.append(new)
     for former in found.former.keys() & names.keys():
@@ -228,20 +234,20 @@ def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
 def _select(found: Recognized, selection: Selection | None, source: str) -> dict[str, ArchivedTree]:
     if selection is None:
         for key in found.objects.keys() - set(found.taken):
-            found.left.append(LeftOut(key, "--only takes it"))
+            found.left.append(LeftOut(key, "--only does not select it"))
         found.left.sort(key=lambda one: one.path)
         return {key: found.objects[key] for key in found.taken}
     chosen = {key: value for key, value in found.objects.items() if selection(escape(key))}
     if selection.unmatched:
         raise UsageError(
-            f"{source} has nothing of the name {', '.join(map(repr, selection.unmatched))}",
+            f"{source} has no object named {', '.join(map(repr, selection.unmatched))}",
             hint=f"Its objects are {', '.join(map(repr, found.objects))}.",
         )
     return chosen
 
 
 def _strip(objects: Mapping[str, ArchivedTree], prefix: str, source: str) -> list[str]:
-    """Takes a prefix away from the names of arrays, and gives the objects that had it."""
+    """Removes a prefix from the names of arrays, and returns the objects that had it."""
     prefix = f"{prefix.rstrip('.')}."
     stripped = []
     for key, tree in objects.items():
@@ -250,15 +256,15 @@ def _strip(objects: Mapping[str, ArchivedTree], prefix: str, source: str) -> lis
             continue
         names = {name: name.removeprefix(prefix) if type(name) is str else name for name in value}
         if len(set(names.values())) < len(names):
-            raise UsageError(f"{source}: without {prefix!r}, two arrays of {key} would have one name")
+            raise UsageError(f"{source}: without the prefix {prefix!r}, two arrays of {key} would have the same name")
         if names.keys() != set(names.values()):
             tree.value = {names[name]: part for name, part in value.items()}
             _unwrap(tree)
             stripped.append(key)
     if not stripped:
         raise UsageError(
-            f"{source}: no array has a name that begins with {prefix!r}",
-            hint="`holdfast import` without it, and then `holdfast show`, tells the names.",
+            f"{source}: no array has a name with the prefix {prefix!r}",
+            hint="Import without the option, then `holdfast show` lists the names.",
         )
     return stripped
 
@@ -270,7 +276,7 @@ def _is_array(value: Any, archive: TorchArchive | None) -> bool:
 
 
 def _unwrap(tree: ArchivedTree) -> bool:
-    """Takes what wrappers of modules put in front of all names away."""
+    """Removes the prefix that wrappers of modules add to all names."""
     value, was_wrapped = tree.value, False
     if type(value) is not dict or not value or not all(type(key) is str for key in value):
         return False
@@ -284,12 +290,12 @@ def _unwrap(tree: ArchivedTree) -> bool:
 
 
 class _ImportEncoder(Encoder):
-    """Writes what was found as the format has it; arrays get names, and are read later.
+    """Encodes what was found; arrays get names, and are read later.
 
     Attributes:
-        arrays: By name.
+        arrays: The arrays by name.
         left: What was left out.
-        tied_candidates: For each dict with several arrays, the nodes of these: some of them may be tied weights.
+        tied_candidates: For each dict with several arrays, their nodes: some of them may be tied weights.
     """
 
     def __init__(self, source: str, *, skip_unknown: bool) -> None:
@@ -340,7 +346,7 @@ class _ImportEncoder(Encoder):
         raise UnsupportedValueError(
             f"{self._source}: {path} is a {_name_of(value)}, which cannot be stored",
             path=path,
-            hint="Leave it out with --skip-unknown (skip_unknown=True), or save without it.",
+            hint="Skip it with --skip-unknown (skip_unknown=True), or save the file without it.",
         )
 
     def _is_unknown(self, value: Any) -> bool:
@@ -375,7 +381,7 @@ def _commit(
     source: str,
     watcher: ProgressWatcher | None,
 ) -> StepName:
-    """Writes the checkpoint of a new generation. What ends it before it is committed leaves nothing."""
+    """Writes the checkpoint as a new generation. If this ends before the commit, nothing is left."""
     layout = plan_layout(
         [(name, array.dtype, array.shape) for name, array in arrays.items()],
         {"format": "holdfast", "step": str(step)},
@@ -414,7 +420,7 @@ def _commit(
                 with suppress(OSError):
                     root.rmdir()
         except HoldfastError as left:
-            error.add_note(f"What was written is still there, and is no checkpoint: {left}")
+            error.add_note(f"The partly written import is still there, but is not a checkpoint: {left}")
         raise
     return name
 
@@ -435,7 +441,7 @@ def _write(
     arrays: Mapping[str, InputArray],
     watcher: ProgressWatcher | None,
 ) -> list[LeafRecord]:
-    """Writes the data file piece by piece, with digests taken on the way."""
+    """Writes the data file piece by piece, and computes digests on the way."""
     storage.make_directory(name.directory)
     writer = storage.open_writer(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
     leaves: list[LeafRecord] = []
@@ -463,7 +469,7 @@ def _write(
 
 
 def _pack(parts: Iterable[memoryview], memory: memoryview) -> Iterator[memoryview]:
-    """Parts as pieces that fill the memory, but for the last; each is good until the next one is asked for."""
+    """Combines parts to pieces that fill the memory; each piece is valid until the next one is requested."""
     filled = 0
     for part in parts:
         begin = 0
@@ -482,10 +488,10 @@ def _pack(parts: Iterable[memoryview], memory: memoryview) -> Iterator[memoryvie
 def _tie_equal(
     groups: Iterable[Mapping[str, Node]], leaves: Mapping[str, LeafRecord], arrays: Mapping[str, InputArray]
 ) -> None:
-    """Lets the nodes of arrays that are equal refer to the first of them, where the format cannot say which were one.
+    """Makes equal arrays share one stored array, if the format does not record which were tied.
 
-    Two parameters that were trained apart do not have the same values, unless all of one value, as zeros. A live module
-    whose parameters are two gets the values in both; one in which they are one would refuse two stored arrays.
+    Two parameters that were trained separately do not have equal values, unless all values are the same, such as zeros.
+    A live module with two parameters gets the values in both; one with a tied parameter would reject two stored arrays.
     """
     for group in groups:
         first: dict[tuple[Any, ...], str] = {}
@@ -497,7 +503,7 @@ def _tie_equal(
 
 
 def _is_constant(array: InputArray) -> bool:
-    """Whether all elements of an array are the same bytes."""
+    """Returns True if all elements of an array are the same bytes."""
     import numpy as np
 
     kind = f"V{ITEM_BYTES[array.dtype]}"
@@ -510,7 +516,7 @@ def _is_constant(array: InputArray) -> bool:
 
 
 def _list_strides(arrays: Mapping[str, InputArray]) -> Iterator[StridesRecord]:
-    """How tensors lie in their file, where each is one tensor there and is not in row-major order."""
+    """Returns the strides of the tensors that are not in row-major order in their file."""
     for name, array in arrays.items():
         layout = find_layout(array.shape, array.chunks[0].tensor.strides) if len(array.chunks) == 1 else None
         if layout is not None:

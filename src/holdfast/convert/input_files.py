@@ -1,4 +1,4 @@
-"""Files of other programs, of which few are open at a time, and the arrays in them: where their bytes lie."""
+"""Files of other programs, of which few are open at a time, and the positions of the arrays in them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from holdfast.storage.checks import as_storage_errors
 
 _WINDOW_BYTES: Final = 32 << 20
 _OPEN_FILES: Final = 64
-_COPY: Final = "A pipe or a device cannot be read back and forth: copy what comes out of it into a file."
+_COPY: Final = "Pipes and devices cannot be read at random offsets: copy the content into a file first."
 
 
 class InputFile:
-    """A file that is read piece by piece. It is open while it is read, and for as long as few others are."""
+    """A file that is read piece by piece. It is open while it is read, and as long as few others are."""
 
     def __init__(self, path: Path, pool: FilePool | None = None, *, follow_links: bool = True) -> None:
         """**Blocks.** Opens it.
 
         Raises:
-            NotFoundError: If it is not there.
-            FormatError: If it is no plain file.
+            NotFoundError: If it does not exist.
+            FormatError: If it is not a regular file.
             StorageError: If it cannot be read.
         """
         self.path = path
@@ -46,10 +46,10 @@ class InputFile:
         self.fileno()
 
     def fileno(self) -> int:
-        """**Blocks.** The file's descriptor, good until another file is read.
+        """**Blocks.** Returns the file's descriptor, which is valid until another file is read.
 
         Raises:
-            FormatError: If it is no plain file, or another one lies there now.
+            FormatError: If it is not a regular file, or was replaced.
             StorageError: If it cannot be opened.
         """
         if self._descriptor < 0:
@@ -58,10 +58,10 @@ class InputFile:
                 status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode):
                 self.close()
-                raise FormatError(f"{self.path} is no plain file", path=str(self.path), hint=_COPY)
+                raise FormatError(f"{self.path} is not a regular file", path=str(self.path), hint=_COPY)
             identity = (status.st_dev, status.st_ino, status.st_size)
             if self._identity not in (None, identity):
-                raise FormatError(f"{self.path} was changed while it was being read", path=str(self.path))
+                raise FormatError(f"{self.path} changed while it was being read", path=str(self.path))
             self._identity = identity
             self.size_bytes = status.st_size
         if self._pool is not None:
@@ -80,12 +80,12 @@ class InputFile:
             while left:
                 count = os.preadv(self.fileno(), [left], offset_bytes)
                 if not count:
-                    raise FormatError(f"{self.path} ends at byte {offset_bytes}, too early", path=str(self.path))
+                    raise FormatError(f"{self.path} is cut short: it ends at byte {offset_bytes}", path=str(self.path))
                 offset_bytes += count
                 left = left[count:]
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
-        """**Blocks.** Some bytes of the file; the caller makes sure that they are few.
+        """**Blocks.** Returns some bytes of the file; the caller limits their number.
 
         Raises:
             FormatError: If the file ends before that.
@@ -93,7 +93,8 @@ class InputFile:
         """
         if not 0 <= offset_bytes <= offset_bytes + size_bytes <= self.size_bytes:
             raise FormatError(
-                f"{self.path}: bytes {offset_bytes} to {offset_bytes + size_bytes} are asked for, of {self.size_bytes}",
+                f"{self.path}: bytes {offset_bytes} to {offset_bytes + size_bytes} were requested, but the file "
+                f"has {self.size_bytes}",
                 path=str(self.path),
             )
         data = bytearray(size_bytes)
@@ -101,14 +102,14 @@ class InputFile:
         return bytes(data)
 
     def close(self) -> None:
-        """Closes the file, until it is read again; harmless twice."""
+        """Closes the file until it is read again; may be repeated."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class FilePool:
-    """All files of one import. It keeps few of them open: those that were used last."""
+    """All files of one import. It keeps the few that were used last open."""
 
     def __init__(self) -> None:
         self._files: dict[Path, InputFile] = {}
@@ -120,32 +121,32 @@ class FilePool:
         return sum(file.size_bytes for file in self._files.values())
 
     def find(self, path: Path, *, follow_links: bool) -> InputFile:
-        """**Blocks.** The file at a path; as `InputFile`."""
+        """**Blocks.** Returns the file at a path; like `InputFile`."""
         file = self._files.get(path)
         if file is None:
             file = self._files[path] = InputFile(path, self, follow_links=follow_links)
         return file
 
     def use(self, file: InputFile) -> None:
-        """Notes that a file is used, and closes the one that has not been for longest if there are too many."""
+        """Notes that a file is used, and closes the least recently used one if there are too many."""
         self._open.pop(file.path, None)
         self._open[file.path] = file
         if len(self._open) > _OPEN_FILES:
             self._open.popitem(last=False)[1].close()
 
     def close(self) -> None:
-        """Closes the files; harmless twice."""
+        """Closes the files; may be repeated."""
         for file in self._files.values():
             file.close()
 
 
 def is_plain_name(name: Any) -> bool:
-    """**Pure.** Whether something is the name of a file, without a path to anywhere else."""
+    """**Pure.** Returns True if something is the name of a file, without a path."""
     return type(name) is str and name not in ("", ".", "..") and not {"/", "\0"} & set(name) and is_text(name)
 
 
 class ArrayPart(Protocol):
-    """Where the values of an array, or of a box of it, come from."""
+    """The source of the values of an array, or of a box of it."""
 
     @property
     def key(self) -> Hashable:
@@ -153,17 +154,17 @@ class ArrayPart(Protocol):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """For each dimension, how many elements lie from one to the next."""
+        """For each dimension, the distance in elements from one to the next."""
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one after the other in row-major order, so that `read_run` works."""
+        """True if its elements are in row-major order without gaps, so that `read_run` works."""
 
     def read_run(self, box: Box, into: memoryview) -> None:
         """**Blocks.** Reads a box that is one run of elements."""
 
     def values(self, box: Box) -> Any:
-        """**Blocks.** The elements of a box as a NumPy array of raw bytes, of the box's shape."""
+        """**Blocks.** Returns the elements of a box as a NumPy array of raw bytes, of the box's shape."""
 
 
 class SourceTensor(msgspec.Struct, frozen=True):
@@ -171,10 +172,10 @@ class SourceTensor(msgspec.Struct, frozen=True):
 
     Attributes:
         file: The file.
-        begin: Where its first element lies, in bytes.
+        begin: The offset of its first element, in bytes.
         dtype: The element type.
         shape: The length of each dimension.
-        strides: For each dimension, how many elements lie from one to the next.
+        strides: For each dimension, the distance in elements from one to the next.
     """
 
     file: InputFile
@@ -190,7 +191,7 @@ class SourceTensor(msgspec.Struct, frozen=True):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one after the other in row-major order."""
+        """True if its elements are in row-major order without gaps."""
         plain = strides_of(self.shape, 1)
         return 0 in self.shape or all(
             length == 1 or stride == expected
@@ -199,18 +200,18 @@ class SourceTensor(msgspec.Struct, frozen=True):
 
     @property
     def reach(self) -> int:
-        """How many elements of its storage there are from its first to its last, both counted."""
+        """How many elements of its storage there are from its first to its last, inclusive."""
         if 0 in self.shape:
             return 0
         return 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
 
     def read_run(self, box: Box, into: memoryview) -> None:
-        """**Blocks.** Reads a box that is one run of bytes: what a contiguous one has in common with such a run."""
+        """**Blocks.** Reads a box that is one run of bytes, as in a contiguous tensor."""
         (first, _), *_ = byte_ranges(self.shape, box, ITEM_BYTES[self.dtype])
         self.file.read_into(self.begin + first, into)
 
     def values(self, box: Box) -> Any:
-        """**Blocks.** The elements of a box as a NumPy array of raw bytes, of the box's shape."""
+        """**Blocks.** Returns the elements of a box as a NumPy array of raw bytes, of the box's shape."""
         import numpy as np
 
         item_bytes = ITEM_BYTES[self.dtype]
@@ -237,11 +238,11 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class InputArray(StoredLeaf, frozen=True):
-    """An array that is to be imported, and so to be a leaf of a step.
+    """An array to import, which becomes a leaf of a step.
 
     Attributes:
-        chunks: What it is made of; they cover it exactly.
-        library: Whose array a job gets that has none at its place.
+        chunks: The parts that cover it exactly.
+        library: The library whose array a job gets if it has none at that path.
     """
 
     chunks: tuple[Chunk, ...]
@@ -249,19 +250,19 @@ class InputArray(StoredLeaf, frozen=True):
 
     @property
     def key(self) -> Hashable:
-        """Equal for arrays that are one in the files; None for one without elements, which is no other."""
+        """Equal for arrays that are one in the files; None for one without elements."""
         return tuple((chunk.box, chunk.tensor.key) for chunk in self.chunks) if self.size_bytes else None
 
 
 def whole_array(tensor: SourceTensor) -> InputArray:
-    """**Pure.** An array that is one tensor."""
+    """**Pure.** Returns an array that is one tensor."""
     return InputArray(tensor.dtype, tensor.shape, (Chunk(whole_box(tensor.shape), tensor),))
 
 
 def read_spans(array: InputArray, span_bytes: int) -> Iterator[memoryview]:
-    """**Blocks.** The bytes of an array in row-major order, in spans of equal length but for the last.
+    """**Blocks.** Yields the bytes of an array in row-major order, in spans of equal length except the last.
 
-    Each is good until the next one is asked for. No more than a window is in memory, and what the system keeps of a
+    Each is valid until the next one is requested. At most a window is in memory, apart from what the system caches of a
     file whose tensors are not contiguous.
 
     Raises:
@@ -285,7 +286,7 @@ def read_spans(array: InputArray, span_bytes: int) -> Iterator[memoryview]:
 
 
 def _fill(array: InputArray, slab: Box, into: memoryview) -> None:
-    """Puts together a box of an array that is a run of its elements."""
+    """Assembles a box of an array that is a run of its elements."""
     import numpy as np
 
     goal: Any = None

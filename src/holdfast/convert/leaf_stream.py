@@ -1,6 +1,6 @@
-"""The bytes of leaves, one after the other, whichever workers wrote boxes of them; every byte is checked on the way.
+"""Streams the bytes of leaves, whichever workers wrote boxes of them; every byte is checked on the way.
 
-However large the state is, no more of it is in memory than one window, and a few spans for each thread that reads.
+Regardless of the state's size, one window and a few spans per reading thread are in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.storage.buffers import take_pages
 from holdfast.storage.protocol import FileReader, Storage
 
 WINDOW_BYTES: Final = 64 << 20
-"""How much is put together at a time: so much that of boxes which lie side by side each gives some spans at once."""
+"""How much is assembled at a time: enough that each of several adjacent boxes contributes several spans."""
 
 _OPEN_FILES: Final = 64
 
@@ -38,14 +38,14 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 class StoredLeaf(msgspec.Struct, frozen=True):
-    """What a leaf of a step is."""
+    """The dtype and shape of a leaf of a step."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        """What it takes."""
+        """Its size."""
         return array_bytes(self.dtype, self.shape)
 
     @property
@@ -55,7 +55,7 @@ class StoredLeaf(msgspec.Struct, frozen=True):
 
 
 class _BoxPlace(msgspec.Struct, frozen=True):
-    """One box of a leaf: the number of its file, and its own among the arrays of that."""
+    """One box of a leaf: the number of its file, and its own number among the file's arrays."""
 
     part: int
     number: int
@@ -63,11 +63,11 @@ class _BoxPlace(msgspec.Struct, frozen=True):
 
 
 class LeafReader:
-    """Reads leaves of one step in their own order. Not thread-safe; `close` gives back what is open.
+    """Reads leaves of one step in their own order. Not thread-safe; `close` closes the files.
 
     Attributes:
-        leaves: What each leaf is.
-        strides: For each leaf that did not lie in row-major order where it was saved, how it lay there.
+        leaves: Each leaf's dtype and shape.
+        strides: The strides in memory of each leaf that was not in row-major order when it was saved.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LeafReader:
         window_bytes: int = WINDOW_BYTES,
         advance: Callable[[int], None] | None = None,
     ) -> None:
-        """Opens nothing yet. `advance` is called with the size of each piece that is given."""
+        """Opens nothing yet. `advance` is called with the size of each piece."""
         self._storage = storage
         self._beside = beside
         self._threads = threads
@@ -103,17 +103,17 @@ class LeafReader:
                     self._boxes.setdefault(stored.leaf, []).append(_BoxPlace(place, number, stored))
 
     def whole(self, leaf: str) -> Extent:
-        """**Pure.** All of a leaf."""
+        """**Pure.** Returns all of a leaf."""
         return Extent(leaf, 0, self.leaves[leaf].elements)
 
     def stream(self, extents: Iterable[Extent]) -> Iterator[memoryview]:
-        """**Blocks.** The bytes of extents, one after the other.
+        """**Blocks.** Yields the bytes of extents, one after the other.
 
-        Each piece belongs to one extent, and is good until the next one is asked for.
+        Each piece belongs to one extent, and is valid until the next one is requested.
 
         Raises:
-            DamageError: If a file is missing, or bytes are not what was written.
-            StorageError: If the place fails.
+            DamageError: If a file is missing, or bytes are not those that were written.
+            StorageError: If the storage fails.
         """
         batch: list[Extent] = []
         batch_bytes = 0
@@ -126,12 +126,12 @@ class LeafReader:
         yield from self._fill(batch)
 
     def close(self) -> None:
-        """Closes what is open; harmless twice."""
+        """Closes the files; may be repeated."""
         while self._readers:
             self._readers.popitem()[1].close()
 
     def _cut(self, extents: Iterable[Extent]) -> Iterator[tuple[Extent, int]]:
-        """Cuts extents so that each fits into a window; with what each takes."""
+        """Splits extents so that each fits into a window; returns the size of each."""
         for extent in extents:
             item_bytes = ITEM_BYTES[self.leaves[extent.leaf].dtype]
             most = self._window_bytes // item_bytes
@@ -140,7 +140,7 @@ class LeafReader:
                 yield Extent(extent.leaf, begin, end), (end - begin) * item_bytes
 
     def _fill(self, batch: Sequence[Extent]) -> Iterator[memoryview]:
-        """Reads what fits into one window together, and gives it piece by piece."""
+        """Reads what fits into one window together, and yields it piece by piece."""
         import numpy as np
 
         from holdfast.state.numpy_arrays import NumpyBackend
@@ -195,7 +195,7 @@ class LeafReader:
 
 
 def take_bytes(pieces: Iterator[memoryview], size_bytes: int) -> Iterator[memoryview]:
-    """**Blocks.** The next pieces, as many as make up a size."""
+    """**Blocks.** Returns the next pieces, as many as make up a size."""
     while size_bytes:
         piece = next(pieces)
         size_bytes -= len(piece)

@@ -1,4 +1,4 @@
-"""The state of a checkpoint's objects as plain trees that refer to leaves, for other formats. Pure."""
+"""Converts the state of a checkpoint's objects to plain trees that refer to leaves, for other formats. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.format.encoding import escape, path_part
 from holdfast.format.scalars import Node
 
 KeyPath: TypeAlias = tuple[Any, ...]
-"""The keys, numbers and fields on the way to a value; the first is the object's name."""
+"""The keys, indices and fields on the way to a value; the first is the object's name."""
 
 _ITS_OWN: Final = frozenset({"per_worker", "rng"})
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, complex})
@@ -23,7 +23,7 @@ _MOST_BITS: Final = 2000
 
 
 class ArrayRef(msgspec.Struct, frozen=True):
-    """An array of the state. Arrays that shared their memory have one leaf."""
+    """An array of the state. Arrays that share memory have one leaf."""
 
     leaf: str
 
@@ -43,7 +43,7 @@ class CodedValue(msgspec.Struct, frozen=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """Something that does not stand in what was written."""
+    """Something that is not in the output, and why."""
 
     path: str
     reason: str
@@ -57,7 +57,7 @@ _OMITTED: Final = _NotExportable("")
 
 
 class _TreeDecoder(Decoder):
-    """Takes state apart as it is stored, whether this program knows the types or not."""
+    """Decodes stored state, whether this program knows the types or not."""
 
     def __init__(self) -> None:
         super().__init__(lambda tag: Codec(object, tag, _same, lambda value: CodedValue(tag, value)))
@@ -67,7 +67,7 @@ class _TreeDecoder(Decoder):
 
     def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
         if kind in _ITS_OWN:
-            return _NotExportable("it is each worker's own")
+            return _NotExportable("it differs per worker")
         return ObjectState(kind, self.decode(state, UNFILLED, path, depth))
 
     def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
@@ -85,7 +85,7 @@ class _TreeDecoder(Decoder):
         if node["$"] in ("namedtuple", "dataclass", "pytree") and type(node.get("v")) is dict:
             return self.mapping(node["v"], UNFILLED, path, depth + 1)
         if node["$"] == "live":
-            return _NotExportable("it is the program's own")
+            return _NotExportable("it belongs to the program")
         return super()._tagged(node, UNFILLED, path, depth)
 
 
@@ -94,7 +94,7 @@ def _same(value: Any) -> Any:
 
 
 def join_objects(parts: Iterable[Mapping[str, Node]]) -> dict[str, Node]:
-    """**Pure.** The objects of all workers, put together: some have what others lack, as stages of a pipeline."""
+    """**Pure.** Combines the objects of all workers: some have objects that others lack, such as pipeline stages."""
     joined: dict[str, Node] = {}
     for objects in parts:
         for name, node in objects.items():
@@ -118,9 +118,9 @@ def _join(one: Node, other: Node) -> Node:
 def make_tree(
     objects: Mapping[str, Node], select: Callable[[str], bool] | None
 ) -> tuple[dict[str, Any], list[LeftOut]]:
-    """**Pure.** The state of objects as a tree of dicts, lists, scalars, `ObjectState` and `ArrayRef`.
+    """**Pure.** Returns the state of objects as a tree of dicts, lists, scalars, `ObjectState` and `ArrayRef`.
 
-    Gives what cannot stand in it as well.
+    Returns what cannot be part of it as well.
 
     Raises:
         FormatError: If the state is malformed.
@@ -136,7 +136,7 @@ def make_tree(
 
 
 def _plain(value: Any, path: str, select: Callable[[str], bool] | None, left: list[LeftOut]) -> Any:
-    """The value with nothing in it but what other programs know; `_OMITTED` if nothing is left."""
+    """Returns the value with only those parts that other programs know; `_OMITTED` if nothing is left."""
     if select is not None and select(path):
         select = None
     if type(value) is ObjectState:
@@ -182,7 +182,7 @@ def _mapping(value: dict[Any, Any], path: str, select: Callable[[str], bool] | N
 
 
 def list_arrays(value: Any, keys: KeyPath = ()) -> Iterator[tuple[KeyPath, ArrayRef]]:
-    """**Pure.** The arrays of a tree with the way to each, in order."""
+    """**Pure.** Yields the arrays of a tree with their paths, in order."""
     if type(value) is ArrayRef:
         yield keys, value
     elif type(value) is ObjectState:
@@ -196,7 +196,8 @@ def list_arrays(value: Any, keys: KeyPath = ()) -> Iterator[tuple[KeyPath, Array
 
 
 def list_values(value: Any, keys: KeyPath = ()) -> Iterator[KeyPath]:
-    """**Pure.** The ways to values that are no arrays: of each object that has some, those that hold no array."""
+    """**Pure.** Yields the paths of values other than arrays: of each object that has some, those that hold no
+    array."""
     if type(value) is ObjectState:
         value = value.state
     if not any(True for _ in list_arrays(value)):

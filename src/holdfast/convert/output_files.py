@@ -1,4 +1,4 @@
-"""The files that an export writes: whole under their names, or not there at all."""
+"""The files that an export writes: complete under their names, or not there at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import BinaryIO, Final
 from holdfast.errors import StorageFullError, UsageError
 from holdfast.storage.checks import as_storage_errors, find_file_above
 
-_OVERWRITE: Final = "Name another place, or ask for overwriting (--overwrite, overwrite=True)."
+_OVERWRITE: Final = "Choose another path, or allow overwriting (--overwrite, overwrite=True)."
 
 
 class OutputFiles:
     """New files in a hidden directory, until they are moved to their names.
 
-    A crash leaves that directory, whose name begins with `.` and ends with `.tmp`, and nothing under a final name but
-    whole files.
+    A crash leaves that directory, whose name begins with `.` and ends with `.tmp`, and only whole files under final
+    names.
     """
 
     def __init__(self, out: Path, staging: Path) -> None:
@@ -29,10 +29,10 @@ class OutputFiles:
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """**Blocks.** Opens a new file; when the body has ended, its bytes last.
+        """**Blocks.** Opens a new file; after the body, its bytes are durable.
 
         Raises:
-            StorageError: If the place fails.
+            StorageError: If the storage fails.
         """
         with as_storage_errors("write", name, self._out):
             with (self._staging / name).open("xb") as file:
@@ -44,8 +44,8 @@ class OutputFiles:
         """**Blocks.** Gives the one file its name, which is that of the output.
 
         Raises:
-            UsageError: If something has come there meanwhile.
-            StorageError: If the place fails.
+            UsageError: If the path exists by now.
+            StorageError: If the storage fails.
         """
         with as_storage_errors("write", "", self._out):
             if overwrite:
@@ -54,18 +54,18 @@ class OutputFiles:
                 try:
                     os.link(self._staging / name, self._out)
                 except FileExistsError:
-                    raise UsageError(f"{self._out} is there already", hint=_OVERWRITE) from None
+                    raise UsageError(f"{self._out} already exists", hint=_OVERWRITE) from None
             _sync_directory(self._out.parent)
 
     def publish_files(self, last: str, is_ours: Callable[[str], bool]) -> None:
         """**Blocks.** Moves all files into the directory of that name.
 
-        A directory that was not there appears at once, with all of them. In one that was, each file appears whole; the
-        one without which the others mean nothing goes first and comes last. What lies there under a name that is not
-        `is_ours` stays.
+        A new directory appears at once, with all of them. In an existing one, each file appears whole; the one without
+        which the others mean nothing is removed first and added last. Existing files whose names are not `is_ours`
+        stay.
 
         Raises:
-            StorageError: If the place fails.
+            StorageError: If the storage fails.
         """
         with as_storage_errors("write", "", self._out):
             _sync_directory(self._staging)
@@ -86,15 +86,15 @@ class OutputFiles:
 
 @contextmanager
 def open_output_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator[OutputFiles]:
-    """**Blocks.** Makes room for one file, which the body publishes; however the body ends, nothing else stays.
+    """**Blocks.** Prepares one file, which the body publishes; however the body ends, nothing else stays.
 
     Raises:
-        UsageError: If something is there that is not to be overwritten.
-        StorageFullError: If there is plainly no room.
-        StorageError: If the place fails.
+        UsageError: If the path exists and must not be overwritten.
+        StorageFullError: If there is clearly no space.
+        StorageError: If the storage fails.
     """
     if os.path.lexists(out) and (not overwrite or not out.is_file()):
-        what = "is there already" if out.is_file() else "is there already, and is no file"
+        what = "already exists" if out.is_file() else "already exists and is not a file"
         raise UsageError(f"{out} {what}", hint=_OVERWRITE)
     with _staging(out, out.parent, size_bytes) as staging:
         yield OutputFiles(out, staging)
@@ -104,23 +104,23 @@ def open_output_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator
 def open_output_directory(
     out: Path, size_bytes: int, is_ours: Callable[[str], bool], *, overwrite: bool
 ) -> Iterator[OutputFiles]:
-    """**Blocks.** As `open_output_file`, for several files in one directory.
+    """**Blocks.** Like `open_output_file`, for several files in one directory.
 
-    What lies in the directory under names that are not `is_ours` stays.
+    Existing files whose names are not `is_ours` stay.
 
     Raises:
-        UsageError: If something is there that is not to be overwritten.
-        StorageFullError: If there is plainly no room.
-        StorageError: If the place fails.
+        UsageError: If a file exists and must not be overwritten.
+        StorageFullError: If there is clearly no space.
+        StorageError: If the storage fails.
     """
     is_there = out.is_dir()
     if os.path.lexists(out) and not is_there:
-        raise UsageError(f"{out} is there already, and is no directory", hint="Name another place.")
+        raise UsageError(f"{out} already exists and is not a directory", hint="Choose another path.")
     if is_there:
         with as_storage_errors("read", "", out):
             old = sorted(entry.name for entry in os.scandir(out) if is_ours(entry.name))
         if old and not overwrite:
-            raise UsageError(f"{out} has {_some(old)} already", hint=_OVERWRITE)
+            raise UsageError(f"{out} already contains {_some(old)}", hint=_OVERWRITE)
     with _staging(out, out if is_there else out.parent, size_bytes) as staging:
         yield OutputFiles(out, staging)
 
@@ -131,14 +131,14 @@ def _staging(out: Path, parent: Path, size_bytes: int) -> Iterator[Path]:
         if out.parent != Path() and not out.parent.is_dir():
             file = find_file_above(out)
             if file is not None:
-                raise UsageError(f"{out} cannot be made: {file} is no directory", hint="Check the path.")
-            raise UsageError(f"there is no directory {out.parent}", hint="Make it first, or check the path.")
+                raise UsageError(f"{out} cannot be created: {file} is not a directory", hint="Check the path.")
+            raise UsageError(f"the directory {out.parent} does not exist", hint="Create it first, or check the path.")
         free_bytes = shutil.disk_usage(parent).free
         if free_bytes < size_bytes:
             raise StorageFullError(
-                f"{out} would take {size_bytes} bytes, and {free_bytes} are free there",
+                f"{out} needs {size_bytes} bytes, but only {free_bytes} are free there",
                 path=str(out),
-                hint="Make room, or name a place on another disk.",
+                hint="Free some space, or choose a path on another disk.",
             )
         staging = parent / f".{out.name}.{secrets.token_hex(4)}.tmp"
         staging.mkdir()

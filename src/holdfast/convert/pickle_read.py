@@ -1,10 +1,10 @@
-"""Reads pickles as data. Nothing that stands in one is imported or called: a record of it is made. Pure.
+"""Reads pickles as data. Nothing in a pickle is imported or called: a record of it is made. Pure.
 
 A pickle is a program for a small machine, whose dangerous instructions look up a name, call it, and set attributes.
-`pickletools` decodes the instructions and follows none. Here a name stays a name (`Global`), and a call becomes a
-`PickledObject`, which says what was to be called with what. Only plain containers are built. What is built is bounded
-by the length of the pickle: lengths in it are held against what is left of it, what the machine keeps lies in a dict,
-with any numbers that the pickle chooses, and what it copies is counted.
+`pickletools` decodes the instructions and executes none. Here a name stays a name (`Global`), and a call becomes a
+`PickledObject`, which records the function and its arguments. Only plain containers are built. Their size is bounded by
+the length of the pickle: lengths in it are compared with what remains of it, the machine's memo is a dict, with any
+numbers that the pickle chooses, and copies are counted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from holdfast.convert.pickle_write import Global, Persistent
 from holdfast.errors import FormatError
 
 MAX_KEY_DEPTH: Final = 8
-"""How deep tuples and frozen sets may be nested in a key."""
+"""The largest depth of tuples and frozen sets in a key."""
 
 MAX_KEY_PARTS: Final = 100
-"""How many values a key may be made of; what stands in it twice counts twice."""
+"""How many values a key may consist of; a value that appears twice counts twice."""
 
 MAX_KEY_LENGTH: Final = 1 << 16
-"""How long a text in a key may be, in characters, or a row of bytes."""
+"""The longest text in a key, in characters, or bytes."""
 
 MAX_KEY_BITS: Final = 1024
-"""How large a number in a key may be."""
+"""The largest number in a key."""
 
 MAX_EQUAL_HASHES: Final = 128
 """How many different keys may have the same hash. Each new one is compared with all of them."""
 
-_HINT: Final = "Nothing of it was executed. If you trust the file, load and save it again as plain state_dicts."
+_HINT: Final = (
+    "Nothing in the file was executed. If you trust the file, load it and save it again as plain state_dicts."
+)
 _SHOWN: Final = 100
 _ALWAYS: Final = 1 << 16
 _SMALL_BITS: Final = 63
@@ -45,10 +47,10 @@ class PickledObject:
     """An object that the writer of a pickle had made by a call.
 
     Attributes:
-        function: What was to be called.
-        arguments: What it was to be called with.
-        is_known: Whether the function is one of those that the reader of the pickle allows.
-        state: What was to be set on the result; None if nothing was.
+        function: The function.
+        arguments: Its arguments.
+        is_known: True if the reader of the pickle allows the function.
+        state: The state to set on the result; None if there is none.
     """
 
     function: Global
@@ -58,7 +60,7 @@ class PickledObject:
 
 
 def shown(value: Any) -> str:
-    """**Pure.** A value from a pickle in a few words, for errors: what it holds has no bounds."""
+    """**Pure.** Returns a value from a pickle in a few words, for errors: its content may be arbitrarily large."""
     kind = type(value)
     if kind is Global:
         return f"{value.module[:_SHOWN]}.{value.name[:_SHOWN]}"
@@ -70,12 +72,12 @@ def shown(value: Any) -> str:
 
 
 def read_pickle(data: bytes, allowed: Collection[Global], path: str, *, keep_unknown: bool = False) -> Any:
-    """**Pure.** What a pickle describes, of protocol 2 or newer.
+    """**Pure.** Returns what a pickle of protocol 2 or newer describes.
 
-    With `keep_unknown` what is not allowed is given as a `PickledObject` that is not known, in place of an error.
+    With `keep_unknown`, anything that is not allowed becomes a `PickledObject` that is not known, instead of an error.
 
     Raises:
-        FormatError: If it is malformed, or names what is not allowed.
+        FormatError: If it is malformed, or names something that is not allowed.
     """
     machine = _Machine(len(data), frozenset(allowed), path, keep_unknown=keep_unknown)
     try:
@@ -87,27 +89,26 @@ def read_pickle(data: bytes, allowed: Collection[Global], path: str, *, keep_unk
 
 
 class KeyChecker:
-    """Says which keys of a pickle may be hashed.
+    """Checks which keys of a pickle may be hashed.
 
-    Python hashes and compares keys in code that bounds neither how deep it goes nor how often it comes by the same
-    part: what a few bytes of a pickle describe can take it beyond the end of its stack, or for ever. So a key is looked
-    at before it is hashed.
+    Python hashes and compares keys in code that bounds neither the depth nor the repetitions: a few bytes of a pickle
+    can make it overflow its stack, or run for ever. So a key is checked before it is hashed.
     """
 
     def __init__(self, also: Collection[type] = ()) -> None:
         """Prepares for the keys of one pickle.
 
-        Objects of the types in `also` are hashed and compared at once, with anything that they hold.
+        Objects of the types in `also` are hashed and compared at once, with everything in them.
         """
         self._plain = frozenset({NoneType, bool, float, *also})
         # By hash: the different keys that have it, among those whose hashes a writer can choose.
         self._equal: dict[int, list[Any]] = {}
 
     def check(self, key: Any) -> Any:
-        """The key, which can be hashed from now on.
+        """Returns the key, which can be hashed from now on.
 
         Raises:
-            ValueError: If it is none that a file of this kind may have.
+            ValueError: If a file of this kind may not contain it.
         """
         kind = type(key)
         self._measure(key, MAX_KEY_PARTS, 0)
@@ -120,28 +121,28 @@ class KeyChecker:
         return key
 
     def _measure(self, part: Any, left: int, depth: int) -> int:
-        """How many values may still come after this one and what is in it."""
+        """Returns how many values may still follow after this one and its content."""
         kind = type(part)
         if kind in (tuple, frozenset):
             if depth >= MAX_KEY_DEPTH:
-                raise ValueError(f"a key is nested more than {MAX_KEY_DEPTH} deep")
+                raise ValueError(f"a key is nested more than {MAX_KEY_DEPTH} levels deep")
             for inner in part:
                 left = self._measure(inner, left, depth + 1)
         elif kind in (str, bytes):
             if len(part) > MAX_KEY_LENGTH:
-                raise ValueError(f"a key has {len(part)} characters or bytes, and at most {MAX_KEY_LENGTH} may be")
+                raise ValueError(f"a key has {len(part)} characters or bytes; the limit is {MAX_KEY_LENGTH}")
         elif kind is int:
             if part.bit_length() > MAX_KEY_BITS:
-                raise ValueError(f"a key is a number of {part.bit_length()} bits, and at most {MAX_KEY_BITS} may be")
+                raise ValueError(f"a key is a number of {part.bit_length()} bits; the limit is {MAX_KEY_BITS}")
         elif kind not in self._plain:
-            raise ValueError(f"a {kind.__name__} cannot be a key, or stand in a set")
+            raise ValueError(f"a {kind.__name__} cannot be a key or a member of a set")
         if left <= 0:
             raise ValueError(f"a key is made of more than {MAX_KEY_PARTS} values")
         return left - 1
 
 
 class _Machine:
-    """Follows the instructions of one pickle, each of which has a function in `_INSTRUCTIONS`."""
+    """Executes the instructions of one pickle, each of which has a function in `_INSTRUCTIONS`."""
 
     def __init__(self, size_bytes: int, allowed: frozenset[Global], path: str, *, keep_unknown: bool) -> None:
         self._allowed = allowed
@@ -164,7 +165,7 @@ class _Machine:
             elif (follow := _INSTRUCTIONS.get(name)) is not None:
                 follow(self, argument)
             else:
-                raise ValueError(f"there is an instruction {name} that no such file needs")
+                raise ValueError(f"unexpected instruction {name}")
         return self.stack.pop()
 
     def mark(self) -> None:
@@ -178,11 +179,11 @@ class _Machine:
 
     def push_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise ValueError("a name is no text")
+            raise ValueError("a name is not text")
         found = Global("builtins" if module == "__builtin__" else module, name)
         if found not in self._allowed and found not in _BUILDERS and not self._keep_unknown:
             raise FormatError(
-                f"{self._path}: it wants {shown(found)}, which is none of what such a file may hold",
+                f"{self._path}: it contains {shown(found)}, which is not supported",
                 path=self._path,
                 hint=_HINT,
             )
@@ -191,14 +192,14 @@ class _Machine:
     def call(self, arguments: Any) -> None:
         function = self.stack.pop()
         if type(arguments) is not tuple:
-            raise ValueError("a call without a list of arguments")
+            raise ValueError("a call without an argument list")
         build = _BUILDERS.get(function) if type(function) is Global else None
         if build is not None:
             self.stack.append(build(self, *arguments))
             return
         if type(function) is not Global:
             if not self._keep_unknown:
-                raise ValueError("something is called that is no name")
+                raise ValueError("a call of something that is not a name")
             function = Global("", "?")
         self.stack.append(PickledObject(function, arguments, is_known=function in self._allowed))
 
@@ -207,15 +208,15 @@ class _Machine:
         if type(target) is PickledObject:
             target.state = state
         elif type(target) is not dict:  # An OrderedDict may have attributes; torch puts versions there.
-            raise ValueError("attributes are set on what has none")
+            raise ValueError("attributes are set on a value that has none")
 
     def append(self, values: list[Any]) -> None:
-        target = self._target(list, "something is added to what is no list")
+        target = self._target(list, "an item is appended to a value that is not a list")
         if target is not None:
             target.extend(values)
 
     def set_items(self, values: list[Any]) -> None:
-        target = self._target(dict, "something is set in what is no dict")
+        target = self._target(dict, "an item is set in a value that is not a dict")
         if len(values) % 2:
             raise ValueError("a key has no value")
         if target is not None:
@@ -224,11 +225,11 @@ class _Machine:
     def add_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not set:
-            raise ValueError("something is added to what is no set")
+            raise ValueError("an item is added to a value that is not a set")
         target.update(self.check_keys(values))
 
     def _target(self, kind: type, problem: str) -> Any:
-        """The container that values go into; None if it is an unknown object, which is left out as a whole."""
+        """Returns the container that values go into; None if it is an unknown object, which is left out as a whole."""
         target = self.stack[-1]
         if type(target) is PickledObject and not target.is_known:
             return None
@@ -240,15 +241,15 @@ class _Machine:
         return [self._keys.check(value) for value in values]
 
     def count_copied(self, length: int) -> None:
-        """Counts what is copied: one part that stands in a pickle once can be named in it again and again."""
+        """Counts copies: one part that appears in a pickle once can be referred to repeatedly."""
         self._copy_limit -= length
         if self._copy_limit < 0:
-            raise ValueError("more is copied in it than stands in it")
+            raise ValueError("it copies more than it contains")
 
 
 def _bytes(machine: _Machine, text: Any, encoding: Any = "latin-1") -> bytes:
     if type(text) is not str or type(encoding) is not str or encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"{shown(text)} as bytes in {shown(encoding)}")
+        raise ValueError(f"{shown(text)} cannot be encoded as bytes in {shown(encoding)}")
     machine.count_copied(len(text))
     return text.encode("latin-1")
 
@@ -258,7 +259,7 @@ def _bytearray(machine: _Machine, text: Any = b"", encoding: Any = "latin-1") ->
     if type(text) is str:
         return bytearray(_bytes(machine, text, encoding))
     if type(text) is not bytes:
-        raise ValueError("a bytearray of what are no bytes")
+        raise ValueError("a bytearray of something that is not bytes")
     machine.count_copied(len(text))
     return bytearray(text)
 
@@ -268,21 +269,21 @@ def _dict(machine: _Machine, pairs: Any = ()) -> dict[Any, Any]:
         machine.count_copied(len(pairs))
         return dict(pairs)
     if type(pairs) not in (list, tuple) or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError("a dict of what are no pairs")
+        raise ValueError("a dict of something that is not pairs")
     machine.count_copied(len(pairs))
     return dict(zip(machine.check_keys([pair[0] for pair in pairs]), (pair[1] for pair in pairs), strict=True))
 
 
 def _set(machine: _Machine, values: Any = ()) -> set[Any]:
     if type(values) not in (list, tuple):
-        raise ValueError("a set of what is no list")
+        raise ValueError("a set of something that is not a list")
     machine.count_copied(len(values))
     return set(machine.check_keys(values))
 
 
 def _complex(machine: _Machine, real: Any, imaginary: Any) -> complex:
     if type(real) is not float or type(imaginary) is not float:
-        raise ValueError("a complex number of what are no numbers")
+        raise ValueError("a complex number of something that is not numbers")
     return complex(real, imaginary)
 
 
@@ -294,7 +295,7 @@ _BUILDERS: Final[dict[Global, Callable[..., Any]]] = {
     Global("builtins", "bytearray"): _bytearray,
     Global("builtins", "complex"): _complex,
 }
-"""What is built here, by code of this module."""
+"""The functions whose results are built here, by code of this module."""
 
 _VALUES: Final = frozenset(
     {
@@ -302,7 +303,7 @@ _VALUES: Final = frozenset(
         *("BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
     }
 )
-"""The instructions that put their argument on the stack."""
+"""The instructions that push their argument on the stack."""
 
 
 def _pushing(make: Callable[[_Machine], Any]) -> Callable[[_Machine, Any], None]:
@@ -330,7 +331,7 @@ def _tuple_of(machine: _Machine, length: int) -> None:
 def _persistent(machine: _Machine, argument: None) -> None:
     identity = machine.stack.pop()
     if type(identity) is not tuple:
-        raise ValueError("what lies beside the pickle is named by no tuple")
+        raise ValueError("the name of data outside of the pickle is not a tuple")
     machine.stack.append(Persistent(identity))
 
 

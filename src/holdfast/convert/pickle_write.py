@@ -1,6 +1,6 @@
-"""Values as a pickle, for programs that read nothing else. Pure.
+"""Writes values as a pickle, for programs that read nothing else. Pure.
 
-It uses what protocol 2 has and torch's careful reader (`weights_only=True`) allows. holdfast itself never unpickles.
+It uses protocol 2 and what torch's restricted reader (`weights_only=True`) allows. holdfast itself never unpickles.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _MAX_INT_BYTES: Final = 255
 
 
 class Global(msgspec.Struct, frozen=True):
-    """A class or function that the reader is to know."""
+    """A class or function that the reader must know."""
 
     module: str
     name: str
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """What a function of the reader's gives."""
+    """The result of a function of the reader's."""
 
     function: Global
     arguments: tuple[Any, ...]
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """An object of a class of the reader's, made without its constructor.
+    """An object of a class of the reader's, created without its constructor.
 
-    Its state is its attributes, or what its `__setstate__` takes.
+    Its state is its attributes, or the argument of its `__setstate__`.
     """
 
     cls: Global
@@ -48,16 +48,16 @@ class Pairs(msgspec.Struct, frozen=True):
 
 
 class Persistent(msgspec.Struct, frozen=True):
-    """Something that lies beside the pickle."""
+    """Data that is stored next to the pickle."""
 
     id: tuple[Any, ...]
 
 
 def write_pickle(value: Any) -> bytes:
-    """**Pure.** The pickle of a tree of plain values, and of the classes above.
+    """**Pure.** Returns the pickle of a tree of plain values, and of the classes above.
 
     Raises:
-        TypeError: If something else stands in it.
+        TypeError: If it contains something else.
     """
     writer = _Writer()
     writer.add(value)
@@ -73,7 +73,7 @@ class _Writer:
     def add(self, value: Any) -> None:
         write = _WRITERS.get(type(value))
         if write is None:
-            raise TypeError(f"a {type(value).__qualname__} cannot stand in a pickle of plain values")
+            raise TypeError(f"a {type(value).__qualname__} cannot be written to a pickle of plain values")
         write(self, value)
 
     def add_all(self, values: Iterable[Any]) -> None:
@@ -88,7 +88,7 @@ class _Writer:
         size = (value.bit_length() >> 3) + 1
         encoded = value.to_bytes(size, "little", signed=True)
         if size > _MAX_INT_BYTES:
-            raise TypeError(f"a number of {size} bytes cannot stand in a pickle that torch reads")
+            raise TypeError(f"a number of {size} bytes cannot be written to a pickle that torch reads")
         self.parts.append(b"\x8a" + bytes([size]) + encoded)
 
     def add_text(self, value: str) -> None:
@@ -96,7 +96,7 @@ class _Writer:
             return
         encoded = value.encode("utf-8", "surrogatepass")
         if len(encoded) > _MAX_TEXT_BYTES:
-            raise TypeError("a text of more than 2 GiB cannot stand in a pickle")
+            raise TypeError("a text of more than 2 GiB cannot be written to a pickle")
         self.parts.append(b"X" + struct.pack("<I", len(encoded)) + encoded)
         if len(encoded) < 256:
             self._keep(value)

@@ -1,4 +1,4 @@
-"""Safetensors files, alone or as Hugging Face has those of a large model: what lies where in them, in and out."""
+"""Safetensors files, single or as Hugging Face stores a large model: the positions of arrays in them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _MAX_INDEX_BYTES: Final = 256 << 20
 ADAPTER_NAME: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 DESCRIPTIONS: Final = ("config.json", "generation_config.json", ADAPTER_CONFIG)
-"""The files that say what a model is, beside its weights."""
+"""The files that describe a model, next to its weights."""
 
 
 class PlannedFile(msgspec.Struct, frozen=True):
-    """One file that is to be written."""
+    """One file to write."""
 
     name: str
     layout: Layout
 
 
 class _Entry(msgspec.Struct):
-    """What the header says of an array."""
+    """The header's entry of an array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,13 +60,13 @@ def write_safetensors(
 ) -> list[str]:
     """**Blocks.** Writes leaves as safetensors files.
 
-    Writes one file if the name of `out` ends so, or else into a directory, and gives the names of the files. `beside`
-    is the text of further files, by name, for a directory as `save_pretrained` makes it.
+    Writes one file if the name of `out` ends so, or else into a directory, and returns the names of the files. `beside`
+    is the text of further files, by name, for a directory like that of `save_pretrained`.
 
     Raises:
-        UsageError: If something is there already, or the arrays cannot stand in such files.
+        UsageError: If the path already exists, or the arrays cannot be in such files.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     arrays = {name: reader.leaves[leaf] for name, leaf in names.items()}
     texts = beside or {}
@@ -107,16 +107,16 @@ def _write(reader: LeafReader, names: Mapping[str, str], planned: PlannedFile, f
 def plan_files(
     arrays: Mapping[str, StoredLeaf], file_bytes: int | None, metadata: Mapping[str, str]
 ) -> list[PlannedFile]:
-    """**Pure.** Divides arrays into files, in their order; one that is larger than a file gets a file to itself.
+    """**Pure.** Divides arrays into files, in order; one that is larger than a file gets a file of its own.
 
     Raises:
-        UsageError: If a name cannot be one, or there are too many arrays for one header.
+        UsageError: If a name is not allowed, or there are too many arrays for one header.
     """
     groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     group_bytes = 0
     for name, leaf in arrays.items():
         if name == METADATA_KEY:
-            raise UsageError(f"an array cannot be called {name!r} in a safetensors file")
+            raise UsageError(f"an array in a safetensors file cannot be named {name!r}")
         if groups[-1] and file_bytes is not None and group_bytes + leaf.size_bytes > file_bytes:
             groups.append([])
             group_bytes = 0
@@ -132,7 +132,7 @@ def plan_files(
 
 
 def encode_weight_map(files: Sequence[PlannedFile], arrays: Mapping[str, StoredLeaf]) -> bytes:
-    """**Pure.** The index that says in which file each array lies."""
+    """**Pure.** Returns the index with the file of each array."""
     document = {
         "metadata": {"total_size": sum(leaf.size_bytes for leaf in arrays.values())},
         "weight_map": {place.name: file.name for file in files for place in file.layout.places},
@@ -141,7 +141,7 @@ def encode_weight_map(files: Sequence[PlannedFile], arrays: Mapping[str, StoredL
 
 
 def _is_model_file(name: str) -> bool:
-    """Whether a name is one of those that are written into a directory here."""
+    """Returns True for the names of files that are written into a directory here."""
     return name in (SINGLE_NAME, INDEX_NAME) or bool(_SHARD.fullmatch(name))
 
 
@@ -151,7 +151,7 @@ def _is_described_file(name: str) -> bool:
 
 
 def list_files(directory: Path) -> list[str]:
-    """**Blocks.** The files of a model that lies in a directory.
+    """**Blocks.** Returns the files of a model in a directory.
 
     Raises:
         FormatError: If the index is malformed, or names files elsewhere.
@@ -162,7 +162,7 @@ def list_files(directory: Path) -> list[str]:
         return sorted(one.name for one in directory.iterdir() if one.name.endswith(SUFFIX))
     with closing(InputFile(index)) as file:
         if file.size_bytes > _MAX_INDEX_BYTES:
-            raise FormatError(f"{index} has {file.size_bytes} bytes, which cannot be", path=str(index))
+            raise FormatError(f"{index} has {file.size_bytes} bytes, which is not a valid size", path=str(index))
         data = file.read(0, file.size_bytes)
     try:
         named: Any = json.loads(data)["weight_map"]
@@ -171,14 +171,14 @@ def list_files(directory: Path) -> list[str]:
         raise FormatError(f"{index} is malformed: {error!r}", path=str(index)) from error
     for name in names:
         if not is_plain_name(name):
-            raise FormatError(f"{index} names {name!r}, which is no file beside it", path=str(index))
+            raise FormatError(f"{index} names {name!r}, which is not a file next to it", path=str(index))
     return names
 
 
 def read_model(
     directory: Path, open_file: Callable[[str], InputFile], names: Sequence[str] | None = None
 ) -> dict[str, InputArray]:
-    """**Blocks.** The arrays of a model that lies in a directory, in all of its files or in those of some names.
+    """**Blocks.** Returns the arrays of a model in a directory, from all of its files or those with some names.
 
     Raises:
         FormatError: If a file is malformed.
@@ -188,22 +188,22 @@ def read_model(
     for name in list_files(directory) if names is None else names:
         for key, array in read_header(open_file(name)).items():
             if key in arrays:
-                raise FormatError(f"{directory}: {key!r} stands in two files", path=str(directory))
+                raise FormatError(f"{directory}: {key!r} appears in two files", path=str(directory))
             arrays[key] = array
     return arrays
 
 
 def read_header(file: InputFile) -> dict[str, InputArray]:
-    """**Blocks.** The arrays of a safetensors file.
+    """**Blocks.** Returns the arrays of a safetensors file.
 
     Raises:
-        FormatError: If it is malformed, or says what cannot be.
+        FormatError: If it is malformed or invalid.
         StorageError: If it cannot be read.
     """
     path = str(file.path)
     length = int.from_bytes(file.read(0, 8), "little")
     if not 2 <= length <= min(MAX_HEADER_BYTES, file.size_bytes - 8):
-        raise FormatError(f"{path}: a header of {length} bytes cannot be", path=path)
+        raise FormatError(f"{path}: a header of {length} bytes is not valid", path=path)
     try:
         raw = msgspec.json.decode(file.read(8, length), type=dict[str, msgspec.Raw])
         raw.pop(METADATA_KEY, None)
@@ -222,10 +222,10 @@ def read_header(file: InputFile) -> dict[str, InputArray]:
 def _array(file: InputFile, begin: int, entry: _Entry) -> InputArray:
     first, last = entry.data_offsets
     if entry.dtype in RAW_TYPES:
-        raise ValueError(f"{entry.dtype} is no type of such a file")
+        raise ValueError(f"{entry.dtype} is not a safetensors dtype")
     if len(entry.shape) > MAX_DIMENSIONS or last - first != array_bytes(entry.dtype, entry.shape):
-        raise ValueError(f"{entry.dtype} {list(entry.shape)} at {first} to {last} cannot be")
+        raise ValueError(f"{entry.dtype} {list(entry.shape)} does not fit bytes {first} to {last}")
     if not 0 <= first <= last <= file.size_bytes - begin:
-        raise ValueError(f"bytes {first} to {last} do not lie in the file")
+        raise ValueError(f"bytes {first} to {last} are outside of the file")
     strides = strides_of(entry.shape, 1)
     return whole_array(SourceTensor(file, begin + first, entry.dtype, entry.shape, strides))

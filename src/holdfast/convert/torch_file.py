@@ -24,17 +24,17 @@ from holdfast.format.encoding import escape
 from holdfast.format.shapes import order_dimensions, row_major
 
 MAX_PICKLE_BYTES: Final = 256 << 20
-"""The pickle in a file holds no tensors, only what is said of them, and plain values."""
+"""The pickle in a file contains no tensors, only their descriptions, and plain values."""
 
 TORCH_DTYPES: Final = {
     name: Global("torch", torch_name) for torch_name, name in names_in("torch").items() if name not in QUANTIZED_TYPES
 }
-"""For each element type that a dense tensor may have, what torch calls it."""
+"""For each element type that a dense tensor may have, torch's name."""
 
 DTYPES_OF_TORCH: Final = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
 
 _STORAGES: Final = {one.name: Global("torch", one.torch_storage) for one in ELEMENT_TYPES if one.torch_storage}
-"""The storages of older element types; the newer ones lie in storages of bytes, and name their type."""
+"""The storages of older element types; the newer ones are in storages of bytes, and name their type."""
 
 _DTYPES_OF_STORAGES: Final = {storage: name for name, storage in _STORAGES.items()}
 
@@ -46,7 +46,7 @@ _REBUILD, _REBUILD_V2, _REBUILD_V3 = (
     Global("torch._utils", name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 )
 _REBUILDERS: Final = {_REBUILD: (4, None), _REBUILD_V2: (6, None), _REBUILD_V3: (7, 6)}
-"""For each function that makes a tensor, how many arguments it has at least, and which one is the element type."""
+"""For each function that makes a tensor, the least number of arguments, and which one is the element type."""
 
 _PARAMETERS: Final = frozenset(
     {Global("torch._utils", "_rebuild_parameter"), Global("torch._utils", "_rebuild_parameter_with_state")}
@@ -55,13 +55,13 @@ _PARAMETERS: Final = frozenset(
 ALLOWED: Final = frozenset(
     {*DTYPES_OF_TORCH, *_DTYPES_OF_STORAGES, *_REBUILDERS, *_PARAMETERS, SIZE, _DEVICE, _UNTYPED}
 )
-"""What such a file may name."""
+"""The names that such a file may contain."""
 
 _MAX_DEVICE_BITS: Final = 32
 _RECORD_BYTES: Final = 512
-"""What a record of the archive takes beside its bytes, at the most."""
+"""The most that a record of the archive takes besides its bytes."""
 
-_NOT_PLAIN: Final = "Only plain tensors can be taken in: save what it is made of, on the CPU and dense."
+_NOT_PLAIN: Final = "Only plain tensors can be imported: save the tensors that it is made of, dense and on the CPU."
 _OPTIMIZER_FORM: Final = frozenset({"state", "groups", "loose", "rest"})
 
 
@@ -69,9 +69,9 @@ def write_torch(reader: LeafReader, tree: Any, out: Path, *, overwrite: bool, le
     """**Blocks.** Writes a tree as `torch.save` does, a piece at a time. What is left out is added to `left`.
 
     Raises:
-        UsageError: If something is there already.
+        UsageError: If the path already exists.
         DamageError: If the checkpoint is damaged.
-        StorageError: If a place fails.
+        StorageError: If the storage fails.
     """
     # A leaf that stands in several places is one storage, as it was one tensor's memory.
     keys: dict[str, str] = {}
@@ -97,7 +97,7 @@ def write_torch(reader: LeafReader, tree: Any, out: Path, *, overwrite: bool, le
 
 
 def _reorder(pieces: Iterable[memoryview], leaf: StoredLeaf, strides: tuple[int, ...]) -> memoryview:
-    """The bytes of a leaf, which come in row-major order, in the order in which it lies in memory. All are held."""
+    """Reorders the bytes of a leaf from row-major order to its order in memory. All are held."""
     import numpy as np
 
     data = bytearray(leaf.size_bytes)
@@ -110,7 +110,7 @@ def _reorder(pieces: Iterable[memoryview], leaf: StoredLeaf, strides: tuple[int,
 
 
 def to_torch(value: Any, path: str, to_tensor: Callable[[ArrayRef], Any], left: list[LeftOut]) -> Any:
-    """**Pure.** A tree as it is pickled: with what stands for tensors, and for values of torch's own.
+    """**Pure.** Returns a tree as it is pickled: with replacements for tensors, and for values of torch's own.
 
     What is left out is added to `left`.
     """
@@ -133,7 +133,7 @@ def to_torch(value: Any, path: str, to_tensor: Callable[[ArrayRef], Any], left: 
 
 
 def tensor_call(key: str, leaf: StoredLeaf, strides: tuple[int, ...] | None = None) -> FunctionCall:
-    """**Pure.** The call that makes a dense tensor of all of a storage."""
+    """**Pure.** Returns the call that makes a dense tensor of all of a storage."""
     elements = math.prod(leaf.shape)
     storage = _STORAGES.get(leaf.dtype)
     length = elements if storage else elements * ITEM_BYTES[leaf.dtype]
@@ -145,7 +145,7 @@ def tensor_call(key: str, leaf: StoredLeaf, strides: tuple[int, ...] | None = No
 
 
 def _coded_call(tag: str, value: Any) -> Global | FunctionCall | None:
-    """What stands for a value of torch's own; None if it is none that `weights_only` takes."""
+    """Returns the replacement for a value of torch's own; None if `weights_only` does not accept it."""
     if tag == "torch.Size" and type(value) is list and all(type(one) is int for one in value):
         return FunctionCall(SIZE, (tuple(value),))
     if tag == "torch.device" and type(value) is str:
@@ -157,16 +157,16 @@ def _coded_call(tag: str, value: Any) -> Global | FunctionCall | None:
 
 
 def number_parameters(stored: Any) -> Any:
-    """**Pure.** What `optimizer.state_dict()` would give: parameters by their numbers, in the order of the groups.
+    """**Pure.** Returns the result of `optimizer.state_dict()`: parameters by number, in the order of the groups.
 
-    What is not of holdfast's form is given as it is.
+    State that is not in holdfast's form is returned unchanged.
     """
     names = _parameter_names(stored)
     return _rename_parameters(stored, None if names is None else {name: place for place, name in enumerate(names)})
 
 
 def name_parameters(stored: Any, modules: Collection[str]) -> Any:
-    """**Pure.** What `get_optimizer_state_dict(model, optimizer)` would give: parameters by their names."""
+    """**Pure.** Returns the result of `get_optimizer_state_dict(model, optimizer)`: parameters by their names."""
     names = _parameter_names(stored)
     if names is None:
         return _rename_parameters(stored, None)
@@ -175,7 +175,7 @@ def name_parameters(stored: Any, modules: Collection[str]) -> Any:
 
 
 def _parameter_names(stored: Any) -> list[str] | None:
-    """The names of all parameters in order; None if the state is not of holdfast's form, or only a part of it."""
+    """Returns the names of all parameters in order; None if the state is not in holdfast's form, or partial."""
     if not isinstance(stored, dict) or not stored.keys() >= _OPTIMIZER_FORM or type(stored["groups"]) is not list:
         return None
     if not all(isinstance(stored[key], dict) for key in ("state", "loose", "rest")):
@@ -189,7 +189,7 @@ def _parameter_names(stored: Any) -> list[str] | None:
 
 
 def _rename_parameters(stored: Any, new: Mapping[str, Any] | None) -> Any:
-    """An optimizer's state as torch has it, each parameter under its new name; None if it has no names."""
+    """Returns an optimizer's state as torch has it, each parameter under its new name; None if it has no names."""
     if new is None:
         return stored["whole"] if isinstance(stored, dict) and "whole" in stored else stored
     state = {new[name]: value for name, value in stored["state"].items() if name in new}
@@ -202,19 +202,19 @@ def _rename_parameters(stored: Any, new: Mapping[str, Any] | None) -> Any:
 
 
 class TorchArchive:
-    """One archive of `torch.save`, in a file of its own or within another one.
+    """One archive of `torch.save`, in a file of its own or inside another one.
 
     Attributes:
-        value: What was saved; what is no plain value is a `PickledObject` or a `Global`.
+        value: The saved value; values that are not plain are a `PickledObject` or a `Global`.
     """
 
     def __init__(self, file: InputFile, begin: int, size_bytes: int, *, keep_unknown: bool = False) -> None:
-        """**Blocks.** Reads what was saved, but for the tensors' values.
+        """**Blocks.** Reads everything except the tensors' values.
 
-        With `keep_unknown` what is unknown is kept as what it is.
+        With `keep_unknown`, unknown values are kept as they are.
 
         Raises:
-            FormatError: If it is malformed, or names what it may not.
+            FormatError: If it is malformed, or contains something that is not supported.
             StorageError: If it cannot be read.
         """
         self._file = file
@@ -222,14 +222,14 @@ class TorchArchive:
         self._records = ArchiveReader(file, begin, size_bytes)
         pickle = self._read_small("data.pkl", MAX_PICKLE_BYTES)
         if self._records.find("byteorder") is not None and self._read_small("byteorder", 16) != b"little":
-            raise FormatError(f"{self._path}: its numbers are big-endian", path=self._path)
+            raise FormatError(f"{self._path}: it is big-endian, which is not supported", path=self._path)
         self.value = read_pickle(pickle, ALLOWED, self._path, keep_unknown=keep_unknown)
 
     def tensor(self, made: PickledObject, depth: int = 0) -> SourceTensor | None:
-        """**Blocks.** The tensor that something stands for; None if it is no tensor.
+        """**Blocks.** Returns the tensor of a description; None if it is not one.
 
         Raises:
-            FormatError: If it cannot be one that lies in the archive.
+            FormatError: If it is not a valid tensor in the archive.
             StorageError: If the file cannot be read.
         """
         arguments = made.arguments
@@ -240,38 +240,38 @@ class TorchArchive:
             return None
         least, dtype_place = form
         if len(arguments) < least or type(arguments[0]) is not Persistent:
-            raise self._malformed("a tensor is not described as torch describes one")
+            raise self._malformed("a tensor is not described the way torch describes one")
         dtype, record = self._find_storage(arguments[0])
         if dtype_place is not None:
             named = arguments[dtype_place]
             dtype = DTYPES_OF_TORCH.get(named, "") if type(named) is Global else ""
         offset, shape, strides = arguments[1], lengths_of(arguments[2]), lengths_of(arguments[3])
         if not dtype or shape is None or strides is None or len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
-            raise self._malformed("a tensor is not described as torch describes one")
+            raise self._malformed("a tensor is not described the way torch describes one")
         if type(offset) is not int or offset < 0:
             raise self._malformed("a tensor begins before its storage")
         try:
             array_bytes(dtype, shape)
         except ValueError as error:
-            raise self._malformed(f"a tensor cannot be: {error}") from error
+            raise self._malformed(f"a tensor is invalid: {error}") from error
         tensor = SourceTensor(self._file, record.offset_bytes + offset * ITEM_BYTES[dtype], dtype, shape, strides)
         if (offset + tensor.reach) * ITEM_BYTES[dtype] > record.size_bytes:
-            raise self._malformed(f"a tensor of shape {list(shape)} does not lie within its storage")
+            raise self._malformed(f"a tensor of shape {list(shape)} extends beyond its storage")
         return tensor
 
     def _find_storage(self, persistent: Persistent) -> tuple[str, Record]:
-        """The element type and the bytes of a storage."""
+        """Returns the element type and the bytes of a storage."""
         parts = persistent.id
         if len(parts) != 5 or parts[0] != "storage" or type(parts[2]) is not str or type(parts[4]) is not int:
-            raise self._malformed("a storage is not named as torch names one")
+            raise self._malformed("a storage is not named the way torch names one")
         dtype = "U8" if parts[1] == _UNTYPED else None
         if dtype is None and type(parts[1]) is Global:
             dtype = _DTYPES_OF_STORAGES.get(parts[1])
         if dtype is None:
-            raise self._malformed(f"storages of the type {shown(parts[1])} cannot be taken in")
+            raise self._malformed(f"storages of type {shown(parts[1])} are not supported")
         record = self._records.find(f"data/{parts[2]}")
         if record is None or not 0 <= parts[4] * ITEM_BYTES[dtype] <= record.size_bytes:
-            raise self._malformed(f"the storage {shown(parts[2])} is missing, or shorter than is said")
+            raise self._malformed(f"the storage {shown(parts[2])} is missing or shorter than recorded")
         return dtype, record
 
     def _read_small(self, name: str, limit_bytes: int) -> bytes:
@@ -279,7 +279,7 @@ class TorchArchive:
         if record is None:
             raise self._malformed(f"{name} is missing")
         if record.size_bytes > limit_bytes:
-            raise self._malformed(f"{name} has {record.size_bytes} bytes, and at most {limit_bytes} may be")
+            raise self._malformed(f"{name} has {record.size_bytes} bytes; the limit is {limit_bytes}")
         return self._file.read(record.offset_bytes, record.size_bytes)
 
     def _malformed(self, what: str) -> FormatError:
@@ -288,14 +288,14 @@ class TorchArchive:
 
 @dataclass(eq=False, slots=True)
 class ArchivedTree:
-    """A part of a tree, with the archive that says which objects in it are tensors; None if it holds none."""
+    """A part of a tree, with the archive that knows which objects in it are tensors; None if it has none."""
 
     value: Any
     archive: TorchArchive | None
 
 
 def coded_value_of(value: Any) -> tuple[str, Any] | None:
-    """**Pure.** The codec's tag and its value, for what torch has of its own; None for anything else."""
+    """**Pure.** Returns the codec's tag and its value, for values of torch's own; None for anything else."""
     if type(value) is Global and value in DTYPES_OF_TORCH:
         return "torch.dtype", f"torch.{value.name}"
     if type(value) is not PickledObject:
@@ -311,7 +311,7 @@ def coded_value_of(value: Any) -> tuple[str, Any] | None:
 
 
 def lengths_of(value: Any) -> tuple[int, ...] | None:
-    """**Pure.** The lengths that a shape, or the like, consists of; None if it is none."""
+    """**Pure.** Returns the lengths of a shape or similar value; None if it is something else."""
     if type(value) is PickledObject and value.function == SIZE and len(value.arguments) == 1:
         value = value.arguments[0]
     if type(value) not in (tuple, list) or not all(type(one) is int and one >= 0 for one in value):

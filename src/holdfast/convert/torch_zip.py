@@ -1,4 +1,4 @@
-"""The archives that `torch.save` makes: a zip of a pickle and the bytes of each storage, none of it compressed."""
+"""The archives of `torch.save`: a zip of a pickle and the bytes of each storage, uncompressed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from holdfast.convert.input_files import InputFile
 from holdfast.errors import FormatError
 
 MAX_DIRECTORY_BYTES: Final = 128 << 20
-"""How large the directory of an archive may be that is read. Each of its records takes 46 bytes and its name."""
+"""The largest directory of an archive that is read. Each of its records takes 46 bytes and its name."""
 
 ALIGNMENT_BYTES: Final = 64
-"""Where torch has records begin, so that it can map them into memory."""
+"""Where torch lets records begin, so that it can map them into memory."""
 
 _LARGE_BYTES: Final = 1 << 30
-"""From here on the size of a record stands in fields of 64 bits. `zipfile` does that by itself from about 2 GiB on."""
+"""From this size on, a record's size is in 64-bit fields. `zipfile` does that by itself from about 2 GiB on."""
 
 _LOCAL: Final = struct.Struct("<4s22xHH")
 """The header before a record's bytes: a mark, and the lengths of its name and of its extra fields."""
@@ -32,7 +32,7 @@ _END_BYTES: Final = 22
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Where a record of an archive lies, in the file that holds the archive."""
+    """The position of an archive's record, in the file that contains the archive."""
 
     offset_bytes: int
     size_bytes: int
@@ -69,13 +69,13 @@ def _add(
 
 
 class ArchiveReader:
-    """What lies where in an archive. Only its directory is in memory."""
+    """Finds the records of an archive. Only its directory is in memory."""
 
     def __init__(self, file: InputFile, begin: int, size_bytes: int) -> None:
         """**Blocks.** Reads the directory.
 
         Raises:
-            FormatError: If it is no such archive.
+            FormatError: If it is not such an archive.
             StorageError: If the file cannot be read.
         """
         self._file = file
@@ -88,23 +88,23 @@ class ArchiveReader:
             records = ZipFile(_ReadPart(file, begin, size_bytes)).infolist()
             (count,) = struct.unpack("<H", file.read(self._end - _END_BYTES + 10, 2))
             if count not in (len(records), 0xFFFF):
-                raise ValueError(f"its directory is for {count} records, and has {len(records)}")
+                raise ValueError(f"its directory should have {count} records, but has {len(records)}")
             for record in records:
                 # All records lie in one folder, which torch names after the file.
                 name = record.filename.partition("/")[2]
                 if name in self._records:
-                    raise ValueError(f"{name!r} stands twice")
+                    raise ValueError(f"{name!r} appears twice")
                 self._records[name] = record
         except (ValueError, OSError, BadZipFile, NotImplementedError, struct.error) as error:
             raise self._malformed(error) from error
 
     def find(self, name: str) -> Record | None:
-        """**Blocks.** Where a record lies; None if there is none of that name.
+        """**Blocks.** Returns the position of a record; None if there is none of that name.
 
-        Its name is given without the folder in which all records lie.
+        Its name is without the folder that contains all records.
 
         Raises:
-            FormatError: If it is compressed, or does not lie in the archive.
+            FormatError: If it is compressed, or outside of the archive.
             StorageError: If the file cannot be read.
         """
         record = self._records.get(name)
@@ -114,7 +114,7 @@ class ArchiveReader:
 
     def _locate(self, name: str, info: ZipInfo) -> Record:
         if info.compress_type != ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
-            raise self._malformed(f"{name!r} is compressed or encrypted, which torch never does")
+            raise self._malformed(f"{name!r} is compressed or encrypted, which torch.save never does")
         # What comes before a record's bytes may be longer than the directory says.
         header_at = self._begin + info.header_offset
         if self._begin <= header_at <= self._end - _LOCAL.size:
@@ -122,15 +122,15 @@ class ArchiveReader:
             first = header_at + _LOCAL.size + name_bytes + extra_bytes
             if mark == b"PK\x03\x04" and first + info.file_size <= self._end:
                 return Record(first, info.file_size)
-        raise self._malformed(f"{name!r} does not lie in it")
+        raise self._malformed(f"{name!r} is outside of the file")
 
     def _malformed(self, what: object) -> FormatError:
         path = str(self._file.path)
-        return FormatError(f"{path}: this is no archive that torch.save has written: {what}", path=path)
+        return FormatError(f"{path}: not a file that torch.save wrote: {what}", path=path)
 
 
 class _WrittenPart:
-    """A file from where it ends on, as `zipfile` writes it: places count from there."""
+    """The end of a file, as `zipfile` writes it: positions count from there."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -153,7 +153,7 @@ class _WrittenPart:
 
 
 class _ReadPart:
-    """A part of a file, as `zipfile` reads it. It gives no more at a time than a directory may have."""
+    """A part of a file, as `zipfile` reads it. A read returns at most the size of a directory."""
 
     def __init__(self, file: InputFile, begin: int, size_bytes: int) -> None:
         self._file = file
@@ -175,7 +175,7 @@ class _ReadPart:
         left = max(self._size_bytes - self._place, 0)
         size_bytes = left if size_bytes is None or size_bytes < 0 else min(size_bytes, left)
         if size_bytes > MAX_DIRECTORY_BYTES:
-            raise ValueError(f"a directory of {size_bytes} bytes, and at most {MAX_DIRECTORY_BYTES} may be")
+            raise ValueError(f"its directory has {size_bytes} bytes; the limit is {MAX_DIRECTORY_BYTES}")
         data = self._file.read(self._begin + self._place, size_bytes)
         self._place += size_bytes
         return data

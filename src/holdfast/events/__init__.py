@@ -1,8 +1,7 @@
 """Typed events, with durations in seconds and sizes in bytes; and the sinks that receive them.
 
-An event is a frozen record; `str(event)` is a line for people. A sink is anything that can be called with an event:
-`LoggingSink`, `JsonLinesSink`, `Totals`, a function of the user's. `Fanout` tells several, and lets none of them
-break a save.
+An event is a frozen record; `str(event)` is a readable line. A sink is any function that takes an event: `LoggingSink`,
+`JsonLinesSink`, `Totals`, or your own. `Fanout` calls several sinks, and none of them can break a save.
 """
 
 from holdfast.events.kinds import (

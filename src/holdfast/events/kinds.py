@@ -1,4 +1,4 @@
-"""The kinds of event, each as a line for people and as a line of JSON."""
+"""The kinds of events, each readable as a line of text and as a line of JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _kind(class_name: str) -> str:
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=_kind):
-    """What all events have.
+    """The base class of all events.
 
     Attributes:
         at_unix_seconds: When it happened, by the wall clock.
@@ -24,7 +24,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=_ki
 
 
 def time_text(seconds: float) -> str:
-    """**Pure.** A time as a person reads it."""
+    """**Pure.** Returns a time in words."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
@@ -35,7 +35,7 @@ def time_text(seconds: float) -> str:
 
 
 def span_text(seconds: float) -> str:
-    """**Pure.** A time as a person speaks of it: one unit, and no fractions."""
+    """**Pure.** Returns a time in one unit, without fractions."""
     for unit, unit_seconds in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * unit_seconds or (unit == "min" and seconds >= unit_seconds):
             return f"{seconds / unit_seconds:.0f} {unit}"
@@ -43,7 +43,7 @@ def span_text(seconds: float) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """**Pure.** A size as a person reads it."""
+    """**Pure.** Returns a size in words."""
     for unit, unit_bytes in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         # From 0.9995 of a unit on, three digits would round up to it.
         if size_bytes >= 0.9995 * unit_bytes:
@@ -52,11 +52,11 @@ def size_text(size_bytes: float) -> str:
 
 
 class GenerationOpened(Event, frozen=True):
-    """This process has become the one that saves here.
+    """This process has opened a generation: from now on it is the one that saves here.
 
     Attributes:
         generation: Its number.
-        base_step: The step that it goes on from; None if it begins anew.
+        base_step: The step that it resumes from; None if it starts from the beginning.
     """
 
     generation: int
@@ -68,13 +68,13 @@ class GenerationOpened(Event, frozen=True):
 
 
 class Staged(Event, frozen=True):
-    """The state of a step has been copied; training goes on.
+    """The state of a step has been copied; training continues.
 
     Attributes:
         step: The step being saved.
         generation: The generation that saves it.
-        blocked_seconds: How long training was held up, a wait for the save before included.
-        size_bytes: What was copied.
+        blocked_seconds: How long training was blocked, including a wait for the previous save.
+        size_bytes: The size of the copy.
         reason: Why the step is saved, in the words of the policy; empty if the user asked for it.
     """
 
@@ -87,15 +87,15 @@ class Staged(Event, frozen=True):
     def __str__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""
         held_up = time_text(self.blocked_seconds)
-        return f"step {self.step}{reason} staged: {size_text(self.size_bytes)}, training held up {held_up}"
+        return f"step {self.step}{reason} staged: {size_text(self.size_bytes)}, training blocked for {held_up}"
 
 
 class Held(Event, frozen=True):
-    """A step of the optimizer came while the state was still being copied, and waited for the copy.
+    """An optimizer step waited because the state was still being copied.
 
     Attributes:
         step: The step being saved.
-        blocked_seconds: How long training was held up.
+        blocked_seconds: How long training was blocked.
     """
 
     step: int
@@ -106,13 +106,13 @@ class Held(Event, frozen=True):
 
 
 class Written(Event, frozen=True):
-    """The bytes of a step last, but are not committed yet.
+    """The bytes of a step are durable, but not yet committed.
 
     Attributes:
         step: The step being saved.
         generation: The generation that saves it.
-        background_seconds: How long the writing took behind training; it begins while training still copies.
-        size_bytes: What was written.
+        background_seconds: How long the writing took in the background; it begins while training still copies.
+        size_bytes: The size of what was written.
     """
 
     step: int
@@ -126,17 +126,16 @@ class Written(Event, frozen=True):
 
 
 class Committed(Event, frozen=True):
-    """A step can be restored from now on.
+    """A step is committed: it can be restored from now on.
 
     Attributes:
         step: The step.
         generation: The generation that saved it.
-        blocked_seconds: How long training was held up for it, as in its `Staged`.
-        background_seconds: How long all the rest took, behind training.
-        size_bytes: What was written.
-        training_saved_seconds: The training time between the commit before and this one, which a crash can no
-            longer take away.
-        referred_bytes: What was not written, since it lies in earlier steps and has not changed.
+        blocked_seconds: How long it blocked training, as in its `Staged`.
+        background_seconds: How long the rest took, in the background.
+        size_bytes: The size of what was written.
+        training_saved_seconds: The training time between the previous commit and this one, now safe from a crash.
+        referred_bytes: The size of unchanged data that is stored in earlier steps and was not written again.
     """
 
     step: int
@@ -148,22 +147,22 @@ class Committed(Event, frozen=True):
     referred_bytes: int = 0
 
     def __str__(self) -> str:
-        referred = f", {size_text(self.referred_bytes)} referred to" if self.referred_bytes else ""
+        referred = f", {size_text(self.referred_bytes)} reused from earlier steps" if self.referred_bytes else ""
         return (
-            f"step {self.step} committed: {size_text(self.size_bytes)}{referred}, training held up "
+            f"step {self.step} committed: {size_text(self.size_bytes)}{referred}, training blocked for "
             f"{time_text(self.blocked_seconds)}, {time_text(self.background_seconds)} in the background, "
             f"{time_text(self.training_saved_seconds)} of training saved"
         )
 
 
 class Restored(Event, frozen=True):
-    """The live objects have the state of a step again.
+    """The live objects have been restored to the state of a step.
 
     Attributes:
         step: The step.
-        generation: The generation that had saved it.
+        generation: The generation that saved it.
         blocked_seconds: How long it took.
-        size_bytes: What was read and checked.
+        size_bytes: The size of what was read and checked.
     """
 
     step: int
@@ -176,15 +175,15 @@ class Restored(Event, frozen=True):
 
 
 class Resized(Event, frozen=True):
-    """The state of another number of workers has been restored.
+    """A checkpoint of a different number of workers has been restored.
 
     Attributes:
         step: The step.
-        generation: The generation that had saved it.
-        stored_workers: How many workers had saved it.
-        workers: How many there are now.
-        reseeded: Where random generators were seeded anew from what was saved, each worker's differently.
-        left: What is each worker's own and stays as it is, since what was saved belongs to no worker any more.
+        generation: The generation that saved it.
+        stored_workers: How many workers saved it.
+        workers: How many workers there are now.
+        reseeded: Random generators that were reseeded from their saved state, differently on each worker.
+        left: Per-worker state that was not restored, because its saved values belong to no worker any more.
     """
 
     step: int
@@ -197,19 +196,19 @@ class Resized(Event, frozen=True):
     def __str__(self) -> str:
         savers = "1 worker" if self.stored_workers == 1 else f"{self.stored_workers} workers"
         text = f"step {self.step} was saved by {savers} and is restored by {self.workers}"
-        notes = [f"seeded anew: {', '.join(self.reseeded)}"] if self.reseeded else []
-        notes += [f"left as it is: {', '.join(self.left)}"] if self.left else []
+        notes = [f"reseeded: {', '.join(self.reseeded)}"] if self.reseeded else []
+        notes += [f"not restored: {', '.join(self.left)}"] if self.left else []
         return f"{text} ({'; '.join(notes)})" if notes else text
 
 
 class Diverged(Event, frozen=True):
-    """Workers that should hold the same values of a tensor do not.
+    """Workers that should hold equal values of a tensor do not.
 
     Attributes:
         step: The step that was saved; it holds the values of one of them.
         generation: The generation that saved it.
         tensor: The leaf.
-        ranks: The workers, those that agree together; the most first.
+        ranks: The workers in groups that agree; the largest group first.
     """
 
     step: int
@@ -219,18 +218,18 @@ class Diverged(Event, frozen=True):
 
     def __str__(self) -> str:
         sides = " from ".join(_ranks(ranks) for ranks in self.ranks)
-        return f"step {self.step}: {self.tensor} should be the same with all workers, and differs: {sides}"
+        return f"step {self.step}: {self.tensor} should be equal on all workers, but differs: {sides}"
 
 
 class PassedOver(Event, frozen=True):
-    """A step that is damaged was passed over for an older one.
+    """A damaged step was skipped, and an older one is tried.
 
     Attributes:
         step: The damaged step.
-        generation: The generation that had saved it.
+        generation: The generation that saved it.
         file: The damaged file, below the run's directory.
-        error: What is wrong.
-        offset_bytes: Where in the file the damage begins; None if that is not known.
+        error: The damage.
+        offset_bytes: Where in the file the damage begins; None if it is not known.
         tensor: The leaf whose bytes are damaged, or an empty string.
     """
 
@@ -251,14 +250,14 @@ class PassedOver(Event, frozen=True):
         error = self.error.removeprefix(f"{self.file}: ")
         if self.file and (place != self.file or not error.startswith(f"{self.file} ")):
             error = f"{place}: {error}"
-        return f"step {self.step} passed over, it is damaged: {error}"
+        return f"step {self.step} skipped because it is damaged: {error}"
 
 
 class Retained(Event, frozen=True):
-    """Old steps were looked through.
+    """Retention has run: old steps were kept or removed.
 
     Attributes:
-        kept: The steps that stay, each with the reason: of several hundred, the newest 100.
+        kept: The kept steps, each with the reason; at most the newest 100.
         removed: The steps that were removed.
         background_seconds: How long it took.
         more_kept: How many older steps stay that `kept` does not name.
@@ -277,18 +276,18 @@ class Retained(Event, frozen=True):
 
 
 class Failed(Event, frozen=True):
-    """Something did not succeed.
+    """Something failed.
 
     Attributes:
         stage: What failed: `save`, `restore`, `retain`, or a stage of these, such as `write`; `training`, if an error
-            has ended the training of one of several workers.
-        error: What went wrong.
+            ended the training of one of several workers.
+        error: The error in words.
         step: The step concerned, or None.
         generation: The generation concerned, or None.
-        save_lost: Whether a checkpoint that was asked for does not exist because of it.
-        background_seconds: The time spent on it behind training.
-        rank: Which worker it failed on, if there are several; None if that is not known.
-        path: Where the run lies; empty if that does not matter.
+        save_lost: True if a requested checkpoint does not exist because of it.
+        background_seconds: The time spent on it in the background.
+        rank: The worker on which it failed, if there are several; None if it is not known.
+        path: The directory of the run; empty if that does not matter.
     """
 
     stage: str
@@ -309,7 +308,7 @@ class Failed(Event, frozen=True):
 
 
 class Skipped(Event, frozen=True):
-    """A save was asked for and not begun.
+    """A requested save was skipped.
 
     Attributes:
         step: The step that is not saved.
@@ -324,12 +323,12 @@ class Skipped(Event, frozen=True):
 
 
 class Warned(Event, frozen=True):
-    """Something that a person should know.
+    """A warning.
 
     Attributes:
         text: One sentence.
         step: The step concerned, or None.
-        is_error: Whether it is logged as an error, since something is lost.
+        is_error: True if it is logged as an error, because something is lost.
     """
 
     text: str
@@ -341,7 +340,7 @@ class Warned(Event, frozen=True):
 
 
 class GroupEnded(Event, frozen=True):
-    """All tasks of a group of a job have ended well.
+    """All tasks of a group of a job have succeeded.
 
     Attributes:
         group: The group, such as `init` or `epoch`.
@@ -363,8 +362,8 @@ class NodesTimed(Event, frozen=True):
     Attributes:
         action: `checkpoint_save`, `checkpoint_load` or `checkpoint_partial_load`.
         epoch: The epoch.
-        node_seconds: How long it took each node.
-        slowest: The node that it took longest.
+        node_seconds: How long each node took.
+        slowest: The node that took longest.
     """
 
     action: str
@@ -379,13 +378,13 @@ class NodesTimed(Event, frozen=True):
 
 
 class NoticeHeard(Event, frozen=True):
-    """This process, or the machine that it runs on, is about to be taken away.
+    """A preemption notice arrived: this process, or its machine, is about to be taken away.
 
     Attributes:
-        source: Where that was heard.
-        text: What was heard.
+        source: The source of the notice.
+        text: The notice in words.
         demand: What it asks for: `save`, `leave_by` or `leave`.
-        left_seconds: When the process must be gone; None if that is not known.
+        left_seconds: The time until the process must be gone; None if it is not known.
     """
 
     source: str
@@ -399,15 +398,15 @@ class NoticeHeard(Event, frozen=True):
 
 
 class Leaving(Event, frozen=True):
-    """The process was asked to leave, and does.
+    """The process exits, as it was asked to.
 
     Attributes:
         step: The newest step that is saved; None if nothing was.
-        exit_code: What it leaves with. After an interrupt in a notebook, or at a prompt, the process stays.
-        reason: Why now.
+        exit_code: Its exit code. After an interrupt in a notebook, or at a prompt, the process stays.
+        reason: Why it exits now.
         error: Why the state could not be saved; empty if it was.
-        blocked_seconds: How long training was held up for the last save.
-        saved: What is saved, as people read it: "step 500 is saved", say; empty if the state could not be saved.
+        blocked_seconds: How long the last save blocked training.
+        saved: What is saved, in words, such as "step 500 is saved"; empty if the state could not be saved.
     """
 
     step: int | None
@@ -419,7 +418,7 @@ class Leaving(Event, frozen=True):
 
     def __str__(self) -> str:
         if self.error:
-            return f"leaving with exit code {self.exit_code}, and the state could not be saved: {self.error}"
+            return f"leaving with exit code {self.exit_code}; the state could not be saved: {self.error}"
         return f"leaving with exit code {self.exit_code}, {self.saved or f'step {self.step} is saved'} ({self.reason})"
 
 

@@ -38,14 +38,15 @@ from holdfast.events.kinds import (
 from holdfast.numbers import check_whole
 
 Sink: TypeAlias = Callable[[Event], None]
-"""Anything that can be called with an event. It is called on the thread on which the event happened, the training
-thread among them, so it should be quick."""
+"""A function that is called with each event, in the thread in which the event happened. That may be the training
+thread, so it should be quick.
+"""
 
 logger = logging.getLogger("holdfast")
 
 
 def _name_where_nothing_does(record: logging.LogRecord) -> bool:
-    """Where no handler is set up, Python prints the bare text of warnings and errors."""
+    """Names the logger in the text if no handler is configured: Python then prints only the text."""
     if not logger.hasHandlers():
         record.msg = f"holdfast: {record.msg}"
     return True
@@ -69,7 +70,7 @@ _LEVELS: dict[type[Event], int] = {  # Of all others: INFO.
 
 
 class LoggingSink:
-    """**Thread-safe.** Writes one readable line an event to the logger `holdfast`, at a level that fits its kind."""
+    """**Thread-safe.** Writes each event as one line to the logger `holdfast`, at a level that fits its kind."""
 
     def __call__(self, event: Event) -> None:
         """Logs the event."""
@@ -79,9 +80,9 @@ class LoggingSink:
 
 
 class Fanout:
-    """**Thread-safe.** A sink that tells several.
+    """**Thread-safe.** A sink that passes each event to several sinks.
 
-    A sink that raises breaks nothing: the others get the event all the same, and its first error is logged.
+    A sink that raises does not affect the others; its first error is logged.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
@@ -91,7 +92,7 @@ class Fanout:
         self._failed: set[int] = set()
 
     def __call__(self, event: Event) -> None:
-        """Tells every sink, in the order in which they were given."""
+        """Passes the event to every sink, in the order in which they were given."""
         for place, sink in enumerate(self._sinks):
             try:
                 sink(event)
@@ -104,18 +105,18 @@ class Fanout:
 
 
 class Sums(msgspec.Struct, frozen=True):
-    """What has added up over a run.
+    """Sums over the events of a run.
 
     Attributes:
-        blocked_seconds: How long saves have held up training.
-        background_seconds: How long saves were at work behind training.
-        training_saved_seconds: The training time that a crash can no longer take away.
-        written_bytes: What was written, for saves that failed later as well.
-        saves_committed: The saves that succeeded.
-        saves_failed: The saves that were begun and are lost.
-        saves_skipped: The saves that were asked for and not begun.
-        restores: How often state was restored.
-        steps_passed_over: The damaged steps that were passed over.
+        blocked_seconds: How long saves blocked training.
+        background_seconds: How long saves worked in the background.
+        training_saved_seconds: The training time that a crash can no longer lose.
+        written_bytes: The bytes written, including those of saves that failed later.
+        saves_committed: The number of saves that succeeded.
+        saves_failed: The number of saves that failed.
+        saves_skipped: The number of requested saves that were skipped.
+        restores: The number of restores.
+        steps_passed_over: The number of damaged steps that were skipped.
     """
 
     blocked_seconds: float = 0.0
@@ -130,7 +131,7 @@ class Sums(msgspec.Struct, frozen=True):
 
 
 class Totals:
-    """**Thread-safe.** A sink that adds up, for the report at the end of a run."""
+    """**Thread-safe.** A sink that sums up events, for the report at the end of a run."""
 
     def __init__(self) -> None:
         # Guards `_sums`: events come from the training thread and from those behind it.
@@ -139,7 +140,7 @@ class Totals:
 
     @property
     def sums(self) -> Sums:
-        """What has added up until now."""
+        """The sums so far."""
         with self._lock:
             return self._sums
 
@@ -150,7 +151,7 @@ class Totals:
 
 
 def add_event(sums: Sums, event: Event) -> Sums:
-    """**Pure.** The sums with one more event."""
+    """**Pure.** Returns the sums with one more event."""
     match event:
         case Staged() | Held():
             return replace(sums, blocked_seconds=sums.blocked_seconds + event.blocked_seconds)
@@ -183,7 +184,7 @@ _DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 def encode_event(event: Event) -> bytes:
-    """**Pure.** One line of JSON, without the end of line."""
+    """**Pure.** Returns the event as one line of JSON, without the end of line."""
     try:
         return _ENCODER.encode(event)
     except UnicodeEncodeError:
@@ -194,7 +195,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(line: bytes) -> AnyEvent:
-    """**Pure.** The event in a line of JSON; fields that are not known are left out.
+    """**Pure.** Returns the event of a line of JSON; unknown fields are ignored.
 
     Raises:
         FormatError: If the line is damaged, or of a kind that this version does not know.
@@ -206,7 +207,7 @@ def decode_event(line: bytes) -> AnyEvent:
 
 
 DEFAULT_LIMIT_BYTES: Final = 8 << 20
-"""How large the file may become before it is put aside: some tens of thousands of events."""
+"""The size at which the file is renamed: some tens of thousands of events."""
 
 _MIN_LIMIT_BYTES: Final = 1024
 _MAX_LINE_BYTES: Final = 1 << 20
@@ -215,20 +216,20 @@ _MAX_LINE_BYTES: Final = 1 << 20
 class JsonLinesSink:
     """**Thread-safe.** Appends each event to a file as a line of JSON.
 
-    A file that would grow over the limit is first renamed, `events.jsonl` to `events.1.jsonl`, in place of the one
-    renamed before, so both together stay below twice the limit. A crash can tear the last line at most; the next
-    event begins a line of its own. Nothing is synced: events tell of a run, and restoring needs none of them.
+    If a file would exceed the limit, it is first renamed from `events.jsonl` to `events.1.jsonl`, which replaces the
+    file that was renamed before; so both together stay below twice the limit. A crash can tear at most the last line;
+    the next event begins a new line. Nothing is synced: restoring needs no events.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], *, limit_bytes: int = DEFAULT_LIMIT_BYTES, follow_link: bool = True
     ) -> None:
-        """Makes the sink; the file and its directory are made by the first event.
+        """Creates the sink; the first event creates the file and its directory.
 
         Args:
             path: The file.
-            limit_bytes: How large it may become.
-            follow_link: Whether it may be a link to the file that is meant.
+            limit_bytes: Its largest size.
+            follow_link: True if the path may be a link to the file.
 
         Raises:
             UsageError: If the limit is too small for a line.
@@ -245,12 +246,12 @@ class JsonLinesSink:
         """Appends the event.
 
         Raises:
-            OSError: If the file cannot be written, or is no plain file.
+            OSError: If the file cannot be written, or is not a regular file.
         """
         line = encode_event(event) + b"\n"
         longest_bytes = min(self._limit_bytes, _MAX_LINE_BYTES) - 1
         if len(line) > longest_bytes:
-            too_long = f"an event {type(event).__name__} of {len(line)} bytes is too long to be kept"
+            too_long = f"an event {type(event).__name__} of {len(line)} bytes is too long to record"
             line = encode_event(Warned(text=too_long, at_unix_seconds=event.at_unix_seconds)) + b"\n"
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -273,9 +274,9 @@ class JsonLinesSink:
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[AnyEvent]:
-    """The events in a file and in the one that was put aside before it, oldest first.
+    """Returns the events of a file and of the one that was renamed before it, oldest first.
 
-    Torn and damaged lines and kinds that this version does not know are left out. No file: no events.
+    Damaged lines are skipped, and so are kinds that this version does not know. Without a file there are none.
     """
     for part in (_put_aside(Path(path)), Path(path)):
         try:
@@ -297,15 +298,15 @@ def _put_aside(path: Path) -> Path:
 
 JOURNAL_NAME: Final = "events.jsonl"
 JOURNAL_NAMES: Final = ("events.1.jsonl", JOURNAL_NAME)
-"""The file that was put aside, if there is one, and the one that is written."""
+"""The renamed file, if there is one, and the current one."""
 _MAX_WAITING: Final = 100
 
 
 class RunJournal:
-    """**Thread-safe.** Writes events into a run's directory once this process has become the one that saves there.
+    """**Thread-safe.** Writes events into a run's directory once this process has opened a generation there.
 
-    What happened before (a restore, say) waits until then, so that a process that only reads leaves no trace. Where
-    the file cannot be written, a warning says so, once: saves and restores need it not.
+    Earlier events (a restore, for example) wait until then, so that a process that only reads leaves no trace. If the
+    file cannot be written, one warning says so: saves and restores don't need it.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -330,4 +331,6 @@ class RunJournal:
                 except OSError as error:
                     if not self._has_failed:
                         self._has_failed = True
-                        logger.warning("the run's events are not kept; saves and restores need them not: %s", error)
+                        logger.warning(
+                            "the run's events are not recorded (saves and restores don't need them): %s", error
+                        )

@@ -1,1 +1,1 @@
-"""What bytes mean: names, records, layouts, digests and value codecs. All of it is pure."""
+"""The meaning of bytes: names, records, layouts, digests and value codecs. All of it is pure."""

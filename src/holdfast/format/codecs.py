@@ -1,7 +1,7 @@
-"""Which of a program's own types may be written and rebuilt, as the program itself has registered them. Pure.
+"""The program's own types that may be written and rebuilt, as the program has registered them. Pure.
 
-A checkpoint names its types by tag or by name, but nothing is ever looked up by such a name except here and on the
-live objects: a name that was not registered is an error.
+A checkpoint names its types by tag or by name, but such a name is looked up only here and on the live objects: an
+unregistered name is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Codec(msgspec.Struct, frozen=True):
-    """How the values of one exact type are written as other values, and made again.
+    """A codec: how the values of one exact type are converted to other values, and back.
 
     Attributes:
         cls: The type.
@@ -45,7 +45,7 @@ FACTORIES: Final[Mapping[str, Any]] = {
     },
     **{cls.__name__: cls for cls in (collections.Counter, collections.OrderedDict, collections.deque)},
 }
-"""What a defaultdict may make its values with, by the name that is stored."""
+"""The factories that a defaultdict may have, by the name that is stored."""
 
 FACTORY_NAMES: Final[Mapping[Any, str]] = {factory: name for name, factory in FACTORIES.items()}
 
@@ -56,41 +56,41 @@ _type_sources: list[Callable[[str], type | None]] = []
 
 
 def register_codec(cls: type[T], *, tag: str, encode: Callable[[T], Any], decode: Callable[[Any], T]) -> None:
-    """Teaches holdfast to store the values of a type.
+    """Registers how to store the values of a type.
 
     Register before saving, and before restoring in every process that restores.
 
     Args:
-        cls: The type; values of types that derive from it are not meant.
+        cls: The type; subclasses are not included.
         tag: A name for it that stays the same in all versions of the program, such as `myproject.Vocabulary`.
-        encode: Takes a value, returns what it is made of: any tree of plain values, tensors and arrays. It changes
-            nothing.
-        decode: Takes what `encode` returned, returns an equal value. Tensors and arrays in it are new ones and hold
-            their values; they lie where those of the value lie that is to be replaced, or else beside the parameter
-            whose state it is.
+        encode: Takes a value, returns its content: any tree of plain values, tensors and arrays.
+        decode: Takes the result of `encode`, returns an equal value. Its tensors and arrays are new ones with the
+            stored values, on the device of the value that is replaced, or else of the parameter whose state it is.
 
     Raises:
         UsageError: If the type needs no codec, or the tag belongs to another type.
     """
     if cls in ENCODERS:
-        raise UsageError(f"values of {cls.__qualname__} are stored as they are", hint="Derive a type of your own.")
+        raise UsageError(
+            f"values of {cls.__qualname__} are stored as they are, without a codec",
+            hint="Register a subclass of your own.",
+        )
     if not tag or not isinstance(tag, str):
-        raise UsageError("a codec needs a tag, a name that is stored with each value")
+        raise UsageError("a codec needs a tag, the name that is stored with each value")
     other = _codecs_by_tag.get(tag)
     if other is not None and name_of(other.cls) != name_of(cls):
-        raise UsageError(f"the tag {tag!r} belongs to {name_of(other.cls)} already", hint="Choose another tag.")
+        raise UsageError(f"the tag {tag!r} already belongs to {name_of(other.cls)}", hint="Choose another tag.")
     _codecs_by_tag[tag] = _codecs_by_type[cls] = Codec(cls, tag, encode, decode)
 
 
 def register_type(cls: type[T], *, name: str | None = None) -> type[T]:
-    """Lets values of a dataclass, enum, namedtuple or tensor subclass be made anew at a restore; a class decorator too.
+    """Lets a restore create values of a dataclass, enum, namedtuple or tensor subclass; also a class decorator.
 
-    It is needed only where no live value of the type stands at the same place when the restore begins, as for the
-    elements of a list that is still empty, or for the state of an optimizer that has not stepped yet. What the
-    program or one of its libraries has given to `torch.serialization.add_safe_globals` needs no registration.
+    This is needed only if there is no live value of the type at the same path when the restore begins, for example for
+    the elements of a list that is still empty, or for the state of an optimizer that has not stepped yet. Types that
+    the program or a library passed to `torch.serialization.add_safe_globals` need no registration.
 
-    A tensor subclass is one with `__tensor_flatten__` and `__tensor_unflatten__`, which say what plain tensors it is
-    made of.
+    A tensor subclass must have `__tensor_flatten__` and `__tensor_unflatten__`, which define its plain tensors.
 
     Args:
         cls: The type.
@@ -100,34 +100,34 @@ def register_type(cls: type[T], *, name: str | None = None) -> type[T]:
         The class itself.
 
     Raises:
-        UsageError: If it is a type of another kind.
+        UsageError: If it is another kind of type.
     """
     if not (is_plain_dataclass(cls) or issubclass(cls, enum.Enum) or is_namedtuple(cls) or is_tensor_subclass(cls)):
         raise UsageError(
-            f"{name_of(cls)} is no dataclass, enum, namedtuple or tensor subclass with __tensor_flatten__",
-            hint="Use register_codec for types of other kinds.",
+            f"{name_of(cls)} is not a dataclass, enum, namedtuple or tensor subclass with __tensor_flatten__",
+            hint="For other types, use register_codec.",
         )
     _types_by_name[name or name_of(cls)] = cls
     return cls
 
 
 def codec_for(cls: type) -> Codec | None:
-    """The codec of an exact type, if there is one."""
+    """Returns the codec of an exact type, or None."""
     return _codecs_by_type.get(cls)
 
 
 def codec_tagged(tag: str) -> Codec | None:
-    """The codec of a tag, if there is one."""
+    """Returns the codec with a tag, or None."""
     return _codecs_by_tag.get(tag)
 
 
 def register_type_source(find: Callable[[str], type | None]) -> None:
-    """Makes known where else the program registers types, such as with a framework; `find` takes a stored name."""
+    """Registers another place where the program registers types, such as a framework; `find` takes a stored name."""
     _type_sources.append(find)
 
 
 def type_named(name: str) -> type | None:
-    """The registered type of that stored name, if there is one."""
+    """Returns the registered type with that stored name, or None."""
     registered = _types_by_name.get(name)
     if registered is not None:
         return registered
@@ -138,12 +138,12 @@ def type_named(name: str) -> type | None:
 
 
 def name_of(cls: type) -> str:
-    """**Pure.** The name under which a type is stored."""
+    """**Pure.** Returns the name under which a type is stored."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def is_namedtuple(cls: type) -> bool:
-    """**Pure.** Whether a type was made by `namedtuple` or `NamedTuple`."""
+    """**Pure.** Returns True if a type was made by `namedtuple` or `NamedTuple`."""
     fields = getattr(cls, "_fields", None)
     return (
         tuple in cls.__bases__
@@ -154,12 +154,12 @@ def is_namedtuple(cls: type) -> bool:
 
 
 def is_tensor_subclass(cls: type) -> bool:
-    """**Pure.** Whether a type says, as torch asks it to, what tensors its values are made of."""
+    """**Pure.** Returns True if a type defines, through torch's protocol, what tensors its values are made of."""
     return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
 
 
 def is_plain_dataclass(cls: type) -> bool:
-    """**Pure.** Whether a type is a dataclass whose values are their fields: one that derives from no built-in type."""
+    """**Pure.** Returns True if a type is a dataclass without a built-in base type, so its fields are its value."""
     return dataclasses.is_dataclass(cls) and all(
         ancestor is object or ancestor.__module__ != "builtins" for ancestor in cls.__mro__
     )

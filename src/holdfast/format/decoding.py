@@ -1,4 +1,4 @@
-"""JSON to Python values, along with a live tree. Pure."""
+"""Decodes JSON to Python values, guided by a live tree. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BROKEN: Final = (Malformed, ValueError, TypeError, OverflowError, ArithmeticErr
 
 
 class Marker(enum.Enum):
-    """What stands in place of a live value where there is none."""
+    """Replaces a live value that does not exist."""
 
     ABSENT = "absent"
     """The live container is filled, but has no such part. As a decoded value: leave that part out."""
@@ -33,11 +33,11 @@ UNFILLED: Final = Marker.UNFILLED
 
 
 class SubclassNode(msgspec.Struct, frozen=True):
-    """What is stored of a tensor of a class that is made of other tensors.
+    """The stored form of a tensor whose class is made of other tensors.
 
     Attributes:
         tensors: The node of each of these, by name.
-        context: That of what else the class says of it.
+        context: The node of its other settings.
         shape: Its own shape.
         strides: Its own strides, in elements.
     """
@@ -51,105 +51,105 @@ class SubclassNode(msgspec.Struct, frozen=True):
 class Decoder:
     """Makes values from JSON. Derive from it for more than plain values.
 
-    Where a method takes `live`, that is the live value at the same place, or one of the markers; it is never changed,
-    and nothing of it but its types is used here.
+    A `live` argument is the live value at the same path, or one of the markers; only its types are used.
     """
 
     def __init__(self, find_codec: Callable[[str], Codec | None] = codec_tagged) -> None:
         self._find_codec = find_codec
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
-        """The array for a reference to a leaf."""
-        raise malformed(path, "a reference to an array stands where none may be")
+        """Returns the array for a reference to a leaf."""
+        raise malformed(path, "unexpected reference to an array")
 
     def stateful(self, kind: str, state: Node, live: Any, path: str, depth: int) -> Any:
-        """The object for the state of one."""
-        raise malformed(path, "the state of an object stands where none may be")
+        """Returns the object for a stored state."""
+        raise malformed(path, "unexpected state of an object")
 
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
-        """The tensor of a class that is made of other tensors."""
-        raise malformed(path, "a tensor stands where none may be")
+        """Returns the tensor of a class that is made of other tensors."""
+        raise malformed(path, "unexpected tensor")
 
     def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
-        """The value of a type that has a codec."""
+        """Returns the value of a type that has a codec."""
         made = Decoder(self._find_codec).decode(payload, UNFILLED, path, depth)
         try:
             return codec.decode(made)
         except Exception as error:
-            raise malformed(path, f"the codec {codec.tag!r} refused what is stored: {error!r}") from error
+            raise malformed(path, f"the codec {codec.tag!r} rejected the stored value: {error!r}") from error
 
     def standing(self, nodes: Collection[Node], lives: Sequence[Any], depth: int) -> Container[int]:
-        """The places of nodes whose value is just the live part beside them, found without decoding each.
+        """Returns the positions of nodes whose value is just the live part at the same position, without decoding each.
 
         Args:
             nodes: The nodes of one container.
-            lives: For each of them, the live value at its place or a marker.
-            depth: How deep the nodes lie.
+            lives: For each of them, the live value at its position or a marker.
+            depth: The depth of the nodes.
         """
         return ()
 
     def node(self, name: str, parts: Mapping[str, Node] | None, live: Any, path: str, depth: int) -> Any:
-        """The value of a class that a framework takes apart and puts together.
+        """Returns the value of a class that a framework takes apart and rebuilds.
 
-        Without parts it is something of the program's own, such as a function.
+        Without parts it is a value of the program itself, such as a function.
         """
-        raise malformed(path, "a node of a framework's tree stands where none may be")
+        raise malformed(path, "unexpected node of a framework's tree")
 
     def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
-        """Whether a part of the live tree stays although nothing is stored for it.
+        """Returns True if a part of the live tree stays although it is not stored.
 
         Args:
             part: The part.
-            path: Where it stands.
-            emptied: True if nothing at all is stored for what it is a part of.
+            path: Its path.
+            emptied: True if nothing at all is stored for its container.
         """
         return False
 
     def unknown_type(self, name: str, live: Any, path: str) -> Any:
-        """What to take for a stored value whose type cannot be found."""
+        """Returns the replacement for a stored value whose type cannot be found."""
         module, _, cls = name.rpartition(":")
         raise UnsupportedValueError(
-            f"{path}: the type {name.replace(':', '.')} of the stored value is not known here",
+            f"{path}: the stored type {name.replace(':', '.')} is not known in this process",
             path=path,
-            hint=f"Call holdfast.register_type({cls}) before the restore, with {cls} of the module {module}; or let a "
-            f"{cls} stand there already. If the class has moved: holdfast.register_type({cls}, name={name!r}).",
+            hint=f"Call holdfast.register_type({cls}) before the restore, with {cls} from the module {module}; or pass "
+            f"an object that already has a {cls} there. If the class has moved: holdfast.register_type({cls}, "
+            f"name={name!r}).",
         )
 
     def other_fields(self, missing: list[str], extra: list[str], path: str) -> None:
-        """Called when a class has other fields now than were stored."""
+        """Called when the fields of a class have changed since the save."""
         raise UnsupportedValueError(
-            f"{path}: the class has other fields than were stored (new: {missing}, gone: {extra})",
+            f"{path}: the fields of the class have changed since the save (new: {missing}, gone: {extra})",
             path=path,
             hint="Restore with the class as it was, or register a codec for it.",
         )
 
     def decode(self, node: Node, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
-        """The value of a node.
+        """Returns the value of a node.
 
         Raises:
-            FormatError: If no such node is ever written.
+            FormatError: If no encoder writes such a node.
             UnsupportedValueError: If a type or codec is not known to this process.
         """
         cls = type(node)
         if cls in _ATOMS:
             return node
         if depth > MAX_DEPTH:
-            raise malformed(path, f"values are nested more than {MAX_DEPTH} deep")
+            raise malformed(path, f"values are nested more than {MAX_DEPTH} levels deep")
         if cls is list:
             return self.sequence(node, live, path, depth + 1)
         if cls is not dict:
-            raise malformed(path, "this is no JSON value")
+            raise malformed(path, "not a JSON value")
         if "$" in node:
             return self._tagged(node, live, path, depth + 1)
         for key in node:
             if type(key) is not str or key[:1] == "$":
-                raise malformed(path, f"the key {key!r} may not be")
+                raise malformed(path, f"the key {key!r} is not allowed")
         return self.mapping(node, live, path, depth + 1)
 
     def sequence(self, nodes: Node, live: Any, path: str, depth: int) -> list[Any]:
-        """The elements of a list, a tuple or a deque."""
+        """Returns the elements of a list, a tuple or a deque."""
         if type(nodes) is not list:
-            raise malformed(path, "a list is expected")
+            raise malformed(path, "expected a list")
         parts: Sequence[Any] = live if isinstance(live, (list, tuple, collections.deque)) else ()
         count = len(parts)
         beyond = ABSENT if count or live is ABSENT else UNFILLED
@@ -164,7 +164,7 @@ class Decoder:
         return values + [parts[i] for i in left if self.keeps(parts[i], f"{path}/{i}", emptied=not nodes)]
 
     def mapping(self, nodes: Mapping[Any, Node], live: Any, path: str, depth: int) -> dict[Any, Any]:
-        """The items of a dict of any kind."""
+        """Returns the items of a dict of any kind."""
         parts: Mapping[Any, Any] = live if isinstance(live, dict) else {}
         beyond = ABSENT if parts or live is ABSENT else UNFILLED
         lives = [parts.get(key, beyond) for key in nodes]
@@ -203,26 +203,26 @@ class Decoder:
 
     def _pairs(self, payload: Node, live: Any, path: str, depth: int) -> dict[Any, Any]:
         if type(payload) is not list:
-            raise malformed(path, "a list of pairs is expected")
+            raise malformed(path, "expected a list of pairs")
         plain = Decoder(self._find_codec)
         # The live keys say what types of the program keys are.
         examples = _examples(live if isinstance(live, dict) else ())
         nodes = {}
         for index, pair in enumerate(payload):
             if type(pair) is not list or len(pair) != 2:
-                raise malformed(path, "a pair is expected")
+                raise malformed(path, "expected a pair")
             key = plain.decode(pair[0], _example_of(pair[0], examples), f"{path}/{index}", depth)
             try:
                 nodes[key] = pair[1]
             except TypeError as error:
-                raise malformed(path, f"a key cannot be one: {error}") from error
+                raise malformed(path, f"invalid key: {error}") from error
         if len(nodes) != len(payload):
-            raise malformed(path, "a key stands twice")
+            raise malformed(path, "a key appears twice")
         return self.mapping(nodes, live, path, depth)
 
     def _elements(self, payload: Node, live: Any, path: str, depth: int) -> frozenset[Any]:
         if type(payload) is not list:
-            raise malformed(path, "a list is expected")
+            raise malformed(path, "expected a list")
         plain = Decoder(self._find_codec)
         examples = _examples(live if isinstance(live, (set, frozenset)) else ())
         values = [
@@ -232,14 +232,14 @@ class Decoder:
         try:
             elements = frozenset(values)
         except TypeError as error:
-            raise malformed(path, f"an element cannot be one: {error}") from error
+            raise malformed(path, f"invalid element: {error}") from error
         if len(elements) != len(values):
-            raise malformed(path, "an element stands twice")
+            raise malformed(path, "an element appears twice")
         return elements
 
     def _type(self, name: Node, live: Any, path: str, is_kind: Callable[[type], bool]) -> type | None:
         if type(name) is not str:
-            raise malformed(path, "the name of a type is expected")
+            raise malformed(path, "expected the name of a type")
         # A module may have moved since; the class is then still called the same.
         cls: type | None = type(live)
         if not is_kind(type(live)) or type(live).__qualname__ != name.rpartition(":")[2]:
@@ -250,7 +250,7 @@ class Decoder:
         self, cls: type, expected: Sequence[str], payload: Node, live: Any, path: str, depth: int
     ) -> dict[str, Any]:
         if type(payload) is not dict:
-            raise malformed(path, "fields are expected")
+            raise malformed(path, "expected fields")
         missing = [f"{path}/{name}" for name in expected if name not in payload]
         extra = [f"{path}/{name}" for name in payload if name not in expected]
         if missing or extra:
@@ -268,7 +268,7 @@ class Decoder:
 
 
 def _examples(live: Iterable[Any]) -> dict[str, Any]:
-    """By the name of its type, one of some live values of each type that has a name in what is stored."""
+    """Returns one of the live values of each type that has a stored name, by that name."""
     return {type(value).__qualname__: value for value in live if type(value) not in ENCODERS}
 
 
@@ -282,7 +282,7 @@ NAMED: Final = frozenset({"namedtuple", "dataclass", "enum", "flag", "tensor_sub
 
 
 def find_tags(node: Node) -> Iterator[tuple[str, str | None]]:
-    """**Pure.** The tag and the argument of each tagged value in a node, arguments that are no text as None."""
+    """**Pure.** Yields the tag and the argument of each tagged value in a node; arguments that are not text as None."""
     ahead = [node]
     while ahead:
         part = ahead.pop()
@@ -296,7 +296,7 @@ def find_tags(node: Node) -> Iterator[tuple[str, str | None]]:
 
 
 def malformed(path: str, what: str) -> FormatError:
-    """The error for JSON that no encoder writes."""
+    """Returns the error for JSON that no encoder writes."""
     return FormatError(f"{path}: {what}", tensor=path)
 
 
@@ -314,13 +314,13 @@ def _object(d: Decoder, payload: Node, argument: Node, live: Any, path: str, dep
 
 def _codec(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
     if type(argument) is not str:
-        raise malformed(path, "the tag of a codec is expected")
+        raise malformed(path, "expected the tag of a codec")
     codec = d._find_codec(argument)
     if codec is None:
         raise UnsupportedValueError(
             f"{path}: no codec with the tag {argument!r} is registered in this process",
             path=path,
-            hint="Call register_codec, as the program that saved did, before restoring.",
+            hint="Before restoring, call register_codec as the program that saved did.",
         )
     return d.coded(codec, payload, live, path, depth)
 
@@ -348,7 +348,7 @@ def _live(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth
 
 def _no_argument(path: str, argument: Node) -> None:
     if argument is not None:
-        raise malformed(path, "a tagged value has an argument that it cannot have")
+        raise malformed(path, "a tagged value has an unexpected argument")
 
 
 def _defaultdict(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
@@ -366,7 +366,7 @@ def _deque(d: Decoder, payload: Node, argument: Node, live: Any, path: str, dept
     except _BROKEN as error:
         raise malformed(path, f"the length of a deque is malformed: {error}") from error
     if limit is not None and len(payload) > limit:
-        raise malformed(path, "a deque is longer than it may be")
+        raise malformed(path, "a deque is longer than its maximum")
     return made
 
 
@@ -385,9 +385,9 @@ def _enum(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth
     name = Decoder().decode(payload, UNFILLED, path, depth)
     if type(name) is not str or name not in cls.__members__:
         raise UnsupportedValueError(
-            f"{path}: {cls.__qualname__} has no member {name!r} any more",
+            f"{path}: {cls.__qualname__} no longer has the member {name!r}",
             path=path,
-            hint="Give the member back its name, or register a codec for the enum.",
+            hint="Restore the member's name, or register a codec for the enum.",
         )
     return cls.__members__[name]
 
@@ -469,4 +469,4 @@ REBUILDERS: Final[dict[str, _Rebuild]] = {
     "set": _plain(lambda d, payload, live, path, depth: set(d._elements(payload, live, path, depth))),
     "frozenset": _plain(lambda d, payload, live, path, depth: d._elements(payload, live, path, depth)),
 }
-"""For each tag of what may hold other values, how it is rebuilt."""
+"""For each tag of values that may contain others, how it is rebuilt."""

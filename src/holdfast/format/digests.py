@@ -1,8 +1,8 @@
-"""Digests of bytes, the spans that they are taken over, and records that carry their own. Pure.
+"""Digests of bytes, the spans that they cover, and records that contain their own digest. Pure.
 
-Every record is a JSON object that names its kind and digests its body:
-`{"holdfast": "manifest", "version": 1, "digest": "...", "body": {...}}`, where `digest` is taken over the bytes of the
-body as they stand. A record that was cut short or changed is found before a field of it is believed.
+Every record is a JSON object that names its kind and digests its body: `{"holdfast": "manifest", "version": 1,
+"digest": "...", "body": {...}}`, where `digest` is that of the body's bytes. A record that was cut short or changed is
+detected before any of its fields is used.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import xxhash
 from holdfast.errors import FormatError
 
 SPAN_BYTES: Final = 1 << 20
-"""An array's bytes are cut into spans of this many, from its first byte on; the last may be shorter.
+"""An array's bytes are split into spans of this many, from its first byte; the last may be shorter.
 
-Small enough that a partial read checks little more than it wants, large enough that the digests weigh nothing.
+Small enough that a partial read checks little more than it needs, large enough that the digests cost nothing.
 """
 
 DIGEST_CHARACTERS: Final = 32
 
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-"""What `digest` gives, in a record; checked where it is decoded."""
+"""The result of `digest`, in a record; checked when it is decoded."""
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """**Pure.** The 128-bit XXH3 digest of some bytes, as 32 lower-case hexadecimal characters.
+    """**Pure.** Returns the 128-bit XXH3 digest of some bytes, as 32 lower-case hexadecimal characters.
 
-    It finds damage; it is no proof against a checkpoint that was forged on purpose.
+    It detects damage, but not a checkpoint that was forged on purpose.
     """
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_each(parts: Iterable[memoryview]) -> list[str]:
-    """**Pure.** The digest of each of many pieces of memory."""
+    """**Pure.** Returns the digest of each of many pieces of memory."""
     return list(map(xxhash.xxh3_128_hexdigest, parts))
 
 
 def span_count(size_bytes: int, span_bytes: int) -> int:
-    """**Pure.** How many spans an array of this size has; none if it is empty."""
+    """**Pure.** Returns how many spans an array of this size has; none if it is empty."""
     return -(-size_bytes // span_bytes)
 
 
@@ -60,7 +60,7 @@ def mix(word: int) -> int:
 
 
 def derive(*words: int) -> int:
-    """**Pure.** One 64-bit number from several, all of whose bits depend on all of theirs."""
+    """**Pure.** Derives one 64-bit number from several, all of whose bits depend on all of theirs."""
     derived = 0
     for word in words:
         derived = mix((derived + word + _STEP) & _MASK)
@@ -71,10 +71,10 @@ FORMAT_VERSION: Final = 1
 
 
 class SealedRecord(msgspec.Struct, frozen=True):
-    """What is stored as the body of a file of its own.
+    """The body of a file of its own.
 
     Attributes:
-        kind: What the file says of it.
+        kind: The kind that the file names.
     """
 
     kind: ClassVar[str]
@@ -91,20 +91,20 @@ class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def seal(record: SealedRecord) -> bytes:
-    """**Pure.** The bytes of the file of a record."""
+    """**Pure.** Returns the bytes of the file of a record."""
     body = msgspec.json.encode(record)
     envelope = _Envelope(holdfast=record.kind, version=FORMAT_VERSION, digest=digest(body), body=msgspec.Raw(body))
     return msgspec.json.encode(envelope)
 
 
 def unseal(record_type: type[RecordT], data: bytes, *, path: str, step: int | None = None) -> RecordT:
-    """**Pure.** The record that the bytes hold.
+    """**Pure.** Returns the record in the bytes.
 
     Args:
-        record_type: The type that it must have.
+        record_type: Its expected type.
         data: The bytes of the file.
-        path: Where they came from, for the error.
-        step: The step that they belong to, for the error.
+        path: The file, for the error.
+        step: The step that it belongs to, for the error.
 
     Raises:
         FormatError: If it is not whole, not of this kind, or of a newer format.

@@ -1,4 +1,4 @@
-"""Element types: those of safetensors, and others that lie in a data file as raw bytes. Pure."""
+"""Element types: those of safetensors, and others that are raw bytes in a data file. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ElementType(NamedTuple):
     """One type of an array's elements.
 
     Attributes:
-        name: What the index calls it: the name that safetensors has for it, or else the libraries' own.
+        name: Its name in the index: that of safetensors, or else the libraries' own.
         item_bytes: The bytes of one element.
-        library_name: What the libraries call it.
+        library_name: Its name in the libraries.
         libraries: The libraries whose arrays may have it.
-        torch_storage: What torch calls a storage of it in a file; empty where it is a storage of bytes.
+        torch_storage: Torch's name of a storage of it in a file; empty if it is a storage of bytes.
     """
 
     name: str
@@ -28,7 +28,7 @@ class ElementType(NamedTuple):
 
     @property
     def is_raw(self) -> bool:
-        """Whether safetensors lacks the type, so that a data file shows bytes."""
+        """True if safetensors lacks the type, so a data file declares bytes."""
         return self.name == self.library_name
 
 
@@ -81,10 +81,10 @@ QUANTIZED_TYPES: Final = {"qint8": (-(1 << 7), 1 << 7), "quint8": (0, 1 << 8), "
 
 
 class Quantizer(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What numbers the integers of a quantized array stand for: `(integer - zero point) * scale`.
+    """The map from the integers of a quantized array to numbers: `(integer - zero point) * scale`.
 
     Attributes:
-        axis: The dimension along which each place has a scale and a zero point of its own; None if all share one.
+        axis: The dimension along which scales and zero points vary; None if all share one.
         scales: The scales.
         zero_points: The zero points.
     """
@@ -102,9 +102,9 @@ class QuantizerRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def find_quantizer_problem(dtype: str, shape: tuple[int, ...], quantizer: Quantizer | None) -> str:
-    """**Pure.** Why an array cannot have that quantizer, or none; empty if it can."""
+    """**Pure.** Returns why an array cannot have that quantizer, or none; empty if it can."""
     if dtype not in QUANTIZED_TYPES:
-        return f"an array of {dtype} has no quantizer" if quantizer is not None else ""
+        return f"an array of {dtype} cannot have a quantizer" if quantizer is not None else ""
     if quantizer is None:
         return f"an array of {dtype} needs a quantizer"
     axis, count = quantizer.axis, len(quantizer.scales)
@@ -114,19 +114,19 @@ def find_quantizer_problem(dtype: str, shape: tuple[int, ...], quantizer: Quanti
         return f"a quantizer of {count} scales and {len(quantizer.zero_points)} zero points for {list(shape)}"
     least, beyond = QUANTIZED_TYPES[dtype]
     if not all(map(math.isfinite, quantizer.scales)) or any(not least <= z < beyond for z in quantizer.zero_points):
-        return f"a quantizer of {dtype} with scales or zero points that cannot be"
+        return f"a quantizer of {dtype} with invalid scales or zero points"
     return ""
 
 
 def names_in(library: str) -> dict[str, str]:
-    """**Pure.** The types that the arrays of a library may have: by the library's name, that of the index."""
+    """**Pure.** Returns the types that the arrays of a library may have: by the library's name, that of the index."""
     return {one.library_name: one.name for one in ELEMENT_TYPES if library in one.libraries.split()}
 
 
 def stored_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """**Pure.** Element type and shape by which the header of a data file names an array.
+    """**Pure.** Returns the element type and shape of an array in the header of a data file.
 
-    What safetensors has no type for are bytes there, with one more dimension for those of an element.
+    Types that safetensors lacks are bytes there, with one more dimension for those of an element.
     """
     return ("U8", (*shape, ITEM_BYTES[dtype])) if dtype in RAW_TYPES else (dtype, shape)
 
@@ -134,11 +134,11 @@ def stored_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
 MAX_DIMENSIONS: Final = 64
 
 MAX_ARRAY_BYTES: Final = 1 << 53
-"""No array may be larger: sizes stay exact in JSON readers that hold numbers as doubles."""
+"""The largest array: sizes stay exact in JSON readers that hold numbers as doubles."""
 
 
 def array_bytes(dtype: str, shape: Iterable[int]) -> int:
-    """**Pure.** The bytes of a contiguous array.
+    """**Pure.** Returns the size of a contiguous array in bytes.
 
     Args:
         dtype: A key of `ITEM_BYTES`.

@@ -1,9 +1,9 @@
-"""Python values to JSON, and back, equal and of the same exact type. Pure.
+"""Encodes Python values as JSON so that they come back equal and of the same exact type. Pure.
 
-What JSON says exactly stands for itself; everything else is an object with a tag, `{"$": tag, "v": payload}`, some
-with an argument `k`. `Encoder` and `Decoder` (in `decoding.py`) walk the trees. By themselves they know plain values;
-what more there may be in a tree (arrays, objects with state) is added by deriving from them. No type is found by its
-stored name unless the program registered it, or a live value of that type stands at the same place.
+Values that JSON represents exactly are stored as they are; everything else is an object with a tag, `{"$": tag, "v":
+payload}`, some with an argument `k`. `Encoder` and `Decoder` (in `decoding.py`) walk the trees. By themselves they know
+plain values; subclasses add others (arrays, objects with state). No type is found by its stored name unless the program
+registered it, or a live value of that type is at the same path.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from holdfast.format.scalars import (
 )
 
 MAX_DEPTH: Final = 64
-"""How deep values may be nested. Both walks then stay well within the interpreter's own limit."""
+"""The largest depth of nested values. Both walks then stay well within the interpreter's own limit."""
 
 MAX_VALUES: Final = 10_000_000
-"""How many values are written down in one go. More take minutes and gigabytes, here and at each restore."""
+"""The most values that are written at once. More take minutes and gigabytes, here and at each restore."""
 
-_REGISTER: Final = "Store something plainer in its place, or register the type with register_codec."
+_REGISTER: Final = "Store a plainer value instead, or register the type with register_codec."
 
 
 def path_part(key: Hashable, index: int) -> str:
-    """**Pure.** What a dict's key is called in a path; one that has no short plain form is called by its number."""
+    """**Pure.** Returns the name of a dict's key in a path; a key without a short plain form is named by its number."""
     if type(key) is str:
         part = key
     elif type(key) in (int, float, bool, type(None), tuple) and len(text := repr(key)) <= 64:
@@ -50,7 +50,7 @@ def path_part(key: Hashable, index: int) -> str:
 
 
 def escape(part: str) -> str:
-    """**Pure.** A part of a path, with `~` and `/` written as in JSON pointers."""
+    """**Pure.** Returns a part of a path, with `~` and `/` escaped as in JSON pointers."""
     if "~" in part or "/" in part:
         part = part.replace("~", "~0").replace("/", "~1")
     return part if is_text(part) else part.encode("utf-8", "backslashreplace").decode()
@@ -65,11 +65,11 @@ class Encoder:
         self._written: dict[tuple[int, int], tuple[Any, Node, int]] = {}
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
-        """The node of a value of a type that has no codec, or None."""
+        """Returns the node of a value of a type that has no codec, or None."""
         return None
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
-        """The node of a value.
+        """Returns the node of a value.
 
         Raises:
             UnsupportedValueError: If it has none.
@@ -84,7 +84,7 @@ class Encoder:
             if depth <= MAX_DEPTH or not isinstance(node, dict):
                 return node
         if depth > MAX_DEPTH:
-            raise unsupported(path, f"something nested more than {MAX_DEPTH} deep", "Make the tree flatter.")
+            raise unsupported(path, f"a value nested more than {MAX_DEPTH} levels deep", "Make the tree flatter.")
         tally = self._tally
         written = self._written.get((id(value), depth))
         if written is not None:
@@ -106,7 +106,7 @@ class Encoder:
         return node
 
     def encode_apart(self, value: Any, path: str, depth: int) -> Node:
-        """The node of a value that was made for this, and may be made of containers that are used again and again."""
+        """Returns the node of a value that was made for this, from containers that may be reused."""
         outer, self._written = self._written, {}
         try:
             return self.encode(value, path, depth)
@@ -114,19 +114,19 @@ class Encoder:
             self._written = outer
 
     def coded(self, made: Any, path: str, depth: int) -> Node:
-        """The node of what a codec has made of a value."""
+        """Returns the node of a codec's result."""
         return _Plain(self).encode(made, path, depth)
 
     def count(self, values: int, path: str) -> None:
-        """Counts values that are written in some other way.
+        """Counts values that are written in another way.
 
         Raises:
-            UnsupportedValueError: If there are too many in all.
+            UnsupportedValueError: If there are too many in total.
         """
         self._tally.add(values, path)
 
     def plain(self) -> Encoder:
-        """An encoder for what stands where no array or object may be: keys and elements of sets."""
+        """An encoder for places without arrays or objects: keys and elements of sets."""
         return _Plain(self)
 
     def _encode_other(self, cls: type, value: Any, path: str, depth: int) -> Node:
@@ -141,7 +141,7 @@ class Encoder:
         return node
 
     def of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:
-        """The node of an enum, a dataclass, a namedtuple, a scalar of NumPy or a time zone; None for all else."""
+        """Returns the node of an enum, a dataclass, a namedtuple, a NumPy scalar or a time zone; None for all else."""
         if isinstance(value, enum.Flag):
             return tagged("flag", self.encode(value.value, path, depth), name_of(cls))
         if isinstance(value, enum.Enum):
@@ -166,7 +166,7 @@ class Encoder:
         return nodes
 
     def encode_list(self, value: Collection[Any], path: str, depth: int) -> list[Node]:
-        """The nodes of a sequence's elements."""
+        """Returns the nodes of a sequence's elements."""
         self._tally.add(len(value), path)
         nodes: list[Node] = []
         for index, element in enumerate(value):
@@ -177,7 +177,7 @@ class Encoder:
         return nodes
 
     def encode_dict(self, value: dict[Any, Any], path: str, depth: int) -> Node:
-        """A dict's node: a JSON object where the keys allow it, otherwise pairs."""
+        """Returns a dict's node: a JSON object if the keys allow it, otherwise pairs."""
         for key in value:
             if type(key) is not str or key[:1] == "$" or not is_text(key):
                 return tagged("dict", self.encode_pairs(value, path, depth))
@@ -188,7 +188,7 @@ class Encoder:
         return nodes
 
     def encode_pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[Node]:
-        """The keys and values of any mapping, in its order."""
+        """Returns the keys and values of any mapping, in its order."""
         self._tally.add(2 * len(value), path)
         keys = self.plain()
         pairs = []
@@ -198,31 +198,32 @@ class Encoder:
         return pairs
 
     def encode_set(self, value: Collection[Any], path: str, depth: int) -> list[Node]:
-        """The elements, in an order that depends on nothing but them."""
+        """Returns the elements in an order that depends on nothing but them."""
         nodes = self.plain().encode_list(value, path, depth)
         return sorted(nodes, key=lambda node: json.dumps(node, sort_keys=True))
 
 
 @dataclasses.dataclass(slots=True)
 class _Tally:
-    """What the encoders of one tree have in common: which values they are in, and how many they have written."""
+    """The shared state of the encoders of one tree: the current values, and how many were written."""
 
     open: set[int] = dataclasses.field(default_factory=set)
     values: int = 0
 
     def add(self, count: int, path: str) -> None:
-        """Counts values before they are written, or once more where a part stands again."""
+        """Counts values before they are written, or again if a part is repeated."""
         self.values += count
         if self.values > MAX_VALUES:
             raise unsupported(
                 path,
                 f"more than {MAX_VALUES:,} values at once",
-                "Store arrays in place of long lists, or share less: what stands in two places is written twice.",
+                "Store arrays instead of long lists, or share less: a value that appears in two places is "
+                "written twice.",
             )
 
 
 class _Plain(Encoder):
-    """Writes what stands where no array or object may be: keys, elements of sets, what a codec returns."""
+    """Encodes where no array or object may be: keys, elements of sets, results of codecs."""
 
     def __init__(self, outer: Encoder) -> None:
         super().__init__()
@@ -266,5 +267,5 @@ _CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str, int], Node]]] = {
 
 
 def unsupported(path: str, what: str, hint: str = "") -> UnsupportedValueError:
-    """The error for a value that cannot be stored."""
+    """Returns the error for a value that cannot be stored."""
     return UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint or _REGISTER)

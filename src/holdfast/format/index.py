@@ -1,9 +1,9 @@
-"""What lies where in one worker's data file, and the index that says so, with the state that is not arrays. Pure.
+"""The layout of one worker's data file, and the index that records it, with the state other than arrays. Pure.
 
 A data file is a plain safetensors file: eight bytes with the header's length, a JSON header padded with spaces so that
-the arrays begin on a multiple of 4096 bytes, and the arrays one behind the other without gaps. Those whose sizes are
-multiples of a line of the processor's cache come first, then of half a line, and so on: so each array is aligned to its
-own elements, and all but the odd ones to a line, as they are in memory.
+the arrays begin on a multiple of 4096 bytes, and the arrays one after the other without gaps. Arrays whose sizes are
+multiples of a cache line come first, then of half a line, and so on: so each array is aligned to its own elements, and
+all but the odd ones to a line, as they are in memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from holdfast.format.names import AttemptNumber, GenerationNumber, Size, StepNam
 from holdfast.format.shapes import Box, StridesRecord, whole_box
 
 ALIGNMENT_BYTES: Final = 4096
-"""What direct I/O asks of addresses, offsets and lengths on every device in use."""
+"""The alignment that direct I/O requires of addresses, offsets and lengths on every device in use."""
 
 _LINE_BYTES: Final = 64
-"""A copy or read between two places that lie alike in their lines is the faster."""
+"""A copy or read between two places with the same offset in their lines is faster."""
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit that safetensors readers set for a header."""
 
 METADATA_KEY: Final = "__metadata__"
-"""The one name in a header that does not stand for an array."""
+"""The one name in a header that is not an array's."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class Layout:
         header: The file's first bytes, up to the first array.
         places: The arrays in the order of the file.
         size_bytes: The size of the whole file.
-        entries: The part of the header that names the arrays, behind the metadata.
+        entries: The part of the header that names the arrays, after the metadata.
     """
 
     header: bytes
@@ -61,7 +61,7 @@ class Layout:
 
 
 def round_up(size_bytes: int) -> int:
-    """**Pure.** The smallest multiple of `ALIGNMENT_BYTES` that is not smaller."""
+    """**Pure.** Rounds up to a multiple of `ALIGNMENT_BYTES`."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -70,7 +70,7 @@ def plan_layout(arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Ma
 
     Args:
         arrays: Name, element type and shape of each; names are distinct.
-        metadata: Text to keep in the header beside the arrays.
+        metadata: Text to store in the header, too.
 
     Raises:
         UsageError: If there are so many arrays that readers of safetensors would refuse the header.
@@ -101,19 +101,19 @@ def plan_layout(arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Ma
 
 
 def relabel(layout: Layout, metadata: Mapping[str, str]) -> Layout | None:
-    """**Pure.** The same file with other metadata; None if that takes more blocks or fewer."""
+    """**Pure.** Returns the same file with other metadata; None if that needs another number of blocks."""
     header = _make_header(metadata, layout.entries)
     return replace(layout, header=header) if len(header) == len(layout.header) else None
 
 
 def _alignment_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The largest power of two, up to a line, of which the array's size is a multiple; so its elements' size is one."""
+    """Returns the largest power of two, up to a line, that divides the array's size, and so its elements' size."""
     size_bytes = array_bytes(dtype, shape) | _LINE_BYTES
     return size_bytes & -size_bytes
 
 
 def _make_header(metadata: Mapping[str, str], entries: bytes) -> bytes:
-    """A header with its length before it, padded: the metadata, then the entries of arrays, if there are any."""
+    """Returns a header with its length before it, padded: the metadata, then the entries of arrays, if any."""
     opening = msgspec.json.encode({METADATA_KEY: dict(metadata)})[:-1]
     encoded = opening + (b"," if len(entries) > 1 else b"") + entries
     header_bytes = round_up(8 + len(encoded)) - 8
@@ -135,7 +135,7 @@ class LeafRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
         shape: The length of each dimension.
         begin: Where its bytes begin, from the file's beginning.
         end: Where they end, exclusive.
-        spans: The digest of each span of its bytes, in order, without anything between them.
+        spans: The digests of its spans, in order, without separators.
     """
 
     name: str
@@ -150,11 +150,11 @@ class Source(msgspec.Struct, frozen=True, order=True):
     """A data file of an earlier step of the same run. It is never named by a path.
 
     Attributes:
-        step: The step whose directory it lies in.
+        step: The step of its directory.
         generation: The generation that saved that step.
-        attempt: Which attempt of that generation.
+        attempt: The number of the attempt in that generation.
         rank: The worker that wrote the file.
-        world_size: How many workers there were.
+        world_size: The number of workers.
         data_bytes: The file's size.
     """
 
@@ -177,20 +177,20 @@ class Source(msgspec.Struct, frozen=True, order=True):
 
 
 class ReferredRecord(LeafRecord, frozen=True, array_like=True, gc=False):
-    """One array whose bytes lie in a data file of an earlier step.
+    """One array whose bytes are in a data file of an earlier step.
 
     Attributes:
-        source: The number of that file among the index's sources; `begin` and `end` are places in it.
+        source: The number of that file among the index's sources; `begin` and `end` are offsets in it.
     """
 
     source: int
 
 
 class BoxRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What an array is that is no leaf by itself, but a box of one.
+    """An array that is not a leaf by itself, but a box of one.
 
     Attributes:
-        name: The array's name, as it stands among the index's arrays.
+        name: The array's name among the index's arrays.
         leaf: The leaf's name; empty if it is the same.
         global_shape: The leaf's shape.
         offsets: Where the array begins in the leaf, in elements.
@@ -203,13 +203,13 @@ class BoxRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ElsewhereRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A leaf that the worker's state names, and of which it did not write all that it held.
+    """A leaf of the worker's state that it did not write in full.
 
     Attributes:
         name: The leaf's name.
         dtype: The element type.
         shape: The leaf's shape.
-        ranks: The workers that wrote what is missing, as far as that is known; a hint where to look first.
+        ranks: The workers that wrote the rest, as far as that is known; a hint where to look first.
     """
 
     name: str
@@ -219,15 +219,15 @@ class ElsewhereRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StoredBox(msgspec.Struct, frozen=True):
-    """Where one box of a leaf lies.
+    """The position of one box of a leaf.
 
     Attributes:
         leaf: The leaf's name.
         dtype: The element type.
         global_shape: The leaf's shape.
-        box: Which part of the leaf it is.
+        box: The part of the leaf.
         record: The array.
-        rank: The worker whose index says so.
+        rank: The worker whose index has it.
     """
 
     leaf: str
@@ -239,26 +239,26 @@ class StoredBox(msgspec.Struct, frozen=True):
 
 
 class Index(SealedRecord, frozen=True, omit_defaults=True):
-    """What one worker wrote.
+    """The record of what one worker wrote.
 
     Attributes:
         step: The step that it belongs to.
         generation: The generation that saved it.
-        attempt: Which attempt of that generation.
+        attempt: The number of the attempt in that generation.
         rank: The worker that wrote it.
-        world_size: How many workers there were.
+        world_size: The number of workers.
         data_bytes: The size of the data file.
-        header_bytes: How many bytes lie before the first array.
+        header_bytes: How many bytes precede the first array.
         header_digest: The digest of those bytes.
         span_bytes: The length of a span.
         leaves: The arrays, in the order of the file.
-        objects: For each named object, its state with references in place of arrays.
-        sources: The files of earlier steps that arrays are referred to in; left out if there are none.
-        referred: Those arrays, in the order of the sources and of their places there; left out if there are none.
-        boxes: What those arrays are that are no whole leaves; left out if all are.
-        elsewhere: The leaves of which others have written a part, or all; left out if there are none.
-        strides: The leaves that did not lie in row-major order in this worker's memory; left out if all did.
-        quantizers: Those of leaves that are quantized; left out if none is.
+        objects: For each named object, its state with references instead of arrays.
+        sources: The files of earlier steps that contain some of the arrays; left out if there are none.
+        referred: Those arrays, in the order of the sources and of their offsets; left out if there are none.
+        boxes: The boxes that arrays are, if not whole leaves; left out if all are whole.
+        elsewhere: The leaves that other workers wrote in part or in full; left out if there are none.
+        strides: The leaves that were not in row-major order in this worker's memory; left out if all were.
+        quantizers: Those of quantized leaves; left out if there are none.
     """
 
     kind: ClassVar[str] = "index"
@@ -292,17 +292,17 @@ class Index(SealedRecord, frozen=True, omit_defaults=True):
         return Source(self.step, self.generation, self.attempt, self.rank, self.world_size, self.data_bytes)
 
     def all_leaves(self) -> Iterator[LeafRecord]:
-        """All arrays, wherever they lie."""
+        """All arrays, in any file."""
         yield from self.leaves
         yield from self.referred
 
     @property
     def is_shared(self) -> bool:
-        """Whether it says anything of leaves that do not lie whole in one array."""
+        """True if it has leaves that are not whole in one array."""
         return bool(self.boxes or self.elsewhere)
 
     def stored_boxes(self) -> Iterator[StoredBox]:
-        """All arrays, each with the leaf that it is, or is a box of."""
+        """Yields all arrays, each with the leaf that it is, or is a box of."""
         boxes = {part.name: part for part in self.boxes}
         for record in self.all_leaves():
             name, shape, box = record.name, record.shape, whole_box(record.shape)
@@ -311,14 +311,14 @@ class Index(SealedRecord, frozen=True, omit_defaults=True):
             yield StoredBox(name, record.dtype, shape, box, record, self.rank)
 
     def list_leaves(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The leaves that it names, wherever they lie: element type and shape of each."""
+        """Returns the leaves that it names, with element type and shape."""
         leaves = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.elsewhere}
         for stored in self.stored_boxes():
             leaves[stored.leaf] = (stored.dtype, stored.global_shape)
         return leaves
 
     def refers_to(self) -> dict[StepName, tuple[int, int]]:
-        """For each step that it refers to, how many arrays and how many of their bytes lie there; in order of step."""
+        """Returns for each step that it refers to the number of arrays and bytes there; in order of step."""
         counts: dict[StepName, tuple[int, int]] = {}
         for leaf in self.referred:
             name = self.sources[leaf.source].name

@@ -1,4 +1,4 @@
-"""Whether an index makes sense, by itself and with those of a step's other workers. Pure."""
+"""Checks an index, by itself and together with those of a step's other workers. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NAME_CHARACTERS: Final = 200
 
 
 def decode_index(data: bytes, *, path: str, step: int | None = None) -> Index:
-    """**Pure.** The index that the bytes hold, checked for sense.
+    """**Pure.** Returns the index in the bytes, after checks.
 
     Raises:
-        FormatError: If it is damaged, or says what cannot be: arrays that overlap or leave gaps, sizes that do not
-            follow from shape and type, names that stand twice.
+        FormatError: If it is damaged or invalid: arrays that overlap or leave gaps, sizes that do not follow from shape
+            and type, names that appear twice.
     """
     index = unseal(Index, data, path=path, step=step)
     problem = _find_problem(index)
@@ -32,7 +32,7 @@ def decode_index(data: bytes, *, path: str, step: int | None = None) -> Index:
 
 def _find_problem(index: Index) -> str:
     if index.rank >= index.world_size:
-        return f"rank {index.rank} of {index.world_size} workers cannot be"
+        return f"rank {index.rank} of {index.world_size} workers is not possible"
     problem = find_leaf_problem(index)
     if not problem and index.is_shared:
         problem = find_part_problem(index)
@@ -44,7 +44,7 @@ def _find_problem(index: Index) -> str:
 
 
 def find_leaf_problem(index: Index) -> str:
-    """**Pure.** What is wrong with the leaves of an index; empty if nothing is."""
+    """**Pure.** Describes a problem of the leaves of an index; empty if there is none."""
     problem = _find_form_problem([*index.leaves, *index.referred], index.span_bytes)
     if problem:
         return problem
@@ -59,7 +59,7 @@ def find_leaf_problem(index: Index) -> str:
 
 
 def _find_form_problem(leaves: Sequence[LeafRecord], span_bytes: int) -> str:
-    """What is wrong with leaves, wherever each begins. There may be very many, most of them alike."""
+    """Describes a problem of leaves, apart from where each begins. There may be very many, most of them similar."""
     sizes_bytes: dict[tuple[str, tuple[int, ...]], int] = {}
     for leaf in leaves:
         kind = (leaf.dtype, leaf.shape)
@@ -70,15 +70,15 @@ def _find_form_problem(leaves: Sequence[LeafRecord], span_bytes: int) -> str:
             except ValueError as error:
                 return f"{leaf.name!r}: {error}"
         if leaf.end != leaf.begin + size_bytes:
-            return f"{leaf.name!r} should lie at bytes {leaf.begin} to {leaf.begin + size_bytes}, not to {leaf.end}"
+            return f"{leaf.name!r} should occupy bytes {leaf.begin} to {leaf.begin + size_bytes}, not to {leaf.end}"
         if len(leaf.spans) != DIGEST_CHARACTERS * -(-size_bytes // span_bytes):
-            return f"{leaf.name!r}: the digests of its spans are malformed"
+            return f"{leaf.name!r}: its digests are malformed"
     if not _is_hexadecimal("".join([leaf.spans for leaf in leaves])):
         name = next(leaf.name for leaf in leaves if not _is_hexadecimal(leaf.spans))
-        return f"{name!r}: the digests of its spans are malformed"
+        return f"{name!r}: its digests are malformed"
     if len({leaf.name for leaf in leaves}) != len(leaves):
         name = next(name for name, count in Counter(leaf.name for leaf in leaves).items() if count > 1)
-        return f"{name!r} stands twice"
+        return f"{name!r} appears twice"
     return ""
 
 
@@ -87,12 +87,12 @@ def _is_hexadecimal(text: str) -> bool:
 
 
 def find_name_problem(index: Index) -> str:
-    """**Pure.** Which leaf the objects of an index name that it does not have, not even elsewhere; empty if none."""
+    """**Pure.** Names a leaf in an index's objects that exists neither in it nor elsewhere; empty if there is none."""
     known = {stored.leaf for stored in index.stored_boxes()}
     known.update(absent.name for absent in index.elsewhere)
     for name in _named_leaves(index):
         if not isinstance(name, str) or name not in known:
-            return f"its objects name the leaf {str(name)[:_NAME_CHARACTERS]!r}, which is not there"
+            return f"its objects refer to the leaf {str(name)[:_NAME_CHARACTERS]!r}, which is missing"
     return ""
 
 
@@ -111,12 +111,12 @@ def _named_leaves(index: Index) -> Iterator[Any]:
 
 
 def _find_strides_problem(index: Index) -> str:
-    """What is wrong with the strides of leaves: memory is taken by them, and they are not to reach beyond it."""
+    """Describes a problem of the strides of leaves: memory is allocated by them, and they must not reach beyond it."""
     leaves = index.list_leaves()
     for record in index.strides:
         _, shape = leaves.pop(record.leaf, ("", None))
         if shape is None:
-            return f"the strides of {record.leaf!r} are those of no leaf, or stand twice"
+            return f"the strides of {record.leaf!r} belong to no leaf, or appear twice"
         if not is_dense(shape, record.strides):
             return f"{record.leaf!r} of shape {list(shape)} cannot have the strides {list(record.strides)}"
     return ""
@@ -126,11 +126,11 @@ def _find_quantizers_problem(index: Index) -> str:
     leaves = index.list_leaves()
     quantizers = {record.leaf: record.quantizer for record in index.quantizers}
     if len(quantizers) < len(index.quantizers) or not quantizers.keys() <= leaves.keys():
-        return "the quantizer of a leaf stands twice, or is that of none"
+        return "the quantizer of a leaf belongs to no leaf, or appears twice"
     for leaf, (dtype, shape) in leaves.items():
         problem = find_quantizer_problem(dtype, shape, quantizers.get(leaf))
         if problem:
-            return f"{leaf!r} cannot be {problem}"
+            return f"{leaf!r} is invalid: {problem}"
     return ""
 
 
@@ -141,10 +141,10 @@ def _find_source_problem(index: Index) -> str:
         if problem:
             return problem
         if source.rank >= source.world_size:
-            return f"a source of rank {source.rank} of {source.world_size} workers cannot be"
+            return f"a source of rank {source.rank} of {source.world_size} workers is not possible"
         # One file that stood twice could be claimed twice, and so take more memory than lies on the disk.
         if before is not None and (before.name, before.rank) >= (source.name, source.rank):
-            return f"the source {source.name.directory} stands twice, or not in its place"
+            return f"the source {source.name.directory} appears twice or out of order"
         before = source
     return ""
 
@@ -159,7 +159,7 @@ def _find_referred_problem(index: Index) -> str:
         # Arrays that shared bytes could claim more memory than lies on the disk.
         if not offset <= leaf.begin <= leaf.end <= index.sources[number].data_bytes:
             return (
-                f"{leaf.name!r} cannot lie at bytes {leaf.begin} to {leaf.end} of a source of "
+                f"{leaf.name!r} cannot be at bytes {leaf.begin} to {leaf.end} of a source of "
                 f"{index.sources[number].data_bytes} bytes whose bytes before {offset} are taken"
             )
         offset = leaf.end
@@ -169,14 +169,14 @@ def _find_referred_problem(index: Index) -> str:
 
 
 def find_part_problem(index: Index) -> str:
-    """**Pure.** What is wrong with what an index says of the leaves that its arrays are boxes of; empty if nothing."""
+    """**Pure.** Describes a problem of the boxes of leaves in an index; empty if there is none."""
     records = {record.name: record for record in index.all_leaves()}
     leaves: dict[str, tuple[str, tuple[int, ...]]] = {}
     seen: set[str] = set()
     for part in index.boxes:
         record = records.get(part.name)
         if record is None or part.name in seen:
-            return f"the box {part.name!r} is of no array, or stands twice"
+            return f"the box {part.name!r} belongs to no array, or appears twice"
         seen.add(part.name)
         problem = _find_kind_problem(record.dtype, part.global_shape) or find_box_problem(
             Box(part.offsets, record.shape), part.global_shape
@@ -188,7 +188,7 @@ def find_part_problem(index: Index) -> str:
             return f"the boxes of {part.leaf or part.name!r} are not of one leaf"
     wholes = records.keys() - seen
     if not wholes.isdisjoint(leaves):
-        return f"{min(wholes & leaves.keys())!r} is a whole leaf, and a box of one"
+        return f"{min(wholes & leaves.keys())!r} is both a whole leaf and a box of one"
     return _find_elsewhere_problem(index, leaves, wholes)
 
 
@@ -198,15 +198,15 @@ def _find_elsewhere_problem(
     seen: set[str] = set()
     for absent in index.elsewhere:
         if absent.name in seen or absent.name in wholes:
-            return f"{absent.name!r} cannot be elsewhere, or stands twice"
+            return f"{absent.name!r} cannot be stored by another worker, or appears twice"
         seen.add(absent.name)
         problem = _find_kind_problem(absent.dtype, absent.shape)
         if problem:
             return f"{absent.name!r}: {problem}"
         if leaves.get(absent.name, (absent.dtype, absent.shape)) != (absent.dtype, absent.shape):
-            return f"{absent.name!r} is not the leaf elsewhere that it is here"
+            return f"{absent.name!r} has another dtype or shape on another worker"
         if any(not 0 <= rank < index.world_size or rank == index.rank for rank in absent.ranks):
-            return f"{absent.name!r} cannot lie with the ranks {list(absent.ranks)}"
+            return f"{absent.name!r} cannot be stored by the ranks {list(absent.ranks)}"
     return ""
 
 
@@ -219,10 +219,10 @@ def _find_kind_problem(dtype: str, shape: Sequence[int]) -> str:
 
 
 def find_cover_problem(indexes: Iterable[Index]) -> str:
-    """**Pure.** What is wrong with the boxes of a whole step, of all its workers together; empty if nothing is.
+    """**Pure.** Describes a problem of the boxes of a whole step, of all its workers together; empty if there is none.
 
     Each leaf that any of them names must be covered exactly: boxes have no element in common, unless they are the same
-    box with the same digests, and together they leave none out.
+    box with the same digests, and together they cover all.
     """
     named: dict[str, tuple[str, tuple[int, ...], int]] = {}
     boxes: dict[str, dict[Box, StoredBox]] = {}
@@ -241,7 +241,7 @@ def find_cover_problem(indexes: Iterable[Index]) -> str:
     for leaf, (_, shape, rank) in named.items():
         problem = _find_gap(shape, boxes.get(leaf, {}))
         if problem:
-            return f"{leaf!r}, which rank {rank} names, {problem}"
+            return f"{leaf!r}, named by rank {rank}, {problem}"
     return ""
 
 
@@ -251,7 +251,7 @@ def _find_name_problem(
     known = named.setdefault(leaf, (dtype, shape, rank))
     if known[:2] == (dtype, shape):
         return ""
-    return f"{leaf!r} is {known[0]} {list(known[1])} to rank {known[2]}, and {dtype} {list(shape)} to rank {rank}"
+    return f"{leaf!r} is {known[0]} {list(known[1])} on rank {known[2]}, but {dtype} {list(shape)} on rank {rank}"
 
 
 def _find_gap(shape: tuple[int, ...], boxes: Mapping[Box, StoredBox]) -> str:
@@ -264,5 +264,5 @@ def _find_gap(shape: tuple[int, ...], boxes: Mapping[Box, StoredBox]) -> str:
             one, other = (boxes[places[place]] for place in overlap)
             return f"overlaps: rank {one.rank} has {one.box}, rank {other.rank} has {other.box}"
     if found != wanted:
-        return f"is incomplete: {found} of its {wanted} elements lie with a rank"
+        return f"is incomplete: the workers have {found} of its {wanted} elements"
     return ""

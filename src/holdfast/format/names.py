@@ -1,4 +1,4 @@
-"""The names that the format gives to files and directories. Pure."""
+"""The names of files and directories in the format. Pure."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ TRASH_PREFIX: Final = ".trash-"
 SPARE_NAME: Final = ".holdfast-spare"
 DATA_SUFFIX: Final = ".safetensors"
 OWN_PREFIX: Final = "$"
-"""Begins the names of objects that holdfast itself adds to a checkpoint. No object of a user's has such a name."""
+"""The prefix of names of objects that holdfast itself adds to a checkpoint. No user's object has such a name."""
 
 RUN_CALLS: Final = OWN_PREFIX + "total_run_calls"
-"""Names the count of a `PreemptionCheckpointHandler`."""
+"""The name of a `PreemptionCheckpointHandler`'s count."""
 
 HYPERPARAMETERS: Final = OWN_PREFIX + "hyperparameters"
-"""Names what the script said of optimizers and schedules."""
+"""The name of the script's settings of optimizers and schedules."""
 
 OLD_RUN_CALLS: Final = "total_run_calls"
-"""What that count was called before holdfast had names of its own."""
+"""The name of that count before holdfast had reserved names."""
 
 IMPORTED_FROM: Final = "imported_from"
-"""Names, in the metadata of a step that was imported, the file or directory that it was made of."""
+"""The key, in the metadata of an imported step, of the source file or directory."""
 
 START_NAME: Final = ".holdfast-start"
-"""In the run's root while a job of several workers begins: what the leader writes there, the others have to see."""
+"""A file in the run's root while a job of several workers begins: the leader writes it, the others must see it."""
 
 MAX_STEP: Final = 10**15
 MAX_GENERATION: Final = 10**9
@@ -54,10 +54,10 @@ _TEMPORARY = re.compile(r"\.manifest\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
 
 
 class StepName(msgspec.Struct, frozen=True, order=True):
-    """Which checkpoint: the step, the generation that saved it, and which attempt of that generation it was.
+    """A checkpoint: the step, the generation that saved it, and the number of the attempt in that generation.
 
-    A generation that saves the same step twice (after a failure, or to replace it) takes the next attempt, so that
-    a directory is never written twice.
+    If a generation saves the same step twice (after a failure, or to replace it), the second save is another attempt,
+    so a directory is never written twice.
     """
 
     step: int
@@ -77,7 +77,7 @@ class StepName(msgspec.Struct, frozen=True, order=True):
 
     @property
     def committed_path(self) -> str:
-        """The path of the file that says, once its manifest is lost, that it was committed."""
+        """The path of the file that proves, if its manifest is lost, that it was committed."""
         return f"{self.directory}/{COMMITTED_NAME}"
 
     def __str__(self) -> str:
@@ -85,16 +85,16 @@ class StepName(msgspec.Struct, frozen=True, order=True):
 
 
 def is_own(name: str) -> bool:
-    """**Pure.** Whether an object of that name is holdfast's own, which no user has to know of."""
+    """**Pure.** Returns True if an object of that name is holdfast's own, which users need not know."""
     return name.startswith(OWN_PREFIX)
 
 
 @lru_cache(maxsize=1 << 15)
 def parse_step_directory(name: str) -> StepName | None:
-    """**Pure.** The checkpoint that a directory's name stands for, or None if it is not such a name.
+    """**Pure.** Returns the checkpoint of a directory's name, or None if it is not such a name.
 
-    Only the canonical spelling counts: two directories never stand for the same checkpoint. A run with a long history
-    has the same names at each look, so they are remembered.
+    Only the canonical spelling counts: two directories are never the same checkpoint. A run with a long history has
+    the same names each time, so results are cached.
     """
     match = _STEP.fullmatch(name)
     if match is None:
@@ -106,23 +106,23 @@ def parse_step_directory(name: str) -> StepName | None:
 
 
 def find_order_problem(source: StepName, name: StepName) -> str:
-    """**Pure.** Why one step cannot refer to another; empty if it can.
+    """**Pure.** Returns why one step cannot refer to another; empty if it can.
 
-    A step refers only to what came before it. So no two steps can refer to each other, and of two that go at the same
-    time the one that refers to the other can go first.
+    A step refers only to earlier ones. So no two steps can refer to each other, and of two that are removed at the same
+    time the one that refers to the other can be removed first.
     """
     if source.generation > name.generation or source >= name:
-        return f"{source.directory} does not come before {name.directory}, which refers to it"
+        return f"{source.directory} is not older than {name.directory}, which refers to it"
     return ""
 
 
 def generation_path(generation: int) -> str:
-    """**Pure.** The path of the record that opens a generation."""
+    """**Pure.** Returns the path of the record that opens a generation."""
     return f"{GENERATIONS_DIRECTORY}/{generation:04d}.json"
 
 
 def base_path(generation: int) -> str:
-    """**Pure.** The path of the record that says from which step a generation began."""
+    """**Pure.** Returns the path of the record with the step that a generation began from."""
     return f"{GENERATIONS_DIRECTORY}/{generation:04d}.base.json"
 
 
@@ -144,7 +144,7 @@ def parse_summary_file(name: str) -> tuple[int, int] | None:
 
 
 def parse_generation_file(name: str) -> int | None:
-    """**Pure.** The generation that a record of this name opens, or None if it is not such a name."""
+    """**Pure.** Returns the generation that a record of this name opens, or None if it is not such a name."""
     match = _GENERATION.fullmatch(name)
     if match is None:
         return None
@@ -154,31 +154,31 @@ def parse_generation_file(name: str) -> int | None:
 
 
 def parse_generation_temporary(name: str) -> int | None:
-    """**Pure.** The generation that a half-published record of this name was for, or None if it is not such a name."""
+    """**Pure.** Returns the generation of a half-published record of this name, or None if it is not such a name."""
     match = _GENERATION_TEMPORARY.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def data_name(rank: int, world_size: int) -> str:
-    """**Pure.** The name of a worker's data file."""
+    """**Pure.** Returns the name of a worker's data file."""
     return f"data-{rank:05d}-of-{world_size:05d}{DATA_SUFFIX}"
 
 
 def index_name(rank: int, world_size: int) -> str:
-    """**Pure.** The name of a worker's index."""
+    """**Pure.** Returns the name of a worker's index."""
     return f"index-{rank:05d}-of-{world_size:05d}.json"
 
 
 def join(directory: str, name: str) -> str:
-    """**Pure.** The path of a file in a directory, which may be the root."""
+    """**Pure.** Returns the path of a file in a directory, which may be the root."""
     return f"{directory}/{name}" if directory else name
 
 
 def is_own_file(name: str) -> bool:
-    """**Pure.** True for the names that holdfast gives to files in a step's directory, and for no others."""
+    """**Pure.** Returns True for the names that holdfast gives to files in a step's directory, and for no others."""
     return name in (MANIFEST_NAME, COMMITTED_NAME) or is_part(name) or _TEMPORARY.fullmatch(name) is not None
 
 
 def is_part(name: str) -> bool:
-    """**Pure.** True for the names of data files and indexes."""
+    """**Pure.** Returns True for the names of data files and indexes."""
     return _PART.fullmatch(name) is not None

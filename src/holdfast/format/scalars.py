@@ -1,8 +1,8 @@
-"""Values that hold no other values, as JSON. Pure, but for time zones: these are read from the machine's database.
+"""Encodes values that contain no other values as JSON. Pure, except that time zones come from the machine's database.
 
-What JSON says exactly stands for itself: None, bools, ints of 64 bits, finite floats, text. Everything else is an
-object with a tag, `{"$": tag, "v": payload}`, some with a further argument `k`. Only exact types are taken: a subclass
-would come back as another type.
+Values that JSON represents exactly are stored as they are: None, bools, ints of 64 bits, finite floats, text.
+Everything else is an object with a tag, `{"$": tag, "v": payload}`, some with a further argument `k`. Only exact types
+are supported: a subclass would come back as another type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Node: TypeAlias = Any
 """A JSON value."""
 
 MAX_INT_DIGITS: Final = 1 << 16
-"""Hexadecimal digits of the largest int. What is computed from ints (fractions in lowest terms) stays quick."""
+"""Hexadecimal digits of the largest int. Computations with ints (fractions in lowest terms) stay quick."""
 
 MAX_DECIMAL_CHARACTERS: Final = 1 << 16
 
@@ -42,10 +42,10 @@ _NUMPY_NUMBERS: Final = frozenset(
 
 
 class Malformed(Exception):  # noqa: N818  (it never leaves the format: the decoder makes a FormatError of it)
-    """A payload is not what its tag promises, or a value has no form.
+    """A payload does not fit its tag, or a value cannot be encoded.
 
     Attributes:
-        hint: What to do about it. A payload with such an error is sound, but this machine cannot make the value.
+        hint: What to do about it. A payload with such an error is valid, but this machine cannot make the value.
     """
 
     def __init__(self, what: str, hint: str = "") -> None:
@@ -54,14 +54,14 @@ class Malformed(Exception):  # noqa: N818  (it never leaves the format: the deco
 
 
 def tagged(tag: str, payload: Node, argument: Node = None) -> Node:
-    """**Pure.** A node with a tag; an argument of None is left out."""
+    """**Pure.** Returns a node with a tag; an argument of None is left out."""
     if argument is None:
         return {"$": tag, "v": payload}
     return {"$": tag, "k": argument, "v": payload}
 
 
 def is_text(value: str) -> bool:
-    """**Pure.** Whether a str can be written as UTF-8."""
+    """**Pure.** Returns True if a str can be encoded as UTF-8."""
     if value.isascii():
         return True
     try:
@@ -72,12 +72,12 @@ def is_text(value: str) -> bool:
 
 
 def encode_str(value: str) -> Node:
-    """**Pure.** Text as itself, other str (with lone surrogates) as bytes."""
+    """**Pure.** Encodes text as itself, other str (with lone surrogates) as bytes."""
     return value if is_text(value) else tagged("str", _base64(value.encode("utf-8", "surrogatepass")))
 
 
 def encode_int(value: int) -> Node:
-    """**Pure.** An int.
+    """**Pure.** Encodes an int.
 
     Raises:
         Malformed: If it is too large.
@@ -91,12 +91,12 @@ def encode_int(value: int) -> Node:
 
 
 def encode_float(value: float) -> Node:
-    """**Pure.** A float; one that is not finite by its exact bits."""
+    """**Pure.** Encodes a float; one that is not finite by its exact bits."""
     return value if value - value == 0.0 else tagged("float", struct.pack(">d", value).hex())
 
 
 def encode_numpy(value: Any) -> Node | None:
-    """**Pure.** A scalar of NumPy, or None if the value is something else or of a type that has no exact codec."""
+    """**Pure.** Encodes a NumPy scalar; None if the value is something else or of a type that has no exact codec."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.generic):
         return None
@@ -122,16 +122,16 @@ def _base64(data: bytes | bytearray) -> str:
 
 
 def encode_zoneinfo(value: Any) -> Node | None:
-    """A `ZoneInfo` by its key, or None if the value is something else.
+    """Encodes a `ZoneInfo` by its key; None if the value is something else.
 
     Raises:
-        Malformed: If it cannot be made again from the key.
+        Malformed: If it cannot be rebuilt from the key.
     """
     zoneinfo = sys.modules.get("zoneinfo")
     if zoneinfo is None or type(value) is not zoneinfo.ZoneInfo:
         return None
     if value.key is None:
-        raise Malformed("a time zone that was read from a file, without a key", "Use zoneinfo.ZoneInfo(key).")
+        raise Malformed("a time zone that was read from a file and has no key", "Use zoneinfo.ZoneInfo(key).")
     _find_zone(value.key)
     return tagged("zoneinfo", value.key)
 
@@ -155,9 +155,9 @@ def _encode_zone(zone: datetime.tzinfo | None) -> Node:
 
 @lru_cache(maxsize=1 << 8)
 def _find_zone(key: str) -> datetime.tzinfo:
-    """The time zone of that key.
+    """Returns the time zone with that key.
 
-    `ZoneInfo` would look for any key in packages of that name below `tzdata`, so the key has to be known before.
+    `ZoneInfo` would search for any key in packages below `tzdata`, so the key must be known before.
 
     Raises:
         Malformed: If the machine has no such zone.
@@ -176,7 +176,7 @@ def _find_zone(key: str) -> datetime.tzinfo:
 
 
 def _tzdata_keys() -> list[str]:
-    """The time zones that the package tzdata brings."""
+    """The time zones of the package tzdata."""
     import importlib.resources
 
     try:
@@ -208,13 +208,13 @@ def _encode_decimal(value: decimal.Decimal) -> Node:
 
 
 def decode_base64(payload: Node) -> bytes:
-    """**Pure.** Bytes from their base64 text.
+    """**Pure.** Decodes base64 text.
 
     Raises:
-        Malformed: If it is not such text.
+        Malformed: If it is not base64.
     """
     if type(payload) is not str:
-        raise Malformed("base64 text is expected")
+        raise Malformed("expected base64 text")
     try:
         return base64.b64decode(payload, validate=True)
     except ValueError as error:
@@ -223,33 +223,33 @@ def decode_base64(payload: Node) -> bytes:
 
 def _list_of(payload: Node, length: int) -> list[Node]:
     if type(payload) is not list or len(payload) != length:
-        raise Malformed(f"a list of {length} is expected")
+        raise Malformed(f"expected a list of {length}")
     return payload
 
 
 def _text(payload: Node) -> str:
     if type(payload) is not str:
-        raise Malformed("text is expected")
+        raise Malformed("expected text")
     return payload
 
 
 def decode_int(node: Node) -> int:
-    """**Pure.** An int, tagged or plain.
+    """**Pure.** Decodes an int, tagged or plain.
 
     Raises:
-        Malformed: If it is none.
+        Malformed: If it is not one.
     """
     if type(node) is int:
         return node
     if type(node) is dict and node.keys() == {"$", "v"} and node["$"] == "int":
         return _decode_large_int(node["v"])
-    raise Malformed("an int is expected")
+    raise Malformed("expected an int")
 
 
 def _decode_large_int(payload: Node) -> int:
     text = _text(payload)
     if len(text) > MAX_INT_DIGITS + 1 or not _HEXADECIMAL.fullmatch(text):
-        raise Malformed("a hexadecimal number is expected")
+        raise Malformed("expected a hexadecimal number")
     return int(text, 16)
 
 
@@ -266,7 +266,7 @@ def _plain_or_tagged_str(node: Node) -> str:
 def _decode_float(payload: Node) -> float:
     text = _text(payload)
     if len(text) != 16 or not _HEXADECIMAL.fullmatch(text):
-        raise Malformed("16 hexadecimal digits are expected")
+        raise Malformed("expected 16 hexadecimal digits")
     return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
@@ -275,7 +275,7 @@ def _plain_or_tagged_float(node: Node) -> float:
         return node
     if type(node) is dict and node.keys() == {"$", "v"} and node["$"] == "float":
         return _decode_float(node["v"])
-    raise Malformed("a float is expected")
+    raise Malformed("expected a float")
 
 
 def _decode_complex(payload: Node) -> complex:
@@ -293,7 +293,7 @@ _decode_timedelta: Final = _from_ints(datetime.timedelta, 3)
 def _decode_zone(payload: Node) -> datetime.timezone:
     offset, name = _list_of(payload, 2)
     if type(offset) is not dict or offset.keys() != {"$", "v"} or offset["$"] != "timedelta":
-        raise Malformed("an offset is expected")
+        raise Malformed("expected an offset")
     delta = _decode_timedelta(offset["v"])
     if name is None:
         return datetime.UTC if not delta else datetime.timezone(delta)
@@ -328,7 +328,7 @@ def _decode_decimal(payload: Node) -> decimal.Decimal:
 
 def _decode_uuid(payload: Node) -> uuid.UUID:
     if len(_text(payload)) != 32:
-        raise Malformed("32 hexadecimal digits are expected")
+        raise Malformed("expected 32 hexadecimal digits")
     return uuid.UUID(hex=payload)
 
 
@@ -339,10 +339,10 @@ def _numpy_class(name: str) -> Any:
 
 
 def decode_numpy(payload: Node, name: Node) -> Any:
-    """**Pure.** A scalar of NumPy.
+    """**Pure.** Decodes a NumPy scalar.
 
     Raises:
-        Malformed: If type or bytes cannot be.
+        Malformed: If type or bytes are invalid.
     """
     import numpy as np
 
@@ -352,21 +352,21 @@ def decode_numpy(payload: Node, name: Node) -> Any:
     if name == "bytes":
         return np.bytes_(raw)
     if type(name) is not str or not (name in _NUMPY_NUMBERS or _NUMPY_TIME.fullmatch(name)):
-        raise Malformed("a scalar type of NumPy is expected")
+        raise Malformed("expected a NumPy scalar type")
     dtype = np.dtype(_numpy_class(name)) if name in _NUMPY_NUMBERS else np.dtype(name)
     if len(raw) != dtype.itemsize:
-        raise Malformed(f"{dtype.itemsize} bytes are expected")
+        raise Malformed(f"expected {dtype.itemsize} bytes")
     return np.frombuffer(raw, dtype.newbyteorder("<")).astype(dtype)[0]
 
 
 class _Codec(NamedTuple):
-    """How the values of one exact type are written and read.
+    """Encodes and decodes the values of one exact type.
 
     Attributes:
         tag: The tag of their nodes.
         cls: The type.
-        encode: Gives the payload of a value.
-        decode: Gives the value of a payload.
+        encode: Returns the payload of a value.
+        decode: Returns the value of a payload.
     """
 
     tag: str
@@ -417,7 +417,7 @@ ENCODERS: Final[dict[type, Callable[[Any], Node]]] = {
     str: encode_str,
     **{codec.cls: _node_encoder(codec) for codec in _CODECS},
 }
-"""For each exact type, how it is written. What one raises is `Malformed`, for a value that has no form."""
+"""For each exact type, its codec. It raises `Malformed` for a value that cannot be encoded."""
 
 DECODERS: Final[dict[str, Callable[[Node], Any]]] = {
     "int": _decode_large_int,
@@ -426,5 +426,4 @@ DECODERS: Final[dict[str, Callable[[Node], Any]]] = {
     "zoneinfo": lambda payload: _find_zone(_text(payload)),
     **{codec.tag: codec.decode for codec in _CODECS},
 }
-"""For each tag, how its payload is read. What one raises is `Malformed`, `ValueError`, `TypeError`, `OverflowError`
-or `ArithmeticError`."""
+"""For each tag, its decoder. It raises `Malformed`, `ValueError`, `TypeError`, `OverflowError` or `ArithmeticError`."""

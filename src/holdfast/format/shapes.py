@@ -1,7 +1,7 @@
-"""How arrays are cut into boxes, and how their elements lie in memory. Pure.
+"""Splits arrays into boxes, and describes their elements in memory. Pure.
 
-An array of n dimensions is cut into boxes by cuts along its dimensions. A box lies at its offsets, one for each
-dimension, and has a shape of its own. An array without dimensions has one box, that of no offsets and no lengths.
+An array of n dimensions is split into boxes by cuts along its dimensions. A box has offsets, one for each dimension,
+and a shape of its own. An array without dimensions has one box, without offsets and lengths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
 
     Attributes:
         offsets: For each dimension, where the box begins in the array, in elements.
-        shape: For each dimension, how many elements of the array it takes.
+        shape: For each dimension, how many elements of the array it covers.
     """
 
     offsets: tuple[int, ...]
@@ -38,7 +38,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
         return math.prod(self.shape)
 
     def is_whole(self, shape: Sequence[int]) -> bool:
-        """Whether it is all of an array of that shape."""
+        """Returns True if it is all of an array of that shape."""
         return self.shape == tuple(shape) and not any(self.offsets)
 
     def __str__(self) -> str:
@@ -47,39 +47,39 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """**Pure.** The box that is all of an array."""
+    """**Pure.** Returns the box that is all of an array."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def find_box_problem(box: Box, shape: Sequence[int]) -> str:
-    """**Pure.** Why a box cannot be a part of an array of that shape; empty if it can."""
+    """**Pure.** Returns why a box cannot be a part of an array of that shape; empty if it can."""
     if not len(box.offsets) == len(box.shape) == len(shape):
         return f"a box of {len(box.shape)} dimensions at {len(box.offsets)} offsets, in {len(shape)} dimensions"
     for offset, length, limit in zip(box.offsets, box.shape, shape, strict=True):
         if offset < 0 or length < 0 or offset + length > limit:
-            return f"{box} does not lie in {list(shape)}"
+            return f"{box} is outside of {list(shape)}"
     return ""
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """**Pure.** What two boxes of one array have in common; None if that is no element."""
+    """**Pure.** Returns the intersection of two boxes of one array; None if it is empty."""
     begins = tuple(map(max, one.offsets, other.offsets))
     shape = tuple(map(int.__sub__, map(min, one.ends, other.ends), begins))
     return Box(begins, shape) if all(length > 0 for length in shape) else None
 
 
 def shift(box: Box, origin: Sequence[int]) -> Box:
-    """**Pure.** The same box as it lies in another one that begins at `origin`."""
+    """**Pure.** Returns the same box relative to another one that begins at `origin`."""
     return Box(tuple(map(int.__sub__, box.offsets, origin)), box.shape)
 
 
 def split_box(box: Box, parts: int) -> list[Box]:
-    """**Pure.** Cuts a box into parts that are contiguous in it, as even as may be.
+    """**Pure.** Splits a box into parts that are contiguous in it, as even as possible.
 
-    It is cut along its first dimension that is longer than 1, so there may be fewer parts than are asked for.
+    It is split along its first dimension that is longer than 1, so there may be fewer parts than requested.
 
     Args:
-        box: The box; it may be an empty one, which stays whole.
+        box: The box; an empty one stays whole.
         parts: How many parts there should be, at least 1.
     """
     dimension = next((number for number, length in enumerate(box.shape) if length > 1), None)
@@ -98,13 +98,13 @@ def split_box(box: Box, parts: int) -> list[Box]:
 
 
 def byte_ranges(shape: Sequence[int], box: Box, item_bytes: int, gap_bytes: int = 1) -> Iterator[tuple[int, int]]:
-    """**Pure.** Where a box of an array lies in the array's bytes, in order, ends exclusive.
+    """**Pure.** Returns the ranges of a box in an array's bytes, in order, ends exclusive.
 
     Args:
-        shape: The array, whose elements lie in row-major order.
-        box: The box; it may be an empty one, which lies nowhere.
+        shape: The array, whose elements are in row-major order.
+        box: The box; an empty one has no range.
         item_bytes: The bytes of one element.
-        gap_bytes: Ranges with fewer bytes than this between them are given as one, with what is between them.
+        gap_bytes: Ranges with fewer bytes than this between them are joined, including the bytes between.
     """
     if not box.elements:
         return
@@ -126,20 +126,20 @@ def byte_ranges(shape: Sequence[int], box: Box, item_bytes: int, gap_bytes: int 
 
 
 def strides_of(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """**Pure.** For each dimension of an array in row-major order, the bytes from one element to the next."""
+    """**Pure.** Returns for each dimension of a row-major array the bytes from one element to the next."""
     lengths = [item_bytes, *reversed(shape[1:])] if shape else []
     return tuple(reversed(list(itertools.accumulate(lengths, int.__mul__))))
 
 
 def split_range(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """**Pure.** The boxes that a range of an array's elements is made of, in their order.
+    """**Pure.** Returns the boxes that a range of an array's elements consists of, in order.
 
     There are at most two for each dimension, less one.
 
     Args:
         shape: The array, whose elements are counted in row-major order.
         begin: The first of them.
-        end: Where they end, exclusive; no more than there are.
+        end: The end, exclusive; at most the number of elements.
     """
     if begin >= end:
         return
@@ -167,10 +167,9 @@ def _in_row(shape: Sequence[int], number: int, begin: int, end: int) -> Iterator
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """**Pure.** The places, in the sequence, of two boxes of one array that have an element in common; None if none do.
+    """**Pure.** Returns the positions of two boxes in the sequence that have an element in common; None if none do.
 
-    Boxes that lie on a grid, as shards do, are held apart by their dimensions one after the other, without comparing
-    each with each.
+    Boxes on a grid, such as shards, are separated by one dimension after the other, without comparing all pairs.
     """
     filled = [place for place, box in enumerate(boxes) if box.elements]
     if len(filled) < 2:
@@ -186,7 +185,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def _clusters(boxes: Sequence[Box], places: list[int], dimension: int) -> Iterator[list[int]]:
-    """Parts a cluster where nothing of it reaches across, along one dimension."""
+    """Splits a cluster along one dimension wherever no box reaches across."""
     ordered = sorted(places, key=lambda place: boxes[place].offsets[dimension])
     cluster: list[int] = []
     reach = 0
@@ -202,11 +201,11 @@ def _clusters(boxes: Sequence[Box], places: list[int], dimension: int) -> Iterat
 
 
 class StridesRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How a leaf lay in the memory of the worker that stored it, where that was not row-major order.
+    """The strides of a leaf in the memory of the worker that stored it, if that was not row-major order.
 
     Attributes:
         leaf: The leaf's name.
-        strides: For each dimension, how many elements lie from one to the next; those of a dense array.
+        strides: For each dimension, the distance in elements from one to the next; those of a dense array.
     """
 
     leaf: str
@@ -214,13 +213,13 @@ class StridesRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def extent_of(address: int, shape: Sequence[int], strides_bytes: Sequence[int], item_bytes: int) -> tuple[int, int]:
-    """**Pure.** The addresses between which the elements of an array lie, the last exclusive.
+    """**Pure.** Returns the addresses between which an array's elements are, the last exclusive.
 
     Args:
-        address: Where its first element lies.
+        address: The address of its first element.
         shape: The length of each dimension, none of them 0.
         strides_bytes: The distance from each element to the next.
-        item_bytes: What an element takes.
+        item_bytes: The bytes of an element.
     """
     reaches = [(length - 1) * stride for length, stride in zip(shape, strides_bytes, strict=True)]
     low, high = sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches)
@@ -228,10 +227,10 @@ def extent_of(address: int, shape: Sequence[int], strides_bytes: Sequence[int], 
 
 
 def may_share_elements(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """**Pure.** Whether two elements of one array may be the same memory, as in an expanded or a rolling view.
+    """**Pure.** Returns True if two elements of one array may be the same memory, as in an expanded or a rolling view.
 
-    Such an array cannot take any values that are stored for it. What slicing, stepping and transposing make never
-    counts; a view of unusual strides may count although its elements are apart.
+    Such an array cannot hold arbitrary stored values. Views made by slicing, stepping and transposing never count; a
+    view of unusual strides may count although its elements are distinct.
 
     Args:
         shape: The length of each dimension, none of them 0.
@@ -248,15 +247,14 @@ def may_share_elements(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """**Pure.** The strides, in elements, of an array in row-major order; a length of 0 counts as 1, as in torch."""
+    """**Pure.** Returns the strides, in elements, of a row-major array; a length of 0 counts as 1, as in torch."""
     return strides_of(tuple(max(length, 1) for length in shape), 1)
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """**Pure.** True if an array's elements fill one run of memory: without gaps, and none in the place of another.
+    """**Pure.** Returns True if an array's elements fill one run of memory, without gaps or overlaps.
 
-    Strides of dimensions of length 1 may be anything from 0 to `MAX_ARRAY_BYTES`, and so may all strides of an array
-    without elements.
+    Strides of dimensions of length 1 may be anything from 0 to `MAX_ARRAY_BYTES`, and all those of an empty array.
 
     Args:
         shape: The length of each dimension.
@@ -276,9 +274,9 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def order_dimensions(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """**Pure.** The dimensions in the order in which they lie in memory, the outermost first.
+    """**Pure.** Returns the dimensions in their order in memory, the outermost first.
 
-    It is the order in which torch lays out a copy that preserves the format. A stride of 0 keeps its place.
+    It is the order in which torch lays out a copy that preserves the format. A stride of 0 keeps its position.
     """
     innermost_first = list(reversed(range(len(shape))))
     for first in range(1, len(shape)):
@@ -297,7 +295,7 @@ def order_dimensions(shape: Sequence[int], strides: Sequence[int]) -> tuple[int,
 
 
 def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """**Pure.** The strides of a dense array whose dimensions lie in that order, the outermost first."""
+    """**Pure.** Returns the strides of a dense array whose dimensions are in that order, the outermost first."""
     strides = [0] * len(shape)
     for dimension, stride in zip(order, row_major(tuple(shape[one] for one in order)), strict=True):
         strides[dimension] = stride
@@ -305,7 +303,7 @@ def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, .
 
 
 def find_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """**Pure.** The strides of a copy that keeps an array's memory layout; None if that is row-major order.
+    """**Pure.** Returns the strides of a copy that keeps an array's memory layout; None if that is row-major order.
 
     A dense array keeps its strides. Any other gets those of a dense array with the same order of dimensions.
 
@@ -321,7 +319,7 @@ def find_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, 
 
 
 def fit_layout(shape: tuple[int, ...], strides: tuple[int, ...], to: tuple[int, ...]) -> tuple[int, ...] | None:
-    """**Pure.** The layout of an array that is like another one but for its lengths; None if it is row-major order.
+    """**Pure.** Returns the layout of an array that differs from another in its lengths; None if it is row-major order.
 
     Args:
         shape: The lengths of the other.

@@ -1,1 +1,1 @@
-"""The only place where a framework is imported: one package for each."""
+"""Integrations of frameworks, one package for each: the only modules that import a framework."""

@@ -33,33 +33,31 @@ def save(
 ) -> None:
     """**Blocks.** Saves one tree: dicts, lists, tuples, dataclasses and modules of arrays and plain values.
 
-    The tree is durable when this returns. In a job of several workers each calls it; arrays that are divided among them
-    are written by all.
+    The tree is durable when this returns. In a job of several workers all call it; sharded arrays are written by all.
 
     Args:
-        path: Where to: a directory that is made for it, a URL, or an open storage. `holdfast list`, `show` and `verify`
-            read it.
-        tree: The tree. Arrays of NumPy, JAX and torch may stand in it, and anything else that a checkpoint takes.
-        overwrite: True to put it in the place of the tree that lies there, which is removed when this one is durable.
-        cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves by itself, or a cluster.
+        path: A directory, created if needed, a URL, or an open storage. `holdfast list`, `show` and `verify` read it.
+        tree: The tree. It may contain arrays of NumPy, JAX and torch, and anything else that a checkpoint may contain.
+        overwrite: True to replace an existing tree, which is removed once this one is durable.
+        cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves on its own, or a cluster.
 
     Raises:
-        StepExistsError: If there is a tree already.
-        UsageError: If a run lies there, or an argument is wrong.
-        UnsupportedValueError: If something cannot be stored; it says where that stands.
+        StepExistsError: If there is already a tree.
+        UsageError: If the directory contains a run, or an argument is wrong.
+        UnsupportedValueError: If a value cannot be stored; the error has its path.
         SaveFailedError: If it could not be written.
-        StorageError: If the place fails.
+        StorageError: If the storage fails.
     """
     check_switches(overwrite=overwrite)
     storage = open_storage(path)
     newest, names = _look(storage)
     if newest is not None and names != {_TREE}:
         raise UsageError(
-            f"{storage.url} holds a run ({', '.join(sorted(names))}), and no tree is saved over it",
+            f"{storage.url} contains a run ({', '.join(sorted(names))}), so no tree is saved there",
             hint="Save to another directory.",
         )
     if newest is not None and not overwrite:
-        raise StepExistsError(f"{storage.url} holds a tree already", hint="overwrite=True takes its place.")
+        raise StepExistsError(f"{storage.url} already contains a tree", hint="overwrite=True replaces it.")
     with CheckpointManager(storage, Checkpoint(tree=tree), keep=Latest(1), cluster=cluster) as manager:
         manager.save(0 if newest is None else newest + 1).wait_committed()
 
@@ -71,32 +69,31 @@ def load(
     *,
     cluster: Cluster | Literal["auto", "alone"] = "auto",
 ) -> Any:
-    """**Blocks.** Loads the tree that `save` has saved; every byte that is read is checked.
+    """**Blocks.** Loads the tree that `save` saved; every byte that is read is checked.
 
-    A run of a training loop is read as a dict of its objects by name, as its newest checkpoint has them.
+    The run of a training loop is loaded as a dict of the objects in its newest checkpoint, by name.
 
     Args:
-        path: Where it lies.
-        like: A tree of the same structure, which is left as it is. Each array is made as the one there is: of its
-            library, on its device, divided as it is. A `jax.ShapeDtypeStruct`, with or without a sharding, is enough.
-            Of a run, a dict with some of its objects. None for arrays of NumPy in plain dicts, lists and tuples.
-        cluster: As for `save`. In a job of several workers each calls this.
+        path: The directory, a URL, or an open storage.
+        like: A tree of the same structure, which is left unchanged. Each array is created like the one in this tree: of
+            the same library, on the same device, with the same sharding. A `jax.ShapeDtypeStruct`, with or without a
+            sharding, is enough. For a run, a dict with some of its objects. None for NumPy arrays in plain containers.
+        cluster: As in `save`. In a job of several workers all call this.
 
     Returns:
-        The tree. Objects with state that stand in `like`, such as modules of torch or Flax NNX, are filled and stand in
-        it themselves.
+        The tree. Objects with state in `like`, such as torch or Flax NNX modules, are filled and are part of it.
 
     Raises:
-        NoCheckpointError: If nothing lies there.
-        MismatchError: If `like` is of another structure, or an array of another shape or type; it names each.
-        DamageError: If the records of what lies there are damaged.
-        NoWholeCheckpointError: If what lies there is damaged.
-        StorageError: If the place fails.
+        NoCheckpointError: If there is none.
+        MismatchError: If `like` has another structure, or an array has another shape or dtype; the error names each.
+        DamageError: If the records are damaged.
+        NoWholeCheckpointError: If the checkpoint is damaged.
+        StorageError: If the storage fails.
     """
     storage = open_storage(path)
     newest, names = _look(storage)
     if newest is None:
-        raise NoCheckpointError(f"{storage.url} holds no checkpoint")
+        raise NoCheckpointError(f"{storage.url} contains no checkpoint")
     wanted: Any = like
     is_tree = names == {_TREE}
     if is_tree:
@@ -105,7 +102,7 @@ def load(
         wanted = dict.fromkeys(names, PLAIN)
     elif not isinstance(like, Mapping) or not like or not like.keys() <= names:
         raise UsageError(
-            f"{storage.url} holds a run, and `like` is to be a dict of some of its objects: {', '.join(sorted(names))}"
+            f"{storage.url} contains a run: `like` must be a dict of some of its objects: {', '.join(sorted(names))}"
         )
     with CheckpointManager(storage, Checkpoint(), cluster=cluster) as manager:
         manager.restore(newest if is_tree else None, only=map(escape, wanted), like=wanted)
@@ -114,7 +111,7 @@ def load(
 
 
 def _look(storage: Storage) -> tuple[int | None, set[str]]:
-    """**Blocks.** The newest step of what lies there, and the names of the objects that it has."""
+    """**Blocks.** Returns the newest step, and the names of its objects."""
     name = max(read_catalog(storage).living, default=None)
     if name is None:
         return None, set()

@@ -1,4 +1,4 @@
-"""The managers of a job's checkpoints: one commit for all nodes, an epoch each; and who keeps a record of them."""
+"""The managers of a job's checkpoints, one commit per epoch for all nodes, and the metadata handlers."""
 
 from __future__ import annotations
 
@@ -51,33 +51,33 @@ PARTIAL_LOAD: Final = "checkpoint_partial_load"
 
 @runtime_checkable
 class MetadataHandler(Protocol):
-    """Keeps a record of checkpoints outside of them: in a database, say, for all jobs of a team.
+    """Keeps a record of checkpoints outside of them, for example in a team's database.
 
-    It is called by one process of a job, from the thread that drives it.
+    One process of a job calls it, from the thread that drives the job.
     """
 
     def set_params(self, directory: str, node_names: Sequence[str]) -> None:
-        """Told at the beginning of a run where the checkpoints lie, and of which nodes they are."""
+        """Called at the beginning of a run with the directory of the checkpoints and their nodes."""
         ...
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """The epoch with which the job goes on.
+        """Returns the epoch from which the job resumes.
 
         Args:
-            user_epoch: What the user asked for, or None.
+            user_epoch: The epoch that the user asked for, or None.
 
         Returns:
-            That epoch, or another one. None to begin from nothing: epochs that are there are left behind, with a
-            warning. If the user asked for one, None is an error.
+            That epoch, or another one. None to start from the beginning: existing epochs are not used, with a warning.
+            If the user asked for one, None is an error.
         """
         ...
 
     def write(self, epoch: int) -> None:
-        """Told of each epoch that is saved, as soon as it is committed for all nodes."""
+        """Called for each saved epoch, as soon as it is committed for all nodes."""
         ...
 
     def report(self, action: str, stats: NodeDurations) -> None:
-        """Told how long each node took.
+        """Called with the times that each node took.
 
         Args:
             action: `checkpoint_save`, `checkpoint_load` or `checkpoint_partial_load`.
@@ -86,40 +86,40 @@ class MetadataHandler(Protocol):
         ...
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Whether checkpoints can be written and read now, or the one of an epoch can be read."""
+        """Returns True if checkpoints can be written and read now, or that of an epoch can be read."""
         ...
 
 
 class ManifestMetadataHandler:
-    """The record that the checkpoints are themselves: their manifests. It is what a manager uses if it is given none.
+    """The default metadata handler: the manifests of the checkpoints are the record.
 
     Attributes:
-        reports: For each action, the times of each that was reported, in order.
+        reports: For each action, the times of each report, in order.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | Storage | None = None) -> None:
-        """Reads nothing yet.
+        """Stores the settings; reads nothing yet.
 
         Args:
-            directory: Where the checkpoints lie; None to learn it from `set_params`.
+            directory: The directory of the checkpoints; None to take it from `set_params`.
         """
         self.reports: dict[str, list[NodeDurations]] = {}
         self._storage = open_storage(directory) if directory is not None else None
 
     def set_params(self, directory: str, node_names: Sequence[str]) -> None:
-        """Notes where the checkpoints lie, unless that is known already."""
+        """Stores the directory of the checkpoints, unless it is already known."""
         if self._storage is None:
             self._storage = open_storage(directory)
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """**Blocks.** The epoch that the user asked for; else the newest that is committed."""
+        """**Blocks.** Returns the epoch that the user asked for; else the newest committed one."""
         if user_epoch is not None:
             return user_epoch
         newest = read_catalog(self._place()).newest
         return newest.step if newest is not None else None
 
     def write(self, epoch: int) -> None:
-        """**Blocks.** Makes sure that the epoch is committed: its manifest is the record.
+        """**Blocks.** Checks that the epoch is committed: its manifest is the record.
 
         Raises:
             NoCheckpointError: If it is not.
@@ -127,11 +127,11 @@ class ManifestMetadataHandler:
         read_catalog(self._place()).find(epoch)
 
     def report(self, action: str, stats: NodeDurations) -> None:
-        """Notes the times."""
+        """Stores the times."""
         self.reports.setdefault(action, []).append(stats)
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """**Blocks.** Whether the place can be looked at, and the records of an epoch are whole."""
+        """**Blocks.** Returns True if the storage can be read, and the records of an epoch are whole."""
         try:
             catalog = read_catalog(self._place())
             if epoch is not None:
@@ -143,19 +143,21 @@ class ManifestMetadataHandler:
 
     def _place(self) -> Storage:
         if self._storage is None:
-            raise UsageError("the handler does not know where the checkpoints lie", hint="Call set_params first.")
+            raise UsageError(
+                "the handler does not know the directory of the checkpoints", hint="Call set_params first."
+            )
         return self._storage
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load did.
+    """The result of a load.
 
     Attributes:
         epoch: The epoch that the nodes now have.
-        metadata: What was saved with it.
-        new_nodes: Nodes of which the checkpoint knows nothing; they have only been made.
-        passed_over: What is wrong with newer epochs.
+        metadata: The metadata that was saved with it.
+        new_nodes: Nodes that the checkpoint does not contain; they were only created.
+        passed_over: The damage of newer epochs.
     """
 
     epoch: int
@@ -165,18 +167,18 @@ class Loaded:
 
 
 class MultiNodeCheckpointManager:
-    """Saves the workspaces of all nodes of a job, in one commit for each epoch, and brings them back.
+    """Saves the workspaces of all nodes of a job in one commit per epoch, and restores them.
 
-    Either all nodes have an epoch, or none has. A `JobRunner` drives it; it may be used for one run after the other.
+    An epoch is saved for all nodes or for none. A `JobRunner` drives it; it may be used for several runs in turn.
 
     Attributes:
-        background: Whether the next epoch begins while one is still being written.
-        storage: Where the checkpoints lie.
-        url: The same, for people to read.
+        background: True if the next epoch begins while the previous one is still being written.
+        storage: The storage of the checkpoints.
+        url: Its URL.
         timeout_seconds: The deadline of each wait.
-        metadata_handler: Keeps the record, and hears how long things took.
-        nodes: The nodes whose state is kept; none before `init`.
-        committed: The epoch whose save was begun last, once it is committed, waited for or not; else None.
+        metadata_handler: Keeps the record, and receives the times.
+        nodes: The nodes whose state is saved; none before `init`.
+        committed: The epoch whose save was begun last, once it is committed; else None.
     """
 
     def __init__(
@@ -193,22 +195,22 @@ class MultiNodeCheckpointManager:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         threads: int = 6,
     ) -> None:
-        """Looks at nothing yet.
+        """Stores the settings; reads nothing yet.
 
         Args:
-            directory: Where the checkpoints lie: a directory that all nodes see, a URL, or an open storage.
+            directory: A directory that all nodes see, a URL, or an open storage.
             keep: Which epochs to keep; None for all.
-            metadata_handler: Who keeps a record of the checkpoints elsewhere, and says with which epoch a run goes on;
-                None for the checkpoints themselves.
-            begin_anew: True to begin each run from nothing, whatever lies there.
-            take_over_nodes: True to go on from a checkpoint of other nodes: those of the same name get their state, new
-                ones run the init tasks, and the state of the others is left behind.
-            strict: False to take from a checkpoint what fits, if the job's objects have changed since.
-            background: True to begin the next epoch as soon as the state is copied. What comes of the save is known
-                when the next one begins, or at the end.
-            sinks: Functions that get each event.
+            metadata_handler: Keeps a record of the checkpoints elsewhere, and chooses the epoch to resume from; None to
+                use the checkpoints themselves.
+            begin_anew: True to start each run from the beginning, regardless of existing checkpoints.
+            take_over_nodes: True to resume from a checkpoint of other nodes: nodes of the same name get their state,
+                new ones run the init tasks, and the state of the others is not used.
+            strict: False to restore everything that fits, if the job's objects have changed since the save.
+            background: True to begin the next epoch as soon as the state is copied. The result of the save is then
+                known when the next one begins, or at the end.
+            sinks: Functions that are called with each event.
             timeout_seconds: The deadline of each wait.
-            threads: How many threads write, and read, in each process.
+            threads: The number of threads that write, and read, in each process.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -219,8 +221,8 @@ class MultiNodeCheckpointManager:
         check_switches(begin_anew=begin_anew, take_over_nodes=take_over_nodes, strict=strict, background=background)
         if metadata_handler is not None and not isinstance(metadata_handler, MetadataHandler):
             raise UsageError(
-                f"{metadata_handler!r} is no metadata handler",
-                hint="It has set_params, last_epoch, write, report and cp_accessible.",
+                f"expected a metadata handler, got {metadata_handler!r}",
+                hint="It needs set_params, last_epoch, write, report and cp_accessible.",
             )
         self.background = background
         self.storage = open_storage(directory)
@@ -241,26 +243,26 @@ class MultiNodeCheckpointManager:
         self._stands_at: int | None = None
 
     def is_ready_for(self, session: Session, nodes: Sequence[str]) -> bool:
-        """Whether `init` was called for just these, and nothing has been closed since."""
+        """Returns True if `init` was called with exactly these, and nothing has been closed since."""
         return self._store is not None and self._session is session and self.nodes == tuple(nodes)
 
     def init(self, session: Session, nodes: Sequence[str], *, goes_on: bool = False) -> None:
-        """**Blocks.** Makes ready for a run; what the manager did for an earlier one is brought to its end.
+        """**Blocks.** Prepares a run; completes what the manager did for an earlier one.
 
         Args:
-            session: Where the nodes are.
-            nodes: Those whose state is kept.
-            goes_on: Whether this is the same run as before, whose nodes were replaced: it begins nothing anew.
+            session: The session of the nodes.
+            nodes: The nodes whose state is saved.
+            goes_on: True if this is the same run as before, with replaced nodes: nothing is started over.
 
         Raises:
-            UsageError: If these are other nodes than before, and `take_over_nodes` was not asked for.
-            SaveFailedError: If the last save of the run before failed and that was not reported yet.
-            StorageError: If the place fails.
+            UsageError: If the nodes differ from those before, and `take_over_nodes` is not set.
+            SaveFailedError: If the last save of the previous run failed and the failure was not reported yet.
+            StorageError: If the storage fails.
         """
         if self.nodes and set(nodes) != set(self.nodes) and not self._take_over_nodes:
             raise UsageError(
-                f"this manager has kept the nodes {', '.join(self.nodes)}, and is now given {', '.join(nodes)}",
-                hint="Make a manager for each set of nodes, or ask for take_over_nodes=True.",
+                f"this manager has saved the nodes {', '.join(self.nodes)}, but got {', '.join(nodes)}",
+                hint="Create one manager for each set of nodes, or pass take_over_nodes=True.",
             )
         self.close()
         if session is not self._session:
@@ -273,37 +275,37 @@ class MultiNodeCheckpointManager:
             self.metadata_handler.set_params(self.url, self.nodes)
 
     def choose_epoch(self, user_epoch: int | None = None) -> int | None:
-        """**Blocks.** The epoch with which a run goes on; None if it begins from nothing.
+        """**Blocks.** Returns the epoch from which a run resumes; None if it starts from the beginning.
 
-        If the metadata handler says to begin from nothing, the epochs that are there are left behind, as by
-        `begin_anew`. That is a warning in the log.
+        If the metadata handler says to start from the beginning, existing epochs are not used, as with `begin_anew`.
+        The log has a warning then.
 
         Raises:
-            NoCheckpointError: If that epoch was not saved; the hint names those that are there.
-            NoWholeCheckpointError: If epochs were saved, and none is there any more that can be gone on from.
-            UsageError: If one was asked for although the manager begins anew, or the metadata handler says so; or if
-                workers ask for different ones.
+            NoCheckpointError: If that epoch was not saved; the hint names the existing ones.
+            NoWholeCheckpointError: If epochs were saved, but none can be used any more.
+            UsageError: If an epoch was requested although the manager has `begin_anew`, or the metadata handler says
+                so; or if workers ask for different ones.
         """
         session = self._ready()[0]
-        _check_alike(session.nodes, session.share("the beginning of a run", [user_epoch, self._begins_anew]))
+        _check_alike(session.nodes, session.share("the start of a run", [user_epoch, self._begins_anew]))
         if self._begins_anew:
             if user_epoch is not None:
-                raise UsageError(f"epoch {user_epoch} cannot be resumed from with begin_anew=True")
+                raise UsageError(f"resuming from epoch {user_epoch} contradicts begin_anew=True")
             return None
         asked = None if user_epoch is None else check_step(user_epoch)
         found = self.metadata_handler.last_epoch(asked) if session.is_master else None
         left = [] if found is not None or not session.is_master else self.epochs()
-        epoch, left = session.share("the epoch to go on from", [found, list(left)])[0]
+        epoch, left = session.share("the epoch to resume from", [found, list(left)])[0]
         if epoch is None:
             if asked is not None:
                 raise UsageError(
-                    f"epoch {asked} is to be resumed from, and the metadata handler says to begin from nothing",
-                    hint="Its last_epoch(user_epoch) returns the epoch that was asked for, or another one.",
+                    f"epoch {asked} was requested, but the metadata handler says to start from the beginning",
+                    hint="Its last_epoch(user_epoch) must return the requested epoch, or another one.",
                 )
             check_nothing_lost(self.storage)
             if left:
                 listed = ", ".join(map(str, left))
-                self._warn(f"the metadata handler says to begin from nothing: epochs {listed} are left behind")
+                self._warn(f"the metadata handler says to start from the beginning: epochs {listed} are not used")
                 self._open_anew(session)
             return None
         name = self._find(check_step(epoch))
@@ -316,23 +318,23 @@ class MultiNodeCheckpointManager:
         return name.step
 
     def _open_anew(self, session: Session) -> None:
-        """What is saved from now on follows nothing that is there."""
+        """Makes later saves independent of the existing ones."""
         self.close()
         self._begins_anew = True
         self._store = session.open_store(self.nodes, replace(self._options, begin_anew=True))
 
     def load(self, epoch: int, *, or_older: bool = False) -> Loaded:
-        """**Blocks.** Gives all nodes the state of an epoch; every byte is checked.
+        """**Blocks.** Loads an epoch into all nodes; every byte is checked.
 
         Args:
             epoch: The epoch.
-            or_older: Whether an older one will do if it is damaged.
+            or_older: True to fall back to an older epoch if it is damaged.
 
         Raises:
             NoCheckpointError: If it was not saved.
             NoWholeCheckpointError: If it is damaged, and with `or_older` all others are too.
-            MismatchError: If it is one of other nodes, or does not fit their objects.
-            StorageError: If the place fails.
+            MismatchError: If it was saved by other nodes, or does not fit their objects.
+            StorageError: If the storage fails.
         """
         newest = self._find(check_step(epoch))
         older = [name for name in read_catalog(self.storage).living if name < newest] if or_older else []
@@ -349,7 +351,7 @@ class MultiNodeCheckpointManager:
         raise NoWholeCheckpointError(
             f"{self.url}: epoch {epoch} is damaged{', and so is every older one' if or_older else ''}:\n{listed}",
             damages=tuple(damages),
-            hint="`holdfast verify` shows the extent; restore another copy, or begin anew on purpose.",
+            hint="`holdfast verify` shows the extent; restore another copy, or start over (begin_anew=True).",
         )
 
     def begin_save(self, epoch: int, metadata: Mapping[str, Any] | None = None) -> Saving:
@@ -357,19 +359,19 @@ class MultiNodeCheckpointManager:
 
         Raises:
             SaveFailedError: If the metadata handler says that checkpoints cannot be written now.
-            UnsupportedValueError: If a workspace holds what cannot be stored.
+            UnsupportedValueError: If a workspace contains a value that cannot be stored.
         """
         session, store = self._ready()
         is_accessible = session.is_master and self._is_accessible()
         if not session.share(f"whether epoch {epoch} is saved", is_accessible)[0]:
-            reason = "checkpoints cannot be written now, says the metadata handler"
+            reason = "the metadata handler says that checkpoints cannot be written now"
             self._emit(Failed(stage="save", error=reason, step=epoch, save_lost=True))
             raise SaveFailedError(f"epoch {epoch} was not saved: {reason}", step=epoch)
         self.committed = None
         return store.save(check_step(epoch), {NODES_NOTE: list(self.nodes), **(metadata or {})})
 
     def finish_save(self, epoch: int, saving: Saving) -> None:
-        """**Blocks.** Waits until an epoch is committed for all nodes, and has that noted.
+        """**Blocks.** Waits until an epoch is committed for all nodes, and records it.
 
         Raises:
             SaveFailedError: If it failed: then no node has it.
@@ -378,25 +380,25 @@ class MultiNodeCheckpointManager:
         durations = saving.wait()
         self._stands_at = epoch
         if self._ready()[0].is_master:
-            self._tell("noting it", epoch, lambda: self.metadata_handler.write(epoch))
+            self._tell("writing it", epoch, lambda: self.metadata_handler.write(epoch))
         self._report(SAVE, epoch, durations)
 
     def load_blobs(self, names: str | Iterable[str], epoch: int) -> dict[str, tuple[str, ...]]:
-        """**Blocks.** Loads single values of an epoch, each into the workspace of the node that it is of.
+        """**Blocks.** Loads single values of an epoch, each into the workspace of its node.
 
         Args:
-            names: The values; those of that name of all nodes are meant.
+            names: The values; those of that name on all nodes.
             epoch: The epoch.
 
         Returns:
-            For each node, the names that it has got.
+            For each node, the names of its loaded values.
 
         Raises:
-            UsageError: If no node has a value of some name; nothing has been loaded.
+            UsageError: If no node has a value of some name; nothing was loaded.
             NoCheckpointError: If the epoch was not saved.
             NoWholeCheckpointError: If it is damaged.
-            MismatchError: If a value does not fit what stands there.
-            StorageError: If the place fails.
+            MismatchError: If a value does not fit the existing one.
+            StorageError: If the storage fails.
         """
         _, store = self._ready()
         wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
@@ -408,7 +410,7 @@ class MultiNodeCheckpointManager:
             known = ", ".join(dict.fromkeys(one for known in stored.values() for one in known))
             raise UsageError(
                 f"no node has a value {', '.join(map(repr, wrong)) or 'without a name'} in epoch {epoch}",
-                hint=f"There are {known or 'none'}.",
+                hint=f"The names are {known or 'none'}.",
             )
         found = {node: tuple(one for one in wanted if one in known) for node, known in stored.items()}
         found = {node: taken for node, taken in found.items() if taken}
@@ -417,17 +419,17 @@ class MultiNodeCheckpointManager:
         return found
 
     def epochs(self) -> tuple[int, ...]:
-        """**Blocks.** The epochs that can be gone on from, oldest first."""
+        """**Blocks.** Returns the epochs that can be resumed from, oldest first."""
         return tuple(name.step for name in read_catalog(self.storage).living)
 
     def get_ckpt_db_name(self, node: str, epoch: int) -> str | None:
-        """**Blocks.** The path of the data file in which the state of a node lies; None for a node that it has not.
+        """**Blocks.** Returns the path of the data file with the state of a node; None for an unknown node.
 
         Raises:
             NoCheckpointError: If the epoch was not saved.
             DamageError: If its manifest is damaged.
-            NoWholeCheckpointError: If its records are.
-            StorageError: If the place fails.
+            NoWholeCheckpointError: If its records are damaged.
+            StorageError: If the storage fails.
         """
         name = self._find(check_step(epoch))
         stored = stored_nodes(self.storage, name)
@@ -436,12 +438,11 @@ class MultiNodeCheckpointManager:
         return f"{self.url}/{data_path(name, find_place(self.storage, name, node, stored))}"
 
     def tidy(self) -> None:
-        """**Blocks.** Removes, when a job has come to its end, the epochs that its policy does not keep.
+        """**Blocks.** At the end of a job, removes the epochs that its policy does not keep.
 
-        While a job runs, the epoch that it has gone on from stays whatever the policy says, as it is known to be good;
-        and a kill between a commit and what is removed after it leaves one more, or half of one. A job that has come to
-        its end needs none of these. An error here is a warning, and changes nothing of how the job has ended. Nothing
-        is removed where a newer job saves by now.
+        While a job runs, the epoch that it resumed from is kept regardless of the policy, because it is known to be
+        good; and a kill between a commit and the removal after it leaves one epoch more, or half of one. A finished job
+        needs none of these. An error here is only a warning. Nothing is removed if a newer job now saves there.
         """
         if self._session is None or not self._session.is_master:
             return
@@ -456,7 +457,7 @@ class MultiNodeCheckpointManager:
             cleaning = line.clean(newest, {newest: "the newest"})
         except Exception as error:  # noqa: BLE001  A policy of the user's own may raise anything.
             reason = error.message if isinstance(error, HoldfastError) else repr(error)
-            self._emit(Warned(text=f"{self.url}: the job is at its end, but old epochs are not removed: {reason}"))
+            self._emit(Warned(text=f"{self.url}: the job has finished, but old epochs are not removed: {reason}"))
             return
         for problem in cleaning.problems:
             self._emit(Warned(text=f"{self.url}: an old epoch could not be removed: {problem.message}"))
@@ -466,10 +467,10 @@ class MultiNodeCheckpointManager:
             self._emit(Retained(kept=kept, removed=removed, background_seconds=time.monotonic() - begun_at))
 
     def close(self) -> None:
-        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice.
+        """**Blocks.** Waits for the save in progress, and ends all threads; a second call does nothing.
 
         Raises:
-            SaveFailedError: If a save failed and that was not reported yet.
+            SaveFailedError: If a save failed and the failure was not reported yet.
         """
         if self._store is not None:
             self._store.close()
@@ -477,7 +478,7 @@ class MultiNodeCheckpointManager:
 
     def _ready(self) -> tuple[Session, NodeStore]:
         if self._session is None or self._store is None:
-            raise UsageError("the manager is not ready for a run", hint="Call init first, as a JobRunner does.")
+            raise UsageError("the manager has no nodes yet", hint="Call init first, as JobRunner does.")
         return self._session, self._store
 
     def _find(self, epoch: int) -> StepName:
@@ -489,7 +490,7 @@ class MultiNodeCheckpointManager:
         except NoCheckpointError:
             check_nothing_lost(self.storage)
             known = ", ".join(map(str, sorted({name.step for name in catalog.committed}))) or "none"
-            text, hint = f"epoch {epoch} was not saved in {self.url}", f"Epochs that are there: {known}."
+            text, hint = f"epoch {epoch} was not saved in {self.url}", f"Epochs that exist: {known}."
             raise NoCheckpointError(text, hint=hint) from None
 
     def _load(self, name: StepName, epoch: int, damages: Sequence[DamageError]) -> Loaded:
@@ -506,20 +507,20 @@ class MultiNodeCheckpointManager:
         store.go_on_from(name.step)
         self._stands_at = name.step
         if gone or new:
-            self._warn(f"the job has other nodes than epoch {name.step}: without {gone}, new are {new}")
+            self._warn(f"the job's nodes differ from those of epoch {name.step}: {gone} missing, {new} new")
         self._report(LOAD, name.step, durations)
         return Loaded(name.step, metadata, tuple(new), tuple(damages))
 
     def _compare_nodes(self, name: StepName, stored: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The nodes that a checkpoint has not, and those that it has and the job has not."""
+        """Returns the job's nodes that a checkpoint lacks, and the checkpoint's nodes that the job lacks."""
         gone = [node for node in stored if node not in self.nodes]
         new = [node for node in self.nodes if node not in stored]
         if (gone or new) and not self._take_over_nodes:
             raise MismatchError(
-                f"epoch {name.step} of {self.url} is one of the nodes {', '.join(stored)}, and the job has "
+                f"epoch {name.step} of {self.url} was saved by the nodes {', '.join(stored)}, but the job has "
                 f"{', '.join(self.nodes)}; nothing was changed",
                 differences=Differences(missing=new, extra=gone),
-                hint="Run the job on the same nodes, or ask for take_over_nodes=True.",
+                hint="Run the job on the same nodes, or pass take_over_nodes=True.",
             )
         return new, gone
 
@@ -527,7 +528,7 @@ class MultiNodeCheckpointManager:
         try:
             return bool(self.metadata_handler.cp_accessible(None))
         except Exception as error:  # noqa: BLE001  The handler is the user's, and may raise anything.
-            self._warn(f"the metadata handler failed when asked for access: {error!r}")
+            self._warn(f"the metadata handler failed in cp_accessible: {error!r}")
             return False
 
     def _report(self, action: str, epoch: int, durations: NodeDurations) -> None:
@@ -540,7 +541,7 @@ class MultiNodeCheckpointManager:
         try:
             call()
         except Exception as error:  # noqa: BLE001  The checkpoint stands, whatever the user's handler makes of it.
-            self._warn(f"epoch {epoch} stands, but the metadata handler failed at {what}: {error!r}")
+            self._warn(f"epoch {epoch} is saved, but the metadata handler failed while {what}: {error!r}")
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Committed):
@@ -551,30 +552,30 @@ class MultiNodeCheckpointManager:
 
 
 class NodeCheckpointManager(MultiNodeCheckpointManager):
-    """A `MultiNodeCheckpointManager` for a job whose only node has a state to keep; a second node is refused."""
+    """A `MultiNodeCheckpointManager` for a job that saves the state of one node only; a second node is refused."""
 
     def init(self, session: Session, nodes: Sequence[str], *, goes_on: bool = False) -> None:
-        """**Blocks.** As `MultiNodeCheckpointManager.init`.
+        """**Blocks.** Like `MultiNodeCheckpointManager.init`.
 
         Raises:
             UsageError: If there is more than one node.
         """
         if len(nodes) != 1:
             raise UsageError(
-                f"this manager keeps the state of one node, not of {', '.join(nodes)}",
-                hint="Use a MultiNodeCheckpointManager, or name one in nodes_to_checkpoint.",
+                f"this manager saves the state of one node, got {', '.join(nodes)}",
+                hint="Use a MultiNodeCheckpointManager, or pass one name in nodes_to_checkpoint.",
             )
         super().init(session, nodes, goes_on=goes_on)
 
 
 def _check_alike(nodes: Sequence[str], beginnings: Sequence[Sequence[object]]) -> None:
-    """**Pure.** Makes sure that all workers begin a run alike: with the same epoch, or all anew."""
+    """**Pure.** Checks that all workers start a run the same way: with the same epoch, or from the beginning."""
     if any(beginning != beginnings[0] for beginning in beginnings):
         begun = (
             f"{node} {'anew' if anew else 'from the newest epoch' if epoch is None else f'from epoch {epoch}'}"
             for node, (epoch, anew) in zip(nodes, beginnings, strict=True)
         )
         raise UsageError(
-            f"the workers do not begin alike: {', '.join(begun)}",
-            hint="Give resume_from_epoch and begin_anew alike on all workers.",
+            f"the workers start differently: {', '.join(begun)}",
+            hint="Pass the same resume_from_epoch and begin_anew on all workers.",
         )

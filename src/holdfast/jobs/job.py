@@ -1,4 +1,4 @@
-"""`Job`: what is to be done once, again and again, and at the end; and `epoch_limiter`."""
+"""`Job`: the tasks to run once, in each epoch, and at the end; and `epoch_limiter`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _jobs: ContextVar[Job | None] = ContextVar("holdfast_job", default=None)
 
 @dataclass(frozen=True, slots=True)
 class ObjectMaker:
-    """An object with state that nodes have."""
+    """An object with state in the workspaces of nodes."""
 
     name: str
     make: Callable[[], Any]
@@ -27,7 +27,7 @@ class ObjectMaker:
 
 
 class Job:
-    """Tasks in four groups: init, once; epoch, again and again; download, once after that; and exit, last.
+    """Tasks in four groups: init, once; epoch, repeatedly; download, once after that; and exit, last.
 
     A task is a plain function of the workspace of the node on which it runs. After the init tasks, and after each
     epoch, a `JobRunner` saves the workspaces.
@@ -47,12 +47,12 @@ class Job:
         hf.epoch_limiter(job, 4)
         ```
 
-    Within `with`, tasks that are made (`Task(function)`) are added to the epoch group, and `Job.current()` is the job.
+    Inside the `with` block, new tasks (`Task(function)`) are added to the epoch group, and `Job.current()` is the job.
 
     Attributes:
-        init_group: Runs once, when the job begins from nothing; not when it goes on from a checkpoint.
-        epoch_group: Runs once an epoch.
-        download_group: Runs once when the last epoch is over.
+        init_group: Runs once, when the job starts from the beginning; not when it resumes from a checkpoint.
+        epoch_group: Runs once per epoch.
+        download_group: Runs once after the last epoch.
         exit_group: Runs last.
     """
 
@@ -65,16 +65,16 @@ class Job:
         stop_conditions: Sequence[TaskOutput | TaskFunction | str] = (),
         nodes_to_checkpoint: Sequence[str] | None = None,
     ) -> None:
-        """Makes a job, of groups that were made elsewhere or of new ones.
+        """Creates a job from given groups or new ones.
 
         Args:
             init_group: The tasks that run once, first; None for a new, empty group.
-            epoch_group: The tasks that run again and again; likewise.
-            download_group: The tasks that run when the last epoch is over; likewise.
+            epoch_group: The tasks that run in each epoch; likewise.
+            download_group: The tasks that run after the last epoch; likewise.
             exit_group: The tasks that run last; likewise.
-            stop_conditions: As for `add_stop_condition`.
-            nodes_to_checkpoint: The nodes whose state is kept; None, or none at all, for those that the init tasks and
-                objects name, or all.
+            stop_conditions: As in `add_stop_condition`.
+            nodes_to_checkpoint: The nodes whose state is saved; None, or an empty list, for those of the init tasks and
+                objects, or all.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -98,10 +98,10 @@ class Job:
 
     @classmethod
     def current(cls) -> Job:
-        """The job whose `with` this is in.
+        """Returns the job whose `with` block is the innermost one.
 
         Raises:
-            UsageError: If it is in none.
+            UsageError: If there is none.
         """
         job = _jobs.get()
         if job is None:
@@ -109,12 +109,12 @@ class Job:
         return job
 
     def add_object(self, name: str, make: Callable[[], Any], *, on: Place = None) -> None:
-        """Names an object with state (a model, an optimizer, a reader) that nodes have in their workspaces.
+        """Registers an object with state (a model, an optimizer, a reader) that nodes have in their workspaces.
 
-        It is made on each node before the init tasks, and also when the job goes on from a checkpoint, since code makes
-        objects and a checkpoint only gives them back their state. Where the workspace has something of that name
-        already, it is left; but what was made for an earlier run in the same session is made anew when a job begins
-        from nothing.
+        It is created on each node before the init tasks, and also when the job resumes from a checkpoint: code creates
+        objects, and a checkpoint only restores their state. If the workspace already has something of that name, it is
+        left; but an object that was created for an earlier run in the same session is created again if a job starts
+        over.
 
         Args:
             name: Its name in the workspace.
@@ -125,15 +125,15 @@ class Job:
             UsageError: If an argument is wrong.
         """
         if not callable(make):
-            raise UsageError(f"{make!r} makes no object: it cannot be called")
+            raise UsageError(f"expected a function that makes an object, got {make!r}")
         self._objects.append(ObjectMaker(check_name("a value", name), make, check_place(on)))
 
     def add_stop_condition(self, condition: TaskOutput | TaskFunction | str, *, on: str | None = None) -> None:
-        """Ends the epochs as soon as something is true after one of them.
+        """Ends the epochs as soon as a condition is true after one of them.
 
         Args:
             condition: The output of a task of the epoch group (true on any of its nodes); the name of a value in a
-                workspace; or a function of a workspace, which changes nothing.
+                workspace; or a function of a workspace, which must not change anything.
             on: For a name or a function: the node; None for the first.
 
         Raises:
@@ -142,8 +142,10 @@ class Job:
         if isinstance(condition, TaskOutput):
             if condition.task not in self.epoch_group.tasks or on is not None:
                 raise UsageError(
-                    f"the output of {condition.task} cannot end the epochs",
-                    hint="A stop condition is the output of a task of the epoch group, without a node of its own.",
+                    f"the output of {condition.task} cannot be a stop condition",
+                    hint=(
+                        "A stop condition must be the output of a task of the epoch group that has no node of its own."
+                    ),
                 )
             self._stop_outputs.append(condition)
             return
@@ -154,14 +156,14 @@ class Job:
             task = self._stop_group.add(condition, on=on)
         else:
             raise UsageError(
-                f"{condition!r} is no stop condition",
-                hint="Such are outputs of tasks, names of values, and functions of a workspace.",
+                f"{condition!r} cannot be a stop condition",
+                hint="Pass the output of a task, the name of a value, or a function of a workspace.",
             )
         if on is None:
             self._first_node_only.add(task)
 
     def nodes_to_checkpoint(self, nodes: Sequence[str] | None = None) -> tuple[str, ...]:
-        """The nodes whose state is kept, in order.
+        """Returns the nodes whose state is saved, in order.
 
         Args:
             nodes: All nodes of the session; None for those that the job names.
@@ -176,7 +178,7 @@ class Job:
         return tuple(dict.fromkeys(named))
 
     def named_nodes(self) -> tuple[str, ...]:
-        """All nodes that something of the job names, each once, in order."""
+        """Returns all nodes that the job names, each once, in order."""
         named = [node for maker in self._objects for node in maker.on or ()]
         for group in (self.init_group, self.epoch_group, self.download_group, self.exit_group):
             named += group.named_nodes()
@@ -202,11 +204,11 @@ class Job:
 
     @property
     def has_stop_condition(self) -> bool:
-        """Whether anything ever ends the epochs."""
+        """True if there is a condition that ends the epochs."""
         return bool(self._stop_outputs) or len(self._stop_group) > 0
 
     def freeze(self, nodes: Sequence[str]) -> None:
-        """Called when the job is used: from now on no task can be added, and what has no node of its own gets one."""
+        """Called when the job is used: no task can be added after that, and conditions without a node get one."""
         for task in self._first_node_only:
             task.on = (nodes[0],)
         for group in (self.init_group, self.epoch_group, self._stop_group, self.download_group, self.exit_group):
@@ -225,20 +227,20 @@ class Job:
 
 
 def epoch_limiter(job: Job, num_epochs: int) -> None:
-    """Ends a job after so many epochs in all, those before a restart counted.
+    """Ends a job after that many epochs in total, including those before a restart.
 
-    The limit is the present program's: a job that has had 3 of 3 epochs goes on if it is started with a limit of 10.
+    The limit is that of the current program: a job that has completed 3 of 3 epochs continues with a limit of 10.
 
     Args:
         job: The job.
         num_epochs: How many epochs.
 
     Raises:
-        OutOfRangeError: If that is less than one; it is a `ValueError` too.
-        UsageError: If it is not a whole number, or the job is none.
+        OutOfRangeError: If that is less than one; also a `ValueError`.
+        UsageError: If it is not a whole number, or `job` is not a job.
     """
     if not isinstance(job, Job):
-        raise UsageError(f"{job!r} is no Job", hint="Write: epoch_limiter(job, num_epochs).")
+        raise UsageError(f"expected a Job, got {job!r}", hint="Write: epoch_limiter(job, num_epochs).")
     most = check_whole("num_epochs", num_epochs, 1)
 
     def is_over(workspace: Workspace) -> bool:

@@ -1,7 +1,7 @@
-"""How the workspaces of a session's nodes are saved and restored: what managers ask, and the store of one process.
+"""Saving and restoring the workspaces of a session's nodes: the interface for managers, and the store of one process.
 
 A process is a writer, and each of its nodes is an object of the checkpoint. `LocalNodeStore` is for nodes that share
-this process; where each node has a process of its own, it is `WorkerNodeStore`.
+this process; `WorkerNodeStore` for nodes with a process each.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from holdfast.save.handle import SaveHandle
 from holdfast.storage import Storage
 
 NODES_NOTE: Final = "nodes"
-"""Where a manifest's metadata names the nodes."""
+"""The entry of a manifest's metadata with the names of the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStoreOptions:
-    """How to save and restore."""
+    """The options of saves and restores."""
 
     storage: Storage
     keep: RetentionPolicy
@@ -56,32 +56,30 @@ class NodeStoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class NodeDurations:
-    """How long an action took each node.
+    """How long an action took on each node.
 
     Attributes:
-        node_seconds: For each node. Nodes that share a process are saved together; the time counts for each by its
-            share of the bytes.
+        node_seconds: The time of each node. Nodes of one process are saved together; each gets a share by its bytes.
     """
 
     node_seconds: Mapping[str, float]
 
     @property
     def slowest(self) -> str:
-        """The node that it took longest."""
+        """The node that took longest."""
         return max(self.node_seconds, key=lambda node: self.node_seconds[node], default="")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """What is to be loaded.
+    """A request to load a checkpoint.
 
     Attributes:
         name: The checkpoint.
         nodes: The nodes, each with the names of the values to load; None for all of them.
         stored: All nodes of the checkpoint, in order.
-        keep_added: Whether values stay of which nothing is stored. Otherwise plain ones go, as what is stored is all
-            there was.
-        strict: Whether any difference is an error.
+        keep_added: True to keep values that are not stored. Otherwise plain values are removed: everything was stored.
+        strict: True to raise an error for any difference.
     """
 
     name: StepName
@@ -93,11 +91,11 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A save of all nodes that has begun.
+    """A save of all nodes in progress.
 
     Attributes:
         wait: **Blocks** until it is committed for all nodes. It raises `SaveFailedError` if that failed: then no node
-            has it; and `DeadlineError` if it takes longer than the store's deadline: it goes on.
+            has it; and `DeadlineError` if it takes longer than the store's deadline: it continues.
         handle: This process's part of it; None if it has none.
     """
 
@@ -109,25 +107,25 @@ class NodeStore(Protocol):
     """Saves and restores the workspaces of a session's nodes: all of them in one commit."""
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> Saving:
-        """Copies the state of all nodes and returns; the rest goes on in the background."""
+        """Copies the state of all nodes and returns; the rest continues in the background."""
         ...
 
     def load(self, order: LoadOrder) -> NodeDurations:
-        """**Blocks.** Gives nodes the state that they had in a checkpoint; every byte is checked.
+        """**Blocks.** Restores nodes from a checkpoint; every byte is checked.
 
         Raises:
             NoWholeCheckpointError: If it is damaged for one of them.
             MismatchError: If it does not fit one of them.
-            StorageError: If the place fails.
+            StorageError: If the storage fails.
         """
         ...
 
     def go_on_from(self, epoch: int) -> None:
-        """**Blocks.** What is saved next follows this epoch; later ones are no longer part of the current lineage."""
+        """**Blocks.** Makes the next save follow this epoch; later epochs leave the current lineage."""
         ...
 
     def close(self) -> None:
-        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
+        """**Blocks.** Waits for the save in progress, and ends all threads; a second call does nothing."""
         ...
 
 
@@ -142,7 +140,7 @@ class LocalNodeStore:
         cluster: Cluster | Literal["alone"] = "alone",
         liveness_seconds: float = LIVENESS_SECONDS,
     ) -> None:
-        """**Collective.** Makes the manager; `cluster` is "alone" if the session is this process, beside others too."""
+        """**Collective.** Creates the manager; `cluster` is "alone" if the session is this process alone."""
         self._workspaces = {workspace.node: workspace for workspace in workspaces}
         self._options = options
         self._emit = Fanout([LoggingSink(), *options.sinks])
@@ -181,16 +179,16 @@ class LocalNodeStore:
         )
 
     def go_on_from(self, epoch: int) -> None:
-        """**Blocks.** Has what is saved next follow this epoch; see `NodeStore`."""
+        """**Blocks.** Makes the next save follow this epoch; see `NodeStore`."""
         self._name(())
         self._manager.restore(epoch, strict=False)
 
     def close(self) -> None:
-        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
+        """**Blocks.** Waits for the save in progress, and ends all threads; a second call does nothing."""
         self._manager.close()
 
     def _wait(self, handle: SaveHandle) -> NodeDurations:
-        """Waits until a save is committed, and what it replaces is gone; gives how long it took each node."""
+        """Waits until a save is committed and what it replaces is removed; returns the time of each node."""
         handle.wait_committed()
         handle.wait_ended()
         seconds = self._seconds.pop(handle.step, 0.0)
@@ -206,7 +204,7 @@ class LocalNodeStore:
             return NodeDurations(dict.fromkeys(nodes, seconds / len(nodes)))
 
     def _name(self, nodes: Sequence[str] | Mapping[str, Workspace]) -> None:
-        """Makes the checkpoint one of just these nodes."""
+        """Records these nodes as the checkpoint's."""
         for node in list(self._checkpoint):
             del self._checkpoint[node]
         for node in nodes:
@@ -220,14 +218,14 @@ class LocalNodeStore:
 
 
 def load_workspace(workspace: Workspace, order: LoadOrder, options: NodeStoreOptions, emit: Sink) -> float:
-    """**Blocks.** Gives a node of this process its state, whichever process had written it; every byte is checked.
+    """**Blocks.** Restores a node of this process, whichever process wrote it; every byte is checked.
 
-    Gives how many seconds that took.
+    Returns the seconds that it took.
 
     Raises:
         NoWholeCheckpointError: If it is damaged.
         MismatchError: If it does not fit; the workspace has not been changed.
-        StorageError: If the place fails.
+        StorageError: If the storage fails.
     """
     place = find_place(options.storage, order.name, workspace.node, order.stored)
     only = order.nodes[workspace.node]
@@ -260,7 +258,7 @@ def load_workspace(workspace: Workspace, order: LoadOrder, options: NodeStoreOpt
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """Where the state of a node lies in a checkpoint."""
+    """The position of a node's state in a checkpoint."""
 
     node: str
     writer: Worker
@@ -268,26 +266,26 @@ class NodePlace:
 
 
 def read_places(storage: Storage, name: StepName) -> list[NodePlace]:
-    """**Blocks.** All nodes of a checkpoint; reads the records of all who wrote it.
+    """**Blocks.** Returns all nodes of a checkpoint; reads the records of all its writers.
 
     Raises:
         DamageError: If they are damaged.
-        UsageError: If it is no checkpoint of a job.
-        StorageError: If the place fails.
+        UsageError: If it was not written by a job.
+        StorageError: If the storage fails.
     """
     manifest = _read(storage, name)
     return [place for index in _indexes(storage, name, manifest) for place in _places_in(storage, name, index)]
 
 
 def find_place(storage: Storage, name: StepName, node: str, stored: Sequence[str]) -> NodePlace:
-    """**Blocks.** Where one node's state lies; as a rule it takes one record to know.
+    """**Blocks.** Returns the position of one node's state; usually this reads a single record.
 
-    The order of the stored nodes says where to look first.
+    The order of the stored nodes determines where to look first.
 
     Raises:
         NoWholeCheckpointError: If the records are damaged, or no worker has written it.
-        UsageError: If it is no checkpoint of a job.
-        StorageError: If the place fails.
+        UsageError: If it was not written by a job.
+        StorageError: If the storage fails.
     """
     first = stored.index(node) if node in stored else 0
     try:
@@ -301,12 +299,12 @@ def find_place(storage: Storage, name: StepName, node: str, stored: Sequence[str
 
 
 def stored_nodes(storage: Storage, name: StepName) -> tuple[str, ...]:
-    """**Blocks.** The nodes of a checkpoint, as its manifest names them.
+    """**Blocks.** Returns the nodes of a checkpoint, from its manifest.
 
     Raises:
         DamageError: If the manifest is damaged.
-        UsageError: If it is no checkpoint of a job.
-        StorageError: If the place fails.
+        UsageError: If it was not written by a job.
+        StorageError: If the storage fails.
     """
     nodes = _read(storage, name).metadata.get(NODES_NOTE)
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, str) for node in nodes):
@@ -315,12 +313,12 @@ def stored_nodes(storage: Storage, name: StepName) -> tuple[str, ...]:
 
 
 def data_path(name: StepName, place: NodePlace) -> str:
-    """**Pure.** The path of the data file that a node's state lies in."""
+    """**Pure.** Returns the path of the data file with a node's state."""
     return f"{name.directory}/{data_name(place.writer.rank, place.writer.world_size)}"
 
 
 def _share_by_bytes(seconds: float, storage: Storage, name: StepName, nodes: Sequence[str]) -> NodeDurations:
-    """**Blocks.** A time that nodes have spent together, shared out by the bytes that each has in a checkpoint."""
+    """**Blocks.** Splits a time that nodes spent together by the bytes that each has in a checkpoint."""
     manifest = read_manifest(storage, name)
     begins = {f"{escape(node)}/": node for node in nodes}
     # Values other than arrays count too, or a node without any would seem to have taken no time.
@@ -357,6 +355,6 @@ def _places_in(storage: Storage, name: StepName, index: Index) -> Iterator[NodeP
 
 def _no_job(storage: Storage, name: StepName) -> UsageError:
     return UsageError(
-        f"step {name.step} of {storage.url} is a checkpoint, but not one of a job's nodes",
+        f"step {name.step} of {storage.url} is a checkpoint, but was not written by a job",
         hint="Give each job a directory of its own.",
     )

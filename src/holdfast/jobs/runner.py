@@ -1,4 +1,4 @@
-"""`JobRunner`: drives a job from its beginning, or from a checkpoint, to its end."""
+"""`JobRunner`: runs a job from its beginning, or from a checkpoint, to its end."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _STOPPED: Final = "stopped"
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How far a job has come, and what was lost on the way.
+    """The progress of a job, and its failures.
 
     Attributes:
-        last_epoch: The last epoch that is over.
-        resumed_from: The epoch that was loaded last, at the beginning as a rule; None if the job began from nothing.
+        last_epoch: The last complete epoch.
+        resumed_from: The epoch that was loaded last, usually at the start; None if the job started from the beginning.
         replacements: How often nodes were lost and replaced.
         last_saved_epoch: The newest epoch that is saved for all nodes, by this run or before it; None if none is.
         saves_committed: How many epochs this run has saved.
-        saves_failed: How many it could not save.
-        failed_epochs: Which these were.
-        upload_error: Why the last saved epoch was not uploaded; None if it was, or was not to be.
+        saves_failed: How many epochs it could not save.
+        failed_epochs: Those epochs.
+        upload_error: Why the last saved epoch was not uploaded; None if it was, or no upload was requested.
     """
 
     last_epoch: int = 0
@@ -56,7 +56,7 @@ class JobResult:
 
 
 class _Epochs:
-    """The epochs of a job, as a guard asks for them."""
+    """The epochs of a job, in the form that a guard needs."""
 
     worker = ALONE
     participant: JointParticipant | None = None
@@ -69,16 +69,16 @@ class _Epochs:
         self._manager = manager
 
     def mark(self) -> Mark:
-        raise UsageError("the nodes of a job are saved at the end of an epoch only")
+        raise UsageError("a job saves its nodes only at the end of an epoch")
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Nothing: the runner tells which save to wait for."""
+        """Does nothing: the runner tells the guard which save to wait for."""
 
     def latest_step(self) -> int | None:
         return max(self._manager.epochs(), default=None)
 
     def abandon(self) -> None:
-        """Nothing: the end of the process gives up what is in flight."""
+        """Does nothing: the end of the process abandons a save in progress."""
 
 
 class JobRunner:
@@ -103,34 +103,33 @@ class JobRunner:
         sinks: Iterable[Sink] = (),
         preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     ) -> None:
-        """Begins nothing yet.
+        """Stores the settings; runs nothing yet.
 
         Args:
-            job: What to run.
-            checkpoint_manager: What saves and restores; None to keep nothing.
-            resume_from_epoch: The epoch to go on from; None for what the manager's metadata handler says, which is the
-                newest epoch there is, or the beginning.
-            upload_task_group_builder: Makes the tasks that bring the last saved epoch elsewhere.
-            failures_allowed: How many saves in a row may fail before the job ends. That the last one has failed is
-                raised in any case, when all else is done.
-            sinks: Functions that get the job's own events; the manager has its own.
-            preemption: How to hear, while the job runs, that it is to be taken away, and how to leave: "auto" for
-                signals and what fits the place where it runs, "off" for nothing, or a `TerminationConfig`. Without a
-                manager nothing is heard.
+            job: The job to run.
+            checkpoint_manager: Saves and restores; None to save nothing.
+            resume_from_epoch: The epoch to resume from; None for the choice of the manager's metadata handler: the
+                newest epoch, or the beginning if there is none.
+            upload_task_group_builder: Makes the tasks that upload the last saved epoch.
+            failures_allowed: How many saves in a row may fail before the job ends. A failure of the last save is always
+                raised, after everything else is done.
+            sinks: Functions that are called with the job's own events; the manager has its own.
+            preemption: How to notice a preemption while the job runs, and how to exit: "auto" for signals and the
+                sources that fit the machine, "off" for none, or a `TerminationConfig`. None without a manager.
 
         Raises:
             UsageError: If an argument is wrong, or needs a manager and there is none.
         """
         if not isinstance(job, Job):
-            raise UsageError(f"{job!r} is no Job")
+            raise UsageError(f"expected a Job, got {job!r}")
         if not isinstance(checkpoint_manager, MultiNodeCheckpointManager | None):
             raise UsageError(
-                f"{checkpoint_manager!r} does not keep the nodes of a job",
-                hint="Use MultiNodeCheckpointManager(directory).",
+                f"expected a MultiNodeCheckpointManager, got {checkpoint_manager!r}",
+                hint="Create one: MultiNodeCheckpointManager(directory).",
             )
         if not isinstance(upload_task_group_builder, UploadTaskGroupBuilder | None):
             raise UsageError(
-                f"{upload_task_group_builder!r} makes no tasks",
+                f"expected an UploadTaskGroupBuilder, got {upload_task_group_builder!r}",
                 hint="Derive from UploadTaskGroupBuilder, or use UploadTo.",
             )
         check_whole("failures_allowed", failures_allowed)
@@ -141,7 +140,7 @@ class JobRunner:
             ("upload_task_group_builder", upload_task_group_builder),
         ):
             if value is not None and checkpoint_manager is None:
-                raise UsageError(f"{name}={value!r} without a checkpoint manager", hint="Give checkpoint_manager=.")
+                raise UsageError(f"{name}={value!r} needs a checkpoint manager", hint="Pass checkpoint_manager=.")
         self._job = job
         self._manager = checkpoint_manager
         self._resume_from_epoch = resume_from_epoch
@@ -162,37 +161,37 @@ class JobRunner:
 
     @property
     def result(self) -> JobResult:
-        """What came of the run; while it runs, or if it has failed, how far it has come."""
+        """The result of the run; while it runs, or if it failed, its progress."""
         return self._result
 
     def train(self, session: Session) -> int:
         """**Blocks.** Runs the job to its end.
 
-        From nothing: the init tasks, a save of epoch 0; then an epoch, the stop conditions, a save, until one of them
-        is true. From a checkpoint: it is loaded, and the epochs go on behind it; if a stop condition is true already,
-        none runs. Then the upload, the download tasks and the exit tasks.
+        From the beginning: the init tasks and a save of epoch 0; then an epoch, the stop conditions and a save, until
+        one condition is true. From a checkpoint: the checkpoint is loaded, and the epochs continue after it; if a stop
+        condition is already true, none runs. Then the upload, the download tasks and the exit tasks.
 
-        If the job is asked to leave meanwhile (SIGTERM, say), the save in flight is brought to its end and the process
-        exits with code 42. The epoch that runs is not waited for: it is run again.
+        If the job is asked to stop meanwhile (SIGTERM, for example), the save in progress is completed and the process
+        exits with code 42. The current epoch is not waited for: it is run again.
 
         Returns:
             The last epoch.
 
         Raises:
             UsageError: If the job cannot be run like this; no task has run.
-            SystemExit: When the job leaves.
+            SystemExit: When the job exits.
             NoCheckpointError: If the epoch to resume from was not saved; no task has run.
-            NoWholeCheckpointError: If what is to be resumed from is damaged; no task has run.
+            NoWholeCheckpointError: If the epoch to resume from is damaged; no task has run.
             MismatchError: If the checkpoint does not fit the job; no task has run.
-            NodeLostError: If a node is gone, and the session does not replace it or nothing is kept.
-            TaskFailedError: If a task failed. A failed upload is raised when all else is done.
-            SaveFailedError: If more saves in a row have failed than are allowed; or, when all else is done, if the last
-                one has.
+            NodeLostError: If a node is gone, and the session does not replace it or nothing is saved.
+            TaskFailedError: If a task failed. A failed upload is raised after everything else is done.
+            SaveFailedError: If more saves in a row have failed than are allowed; or, at the end, if the last one
+                failed.
         """
         _check_session(session)
         with (
-            _running_alone(self._job.run_lock, "the job is being run already", "Make a job of its own for each run."),
-            _running_alone(session.run_lock, "the session is running a job already", "Make a session for each run."),
+            _running_alone(self._job.run_lock, "the job is already running", "Create a job for each run."),
+            _running_alone(session.run_lock, "the session is already running a job", "Create a session for each run."),
         ):
             self._check(session)
             self._result = JobResult()
@@ -216,10 +215,10 @@ class JobRunner:
         return epoch
 
     def save_checkpoints(self, epoch: int, session: Session) -> bool:
-        """**Blocks.** Saves all nodes now, as an epoch that is later than all there are.
+        """**Blocks.** Saves all nodes now, as an epoch later than all existing ones.
 
         Returns:
-            Whether it was saved; a failure is counted.
+            True if it was saved; a failure is counted.
 
         Raises:
             UsageError: If there is no manager.
@@ -234,25 +233,25 @@ class JobRunner:
     def load_blobs_from_checkpoints(
         self, names: str | Iterable[str], epoch: int, session: Session
     ) -> dict[str, tuple[str, ...]]:
-        """**Blocks.** Loads single values of an epoch into the workspaces of the nodes that they are of.
+        """**Blocks.** Loads single values of an epoch into the workspaces of their nodes.
 
         Args:
-            names: The values; those of that name of all nodes are meant.
+            names: The values; those of that name on all nodes.
             epoch: The epoch.
-            session: Where the workspaces are; they need not have been trained.
+            session: The session of the workspaces; they need not have been trained.
 
         Returns:
-            For each node, the names that it has got.
+            For each node, the names of its loaded values.
 
         Raises:
             UsageError: If there is no manager, or no node has a value of some name; nothing has been loaded.
             NoCheckpointError: If the epoch was not saved.
-            MismatchError: If a value does not fit what stands there.
+            MismatchError: If a value does not fit the existing one.
         """
         return self._ready(session).load_blobs(names, epoch)
 
     def _check(self, session: Session) -> None:
-        """Makes sure that the job can be run in a session, before anything is."""
+        """Checks that the job can be run in a session, before anything runs."""
         job = self._job
         if not job.has_stop_condition:
             raise UsageError(
@@ -263,7 +262,7 @@ class JobRunner:
         job.freeze(session.nodes)
 
     def _train(self, session: Session) -> int:
-        """Runs the job to its end, with other nodes in place of those that are lost."""
+        """Runs the job to its end, replacing lost nodes."""
         goes_on = False
         while True:
             try:
@@ -271,7 +270,7 @@ class JobRunner:
             except NodeLostError as lost:
                 if self._manager is None or not session.try_replace(lost):
                     raise
-                self._emit(Warned(text=f"{lost.message}; all go on from the last epoch that all nodes have"))
+                self._emit(Warned(text=f"{lost.message}; every node resumes from the last epoch that all nodes have"))
                 self._pending = None
                 self._result = replace(self._result, replacements=self._result.replacements + 1)
                 # What an earlier run has left is not this one's to go on from.
@@ -302,7 +301,7 @@ class JobRunner:
             self._manager.close()
 
     def _close_after(self, error: BaseException) -> None:
-        """Waits for a save in flight; what ended the job matters more than what comes of that."""
+        """Waits for a save in progress; the error that ended the job takes precedence over its result."""
         with noting_on(error):
             self._close()
         if self._pending is not None and self._manager is not None and self._manager.committed == self._pending[0]:
@@ -310,9 +309,9 @@ class JobRunner:
             self._note_saved(self._pending[0])
 
     def _ready(self, session: Session) -> MultiNodeCheckpointManager:
-        """The manager, made ready for a session that is not in a run."""
+        """Returns the manager, prepared for a session that is not in a run."""
         if self._manager is None:
-            raise UsageError("there is no checkpoint manager", hint="Give the runner a checkpoint_manager.")
+            raise UsageError("the runner has no checkpoint manager", hint="Pass checkpoint_manager= to the runner.")
         _check_session(session)
         session.bind(self._job.named_nodes())
         nodes = self._job.nodes_to_checkpoint(session.nodes)
@@ -322,7 +321,7 @@ class JobRunner:
         return self._manager
 
     def _begin(self, session: Session, *, goes_on: bool) -> tuple[int, bool]:
-        """Comes to where the epochs go on: the last one that is over, and whether there is to be no other."""
+        """Reaches the point from which the epochs continue: the last complete one, and whether it is to be the last."""
         job, manager = self._job, self._manager
         self._outputs = []
         if manager is None:
@@ -355,7 +354,7 @@ class JobRunner:
             self._emit(GroupEnded(group=group.name, epoch=epoch, seconds=time.monotonic() - begun_at))
 
     def _is_stopped(self, session: Session, epoch: int) -> bool:
-        """Whether one of the stop conditions that are not outputs of the epoch's tasks is true."""
+        """Returns True if a stop condition that is not an output of the epoch's tasks is true."""
         session.run(self._job.stop_group, epoch=epoch)
         found = [value for task in self._job.stop_group for value in task.results().values()]
         return bool(session.share(f"the end after epoch {epoch}", any(map(bool, found)))[0])
@@ -380,7 +379,7 @@ class JobRunner:
             self._rest(epoch)
 
     def _listen(self, session: Session) -> None:
-        """Hears from now on that the job is to be taken away, if something is kept that it could go on from."""
+        """Starts handling preemption notices, if something is saved that the job could resume from."""
         config, manager = self._termination, self._manager
         if config is None or manager is None:
             return
@@ -392,13 +391,13 @@ class JobRunner:
         self._guard = guard
 
     def _rest(self, epoch: int) -> None:
-        """From now on the job may leave at any moment, when the save of that epoch has ended."""
+        """From now on the job may exit at any moment, once the save of that epoch has ended."""
         is_known = self._handle is not None or (self._pending is None and self._last_failure is None)
         if self._guard is not None and is_known:
             self._guard.pause(epoch, saved=self._handle)
 
     def _find_save(self, epoch: int) -> SaveHandle | None:
-        """The save of the last epoch, for the guard.
+        """Returns the save of the last epoch, for the guard.
 
         Raises:
             SaveFailedError: If it has failed.
@@ -410,7 +409,7 @@ class JobRunner:
         return self._handle
 
     def _settle(self) -> None:
-        """Waits for the save in flight, and takes note of what came of it."""
+        """Waits for the save in progress, and records its result."""
         if self._pending is None or self._manager is None:
             return
         epoch, saving = self._pending
@@ -436,11 +435,13 @@ class JobRunner:
         if isinstance(failure.__cause__, FencedError):
             raise failure
         if self._failures_in_a_row > self._failures_allowed:
-            failure.add_note(f"{self._failures_in_a_row} saves in a row have failed; {self._failures_allowed} may.")
+            failure.add_note(
+                f"{self._failures_in_a_row} saves in a row have failed; {self._failures_allowed} are allowed."
+            )
             raise failure
 
     def _upload(self, session: Session) -> None:
-        """Uploads the last epoch that is saved. What goes wrong is reported, and raised when all else is done."""
+        """Uploads the last saved epoch. An error is reported, and raised after everything else is done."""
         if self._upload_builder is None or self._manager is None:
             return
         epoch = self._result.last_saved_epoch
@@ -448,7 +449,7 @@ class JobRunner:
             if epoch is None:
                 raise SaveFailedError("no epoch was saved, so none can be uploaded", step=self._result.last_epoch)
             if epoch != self._result.last_epoch:
-                self._emit(Warned(text=f"epoch {epoch} is uploaded, the last one that was saved", step=epoch))
+                self._emit(Warned(text=f"the last saved epoch, {epoch}, is uploaded", step=epoch))
             group = self._upload_builder.build(epoch, self._manager)
             self._run(session, group, self._result.last_epoch)
         except NodeLostError:
@@ -468,16 +469,18 @@ class JobRunner:
 
 def _check_session(session: object) -> None:
     if not isinstance(session, Session):
-        raise UsageError(f"{session!r} is no session", hint="Such are LocalSession, TorchrunSession and RaySession.")
+        raise UsageError(
+            f"expected a session, got {session!r}", hint="Use a LocalSession, TorchrunSession or RaySession."
+        )
     session.check_open()
 
 
 @contextmanager
 def _running_alone(run_lock: threading.Lock, trouble: str, hint: str) -> Iterator[None]:
-    """Makes sure that a job, or a session, has one run at a time: tasks have one place for what they return, and nodes.
+    """Checks that a job, or a session, has one run at a time: tasks and nodes have one place for outputs.
 
     Raises:
-        UsageError: If it has one already.
+        UsageError: If it already has one.
     """
     if not run_lock.acquire(blocking=False):
         raise UsageError(trouble, hint=hint)

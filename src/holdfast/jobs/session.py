@@ -1,4 +1,4 @@
-"""Where the tasks of a job run: what all kinds of session have in common, and the one whose nodes share a process."""
+"""`Session`, where the tasks of a job run, and `LocalSession`, whose nodes share a process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.jobs.workspace import Workspace
 from holdfast.numbers import check_seconds
 
 GRACE_SECONDS: Final = 30.0
-"""How long the other tasks of a group may go on when one has failed."""
+"""How long the other tasks of a group may continue after one has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Session(ABC):
     """Named nodes, each with a workspace that lasts as long as the session, and a way to run tasks on them.
 
     Attributes:
-        is_master: Whether this process decides for all nodes; it is the only one where one process drives them.
+        is_master: True if this process decides for all nodes; it is the only process if one drives them all.
     """
 
     is_master: bool = True
@@ -53,10 +53,10 @@ class Session(ABC):
         return self._nodes or ("local",)
 
     def bind(self, named: Sequence[str]) -> None:
-        """Makes sure that the nodes are there which a job names; a session that was given none takes over these.
+        """Checks that the nodes that a job names exist; a session without given nodes takes over these.
 
         Raises:
-            UsageError: If one is not.
+            UsageError: If one does not.
         """
         if self._nodes is None:
             self._nodes = _check_nodes(named) if named else None
@@ -70,14 +70,14 @@ class Session(ABC):
         """**Blocks.** Runs a task, or all tasks of a group at the same time; then their outputs can be fetched.
 
         Args:
-            work: The task or the group; it cannot be added to any more.
-            epoch: What `workspace.epoch` says meanwhile, and afterwards; None to leave it.
+            work: The task or the group; nothing can be added to it afterwards.
+            epoch: The value of `workspace.epoch` meanwhile, and afterwards; None to leave it.
             only: The nodes on which to run; None for all.
 
         Raises:
             TaskFailedError: If a task raised an error.
             NodeLostError: If a node is gone.
-            UsageError: If a task is placed on a node that the session has not.
+            UsageError: If a task names a node that the session does not have.
             ClosedError: If the session is closed.
         """
         self.check_open()
@@ -97,12 +97,12 @@ class Session(ABC):
             task.note_results({one.node: outputs[one] for one in placed if one.task is task})
 
     def make_objects(self, makers: Sequence[ObjectMaker], *, anew: bool = False) -> None:
-        """**Blocks.** Makes the objects that nodes are to have and have not yet, one after the other.
+        """**Blocks.** Creates the objects that nodes need and do not have yet, one after the other.
 
-        With `anew` those that were made like this before are made again.
+        With `anew`, objects that were created like this before are created again.
 
         Raises:
-            TaskFailedError: If one cannot be made.
+            TaskFailedError: If one cannot be created.
             NodeLostError: If a node is gone.
         """
         for maker in makers:
@@ -116,15 +116,15 @@ class Session(ABC):
             self._run_making(group)
 
     def _run_making(self, group: TaskGroup) -> None:
-        """**Blocks.** Runs a task that makes an object, on all of its nodes."""
+        """**Blocks.** Runs a task that creates an object, on all of its nodes."""
         self.run(group)
 
     def share(self, what: str, value: Any) -> list[Any]:
-        """What each process of the session gives for `value`, the master first; plain JSON.
+        """Returns what each process of the session passed as `value`, the master first; plain JSON.
 
         Args:
-            what: What it is about, in words: the same in each process.
-            value: What this one gives.
+            what: The purpose, in words: the same in each process.
+            value: This process's value.
         """
         return [value]
 
@@ -132,38 +132,38 @@ class Session(ABC):
         """Called when an error has ended a run."""
 
     def note_exit(self, leaving: SystemExit) -> None:  # noqa: B027  As above.
-        """Called when the job was asked to leave, before the process ends."""
+        """Called when the job was asked to stop, before the process ends."""
 
     def try_replace(self, lost: NodeLostError) -> bool:
-        """**Blocks.** Makes nodes that are gone anew, so that all can go on from a checkpoint.
+        """**Blocks.** Replaces nodes that are gone, so that the job can resume from a checkpoint.
 
         Returns:
-            False if that cannot be done, or was done as often as it may be.
+            False if that cannot be done, or was done as often as allowed.
         """
         return False
 
     def check_open(self) -> None:
-        """Makes sure that the session can be used.
+        """Checks that the session can be used.
 
         Raises:
             ClosedError: If it is closed.
         """
         if self._closed:
-            raise ClosedError("the session is closed", hint="Make a new one.")
+            raise ClosedError("the session is closed", hint="Create a new session.")
 
     @abstractmethod
     def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
-        """**Blocks.** Runs tasks, all at the same time, and gives what each returned.
+        """**Blocks.** Runs tasks, all at the same time, and returns their results.
 
         Raises:
             TaskFailedError: If one raised an error.
         """
 
     def open_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> NodeStore:
-        """What saves and restores the workspaces of some nodes. It is closed with the session, if not before.
+        """Returns what saves and restores the workspaces of some nodes. It is closed with the session, if not before.
 
         Raises:
-            StorageError: If the place cannot be looked at.
+            StorageError: If the storage cannot be read.
         """
         store = self._make_store(nodes, options)
         self._stores.append(store)
@@ -171,13 +171,13 @@ class Session(ABC):
 
     @abstractmethod
     def _make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> NodeStore:
-        """What saves and restores the workspaces of some nodes."""
+        """Creates what saves and restores the workspaces of some nodes."""
 
     def close(self) -> None:
-        """**Blocks.** Waits for saves in flight, and ends the session; its workspaces are gone. Harmless twice.
+        """**Blocks.** Waits for saves in progress, and ends the session with its workspaces; may be repeated.
 
         Raises:
-            SaveFailedError: If a save failed and that was not reported yet.
+            SaveFailedError: If a save failed and the failure was not reported yet.
         """
         self._closed = True
         while self._stores:
@@ -194,10 +194,10 @@ class Session(ABC):
 
 
 class LocalSession(Session):
-    """Nodes that share this process.
+    """Runs nodes that share this process.
 
-    A task that is alone in its group runs in the calling thread, others have one each. When one fails, the others have
-    some time to end; a thread cannot be ended from without.
+    A task that is alone in its group runs in the calling thread; otherwise each has its own thread. If one fails, the
+    others have some time to end; a thread cannot be ended from outside.
 
     Example:
         ```python
@@ -207,21 +207,21 @@ class LocalSession(Session):
     """
 
     def __init__(self, nodes: str | Sequence[str] | None = None, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Makes the nodes, their workspaces empty.
+        """Creates the nodes, with empty workspaces.
 
         Args:
             nodes: Their names, or that of the only one; None for those that the first job names, or else one, `local`.
-            grace_seconds: How long the other tasks of a group may go on when one has failed.
+            grace_seconds: How long the other tasks of a group may continue after one has failed.
 
         Raises:
-            UsageError: If a name cannot be one, or is there twice.
+            UsageError: If a name is not allowed, or appears twice.
         """
         super().__init__(nodes)
         self._grace_seconds = check_seconds("grace_seconds", grace_seconds, least=0)
         self._workspaces: dict[str, Workspace] = {}
 
     def workspace(self, node: str | None = None) -> Workspace:
-        """The workspace of a node; None for the first.
+        """Returns the workspace of a node; None for the first.
 
         Raises:
             UsageError: If there is no such node.
@@ -235,7 +235,7 @@ class LocalSession(Session):
         return self._workspaces[name]
 
     def _run_making(self, group: TaskGroup) -> None:
-        """**Blocks.** Runs a task that makes an object, on one node after the other, so that chance is the same."""
+        """**Blocks.** Runs a task that creates an object, on one node after the other, for reproducible draws."""
         for node in self.nodes:
             self.run(group, only=[node])
 
@@ -247,11 +247,11 @@ class LocalSession(Session):
         return run_tasks(group, placed, self._workspaces, self._grace_seconds)
 
     def _make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> LocalNodeStore:
-        """What saves and restores the workspaces of some nodes, all in one file."""
+        """Creates what saves and restores the workspaces of some nodes, all in one file."""
         return LocalNodeStore([self.workspace(node) for node in nodes], options)
 
     def close(self) -> None:
-        """Ends the session, and lets go of the workspaces."""
+        """Ends the session, and drops the workspaces."""
         super().close()
         self._workspaces = {}
 
@@ -259,13 +259,13 @@ class LocalSession(Session):
 def _check_nodes(nodes: str | Sequence[str] | None) -> tuple[str, ...] | None:
     names = check_place(nodes, "nodes")
     if names is not None and not isinstance(nodes, str) and len(names) != len(nodes or ()):
-        raise UsageError(f"nodes={nodes!r} has a name twice", hint="Each node has a name of its own.")
+        raise UsageError(f"nodes={nodes!r} contains a name twice", hint="Give each node its own name.")
     return names
 
 
 @contextmanager
 def noting_on(error: BaseException | None) -> Iterator[None]:
-    """Notes what fails at the end of a block on the error that has ended the block, which matters more."""
+    """Adds failures at the end of a block as notes to the error that ended the block, which takes precedence."""
     try:
         yield
     except HoldfastError as failure:
@@ -277,10 +277,10 @@ def noting_on(error: BaseException | None) -> Iterator[None]:
 def run_tasks(
     group: str, placed: Sequence[Placed], workspaces: Mapping[str, Workspace], grace_seconds: float
 ) -> dict[Placed, Any]:
-    """**Blocks.** Runs the tasks of this process at the same time, and gives what each returned.
+    """**Blocks.** Runs the tasks of this process at the same time, and returns their results.
 
-    One by itself runs in the calling thread, others have a thread each. These are no executor's: Python waits for all
-    threads of an executor before it exits, so that a task that hangs would keep a job alive that has failed.
+    A single task runs in the calling thread, others have a thread each. An executor is not used: Python waits for all
+    threads of an executor before it exits, so a task that hangs would keep a failed job alive.
 
     Raises:
         TaskFailedError: If one raised an error.
@@ -309,7 +309,7 @@ def run_tasks(
             failure.add_note(f"{other.task.name} on {other.node} failed too: {_describe(also)}")
     for one, future in futures.items():
         if not future.done():
-            failure.add_note(f"{one.task.name} on {one.node} still runs after {grace_seconds:g} s")
+            failure.add_note(f"{one.task.name} on {one.node} was still running after {grace_seconds:g} s")
     raise failure from cause
 
 

@@ -1,4 +1,4 @@
-"""Tasks, the groups in which they run at the same time, and what they give back."""
+"""Tasks, the groups in which they run at the same time, and their outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.errors import UsageError
 from holdfast.jobs.workspace import Workspace, check_name
 
 TaskFunction: TypeAlias = Callable[[Workspace], Any]
-"""What a task does on a node. It is called with the node's workspace; what it returns is the task's output there."""
+"""The function of a task. It is called with the node's workspace; its return value is the task's output there."""
 
 Place: TypeAlias = str | Sequence[str] | None
 """One node by name, several, or None for all nodes of the session."""
@@ -23,23 +23,23 @@ _groups: ContextVar[TaskGroup | None] = ContextVar("holdfast_task_group", defaul
 class Task:
     """A plain function and the nodes on which it runs.
 
-    One that is made within `with` of a group or of a job is added to that group, or to the job's epoch group.
+    A task created inside the `with` block of a group or of a job is added to that group, or to the job's epoch group.
 
     Attributes:
-        name: What errors and events call it.
+        name: Its name in errors and events.
         on: The names of its nodes; None for all.
     """
 
     def __init__(self, function: TaskFunction, *, on: Place = None, name: str | None = None) -> None:
-        """Makes a task.
+        """Creates a task.
 
         Args:
             function: Called with the workspace of each node.
             on: Where it runs: the name of a node, several, or None for all nodes of the session.
-            name: What errors and events call it; None for the function's own name.
+            name: Its name in errors and events; None for the function's own name.
 
         Raises:
-            UsageError: If an argument is wrong, or the group around it has been used already.
+            UsageError: If an argument is wrong, or the group around it has already run.
         """
         if not callable(function):
             raise UsageError(f"{function!r} cannot be called", hint="A task is a function of a workspace.")
@@ -53,22 +53,22 @@ class Task:
 
     @property
     def function(self) -> TaskFunction:
-        """What it does."""
+        """The function."""
         return self._function
 
     @property
     def output(self) -> TaskOutput:
-        """What the function returns, to be fetched when it has run; on several nodes, see `output_on`."""
+        """Returns the function's output, to be fetched after it has run; for several nodes, see `output_on`."""
         return TaskOutput(self, None)
 
     def output_on(self, node: str) -> TaskOutput:
-        """What the function returns on one of its nodes."""
+        """Returns the function's output on one of its nodes."""
         if self.on is not None and node not in self.on:
             raise UsageError(f"task {self.name} does not run on {node}", hint=f"It runs on {', '.join(self.on)}.")
         return TaskOutput(self, node)
 
     def nodes_in(self, nodes: Sequence[str]) -> tuple[str, ...]:
-        """**Pure.** Those of a session's nodes on which it runs.
+        """**Pure.** Returns those of a session's nodes on which it runs.
 
         Raises:
             UsageError: If one of its nodes is not among them.
@@ -78,21 +78,21 @@ class Task:
         absent = [node for node in self.on if node not in nodes]
         if absent:
             raise UsageError(
-                f"task {self.name} is to run on {', '.join(absent)}, which the session has not",
+                f"task {self.name} needs the nodes {', '.join(absent)}, which the session does not have",
                 hint=f"The session's nodes are {', '.join(nodes)}.",
             )
         return self.on
 
     def note_results(self, results: Mapping[str, Any]) -> None:
-        """Called by the session with what the function returned on each node."""
+        """Called by the session with the function's results on each node."""
         self._results = dict(results)
 
     def results(self) -> Mapping[str, Any]:
-        """What the function returned when it ran last, by node; empty if it has not run."""
+        """Returns the function's results of the last run, by node; empty if it has not run."""
         return dict(self._results)
 
     def __call__(self, workspace: Workspace) -> Any:
-        """Runs the function here and now, as a plain call."""
+        """Calls the function directly."""
         return self._function(workspace)
 
     def __repr__(self) -> str:
@@ -101,18 +101,18 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskOutput:
-    """What a task's function returns.
+    """The output of a task's function.
 
     Attributes:
         task: The task.
-        node: The node on which it runs; None where there is just one.
+        node: The node on which it runs; None if there is just one.
     """
 
     task: Task
     node: str | None = None
 
     def fetch(self) -> Any:
-        """What the function returned when it ran last.
+        """Returns the function's result of the last run.
 
         Raises:
             UsageError: If it has not run, or on several nodes and none was named.
@@ -132,11 +132,11 @@ class TaskOutput:
 class TaskGroup:
     """Tasks that run at the same time. It has ended when all of them have.
 
-    It may grow until it is used for the first time. Functions are added by `add`, or by the group as a decorator; and
-    within `with`, tasks that are made are added to it.
+    It may grow until it runs for the first time. Functions are added by `add`, or by the group as a decorator; and
+    tasks that are created inside its `with` block are added to it.
 
     Attributes:
-        name: What errors and events call it.
+        name: Its name in errors and events.
     """
 
     def __init__(self, name: str = "tasks") -> None:
@@ -151,28 +151,28 @@ class TaskGroup:
         return tuple(self._tasks)
 
     def include(self, task: Task) -> Task:
-        """Adds a task that was made elsewhere.
+        """Adds an existing task.
 
         Raises:
-            UsageError: If the group has been used already, or has the task.
+            UsageError: If the group has already run, or already has the task.
         """
         if self._frozen:
             raise UsageError(
-                f"task {task.name} cannot be added: the group {self.name} has been used already",
+                f"task {task.name} cannot be added: the group {self.name} has already run",
                 hint="Add all tasks before the first run.",
             )
         if task in self._tasks:
-            raise UsageError(f"task {task.name} is in the group {self.name} already")
+            raise UsageError(f"task {task.name} is already in the group {self.name}")
         self._tasks.append(task)
         return task
 
     def add(self, function: TaskFunction, *, on: Place = None, name: str | None = None) -> Task:
-        """Makes a task of a function, and adds it.
+        """Creates a task from a function, and adds it.
 
         Args:
             function: Called with the workspace of each node.
             on: Where it runs: the name of a node, several, or None for all.
-            name: What errors and events call it.
+            name: Its name in errors and events.
         """
         token = _groups.set(None)
         try:
@@ -187,7 +187,7 @@ class TaskGroup:
     def __call__(
         self, function: TaskFunction | None = None, *, on: Place = None, name: str | None = None
     ) -> Task | Callable[[TaskFunction], Task]:
-        """As `add`, to be written above a function: `@group`, or `@group(on="trainer_0")`."""
+        """Like `add`, as a decorator: `@group`, or `@group(on="trainer_0")`."""
         if function is not None:
             return self.add(function, on=on, name=name)
         return lambda function: self.add(function, on=on, name=name)
@@ -197,11 +197,11 @@ class TaskGroup:
         return tuple(dict.fromkeys(node for task in self._tasks for node in task.on or ()))
 
     def runs_on_all(self) -> bool:
-        """Whether one of its tasks runs on all nodes."""
+        """True if one of its tasks runs on all nodes."""
         return any(task.on is None for task in self._tasks)
 
     def freeze(self) -> None:
-        """Called when it is used: from now on nothing can be added."""
+        """Called when it runs: nothing can be added after that."""
         self._frozen = True
 
     def __enter__(self) -> Self:
@@ -224,14 +224,17 @@ class TaskGroup:
 
 
 def check_place(on: Place, argument: str = "on") -> tuple[str, ...] | None:
-    """**Pure.** The nodes of a place, each once; None for all.
+    """**Pure.** Returns the nodes of a place, each once; None for all.
 
     Raises:
-        UsageError: If it names none, or what cannot be a node.
+        UsageError: If it names none, or something that cannot be a node.
     """
     if on is None:
         return None
     names: Any = (on,) if isinstance(on, str) else on
     if not isinstance(names, Iterable) or not names:
-        raise UsageError(f"{argument}={on!r} names no node", hint="Give a name, or several names.")
+        raise UsageError(
+            f"{argument} must be the name of a node or several names, got {on!r}",
+            hint=f'For example: {argument}="node0".',
+        )
     return tuple(dict.fromkeys(check_name("a node", name) for name in names))

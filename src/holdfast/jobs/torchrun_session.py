@@ -39,29 +39,29 @@ from holdfast.numbers import check_seconds
 from holdfast.save.arguments import check_liveness
 
 _MOST_BYTES: Final = 1 << 16
-"""An output that is longer stays where it is."""
+"""A longer output is not sent to other workers."""
 
 _FOR_EVER_SECONDS: Final = 1e9
-"""An epoch lasts as long as it does. Those who wait look whether the others live."""
+"""Epochs have no time limit. Waiting workers check whether the others are alive."""
 
 _FAREWELL_SECONDS: Final = 5.0
-"""How long the leader waits for the others at the end, as it may host the store."""
+"""How long the leader waits for the others at the end, because it may host the store."""
 
 _INTERRUPT: Final = signal.SIGURG
-"""No other library uses it, a process that does not know it ignores it, and no shell has it ignored from the start."""
+"""No other library uses this signal, a process without a handler ignores it, and no shell does so from the start."""
 
-_GONE: Final = "died, or left, during the job's work"
+_GONE: Final = "died or left while the job was running"
 
 _ALIKE: Final = (TaskFailedError, SaveFailedError, NoCheckpointError, MismatchError)
-"""What ends a run on all workers: they have all learned of it, or see the same checkpoints."""
+"""Errors that end a run on all workers: all of them know the error, or see the same checkpoints."""
 
 
 class PeerFailedError(HoldfastError):
-    """Another worker's task has failed while this one was at work; the session tells of it."""
+    """Another worker's task failed while this one was working; the session raises the error."""
 
 
 class _Trouble(msgspec.Struct, frozen=True):
-    """Why the workers are no longer together: the first that was met with, for all alike."""
+    """Why the workers are no longer together: the first reason that was found, the same for all."""
 
     ranks: tuple[int, ...]
     what: str
@@ -74,13 +74,13 @@ class _Failed(msgspec.Struct, frozen=True):
 
 
 class _Gathering:
-    """The workers of a session: met after each group, and watched meanwhile.
+    """The workers of a session: they meet after each group, and are watched meanwhile.
 
-    Epochs last as long as they do, so a meeting has no deadline; who is dead or has left is noticed instead.
+    Epochs have no time limit, so a meeting has no deadline; dead or missing workers are detected instead.
     """
 
     def __init__(self, cluster: Cluster, liveness_seconds: float) -> None:
-        """Begins to give signs of life. Each worker makes as many of these, in the same order."""
+        """Begins to give signs of life. Each worker creates as many of these, in the same order."""
         self._cluster = cluster
         self._peers = Peers(
             cluster, liveness_seconds=liveness_seconds, timeout_seconds=_FOR_EVER_SECONDS, name="job-session"
@@ -92,10 +92,10 @@ class _Gathering:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all workers do. An error in there is one worker's own, after which it cannot meet the others.
+        """Wraps what all workers do. An error in the block is one worker's own, which cannot meet the others any more.
 
-        They hear of it at once, and none of them takes part in anything any more. What all have met with alike is
-        raised after the block.
+        The others learn of it at once, and take part in nothing any more. An error that all have met is raised after
+        the block.
 
         Raises:
             ClosedError: If there was such an error before.
@@ -108,19 +108,19 @@ class _Gathering:
             raise
 
     def check(self) -> None:
-        """Makes sure that the workers are still together.
+        """Checks that the workers are still together.
 
         Raises:
-            ClosedError: If they are not; it says why.
+            ClosedError: If they are not; the error says why.
         """
         if self._left:
             raise ClosedError(
-                f"the session cannot be used any more, for the workers are no longer together: {self._left}",
-                hint="Make a new TorchrunSession, on all workers.",
+                f"the session is unusable because the workers are no longer together: {self._left}",
+                hint="Create a new TorchrunSession on all workers.",
             )
 
     def leave(self, error: BaseException) -> None:
-        """Takes part in nothing any more, and tells the others why; harmless twice."""
+        """Leaves the session, and tells the others why; a second call does nothing."""
         if self._left:
             return
         self._left = _describe(error)
@@ -132,13 +132,13 @@ class _Gathering:
         self._peers.leave()
 
     def report_end(self, error: BaseException) -> None:
-        """Tells the others why this worker is about to leave: they find it gone soon."""
+        """Tells the others why this worker is about to leave, before they find it gone."""
         is_exit = isinstance(error, SystemExit)
         why = f" with exit code {error}" if is_exit else f": {_describe(error)}"
         self._report((self._cluster.rank,), f"left the job{why}")
 
     def begin(self) -> None:
-        """Called by all workers at the same place: what they meet for from now on is something new."""
+        """Called by all workers at the same place: begins a new series of meetings."""
         self._number += 1
 
     def report_failure(self, text: str) -> None:
@@ -148,16 +148,16 @@ class _Gathering:
             self._records.post(_Failed(make_brief(text)), "failed", self._number)
 
     def meet(self, what: str, record: bytes, patience_seconds: float | None = None) -> list[bytes]:
-        """**Collective.** **Blocks.** The records of all workers, by rank, once all have come.
+        """**Collective.** **Blocks.** Returns the records of all workers, by rank, once all have come.
 
         Args:
-            what: What they meet for: the same for all, if all make the same calls.
-            record: What this worker brings.
-            patience_seconds: How long to wait for those that live and do not come; None for ever.
+            what: The purpose: the same for all, if all make the same calls.
+            record: This worker's record.
+            patience_seconds: How long to wait for live workers that do not come; None for ever.
 
         Raises:
             AbsentError: If a worker is lost or has left, or has not come in that time.
-            ClusterError: If the store does not answer any more, or workers have come for something else.
+            ClusterError: If the store no longer responds, or workers have come for something else.
         """
         try:
             brought = msgspec.msgpack.encode((what, record))
@@ -173,17 +173,17 @@ class _Gathering:
         if any(other != what for other, _ in records):
             came = "; ".join(f"rank {rank} for {other}" for rank, (other, _) in enumerate(records))
             raise ClusterError(
-                f"the workers have come to a meeting for different things: {came}",
-                hint="All workers have to make the same calls of a session, in the same order.",
+                f"the workers made different calls at the same time: {came}",
+                hint="All workers must make the same calls of a session, in the same order.",
             )
         return [own for _, own in records]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Interrupts what runs in the main thread when another worker's part has failed, or a worker is gone.
+        """Interrupts the main thread when another worker's part has failed, or a worker is gone.
 
-        Elsewhere than in the main thread nothing can be interrupted: then that is noticed at the meeting. The interrupt
-        is like that of Ctrl-C, which a task may catch to tidy up, but comes also where Ctrl-C is ignored.
+        Only the main thread can be interrupted: in another one the failure is noticed at the meeting. The interrupt is
+        like that of Ctrl-C, which a task may catch to clean up, but also comes if Ctrl-C is ignored.
 
         Raises:
             PeerFailedError: If another worker's part has failed.
@@ -210,16 +210,16 @@ class _Gathering:
             signal.signal(_INTERRUPT, signal.SIG_DFL if before is None else before)
 
     def close(self, trouble: str = "") -> None:
-        """**Blocks** for moments. Says goodbye. The leader may host the store, and so leaves last, if all went well.
+        """**Blocks** for moments. Signs off. The leader may host the store, and so leaves last, if all went well.
 
-        Workers that still wait for this one learn of the trouble.
+        Workers that still wait for this one learn why it left.
         """
         if trouble:
             self._report((self._cluster.rank,), f"left the job: {trouble}")
         self._peers.close(after_others_seconds=0.0 if trouble or self._left else _FAREWELL_SECONDS)
 
     def _find_trouble(self) -> HoldfastError | None:
-        """What ends the work of this worker, if anything does; in the mailbox's thread."""
+        """Returns the reason to end this worker's work, if there is one; called in the mailbox's thread."""
         try:
             self._peers.failures.check()
             failed = self._records.read(_Failed, "failed", self._number)
@@ -230,19 +230,19 @@ class _Gathering:
             return error
 
     def _explain(self, error: AbsentError) -> AbsentError:
-        """The same in words that say why, where that is known: one who leaves has others leave as well."""
+        """Explains the error, if the reason is known: a worker that leaves makes others leave as well."""
         trouble = self._report(error.ranks, self._describe_loss(error.ranks))
         return make_absent_error(self._cluster, trouble.ranks, trouble.what)
 
     def _describe_loss(self, ranks: tuple[int, ...]) -> str:
-        """What is known of workers that are not there, as the end of a sentence."""
+        """Describes workers that are missing, as the end of a sentence."""
         failures = self._peers.failures
         if len(ranks) == 1 and ranks[0] in failures.dead:
             return failures.describe_loss(ranks[0]).text
         return _GONE
 
     def _report(self, ranks: tuple[int, ...], what: str) -> _Trouble:
-        """Notes the trouble, unless there is some already; gives what stands."""
+        """Records the reason, unless there is already one; returns the recorded one."""
         trouble = _Trouble(ranks, make_brief(what))
         with suppress(HoldfastError):
             return self._records.post_once(trouble, "trouble")
@@ -250,7 +250,7 @@ class _Gathering:
 
 
 class _Interrupter:
-    """Interrupts the main thread once if there is trouble while it is armed."""
+    """Interrupts the main thread once if there is a reason while it is armed."""
 
     def __init__(self) -> None:
         # Guards that no interrupt comes once the work has ended.
@@ -272,13 +272,13 @@ class _Interrupter:
             raise KeyboardInterrupt
 
     def disarm(self) -> None:
-        """From now on nothing is interrupted."""
+        """Stops interrupting."""
         with self._lock:
             self._armed = False
 
 
 class _TorchrunNodeStore(WorkerNodeStore):
-    """Each part is in a process that makes the same calls as this one."""
+    """A store whose parts are in processes that make the same calls as this one."""
 
     def __init__(self, own: NodePart, nodes: Sequence[str], gathering: _Gathering) -> None:
         self._own = own
@@ -286,7 +286,7 @@ class _TorchrunNodeStore(WorkerNodeStore):
         self._gathering = gathering
 
     def call(self, method: str, what: str, *arguments: Any) -> Mapping[str, NodeOutcome]:
-        """**Collective.** **Blocks.** Calls a method of this worker's part, and hears how it ended on the others."""
+        """**Collective.** **Blocks.** Calls a method of this worker's part, and learns how it ended on the others."""
         if method == "close":
             self._own.close()
             return {}
@@ -302,10 +302,10 @@ class _TorchrunNodeStore(WorkerNodeStore):
 
 
 class RemoteOutput:
-    """Stands for what a task returned on another node, where that is no plain value, or a long one.
+    """Represents the output of a task on another node, if that is not a plain value, or a long one.
 
     Attributes:
-        node: Where it is.
+        node: The node that has it.
     """
 
     def __init__(self, node: str, truth: bool) -> None:
@@ -313,7 +313,7 @@ class RemoteOutput:
         self._truth = truth
 
     def __bool__(self) -> bool:
-        """Whether it is true there."""
+        """True if the output is true there."""
         return self._truth
 
     def __repr__(self) -> str:
@@ -321,7 +321,7 @@ class RemoteOutput:
 
 
 class _Output(msgspec.Struct, omit_defaults=True):
-    """What one task returned on a worker: the value, if it is plain and short, and whether it is true."""
+    """The output of one task on a worker: the value, if it is plain and short, and whether it is true."""
 
     truth: bool
     is_plain: bool = False
@@ -329,7 +329,7 @@ class _Output(msgspec.Struct, omit_defaults=True):
 
 
 class _Part(msgspec.Struct, omit_defaults=True):
-    """What became of a worker's part of a group."""
+    """The result of a worker's part of a group."""
 
     outputs: dict[int, _Output] = {}
     task: str = ""
@@ -337,12 +337,12 @@ class _Part(msgspec.Struct, omit_defaults=True):
 
 
 class TorchrunSession(Session):
-    """Every worker that torchrun has started is a node. All run the same program, which makes the same job and session.
+    """Makes every worker that torchrun started a node. All run the same program, with the same job and session.
 
-    Each runs the tasks that are placed on its own node, and meets the others when its part of a group is done. When a
-    task fails, all workers get the same `TaskFailedError`, within seconds; a worker that dies is named. The state of
-    all nodes is one commit. What a task returns can be fetched on all workers if it is a plain value; of others only
-    whether they are true.
+    Each worker runs the tasks of its own node, and meets the others when its part of a group is done. If a task fails,
+    all workers get the same `TaskFailedError` within seconds; a worker that dies is named. The state of all nodes is
+    one commit. A task's output can be fetched on all workers if it is a plain value; of others, only whether it is
+    true.
 
     Example:
         ```python
@@ -360,18 +360,18 @@ class TorchrunSession(Session):
         grace_seconds: float = GRACE_SECONDS,
         liveness_seconds: float = LIVENESS_SECONDS,
     ) -> None:
-        """**Collective.** **Blocks.** Waits until all workers have come this far.
+        """**Collective.** **Blocks.** Waits until all workers have created the session.
 
         Args:
             nodes: The names of the nodes in order of rank; None for `worker_0` and so on.
-            cluster: The workers; as a rule found out by itself, from torchrun's environment or torch's process group.
-            grace_seconds: How long the others may go on when a task has failed and they cannot be interrupted.
-            liveness_seconds: After how long without a sign of life a worker is taken for dead.
+            cluster: The workers; by default found from torchrun's environment or torch's process group.
+            grace_seconds: How long the others may continue when a task has failed and they cannot be interrupted.
+            liveness_seconds: A worker that gives no sign of life for this long is taken for dead.
 
         Raises:
-            UsageError: If there are not as many names as workers, or an argument is wrong.
-            AbsentError: If workers are missing; it names them.
-            ClusterError: If the store through which they agree does not answer.
+            UsageError: If the number of names differs from that of workers, or an argument is wrong.
+            AbsentError: If workers are missing; the error names them.
+            ClusterError: If the store that they share does not respond.
         """
         check_liveness(liveness_seconds)
         check_seconds("grace_seconds", grace_seconds, least=0)
@@ -382,7 +382,7 @@ class TorchrunSession(Session):
         super().__init__(names)
         if len(names) != world_size:
             raise UsageError(
-                f"{len(names)} names for {world_size} workers", hint="Name each worker, in order of rank, or none."
+                f"got {len(names)} names for {world_size} workers", hint="Name every worker, in order of rank, or none."
             )
         self.is_master = self._cluster.rank == 0
         self._grace_seconds = grace_seconds
@@ -396,14 +396,14 @@ class TorchrunSession(Session):
         return self._workspace.node
 
     def workspace(self, node: str | None = None) -> Workspace:
-        """This worker's own workspace; that of another node is in another process.
+        """Returns this worker's own workspace; that of another node is in another process.
 
         Raises:
-            UsageError: If another one was asked for.
+            UsageError: If another node was requested.
         """
         super().check_open()
         if node not in (None, self.node):
-            raise UsageError(f"{node} is another worker's node; this one is {self.node}")
+            raise UsageError(f"{node} is another worker's node; this worker's is {self.node}")
         return self._workspace
 
     def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
@@ -416,31 +416,31 @@ class TorchrunSession(Session):
         return {one: self._output(place, one, parts, results) for place, one in enumerate(placed)}
 
     def share(self, what: str, value: Any) -> list[Any]:
-        """**Collective.** **Blocks.** What each worker gives for `value`, by rank; plain JSON."""
+        """**Collective.** **Blocks.** Returns what each worker passed as `value`, by rank; plain JSON."""
         with self._gathering.together():
             self._gathering.begin()
             return [msgspec.json.decode(one) for one in self._gathering.meet(what, msgspec.json.encode(value))]
 
     def note_end(self, error: BaseException) -> None:
-        """Called when an error has ended a run: unless all workers have met with it, they are no longer together."""
+        """Called when an error has ended a run: unless all workers met it, they are no longer together."""
         if not isinstance(error, _ALIKE):
             self._gathering.leave(error)
 
     def note_exit(self, leaving: SystemExit) -> None:
-        """Called when the job was asked to leave, before the process ends."""
+        """Called when the job was asked to stop, before the process ends."""
         self._gathering.report_end(leaving)
 
     def check_open(self) -> None:
-        """Makes sure that the session can be used.
+        """Checks that the session can be used.
 
         Raises:
-            ClosedError: If it is closed, or one of the workers has met with an error of its own.
+            ClosedError: If it is closed, or one of the workers had an error of its own.
         """
         super().check_open()
         self._gathering.check()
 
     def _make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> WorkerNodeStore:
-        """**Collective.** What saves and restores the workspaces: each worker its own, in one commit."""
+        """**Collective.** Creates what saves and restores the workspaces: each worker its own, in one commit."""
         with self._gathering.together():
             part = NodePart(
                 self._workspace,
@@ -452,7 +452,7 @@ class TorchrunSession(Session):
         return _TorchrunNodeStore(part, self.nodes, self._gathering)
 
     def close(self) -> None:
-        """**Blocks** for moments. Ends the session; its workspaces are gone. Harmless twice."""
+        """**Blocks** for moments. Ends the session; its workspaces are gone. A second call does nothing."""
         self._end("")
 
     def __exit__(
@@ -474,7 +474,7 @@ class TorchrunSession(Session):
     def _run_own(
         self, group: str, placed: Sequence[Placed]
     ) -> tuple[list[_Part], dict[Placed, Any], TaskFailedError | None]:
-        """Runs this node's tasks and meets the others: gives what became of each part, and of the own one."""
+        """Runs this node's tasks and meets the others: returns the results of each part, and of its own."""
         self._gathering.begin()
         own = [one for one in placed if one.node == self.node]
         results: dict[Placed, Any] = {}
@@ -495,7 +495,7 @@ class TorchrunSession(Session):
         except HoldfastError as error:
             if failure is None:
                 raise
-            failure.add_note(f"{type(error).__name__} when this was reported to the others: {error.message}")
+            failure.add_note(f"{type(error).__name__} while reporting this to the other workers: {error.message}")
             raise failure from failure.__cause__
         return [msgspec.json.decode(record, type=_Part) for record in records], results, failure
 
@@ -536,5 +536,5 @@ def _encode(placed: Sequence[Placed], results: Mapping[Placed, Any]) -> dict[int
 
 
 def _describe(error: BaseException) -> str:
-    """**Pure.** The type of an error, and what it says."""
+    """**Pure.** Returns the type of an error, and its message."""
     return f"{type(error).__name__}: {getattr(error, 'message', error)}"

@@ -1,4 +1,4 @@
-"""Brings the last saved epoch of a job elsewhere."""
+"""Uploads the last saved epoch of a job."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ _PIECE_BYTES: Final = 8 << 20
 
 
 class UploadTaskGroupBuilder:
-    """Makes the tasks that bring an epoch elsewhere. Derive from it; `UploadTo` is a ready one."""
+    """Makes the tasks that upload an epoch. Derive from it, or use `UploadTo`."""
 
     def build(self, epoch: int, checkpoint_manager: MultiNodeCheckpointManager) -> TaskGroup:
-        """The tasks, made once when the epochs are over.
+        """Returns the tasks; called once, after the last epoch.
 
         Args:
             epoch: The last epoch that is saved for all nodes.
-            checkpoint_manager: The manager that saved it, which knows where it lies.
+            checkpoint_manager: The manager that saved it, which knows its directory.
         """
         # A subclass has to define it.
-        raise NotImplementedError("an UploadTaskGroupBuilder says in build() what is to be done")
+        raise NotImplementedError("an UploadTaskGroupBuilder must override build()")
 
 
 class UploadTo(UploadTaskGroupBuilder):
-    """Copies the last saved epoch to another directory or URL, and reads it there to make sure that it is whole.
+    """Copies the last saved epoch to another directory or URL, and reads the copy to check that it is whole.
 
-    What it makes there is a checkpoint like any other: a manager with that directory restores it.
+    The copy is a checkpoint like any other: a manager with that directory restores it.
     """
 
     def __init__(self, destination: str | os.PathLike[str] | Storage, *, node: str | None = None) -> None:
-        """Copies nothing yet.
+        """Stores the settings; copies nothing yet.
 
         Args:
-            destination: Where to.
-            node: The node that copies; None for the first of those that are saved.
+            destination: The directory or URL to copy to.
+            node: The node that copies; None for the first saved one.
         """
         self._destination = open_storage(destination)
         self._node = node
 
     def build(self, epoch: int, checkpoint_manager: MultiNodeCheckpointManager) -> TaskGroup:
-        """One task, which copies."""
+        """Returns one task, which copies."""
         group = TaskGroup("upload")
         # Locations can be sent to another process; a storage that has none stays in this one.
         here, there = (find_location(one) or one for one in (checkpoint_manager.storage, self._destination))
@@ -72,14 +72,14 @@ class UploadTo(UploadTaskGroupBuilder):
 
 
 def copy_step(source: Storage, destination: Storage, name: StepName) -> None:
-    """**Blocks.** Copies a checkpoint, and those that it refers to, and checks every byte where it lies then.
+    """**Blocks.** Copies a checkpoint, and those that it refers to, and checks every byte of the copy.
 
-    The manifest comes last, after that check: a crash before leaves a directory that no reader takes for a checkpoint,
-    and that the next copy removes. One that is there already is checked only.
+    The manifest is copied last, after the check: a crash before that leaves a directory that no reader takes for a
+    checkpoint, and that the next copy removes. An existing copy is only checked.
 
     Raises:
         DamageError: If the checkpoint is damaged, here or there.
-        StorageError: If a place fails, or another checkpoint of that name lies there.
+        StorageError: If the storage fails, or contains another checkpoint of that name.
     """
     opened = open_step(source, name.directory, name)
     for reference in opened.manifest.references:
@@ -100,9 +100,9 @@ def copy_step(source: Storage, destination: Storage, name: StepName) -> None:
         destination.write(name.committed_path, manifest)
     if destination.read(name.manifest_path, MAX_MANIFEST_BYTES) != manifest:
         raise StorageError(
-            f"{destination.url} has another checkpoint of the name {name.directory}",
+            f"{destination.url} already contains a different checkpoint named {name.directory}",
             path=name.manifest_path,
-            hint="It was not made from this one. Upload to a place of its own.",
+            hint="It is not a copy of this one. Upload to a directory of its own.",
         )
     _check(destination, open_step(destination, name.directory, name))
 

@@ -40,19 +40,19 @@ _KINDS: Final[Mapping[str, Callable[[str, str], HoldfastError]]] = {
     "DeadlineError": lambda text, hint: DeadlineError(text, hint=hint),
     "AbsentError": lambda text, hint: DeadlineError(text, hint=hint),
 }
-"""The errors that are made again for another process to raise; what is more to each is in the text."""
+"""Errors that are created again in another process; their additional attributes are in the text."""
 
 
 class NodeOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How an action ended on one node, as the others read it.
+    """The result of an action on one node, as the others read it.
 
     Attributes:
         seconds: How long it took; None if the node had no part in it.
         kind: The name of the error's type; empty if there was none.
-        text: What the error says.
+        text: The error's message.
         hint: What to do about it.
-        is_fenced: Whether another job has taken over.
-        trace: Where an error came from that is none of holdfast's; else empty.
+        is_fenced: True if another job has taken over.
+        trace: The traceback of an error that is not holdfast's; else empty.
     """
 
     seconds: float | None = None
@@ -64,7 +64,7 @@ class NodeOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def failed(error: Exception, *, is_fenced: bool = False) -> NodeOutcome:
-    """**Pure.** The outcome of an action that raised."""
+    """**Pure.** Returns the outcome of an action that raised."""
     kind = type(error).__name__
     if isinstance(error, HoldfastError):
         return NodeOutcome(None, kind, error.message, error.hint, is_fenced)
@@ -75,7 +75,7 @@ def failed(error: Exception, *, is_fenced: bool = False) -> NodeOutcome:
 class NodePart:
     """Saves and loads one workspace, together with those of the other nodes. All of them do the same at the same time.
 
-    A node whose state is not kept takes part with nothing, since a step is committed when all workers have written.
+    A node whose state is not saved takes part with nothing, because a step is committed when all workers have written.
 
     Attributes:
         handle: The save that was begun last; None before the first.
@@ -90,7 +90,7 @@ class NodePart:
         options: NodeStoreOptions,
         liveness_seconds: float = LIVENESS_SECONDS,
     ) -> None:
-        """**Collective.** Makes the store."""
+        """**Collective.** Creates the store."""
         self._node = workspace.node
         self._store = LocalNodeStore(
             [workspace] if is_kept else [], options, cluster=cluster, liveness_seconds=liveness_seconds
@@ -99,7 +99,7 @@ class NodePart:
         self.handle: SaveHandle | None = None
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> None:
-        """**Collective.** Copies the workspace and returns; `wait` tells how it ended."""
+        """**Collective.** Copies the workspace and returns; `wait` returns the result."""
         self._saving = self._store.save(epoch, metadata)
         self.handle = self._saving.handle
 
@@ -109,15 +109,15 @@ class NodePart:
         return self._try(self._saving.wait)
 
     def load(self, order: LoadOrder) -> NodeOutcome:
-        """**Blocks.** Gives the workspace its state, if it is to have one."""
+        """**Blocks.** Restores the workspace, if it is to be restored."""
         return self._try(lambda: self._store.load(order))
 
     def go_on_from(self, epoch: int) -> None:
-        """**Collective.** Has what is saved next follow this epoch; all prove that they see the same one."""
+        """**Collective.** Makes the next save follow this epoch; all prove that they see the same one."""
         self._store.go_on_from(epoch)
 
     def close(self) -> None:
-        """**Blocks.** Waits for the save in flight, and ends all threads; harmless twice."""
+        """**Blocks.** Waits for the save in progress, and ends all threads; a second call does nothing."""
         self._store.close()
 
     def _try(self, act: Callable[[], NodeDurations]) -> NodeOutcome:
@@ -135,38 +135,38 @@ class WorkerNodeStore(ABC):
 
     @abstractmethod
     def call(self, method: str, what: str, *arguments: Any) -> Mapping[str, NodeOutcome]:
-        """**Blocks.** Calls a method of the parts of all nodes; `what` says in words what it is about, alike in each.
+        """**Blocks.** Calls a method of the parts of all nodes; `what` is the purpose in words, the same in each.
 
-        Gives how it ended on each node, the first node first; nothing where the parts end alike by themselves.
+        Returns the result of each node, the first node first; nothing if the parts synchronize on their own.
         """
 
     def save(self, epoch: int, metadata: Mapping[str, Any]) -> Saving:
-        """Has all nodes copy their state and returns; see `NodeStore`."""
+        """Makes all nodes copy their state and returns; see `NodeStore`."""
         check_outcomes(self.call("save", f"the begin of the save of epoch {epoch}", epoch, dict(metadata)))
         return Saving(lambda: self._wait(epoch), self.handle)
 
     def load(self, order: LoadOrder) -> NodeDurations:
-        """**Blocks.** Has nodes load their state; see `NodeStore`."""
+        """**Blocks.** Makes nodes load their state; see `NodeStore`."""
         return check_outcomes(self.call("load", f"the load of epoch {order.name.step}", order))
 
     def go_on_from(self, epoch: int) -> None:
-        """**Blocks.** Has what is saved next follow this epoch; see `NodeStore`."""
-        check_outcomes(self.call("go_on_from", f"going on from epoch {epoch}", epoch))
+        """**Blocks.** Makes the next save follow this epoch; see `NodeStore`."""
+        check_outcomes(self.call("go_on_from", f"resuming from epoch {epoch}", epoch))
 
     def close(self) -> None:
-        """**Blocks.** Ends the parts of the nodes that live; harmless twice."""
+        """**Blocks.** Ends the parts of the live nodes; a second call does nothing."""
         check_outcomes(self.call("close", "the end of a run"))
 
     def _wait(self, epoch: int) -> NodeDurations:
-        """Waits until a save is committed for all nodes; what the first one met with counts for all."""
+        """Waits until a save is committed for all nodes; the first node's result counts for all."""
         return _check_save(epoch, self.call("wait", f"the save of epoch {epoch}"))
 
 
 def check_outcomes(outcomes: Mapping[str, NodeOutcome]) -> NodeDurations:
-    """**Pure.** The times of all nodes that had a part, if all went well.
+    """**Pure.** Returns the times of all nodes that had a part, if all succeeded.
 
     Raises:
-        HoldfastError: What the first of them met with that did not; the text names the node.
+        HoldfastError: The error of the first node that failed; the text names the node.
     """
     wrong = [(node, outcome) for node, outcome in outcomes.items() if outcome.kind]
     if wrong:
@@ -179,7 +179,7 @@ def check_outcomes(outcomes: Mapping[str, NodeOutcome]) -> NodeDurations:
 
 
 def _check_save(epoch: int, outcomes: Mapping[str, NodeOutcome]) -> NodeDurations:
-    """**Pure.** The times of a save, if it is committed. The first node leads: it publishes, and so it knows.
+    """**Pure.** Returns the times of a save, if it is committed. The first node is the leader, which publishes it.
 
     Raises:
         SaveFailedError: If it is not.
@@ -199,6 +199,6 @@ def _make_error(outcome: NodeOutcome, text: str) -> HoldfastError:
         return make(text, outcome.hint)
     if not outcome.trace:
         return ClusterError(text, hint=outcome.hint)
-    error = UsageError(text, hint="An object of the program's own has raised this; see where below.")
+    error = UsageError(text, hint="An object of the program raised this; the traceback below shows where.")
     error.add_note(outcome.trace.rstrip())
     return error

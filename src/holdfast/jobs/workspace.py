@@ -1,4 +1,4 @@
-"""What a node of a job knows: named values, which are its state."""
+"""The workspace of a job's node: named values, which are its state."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import adapter_of, find_stateful, parts_of, register_adapter
 
 KIND: Final = "holdfast.workspace"
-"""What a workspace is called in a checkpoint."""
+"""The type name of a workspace in a checkpoint."""
 
 _STORED_STANDS: Final = Rules(in_place=True, fixed_keys=False, fixed_lengths=False, fixed_kinds=True)
-"""Values come and go. Where an object with state or an array stands, the like of it has to be stored."""
+"""Values come and go. But an existing object with state, or an array, needs a stored counterpart."""
 
 
 class Workspace(MutableMapping[str, Any]):
     """The named values of one node: numbers, arrays, tensors, trees of these, and objects with state.
 
-    All of it is saved with each epoch. Values are made anew from a checkpoint. An object with state (a model, a reader)
-    is not: it has to be there already, and then gets back its state; see `Job.add_object`.
+    All of it is saved with each epoch. Values are created from a checkpoint. An object with state (a model, a reader)
+    is not: it must exist already, and gets its state back; see `Job.add_object`.
 
-    The tasks of a group that run on the same node share it. Each single access is safe then, a sequence of them is not:
-    use a `Counter`, or a lock of your own.
+    The tasks of a group that run on the same node share the workspace. Each single access is safe, a sequence of them
+    is not: use a `Counter`, or your own lock.
 
     Attributes:
         node: The node's name.
@@ -49,7 +49,7 @@ class Workspace(MutableMapping[str, Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that runs, counted from 1, or that was the last to run; 0 before the first."""
+        """The current epoch, counted from 1, or the last one that ran; 0 before the first."""
         return self._epoch
 
     def begin_epoch(self, epoch: int) -> None:
@@ -57,19 +57,19 @@ class Workspace(MutableMapping[str, Any]):
         self._epoch = epoch
 
     def note_made(self, name: str, value: Any) -> None:
-        """Called by the session: names an object that was made for a job."""
+        """Called by the session: names an object that was created for a job."""
         self[name] = self._made[name] = value
 
     def was_made(self, name: str) -> bool:
-        """Whether what has that name was made for a job; otherwise a task or the user has put it there."""
+        """Returns True if the value of that name was created for a job, and not by a task or the user."""
         return name in self._made and self._values.get(name) is self._made[name]
 
     def note_given(self) -> None:
-        """Called by the session before a run: what is there now is there at each start."""
+        """Called by the session before a run: the current values exist at each start."""
         self._given = dict(self._values)
 
     def find_unmakeable(self) -> list[str]:
-        """Called before a save: of each new value that a restart cannot make, what it is and what to do; each once."""
+        """Called before a save: describes each new value that a restart cannot recreate, and what to do; each once."""
         found = []
         for name, value in self._values.items():
             kind = type(value)
@@ -82,17 +82,17 @@ class Workspace(MutableMapping[str, Any]):
             for where, obj, adapter in find_stateful(value, path):
                 if adapter is not None:
                     what = f"{where} is an object with state ({type(obj).__qualname__})"
-                    found.append(f"{what}, and nothing makes it at a restart: {_advise_object(name)}")
+                    found.append(f"{what}, and a restart would not recreate it: {_advise_object(name)}")
                     break
             else:
                 unknown = _find_unregistered(value, set())
                 if unknown is not None:
                     what = f"{path} holds a value of the type {name_of(unknown).replace(':', '.')}"
-                    found.append(f"{what}, and a restart does not know it: register it with hf.register_type")
+                    found.append(f"{what}, which a restart would not know: register it with hf.register_type")
         return found
 
     def replace(self, values: dict[str, Any], *, whole: bool) -> None:
-        """Called by a restore: sets values, and if they are the `whole` of it, drops all others."""
+        """Called by a restore: sets values, and if they are the `whole` of it, removes all others."""
         earlier, self._values = self._values, dict(values) if whole else {**self._values, **values}
         # A container that was put there has been made again, around the objects in it.
         for origin in (self._made, self._given):
@@ -105,13 +105,13 @@ class Workspace(MutableMapping[str, Any]):
             return self._values[name]
         except KeyError:
             known = ", ".join(self._values) or "nothing"
-            raise KeyError(f"{self.node} has no value {name!r}; it has {known}") from None
+            raise KeyError(f"{self.node} has no value {name!r}; the names are {known}") from None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Names a value, in place of an earlier one.
+        """Sets a value, or replaces an earlier one.
 
         Raises:
-            UsageError: If the name cannot be one.
+            UsageError: If the name is not allowed.
         """
         self._values[check_name("a value", name)] = value
 
@@ -138,17 +138,17 @@ class Counter:
 
     @property
     def value(self) -> int:
-        """The number now."""
+        """The current number."""
         return self._value
 
     def add(self, amount: int = 1) -> int:
-        """Adds to the number, and returns what it is then."""
+        """Adds to the number, and returns the sum."""
         with self._lock:
             self._value += amount
             return self._value
 
     def try_take(self) -> bool:
-        """Takes one away; False, and nothing is taken, if none is left."""
+        """Subtracts one and returns True; returns False if none is left."""
         with self._lock:
             if self._value <= 0:
                 return False
@@ -156,11 +156,11 @@ class Counter:
             return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The number."""
+        """Returns the number."""
         return {"value": self._value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a stored number.
+        """Loads a stored number.
 
         Raises:
             UsageError: If the state is not that of a counter.
@@ -176,17 +176,17 @@ class Counter:
 
 
 class WorkspaceAdapter(Adapter):
-    """Serves workspaces: what is stored stands, but for objects, which have to be there."""
+    """Adapter of workspaces: stored values replace the current ones, except objects, which must exist."""
 
     kind = KIND
     is_per_worker = True
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
-        """The values by name."""
+        """Returns the values by name."""
         return {name: obj[name] for name in obj}
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
-        """Finds or makes each value that is wanted."""
+        """Finds or creates each requested value."""
         nodes = loading.children(stored)
         taken: dict[str, Any] = {}
         for name, node in nodes.items():
@@ -209,17 +209,17 @@ register_adapter(Workspace, WorkspaceAdapter())
 
 
 def _advise_object(name: str) -> str:
-    return f"name what makes it with job.add_object({name!r}, ...), and the job can go on from what is saved"
+    return f"register the function that makes it, job.add_object({name!r}, ...); then the job can resume"
 
 
 def explain_missing(workspace: Workspace, paths: Sequence[str]) -> str:
-    """**Pure.** What to do about stored objects that a workspace does not have."""
+    """**Pure.** Says what to do about stored objects that a workspace does not have."""
     names = dict.fromkeys(path.split("/")[1].replace("~0", "~") for path in paths if path.count("/"))
-    return f"Nothing has made {', '.join(names)} on {workspace.node}: {_advise_object(next(iter(names)))}."
+    return f"Nothing created {', '.join(names)} on {workspace.node}: {_advise_object(next(iter(names)))}."
 
 
 def _find_unregistered(value: Any, seen: set[int]) -> type | None:
-    """A type in a tree of values of which a restore can make no value, if there is one."""
+    """Returns a type in a tree of values that a restore cannot create, if there is one."""
     cls = type(value)
     if cls in ENCODERS or id(value) in seen:
         return None
@@ -232,20 +232,20 @@ def _find_unregistered(value: Any, seen: set[int]) -> type | None:
 
 
 def find_name_problem(name: object) -> str:
-    """**Pure.** Why something cannot name a node or a value; empty if it can."""
+    """**Pure.** Returns why a text cannot name a node or a value; empty if it can."""
     if not isinstance(name, str) or not name or not name.isprintable():
-        return "a name consists of printable characters"
+        return "a name must consist of printable characters"
     if name[0] == "$" or name == "__metadata__":
-        return "a name does not begin with '$', and is not '__metadata__'"
+        return "a name must not begin with '$' or be '__metadata__'"
     wrong = [character for character in "/*?[]" if character in name]
-    return f"a name has no {', '.join(map(repr, wrong))}" if wrong else ""
+    return f"a name must not contain {', '.join(map(repr, wrong))}" if wrong else ""
 
 
 def check_name(what: str, name: str) -> str:
-    """**Pure.** The name, if it can be one.
+    """**Pure.** Returns the name, if it is allowed.
 
     Raises:
-        UsageError: If it cannot.
+        UsageError: If it is not.
     """
     problem = find_name_problem(name)
     if problem:

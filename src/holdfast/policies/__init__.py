@@ -1,13 +1,12 @@
-"""When to save, and what to keep: small classes that are combined with `|`. Pure.
+"""When to save, and which checkpoints to keep: small classes that are combined with `|`. Pure.
 
-A save policy answers one question, `decide_save(moment)`; a retention policy answers one,
-`choose_kept(committed, now_seconds)`. Any object with that method is a policy, and may be combined with these:
+A save policy has one method, `decide_save(moment)`; a retention policy has one, `choose_kept(committed, now_seconds)`.
+Any object with that method is a policy, and can be combined with these:
 
     Steps(500) | Seconds(600)              saves when either says so
     Latest(3) | Best("val_loss")           keeps what either keeps
 
-Nothing here reads a clock, a file or a counter: the caller says what it knows, and gets the answer with its
-reason.
+Policies read no clock, file or counter: the caller passes the facts, and gets the answer with its reason.
 """
 
 from holdfast.policies.retention import (

@@ -1,4 +1,4 @@
-"""What to keep. Pure."""
+"""Policies that decide which checkpoints to keep. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class KeptCandidate(msgspec.Struct, Generic[Key], frozen=True):
-    """One committed checkpoint, when the question is what to keep.
+    """A committed checkpoint, as retention policies see it.
 
     Attributes:
-        key: What tells it from all others: its step, or its step and generation.
+        key: Its identity: its step, or its step and generation.
         step: Its step.
         committed_at_seconds: When it was committed, in seconds since 1970.
-        metrics: What the user measured at that step.
+        metrics: The metrics that the user reported at that step.
     """
 
     key: Key
@@ -33,13 +33,13 @@ class KeptCandidate(msgspec.Struct, Generic[Key], frozen=True):
 
 @runtime_checkable
 class RetentionPolicy(Protocol):
-    """Says which checkpoints are worth their room."""
+    """Interface of policies that choose which checkpoints to keep."""
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
-        """**Pure.** Which of the committed checkpoints to keep, each with the reason.
+        """**Pure.** Returns the checkpoints to keep, each with the reason.
 
         Args:
-            committed: All of them, the newest last.
+            committed: All committed checkpoints, the newest last.
             now_seconds: Seconds since 1970.
         """
         ...
@@ -61,7 +61,7 @@ class _RetentionPolicy:
 
 
 class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
-    """Keeps what any of its policies keeps; made by `|`."""
+    """Keeps every checkpoint that any of its policies keeps; created by `|`."""
 
     policies: tuple[RetentionPolicy, ...]
 
@@ -71,7 +71,7 @@ class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
         for policy in self.policies:
             if not isinstance(policy, RetentionPolicy):
                 raise UsageError(
-                    f"{policy!r} does not say what to keep",
+                    f"{policy!r} is not a retention policy",
                     hint="Combine retention policies (Latest, EveryN, Best, Newer) with each other, "
                     "and save policies (Steps, Seconds, Auto) with each other.",
                 )
@@ -79,7 +79,7 @@ class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "policies", tuple(flat))
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
-        """**Pure.** The union of what its policies keep, with all their reasons."""
+        """**Pure.** Returns the union of what its policies keep, with all their reasons."""
         reasons: dict[Key, list[str]] = {}
         for policy in self.policies:
             for key, reason in policy.choose_kept(committed, now_seconds).items():
@@ -91,7 +91,7 @@ class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
 
 
 class Latest(_RetentionPolicy, msgspec.Struct, frozen=True):
-    """Keeps the `n` newest."""
+    """Keeps the `n` newest checkpoints."""
 
     n: int
 
@@ -100,12 +100,12 @@ class Latest(_RetentionPolicy, msgspec.Struct, frozen=True):
         check_whole("Latest(n)", self.n, 1)
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
-        """**Pure.** The `n` newest."""
+        """**Pure.** Returns the `n` newest."""
         return {candidate.key: f"among the {self.n} latest" for candidate in committed[-self.n :]}
 
 
 class EveryN(_RetentionPolicy, msgspec.Struct, frozen=True):
-    """Keeps the steps that `n` divides."""
+    """Keeps the steps that are multiples of `n`."""
 
     n: int
 
@@ -114,14 +114,14 @@ class EveryN(_RetentionPolicy, msgspec.Struct, frozen=True):
         check_whole("EveryN(n)", self.n, 1)
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
-        """**Pure.** The steps that `n` divides."""
+        """**Pure.** Returns the steps that are multiples of `n`."""
         return {c.key: f"a multiple of {self.n}" for c in committed if c.step % self.n == 0}
 
 
 class Best(_RetentionPolicy, msgspec.Struct, frozen=True):
-    """Keeps the `n` with the best value of a metric.
+    """Keeps the `n` checkpoints with the best value of a metric.
 
-    A checkpoint without the metric, or with NaN for it, does not take part. Of equal values the newer wins.
+    A checkpoint without the metric, or with NaN for it, is not considered. Of equal values the newer wins.
     """
 
     metric: str
@@ -137,7 +137,7 @@ class Best(_RetentionPolicy, msgspec.Struct, frozen=True):
         check_whole("Best(n)", self.n, 1)
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
-        """**Pure.** The `n` with the best value."""
+        """**Pure.** Returns the `n` with the best value."""
         sign = 1.0 if self.mode == "min" else -1.0
         running = [
             (sign * candidate.metrics[self.metric], -place, candidate)
@@ -160,7 +160,7 @@ class Best(_RetentionPolicy, msgspec.Struct, frozen=True):
 
 
 class Newer(_RetentionPolicy, msgspec.Struct, frozen=True):
-    """Keeps what was committed less than so many seconds ago, and what the clock says is yet to come."""
+    """Keeps checkpoints that were committed less than that many seconds ago, or have a commit time in the future."""
 
     seconds: float
 
@@ -169,7 +169,7 @@ class Newer(_RetentionPolicy, msgspec.Struct, frozen=True):
         check_seconds("Newer(seconds)", self.seconds)
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
-        """**Pure.** What was committed less than so many seconds ago."""
+        """**Pure.** Returns those that were committed less than that many seconds ago."""
         # A clock that went back makes an age negative: what cannot be shown to be old is kept.
         return {
             candidate.key: f"newer than {self.seconds:.6g} s"
@@ -179,18 +179,18 @@ class Newer(_RetentionPolicy, msgspec.Struct, frozen=True):
 
 
 class All(_RetentionPolicy, msgspec.Struct, frozen=True):
-    """Keeps everything."""
+    """Keeps every checkpoint."""
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
-        """**Pure.** Everything."""
-        return {candidate.key: "everything is kept" for candidate in committed}
+        """**Pure.** Returns all of them."""
+        return {candidate.key: "every step is kept" for candidate in committed}
 
 
 class Referrer(msgspec.Struct, Generic[Key], frozen=True):
-    """A checkpoint some of whose bytes lie with others.
+    """A checkpoint that stores some of its bytes in others.
 
     Attributes:
-        key: Which one; it may be none of those that the question is about.
+        key: Its identity; it need not be one of those to choose from.
         step: Its step.
         refers_to: Those others.
     """
@@ -201,10 +201,10 @@ class Referrer(msgspec.Struct, Generic[Key], frozen=True):
 
 
 def spare_referred(going: Collection[Key], referrers: Sequence[Referrer[Key]]) -> dict[Key, str]:
-    """**Pure.** What of that which is to go has to stay, each with the reason: what stays refers to it.
+    """**Pure.** Returns which of those to remove must stay because a kept one refers to them, with the reason.
 
-    A checkpoint that stays only for that reason stays whole, and so does what it refers to itself. `referrers` are all
-    that refer to others, those that are to go among them.
+    A checkpoint that stays for that reason stays whole, and so does everything that it refers to itself. `referrers`
+    are all checkpoints that refer to others, including those to remove.
     """
     leaving = set(going)
     reasons: dict[Key, list[int]] = {}
@@ -230,7 +230,7 @@ def _name_referrers(steps: list[int]) -> str:
 
 
 class RetentionPlan(msgspec.Struct, Generic[Key], frozen=True):
-    """What stays, each with the reason, and what goes; both oldest first."""
+    """The checkpoints to keep, each with the reason, and those to remove; both oldest first."""
 
     keep: dict[Key, str]
     remove: tuple[Key, ...]
@@ -244,20 +244,20 @@ def plan_retention(
     referrers: Sequence[Referrer[Key]] = (),
     replaced: Collection[Key] = (),
 ) -> RetentionPlan[Key]:
-    """**Pure.** What to remove, so that no policy can lose the job.
+    """**Pure.** Returns what to remove, so that no policy can lose the job.
 
-    The newest and the `protected`, each with its reason, always stay, and so does what one that stays refers to.
+    The newest checkpoint and the `protected` ones always stay, and so does everything that a kept checkpoint refers to.
 
     Args:
-        policy: What the user wants kept.
+        policy: The user's policy.
         committed: All whole checkpoints, the newest last, no two with the same key.
-        protected: Further keys that must stay, such as the one restored from.
+        protected: Further keys that must stay, such as the one restored from, each with the reason.
         now_seconds: Seconds since 1970.
-        referrers: All checkpoints that refer to others, whether they are to choose from or stay in any case.
-        replaced: Further keys that go, if nothing that stays refers to them.
+        referrers: All checkpoints that refer to others, including those that stay in any case.
+        replaced: Further keys to remove, unless a kept checkpoint refers to them.
     """
     if len({candidate.key for candidate in committed}) != len(committed):
-        raise UsageError("two checkpoints to choose from have the same key")
+        raise UsageError("two of the checkpoints have the same key")
     newest = {committed[-1].key: "the newest"} if committed else {}
     chosen = [reasons for reasons in (newest, protected, policy.choose_kept(committed, now_seconds)) if reasons]
     keep: dict[Key, str] = {}
@@ -276,7 +276,7 @@ def plan_retention(
 
 
 def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Key]]) -> tuple[str, ...]:
-    """**Pure.** The metrics that a `Best` asks for and no checkpoint has: misspelt, perhaps, or never reported."""
+    """**Pure.** Returns the metrics of a `Best` that no checkpoint has: perhaps misspelled, or never reported."""
     if isinstance(policy, AnyKeeps):
         return tuple(metric for part in policy.policies for metric in absent_metrics(part, committed))
     if not isinstance(policy, Best) or any(policy.metric in candidate.metrics for candidate in committed):

@@ -1,4 +1,4 @@
-"""When to save. Pure."""
+"""Policies that decide when to save. Pure."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from holdfast.numbers import check_seconds, check_share, check_whole
 from holdfast.tracebacks import short_traceback
 
 DEFAULT_MTBF_SECONDS: Final = 6 * 3600.0
-"""The time between failures that `Auto` assumes: that of preemptible machines, or of a few hundred GPUs."""
+"""The mean time between failures that `Auto` assumes: that of preemptible machines, or of a few hundred GPUs."""
 
 PROBE_STEPS: Final = 3
-"""`Auto` saves first after so many steps, to measure: enough for the optimizer to have its state."""
+"""The step of `Auto`'s first save, which measures the cost: late enough for the optimizer to have its state."""
 
 UNMEASURED_BLOCKED_SECONDS: Final = 1.0
-"""The cost of a save that `Auto` assumes when its first save has begun and none has been measured yet."""
+"""The cost of a save that `Auto` assumes while its first save is in progress and none has been measured."""
 
 Bound: TypeAlias = Literal["optimum", "overhead", "durable", "unmeasured"]
 
 
 class SaveMoment(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known between two steps, when the question is whether to save.
+    """The facts between two steps on which the decision to save is based.
 
     Attributes:
-        step: How many steps of the whole training are completed.
-        last_saved_step: The newest step whose save was begun, or the one restored from; None if neither.
-        first_step: The completed steps with which this process began.
-        seconds_since_last_save: Since the last save of this process was begun, or since the process began.
-        step_seconds: The recent mean length of a step; None before the first.
-        save_blocked_seconds: What one save usually costs the training thread: the median of the last five, so that one
-            slow save changes little. The first, which touches fresh memory, counts only until two others are known.
+        step: The number of complete steps of the whole training.
+        last_saved_step: The newest step whose save was begun, or the restored one; None if neither.
+        first_step: The number of complete steps with which this process began.
+        seconds_since_last_save: The time since this process began its last save, or since it started.
+        step_seconds: The recent mean duration of a step; None before the first.
+        save_blocked_seconds: How long a save usually blocks training: the median of the last five, so that one slow
+            save changes little. The first save, which touches fresh memory, counts only until two others are known.
             None before any was measured.
-        save_durable_seconds: From the call of the newest durable save until it was that; None before that.
+        save_durable_seconds: The time from the call of the newest durable save until it was durable; None before one.
     """
 
     step: int
@@ -55,7 +55,7 @@ class SaveMoment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SaveDecision(msgspec.Struct, frozen=True):
-    """Whether to save now, and why."""
+    """A decision whether to save now, with the reason."""
 
     save: bool
     reason: str
@@ -63,10 +63,10 @@ class SaveDecision(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class SavePolicy(Protocol):
-    """Says between two steps whether to save."""
+    """Interface of policies that decide between two steps whether to save."""
 
     def decide_save(self, moment: SaveMoment) -> SaveDecision:
-        """**Pure.** Whether to save at this moment, and why."""
+        """**Pure.** Returns whether to save at this moment, and why."""
         ...
 
 
@@ -79,9 +79,9 @@ class _SavePolicy:
     __struct_fields__: ClassVar[tuple[str, ...]]
 
     def decide_save(self: _Deciding, moment: SaveMoment) -> SaveDecision:
-        """**Pure.** Whether to save at this moment, and why; never twice at the same step."""
+        """**Pure.** Returns whether to save at this moment, and why; never twice at the same step."""
         if moment.step == moment.saved_from_step:
-            return SaveDecision(False, f"nothing was trained since step {moment.step}")
+            return SaveDecision(False, f"nothing has been trained since step {moment.step}")
         return self._decide(moment)
 
     def __or__(self: SavePolicy, other: SavePolicy) -> AnySave:
@@ -96,7 +96,7 @@ class _SavePolicy:
 
 
 class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
-    """Saves when any of its policies says so; made by `|`."""
+    """Saves when any of its policies says so; created by `|`."""
 
     policies: tuple[SavePolicy, ...]
 
@@ -106,7 +106,7 @@ class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
         for policy in self.policies:
             if not isinstance(policy, SavePolicy):
                 raise UsageError(
-                    f"{policy!r} does not say when to save",
+                    f"{policy!r} is not a save policy",
                     hint="Combine save policies (Steps, Seconds, Auto) with each other, "
                     "and retention policies (Latest, EveryN, Best, Newer) with each other.",
                 )
@@ -125,7 +125,7 @@ class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
 
 
 class Steps(_SavePolicy, msgspec.Struct, frozen=True):
-    """Saves when a multiple of `n` completed steps has been reached or passed since the last save."""
+    """Saves every `n` steps: when a multiple of `n` complete steps was reached since the last save."""
 
     n: int
 
@@ -141,7 +141,7 @@ class Steps(_SavePolicy, msgspec.Struct, frozen=True):
 
 
 class Seconds(_SavePolicy, msgspec.Struct, frozen=True):
-    """Saves when so many seconds have passed since the last save."""
+    """Saves when that many seconds have passed since the last save."""
 
     seconds: float
 
@@ -156,12 +156,12 @@ class Seconds(_SavePolicy, msgspec.Struct, frozen=True):
 
 
 class ChosenInterval(msgspec.Struct, frozen=True):
-    """What `Auto` chose.
+    """The interval that `Auto` chose.
 
     Attributes:
-        seconds: From one save to the next.
+        seconds: The time from one save to the next.
         steps: About how many steps that is; None before a step was measured.
-        bound: What set it: `optimum` (Young and Daly), `overhead`, `durable`, or `unmeasured`.
+        bound: What determined it: `optimum` (Young and Daly), `overhead`, `durable`, or `unmeasured`.
     """
 
     seconds: float
@@ -170,13 +170,13 @@ class ChosenInterval(msgspec.Struct, frozen=True):
 
 
 class Auto(_SavePolicy, msgspec.Struct, frozen=True):
-    """Saves as often as pays: by the measured cost of a save and the mean time between failures.
+    """Saves as often as is worthwhile, by the measured cost of a save and the mean time between failures.
 
-    The interval is that of Young and Daly, at which the time spent on saves and the work that failures are
-    expected to undo are smallest together. It is lengthened where saves would otherwise block training for more
-    than the share `overhead` of the time, and where a save would begin before the last one is durable. As nothing
-    is measured at first, the first save comes after a few steps. One slow save does not make saves rare: the cost is
-    the median of the last five, and the first, which touches fresh memory, counts only until two others are known.
+    The interval is that of Young and Daly: it minimizes the sum of the time spent on saves and the work that failures
+    are expected to undo. It is lengthened if saves would otherwise block training for more than the share `overhead` of
+    the time, or if a save would begin before the previous one is durable. Because nothing is measured at first, the
+    first save comes after a few steps. One slow save does not make saves rare: the cost is the median of the last five,
+    and the first save, which touches fresh memory, counts only until two others are known.
     """
 
     overhead: float = 0.01
@@ -184,7 +184,7 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
 
     @short_traceback
     def __post_init__(self) -> None:
-        hint = "0.01 lets saves block training for at most one percent of the time."
+        hint = "For example, 0.01 lets saves block training for at most one percent of the time."
         check_share("Auto(overhead)", self.overhead, hint=hint)
         check_seconds("Auto(mtbf_seconds)", self.mtbf_seconds)
 
@@ -193,13 +193,13 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
             trained = moment.step - moment.first_step
             return SaveDecision(
                 trained >= PROBE_STEPS,
-                f"no save has been measured yet: the first comes after {PROBE_STEPS} steps",
+                f"no save has been measured yet: the first save comes after {PROBE_STEPS} steps",
             )
         due = moment.seconds_since_last_save >= self.chosen(moment).seconds
         return SaveDecision(due, self.describe(moment))
 
     def chosen(self, moment: SaveMoment) -> ChosenInterval:
-        """**Pure.** The interval that follows from what has been measured so far."""
+        """**Pure.** Returns the interval that follows from the measurements so far."""
         blocked = moment.save_blocked_seconds
         cost = UNMEASURED_BLOCKED_SECONDS if blocked is None else max(blocked, 0.0)
         optimum = daly_interval_seconds(cost, self.mtbf_seconds)
@@ -216,14 +216,14 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
         return ChosenInterval(seconds, steps, bound)
 
     def describe(self, moment: SaveMoment) -> str:
-        """**Pure.** What it chose and why, in one line for people."""
+        """**Pure.** Returns what it chose and why, in one line of text."""
         chosen = self.chosen(moment)
         blocks = f"a save usually blocks for {moment.save_blocked_seconds or 0:.3g} s"
         reasons: dict[Bound, str] = {
-            "unmeasured": f"no save has been measured yet, {UNMEASURED_BLOCKED_SECONDS:.3g} s is assumed",
+            "unmeasured": f"no save has been measured yet; {UNMEASURED_BLOCKED_SECONDS:.3g} s is assumed",
             "optimum": f"{blocks} and a failure is expected every {self.mtbf_seconds:.6g} s",
-            "overhead": f"{blocks}, and {self.overhead:.3g} of the time is allowed for that",
-            "durable": f"a save takes {moment.save_durable_seconds or 0:.3g} s to be durable",
+            "overhead": f"{blocks}, and {self.overhead:.3g} of the time may be spent on that",
+            "durable": f"a save takes {moment.save_durable_seconds or 0:.3g} s until it is durable",
         }
         about = f" (about {chosen.steps} steps)" if chosen.steps else ""
         return f"a save every {chosen.seconds:.3g} s{about}: {reasons[chosen.bound]}"
@@ -233,7 +233,7 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
 
 
 def daly_interval_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
-    """**Pure.** The optimal time between saves: Daly's estimate of higher order, whose first term is Young's."""
+    """**Pure.** Returns the optimal time between saves: Daly's higher-order estimate, whose first term is Young's."""
     if cost_seconds >= 2 * mtbf_seconds:
         return mtbf_seconds
     ratio = cost_seconds / (2 * mtbf_seconds)
@@ -242,9 +242,9 @@ def daly_interval_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
 
 
 def is_by_step(policy: SavePolicy) -> bool:
-    """**Pure.** Whether a policy looks at steps alone, so that all workers of a job find the same by themselves.
+    """**Pure.** Returns True if a policy depends on step numbers only, so that all workers decide the same.
 
-    One of the user's own may say so with an attribute `by_step = True`.
+    Your own policy can declare that with an attribute `by_step = True`.
     """
     if isinstance(policy, AnySave):
         return all(is_by_step(each) for each in policy.policies)

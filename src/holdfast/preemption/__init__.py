@@ -1,7 +1,7 @@
-"""Notice, agree, save, exit: a job that is to be taken away stops at one step, saves, and leaves in time.
+"""Notice, agree, save, exit: a job that is preempted stops at one step, saves, and exits in time.
 
-Sources say that it is to be taken away: signals, schedulers, clouds, a file, a function. They are small classes, and
-combined in a list.
+Sources report that it is about to be preempted: signals, schedulers, clouds, a file, a function. They are small classes
+that are combined in a list.
 """
 
 from importlib import import_module
@@ -41,7 +41,7 @@ _SOURCES: Final = {
     "slurm": ("Slurm",),
     "user": ("FileAppears", "Watcher"),
 }
-"""Imported when asked for: most programs need none of them, or few."""
+"""Imported on demand: most programs need none of them, or few."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The lines that say where a training begins, and how far it is when it ends."""
+"""The lines that say where a training begins and how far it is when it ends."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Announced(Protocol):
     save_every: SavePolicy | None
 
     def steps(self) -> tuple[int, ...]:
-        """The steps that are committed on the living line."""
+        """Returns the committed steps of the current lineage."""
         ...
 
 
 class Announcements:
-    """Says on the leader where training begins and ends: in the log at level INFO, or on standard error without one."""
+    """Reports on the leader where training begins and ends: in the log at level INFO, or on standard error."""
 
     def __init__(self, url: str, worker: Worker, *, quiet: bool) -> None:
         self.place = name_place(url)
@@ -46,11 +46,11 @@ class Announcements:
         self._began_at: int | None = None
 
     def begin(self, manager: Announced, restored: Restoration | None, step: int) -> None:
-        """Training begins with a step, after what was restored, if anything was."""
+        """Reports that training begins with a step, after a restore, if there was one."""
         self._began_at = step
         due = describe_saving(manager.save_every, step, is_first=restored is None)
         if restored is None:
-            how = "starts anew" if manager.begin_anew else "is new"
+            how = "starts from the beginning" if manager.begin_anew else "is new"
             self.say(f"{self.place} {how}" + (f"; {due}" if due else ""))
         else:
             epochs = describe_epochs(manager.checkpoint.objects)
@@ -61,7 +61,7 @@ class Announcements:
             self._warn_of_changes({**restored.hyperparameters, **loaders})
 
     def end(self, manager: Announced, step: int, total: int = 0) -> None:
-        """**Blocks** for a look at the run's directory. Training has ended; says nothing if its beginning was not said.
+        """**Blocks** while it reads the run's directory. Reports the end of a training whose beginning was reported.
 
         `step` steps are complete, of `total`; 0 if that is not known.
         """
@@ -71,7 +71,7 @@ class Announcements:
         with suppress(HoldfastError):
             steps = manager.steps()
             if step == self._began_at:
-                self.say(f"{self.place} was at step {step} already; no step was added")
+                self.say(f"{self.place} was already at step {step}; no step was added")
             elif step in steps:
                 kept = f"{len(steps)} {'checkpoint' if len(steps) == 1 else 'checkpoints'} kept"
                 of_total = f" of {total}" if step < total else ""
@@ -81,34 +81,31 @@ class Announcements:
                 self.say(f"{self.place} is at step {step}; {newest}")
 
     def begin_epochs(self, backup: Backup | None, *, begins_anew: bool) -> None:
-        """Training in epochs begins, after a backup that was restored, if one was."""
+        """Reports that training in epochs begins, after a restored backup, if there was one."""
         self._began_at = 0
         if backup is None or backup.restoration is None:
             self.say(
-                f"{self.place} starts anew"
+                f"{self.place} starts from the beginning"
                 if begins_anew
-                else f"{self.place} has no backup; training starts at the beginning"
+                else f"{self.place} has no backup; training starts from the beginning"
             )
         else:
             self.say(self.describe(backup.restoration, f"after {backup}"))
             self._warn_of_changes(backup.restoration.hyperparameters)
 
     def end_epochs(self, backup: Backup | None, *, had_backup: bool = True) -> None:
-        """Training in epochs has ended, with a backup that stays; None if it is deleted, or there was none.
-
-        This is said once.
-        """
+        """Reports, once, that training in epochs has ended, with a backup that stays; None if there is none."""
         if self._began_at is not None:
             self._began_at = None
             if backup is not None:
                 self.say(f"{self.place}: the backup of {backup} is kept")
             elif had_backup:
-                self.say(f"{self.place}: training is over, and its backup is deleted")
+                self.say(f"{self.place}: training is complete, and its backup is deleted")
             else:
-                self.say(f"{self.place}: training is over, and no backup of it was made")
+                self.say(f"{self.place}: training is complete, and no backup of it was made")
 
     def describe(self, restored: Restoration, where: str, due: str = "") -> str:
-        """What was restored, in one line: `where` training goes on, and when the next save is `due`, if known."""
+        """Describes a restore in one line: `where` training continues, and when the next save is `due`, if known."""
         seconds = time.time() - restored.manifest.committed_at_unix_seconds
         ago = f"{span_text(seconds)} ago" if seconds >= 1 else "just now"
         # Of another number of workers there is a warning already.
@@ -117,30 +114,30 @@ class Announcements:
         return f"resumed {self.place} {where} (saved {ago}{by})" + (f", {due}" if due else "")
 
     def _warn_of_changes(self, changes: Mapping[str, HyperparameterChange]) -> None:
-        """On the leader, also if this is quiet: training goes on otherwise than the script says."""
+        """Warns on the leader, even if this is quiet, that training continues with other values than the script's."""
         if changes and self._worker.is_leader:
             logger.warning("%s: %s", self.place, describe_changes(changes))
             if len(changes) > _MOST_SHOWN:
                 logger.debug("%s: %s", self.place, describe_changes(changes, len(changes)))
 
     def say(self, text: str) -> None:
-        """Says it, unless this is to be quiet."""
+        """Prints a line, unless this is quiet."""
         if not self._is_quiet:
             inform(text)
 
 
 def warn_never_entered(place: str, process: int) -> None:
-    """Says that a run was made in this process and never entered, when it is collected or the program ends."""
+    """Warns that a run was created in this process and never entered, when it is collected or the program ends."""
     if os.getpid() == process and sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
         logger.warning(
-            "%s: the run was made and never entered, so nothing was restored or saved: write `with resumable(...) as "
-            "run:`",
+            "%s: the run was created but never entered, so nothing was restored or saved: write `with "
+            "resumable(...) as run:`",
             place,
         )
 
 
 def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _MOST_SHOWN) -> str:
-    """**Pure.** What was restored although the script says otherwise, `most` of it; empty if there is nothing."""
+    """**Pure.** Lists restored values that differ from the script's, at most `most`; empty if there are none."""
     if not changes:
         return ""
     shown = list(changes.items())[:most]
@@ -155,21 +152,21 @@ def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _M
 
 
 def describe_saving(policy: SavePolicy | None, step: int, *, is_first: bool) -> str:
-    """**Pure.** When training is saved that begins after a step; empty if that is not known."""
+    """**Pure.** Describes when training is saved that begins after a step; empty if that is not known."""
     if policy is None:
         return (
-            "saves only when the job is asked to leave, and at save(): "
-            "CheckpointManager(save_every=hf.Steps(n)) saves while it trains"
+            "saves only when the job is asked to stop, and at save(); to save while it trains: "
+            "CheckpointManager(save_every=hf.Steps(n))"
         )
     policies = policy.policies if isinstance(policy, AnySave) else (policy,)
     if any(isinstance(each, Auto) for each in policies):
-        return "saves as often as pays (hf.Auto)"
+        return "saves as often as is worthwhile (hf.Auto)"
     due = describe_next_save(policy, step)
     return f"{'first' if is_first else 'next'} save {due}" if due else ""
 
 
 def describe_next_save(policy: SavePolicy | None, step: int) -> str:
-    """**Pure.** When the next save after a step is due, such as `at step 500`; empty if that is not known."""
+    """**Pure.** Describes when the next save after a step is due, such as `at step 500`; empty if that is not known."""
     if isinstance(policy, Steps):
         return f"at step {(step // policy.n + 1) * policy.n}"
     if isinstance(policy, Seconds):
@@ -181,7 +178,7 @@ def describe_next_save(policy: SavePolicy | None, step: int) -> str:
 
 
 def name_place(url: str) -> str:
-    """The path as it is seen from where the program runs, if that is shorter."""
+    """Returns the path relative to the working directory, if that is shorter."""
     with suppress(OSError, ValueError):
         relative = os.path.relpath(url) if os.path.isabs(url) else url  # noqa: PTH117
         return url if relative.startswith(".") else relative

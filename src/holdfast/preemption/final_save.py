@@ -1,4 +1,4 @@
-"""The last save of a job that was asked to leave, and its exit."""
+"""The last save of a job that was asked to stop, and its exit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOOK_SECONDS: Final = 0.25
 
 
 class Saves(Protocol):
-    """What this package asks of a manager."""
+    """The part of a manager that this package needs."""
 
     worker: Worker
     participant: JointParticipant | None
@@ -44,12 +44,12 @@ class Saves(Protocol):
 
     @property
     def url(self) -> str:
-        """Where the run lies."""
+        """The URL of the run."""
         ...
 
     @property
     def emit(self) -> Callable[[Event], object]:
-        """Tells of an event, from any thread."""
+        """Emits an event, from any thread."""
         ...
 
     @property
@@ -58,15 +58,15 @@ class Saves(Protocol):
         ...
 
     def mark(self) -> Mark:
-        """Notes the state as it is now, to be saved later."""
+        """Notes the current state, to be saved later."""
         ...
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Waits until no save is in flight, and raises failures that were not raised yet."""
+        """Waits until no save is in progress, and raises failures that were not raised yet."""
         ...
 
     def latest_step(self) -> int | None:
-        """The newest committed step."""
+        """Returns the newest committed step."""
         ...
 
     def abandon(self) -> None:
@@ -75,17 +75,17 @@ class Saves(Protocol):
 
 
 class FinalSave:
-    """Saves and leaves. It belongs to whichever thread does so, one at a time.
+    """Saves and exits. It belongs to the thread that does so, one at a time.
 
     Attributes:
-        mistake: What went wrong in the user's own code, when the last save was tried last; empty if nothing did.
-        missing: Who has died, so that nothing can be saved any more; empty if that is not why.
-        arguments: What `save_fn` is called with.
-        options: By name, as well.
-        tried: The last save, as often as it was tried.
-        has_left: Whether it has raised what ends the program, or what a person has entered.
-        name: What a step is called where people read of it.
-        nothing: What is said where nothing is saved, and nothing has gone wrong.
+        mistake: The error of the user's own code in the last attempt of the last save; empty if there was none.
+        missing: Who has died, so that nothing can be saved any more; empty if that is not the reason.
+        arguments: Positional arguments of `save_fn`.
+        options: Keyword arguments of `save_fn`.
+        tried: All attempts of the last save.
+        has_left: True if it has raised the exception that ends the program, or the person's cell.
+        name: The name of a step for people.
+        nothing: The message if nothing is saved and there was no error.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class FinalSave:
         self.options: dict[str, Any] = {}
         self.tried: list[SaveHandle] = []
         self.name: Callable[[int], str] = "step {}".format
-        self.nothing = "nothing had been completed that could be lost"
+        self.nothing = "no progress is lost: nothing was completed"
         self._manager = manager
         self._config = config
         self._keep = keep
@@ -110,7 +110,7 @@ class FinalSave:
         self._end: tuple[int | None, int, str] | None = None
 
     def save_early(self, step: int) -> SaveHandle | None:
-        """Saves so many complete steps, to train on. A failure is reported, and does not end training.
+        """Saves that many complete steps, to train on. A failure is reported, and does not end training.
 
         Returns the save, if it has not failed and can be waited for.
         """
@@ -130,13 +130,13 @@ class FinalSave:
         return saved if isinstance(saved, SaveHandle) else None
 
     def find_number(self, step: int | None) -> int | None:
-        """Under which number the last save has saved a step: a program may save under larger ones of its own."""
+        """Returns the number under which the last save saved a step: a program may use larger numbers of its own."""
         return self.tried[-1].step if self.tried and step is not None else step
 
     def save_last(self, step: int, end_at: float | None) -> str:
-        """**Blocks.** Saves the step and waits until it is committed; tries again if that fails and time is left.
+        """**Blocks.** Saves the step and waits until it is committed; retries if that fails and time remains.
 
-        The process must be gone at `end_at`, by the monotonic clock. Returns what went wrong; empty if nothing did.
+        The process must be gone at `end_at`, by the monotonic clock. Returns the error; empty if there is none.
         """
         error = ""
         self.tried = []
@@ -158,7 +158,7 @@ class FinalSave:
             except HoldfastError as failure:
                 error = failure.message
             except SystemExit as ending:
-                self.mistake = f"SystemExit: {ending}: save_fn is to save, and exit_fn to end the program"
+                self.mistake = f"SystemExit: {ending}: save_fn must save; exit_fn is for ending the program"
                 return self.mistake
             except Exception as failure:  # noqa: BLE001  It may be the user's code, and the exit has to say so.
                 error = self.mistake = f"{type(failure).__name__}: {failure}"
@@ -167,7 +167,7 @@ class FinalSave:
         return error
 
     def wait_committed(self, saved: object, end_at: float | None) -> None:
-        """**Blocks.** Waits for a save, if it is one that can be waited for.
+        """**Blocks.** Waits for a save, if it can be waited for.
 
         Raises:
             SaveFailedError: If it failed.
@@ -178,7 +178,7 @@ class FinalSave:
             wait(_until(end_at))
 
     def try_wait(self, saved: SaveHandle | None, end_at: float | None) -> str:
-        """**Blocks.** As `wait_committed`; gives what went wrong, or an empty string."""
+        """**Blocks.** Like `wait_committed`; returns the error, or an empty string."""
         try:
             self.wait_committed(saved, end_at)
         except HoldfastError as failure:
@@ -186,10 +186,10 @@ class FinalSave:
         return ""
 
     def wait_idle(self, is_alert: Callable[[], bool]) -> None:
-        """**Blocks** until no save is in flight, or there is something to act on.
+        """**Blocks** until no save is in progress, or there is something to act on.
 
         Raises:
-            SaveFailedError: If a save has failed, and that was not raised yet.
+            SaveFailedError: If a save has failed and the failure was not raised yet.
             DeadlineError: If it does not end in time.
         """
         limit_seconds = find_wait_seconds(self._manager.timeout_seconds, self._manager.worker)
@@ -199,10 +199,13 @@ class FinalSave:
             if not is_told and time.monotonic() >= begun_at + SILENT_SECONDS:
                 is_told = True
                 limit = describe_limit(end_at - time.monotonic())
-                say(f"holdfast: training is done, and the last save is being written{limit}; Ctrl-C twice ends it.")
+                say(
+                    f"holdfast: training is done, and the last save is being written{limit}; Ctrl-C twice stops "
+                    "waiting."
+                )
             if time.monotonic() >= end_at:
-                hint = "It goes on. Look whether the storage still answers."
-                raise DeadlineError(f"the save in flight did not end within {limit_seconds:g} s", hint=hint)
+                hint = "The save continues. Check whether the storage still responds."
+                raise DeadlineError(f"the save in progress did not end within {limit_seconds:g} s", hint=hint)
             with suppress(DeadlineError):
                 return self._manager.wait(_LOOK_SECONDS)
 
@@ -214,17 +217,17 @@ class FinalSave:
         limit_seconds: float,
         try_end: Callable[[Callable[[HoldfastError], bool], HoldfastError], bool],
     ) -> str:
-        """**Blocks.** What is left of an error in saving a step once it is certain whether that is committed.
+        """**Blocks.** Returns what remains of an error in saving a step once it is certain whether that is committed.
 
-        A save of several workers that is late is ended on all of them. If they have agreed to commit it, that is waited
-        for: one that left before would say that the step is lost, and another one that it is saved. A save of one
-        process goes on; the end of the program waits for it in any case.
+        A late save of several workers is ended on all of them. If they have agreed to commit it, that is waited for: a
+        worker that exited earlier would report the step as lost, and another one as saved. A save of one process
+        continues; the end of the program waits for it in any case.
 
         Args:
             step: The step; None if there is none.
-            error: Why it seems not to be saved, as it was late say; empty if it is.
+            error: Why it seems not to be saved, for example because it was late; empty if it is.
             saves: Those that may be of that step.
-            limit_seconds: For how long to wait.
+            limit_seconds: How long to wait.
             try_end: Ends a save on all workers, unless they have agreed to commit it.
         """
         saves = tuple(saves)
@@ -235,11 +238,11 @@ class FinalSave:
         for saved in late:
             end = find_canceller(saved)
             if end is not None:
-                if try_end(end, DeadlineError(f"the time that was left to the job was over: {error}")):
+                if try_end(end, DeadlineError(f"the job's remaining time was over: {error}")):
                     continue
             elif limit_seconds <= 0:
                 continue
-            say(f"holdfast: {self.name(step or 0)} is not saved yet: {error}. Its save goes on, and is waited for.")
+            say(f"holdfast: {self.name(step or 0)} is not saved yet: {error}. Its save continues; waiting for it.")
             while time.monotonic() < end_at and self.check_landed(step, error, saves):
                 try:
                     saved.wait_committed(_LOOK_SECONDS)
@@ -251,7 +254,7 @@ class FinalSave:
         return self.check_landed(step, error, saves)
 
     def check_landed(self, step: int | None, error: str, saves: Iterable[SaveHandle]) -> str:
-        """**Blocks** for a moment. What is still to be said of an error that was met with in saving a step.
+        """**Blocks** for a moment. Returns what is still to be reported about an error in saving a step.
 
         That is nothing if the step is committed after all, for all workers. The arguments are those of `wait_decided`.
         """
@@ -267,19 +270,19 @@ class FinalSave:
     def leave(
         self, step: int | None, reason: str, error: str, blocked_seconds: float, *, by_hand: bool | None = None
     ) -> None:
-        """Tells what became of the state, and leaves. Returns only if the user's `exit_fn` does.
+        """Reports the result of the save, and exits. Returns only if the user's `exit_fn` does.
 
         Args:
-            step: The step that is saved, or was to be.
-            reason: Why the job leaves now.
+            step: The step that is saved, or should have been.
+            reason: Why the job exits now.
             error: Why the step is not saved; empty if it is.
-            blocked_seconds: How long training was held up for the last save.
-            by_hand: Whether a person at a terminal has asked for it; None for what was heard.
+            blocked_seconds: How long the last save blocked training.
+            by_hand: True if a person at a terminal asked for it; None to take that from the notices.
 
         Raises:
-            SystemExit: With the code that says what became of the state.
-            KeyboardInterrupt: In its place, in a notebook's cell or at a prompt: the process goes on.
-            SaveFailedError: In its place, where that is so and the state is not saved.
+            SystemExit: With the code that tells whether the state is saved.
+            KeyboardInterrupt: Instead, in a notebook's cell or at a prompt: the process continues.
+            SaveFailedError: Instead, in that case, if the state is not saved.
         """
         by_hand = is_by_hand(self._inbox.pending) if by_hand is None else by_hand
         left_seconds = self._inbox.demand().left_seconds
@@ -315,9 +318,9 @@ class FinalSave:
             raise
 
     def _exit(self, code: int, gone_at: float | None) -> NoReturn:
-        """Ends the program, with a deadline of `gone_at` for what the interpreter takes down at the end.
+        """Ends the program, with a deadline of `gone_at` for the interpreter's shutdown.
 
-        Process groups, say, may wait there for a dead worker.
+        Process groups, for example, may wait there for a dead worker.
         """
         keep_exit_code()
         leaving = LeavingExit(code, gone_at)
@@ -357,7 +360,7 @@ class FinalSave:
         say(f"holdfast: {who}{line}; {then}." + (f" {advice}." if advice and not error else ""))
 
     def _settle(self, end_at: float | None) -> None:
-        """Waits for a save in flight. Its failure was an event, and must not keep the last save back."""
+        """Waits for a save in progress. Its failure was an event, and must not prevent the last save."""
         try:
             self._manager.wait(_until(end_at))
         except SaveFailedError:
@@ -366,9 +369,9 @@ class FinalSave:
     def _say_lost(self, step: int | None, error: str) -> str:
         newest = self._newest()
         if self.missing:
-            restart = "begins anew: there is no checkpoint"
+            restart = "starts from the beginning: there is no checkpoint"
             if newest is not None:
-                restart = f"goes on from {self.name(newest)}, the newest checkpoint"
+                restart = f"resumes from {self.name(newest)}, the newest checkpoint"
             return f"{self.missing}. Nothing can be saved without it. A restart {restart}"
         found = "there is no checkpoint" if newest is None else f"the newest checkpoint is {self.name(newest)}"
         return f"{self.name(step or 0)} could NOT be saved: {error}; {found}"
@@ -384,7 +387,7 @@ class FinalSave:
 
 
 def end_by(error: BaseException) -> NoReturn:
-    """**Blocks.** Ends the process from any thread as an error does that is not caught; nothing is unwound."""
+    """**Blocks.** Ends the process from any thread, as an uncaught error does; nothing is unwound."""
     if not isinstance(error, SystemExit):
         say("".join(traceback.format_exception(error)).rstrip())
         end_process(1)

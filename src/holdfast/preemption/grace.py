@@ -1,4 +1,4 @@
-"""What to do between two steps after a notice. Pure: no I/O, no clock, no thread."""
+"""Decides what to do between two steps after a notice. Pure: no I/O, no clock, no thread."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from msgspec.structs import replace
 from holdfast.preemption.sources.protocol import Demand, Notice
 
 MARGIN_SECONDS: Final = 2.0
-"""What is kept free before the end, for the process to go."""
+"""The time reserved before the end, for the process to exit."""
 
 _PATIENCE_SECONDS: Final = 10.0
-"""After which a warning says that the loop has not come to the end of its step, where no time is known."""
+"""The time after which a warning says that the loop has not reached the end of its step, if no end is known."""
 
 _STEP_FACTOR: Final = 1.25
 _SAVE_FACTOR: Final = 1.5
-"""The next step and the next save may take longer than those before by so much."""
+"""By how much the next step and the next save may take longer than those before."""
 
 _GUESS_FACTOR: Final = 4.0
-"""The first save may take so much longer than its beginning lets expect."""
+"""By how much the first save may take longer than its beginning suggests."""
 
 _AGREE_SECONDS: Final = 1.0
-"""What it may take until all workers have heard of a call; and the fastest may be a step ahead by then."""
+"""How long it may take until all workers know of a call; the fastest may be a step ahead by then."""
 
 
 class Action(enum.Enum):
-    """What to do."""
+    """An action between two steps."""
 
     TRAIN = "train on"
     SAVE = "save and train on"
@@ -37,37 +37,37 @@ class Action(enum.Enum):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What to do, and why."""
+    """An action, with the reason."""
 
     action: Action
     reason: str
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A notice, and when it was heard by the monotonic clock."""
+    """A notice, and when it arrived by the monotonic clock."""
 
     notice: Notice
     at: float
 
 
 class CombinedDemand(NamedTuple):
-    """What several notices ask for together, and how many seconds are left; None if there is no end that is known."""
+    """The combined demand of several notices, and the remaining seconds; None if no end is known."""
 
     demand: Demand
     left_seconds: float | None
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known between two steps.
+    """The facts between two steps.
 
     Attributes:
-        demand: What is asked for.
-        left_seconds: The time until the process must be gone; None if that is not known.
-        step_seconds: How long steps have taken lately, the longest of them; None if none was measured.
+        demand: The demand.
+        left_seconds: The time until the process must be gone; None if it is not known.
+        step_seconds: The longest recent step; None if none was measured.
         save_seconds: How long the newest save took until it was durable; None if none was measured.
-        saving_seconds: How long the save in flight has been going on; None if none is.
-        is_saved: Whether a save was begun since the notice.
-        has_failed: Whether that one has failed.
+        saving_seconds: How long the save in progress has taken so far; None if there is none.
+        is_saved: True if a save was begun since the notice.
+        has_failed: True if that save has failed.
     """
 
     demand: Demand
@@ -80,28 +80,28 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def next_save_seconds(self) -> float:
-        """How long a save may take, with a margin; one in flight may take twice as long as it has."""
+        """How long a save may take, with a margin; one in progress may take twice as long as it has."""
         known = _SAVE_FACTOR * (self.save_seconds or 0.0)
         return max(known, 2 * (self.saving_seconds or 0.0))
 
     @property
     def rest_seconds(self) -> float:
-        """How much longer the save in flight may take."""
+        """How much longer the save in progress may take."""
         saving = self.saving_seconds
         return 0.0 if saving is None else max(self.next_save_seconds - saving, 0.0)
 
     @property
     def needed_seconds(self) -> float:
-        """What another step needs, with the save after it and, before that, the rest of the save in flight."""
+        """The time for another step, with the save after it and, before that, the rest of the save in progress."""
         step = _STEP_FACTOR * (self.step_seconds or 0.0)
         # The save in flight goes on while the step runs.
         return max(step, self.rest_seconds) + self.next_save_seconds + MARGIN_SECONDS
 
 
 def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> CombinedDemand:
-    """**Pure.** What several notices ask for together, and how much time is left at `now`, by the monotonic clock.
+    """**Pure.** Returns the combined demand of several notices, and the time that remains at `now` (monotonic).
 
-    `grace_period` is what the user allows for training on; None for what the sources say.
+    `grace_period` is the user's limit for training on; None for what the sources say.
     """
     stopping = [each for each in heard if each.notice.demand is not Demand.SAVE]
     if not stopping:
@@ -117,49 +117,49 @@ def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> C
 
 
 def is_by_hand(heard: Sequence[Heard]) -> bool:
-    """**Pure.** Whether it was a person at a terminal that asked, and no other source."""
+    """**Pure.** Returns True if a person at a terminal asked, and no other source."""
     return all(each.notice.by_hand for each in heard)
 
 
 def allow_for_others(outlook: Outlook) -> Outlook:
-    """**Pure.** The same for one of several workers: a step takes longer until all of them have ended it."""
+    """**Pure.** Adjusts the outlook for one of several workers: a step takes longer until all of them have ended it."""
     if outlook.step_seconds is None:
         return outlook
     return replace(outlook, step_seconds=2 * outlook.step_seconds + _AGREE_SECONDS)
 
 
 def to_spare(left_seconds: float | None) -> float | None:
-    """**Pure.** How much longer others may be waited for, in a save say; None if no end is known."""
+    """**Pure.** Returns how much longer others may be waited for, for example in a save; None if no end is known."""
     return None if left_seconds is None else left_seconds - MARGIN_SECONDS
 
 
 def decide(outlook: Outlook) -> Verdict:
-    """**Pure.** What to do between two steps."""
+    """**Pure.** Returns what to do between two steps."""
     if outlook.demand is Demand.SAVE:
         if outlook.is_saved:
-            return Verdict(Action.TRAIN, "the state was saved, and nothing asks to leave")
+            return Verdict(Action.TRAIN, "the state is saved, and nothing asks the job to stop")
         return Verdict(Action.SAVE, "the machine may be taken away")
     if outlook.demand is Demand.LEAVE or outlook.left_seconds is None:
-        return Verdict(Action.LEAVE, "nothing allows to train on")
+        return Verdict(Action.LEAVE, "no grace period allows further training")
     left, needed = outlook.left_seconds, outlook.needed_seconds
     if not outlook.is_saved:
         # The save that is begun now, and the one before the end.
         needed += outlook.next_save_seconds
         if left <= needed:
-            return Verdict(Action.LEAVE, f"{left:.3g} s are left, and a step with two saves may take {needed:.3g} s")
-        return Verdict(Action.SAVE, f"{left:.3g} s are left, in which training goes on")
+            return Verdict(Action.LEAVE, f"{left:.3g} s remain, and a step with two saves may take {needed:.3g} s")
+        return Verdict(Action.SAVE, f"{left:.3g} s remain, and training continues")
     if outlook.step_seconds is None:
-        return Verdict(Action.LEAVE, "no step was measured that could tell how long the next one takes")
+        return Verdict(Action.LEAVE, "no step was measured yet, so the duration of the next one is unknown")
     if left <= needed:
-        return Verdict(Action.LEAVE, f"{left:.3g} s are left, and a step with a save may take {needed:.3g} s")
-    return Verdict(Action.TRAIN, f"{left:.3g} s are left, and a step with a save takes {needed:.3g} s at most")
+        return Verdict(Action.LEAVE, f"{left:.3g} s remain, and a step with a save may take {needed:.3g} s")
+    return Verdict(Action.TRAIN, f"{left:.3g} s remain, and a step with a save takes at most {needed:.3g} s")
 
 
 def has_time_to_save(outlook: Outlook) -> bool:
-    """**Pure.** Whether another save can end in time, when one was made since the notice.
+    """**Pure.** Returns True if another save can end in time, when one was made since the notice.
 
-    It begins when the one in flight has ended. If it cannot end in time, what was trained since that one is given up
-    rather than that the process is killed.
+    It begins when the one in progress has ended. If it cannot end in time, the training since that save is given up
+    rather than risking that the process is killed.
     """
     if not outlook.is_saved or outlook.has_failed or outlook.left_seconds is None:
         return True
@@ -171,9 +171,9 @@ def has_time_to_save(outlook: Outlook) -> bool:
 
 
 def find_lateness(heard: Sequence[Heard], left_seconds: float | None, passed_at: float, now: float) -> str:
-    """**Pure.** What to tell of a loop that was asked to leave and does not come to the end of its step, if anything.
+    """**Pure.** Returns the warning about a loop that was asked to stop and does not reach the end of its step, if any.
 
-    It came to the end of one at `passed_at`, by the clock of `now`.
+    It reached the end of one at `passed_at`, by the clock of `now`.
     """
     stopping = [each for each in heard if each.notice.demand is not Demand.SAVE]
     if not stopping:
@@ -183,7 +183,7 @@ def find_lateness(heard: Sequence[Heard], left_seconds: float | None, passed_at:
     if waited_seconds < patience_seconds:
         return ""
     return (
-        f"{waited_seconds:.0f} s after a notice, the loop has not come to the end of its step. Nothing newer than the "
-        "last checkpoint can be saved before it does. Around what takes long outside of steps, use checkpointable(), "
-        "or leave it when should_stop() says so"
+        f"{waited_seconds:.0f} s after a notice, the loop has not reached the end of its step, and until then "
+        "nothing newer than the last checkpoint can be saved. Use checkpointable() around long work outside of "
+        "steps, or leave such work when should_stop() returns True"
     )

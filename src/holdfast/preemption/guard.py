@@ -1,6 +1,6 @@
-"""Watches one training loop, and lets it save and leave in time when a notice has come.
+"""Watches one training loop, and lets it save and exit in time after a notice.
 
-A guard hears notices and saves; when all workers save, and when they leave, is decided by its consensus.
+A guard receives notices and saves; its consensus decides when all workers save, and when they exit.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ _LOOK_SECONDS: Final = 0.25
 _END_SECONDS: Final = 60.0
 
 _OWN_FAILURE_SECONDS: Final = 2.0
-"""How long to wait for this worker's own failure, when another has heard of the same one first."""
+"""How long to wait for this worker's own failure, when another has reported the same failure first."""
 
 
 def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> Guard:
-    """The guard for a loop: one that agrees with those of the other workers, if there are any.
+    """Returns the guard for a loop: one that agrees with those of the other workers, if there are any.
 
     Raises:
-        UsageError: If `manager` or `config` is none.
+        UsageError: If `manager` or `config` is not valid.
     """
     if isinstance(manager, type) or not (hasattr(manager, "participant") and hasattr(manager, "checkpoint")):
         raise UsageError(
-            f"{manager!r} is no manager", hint="Give a CheckpointManager(directory, Checkpoint(model=model, ...))."
+            f"expected a CheckpointManager, got {manager!r}",
+            hint="Pass CheckpointManager(directory, Checkpoint(model=model, ...)).",
         )
     if not isinstance(config, TerminationConfig):
         raise UsageError(
             f"termination_config={config!r}",
-            hint="It is a TerminationConfig, or None; sources of notices go into its sources=[...].",
+            hint="Pass a TerminationConfig or None; sources of notices go into its sources=[...].",
         )
     if manager.participant is None:
         return Guard(manager, config, keep, SingleConsensus())
@@ -71,18 +72,18 @@ def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], 
 
 
 class Guard:
-    """Hears notices for one loop.
+    """Handles notices for one loop.
 
-    The training thread says between two steps how far it is (`pass_boundary`), and saves and leaves there. While it
-    is paused (`pause`), in evaluation or after the loop, the guard's own thread does so in its stead.
+    Between two steps, the training thread calls `pass_boundary`, and saves and exits there. While it is paused
+    (`pause`), in evaluation or after the loop, the guard's own thread does so instead.
 
     Attributes:
-        inbox: What was heard.
-        leaving: Whether the exit has begun.
-        is_tentative: Whether the loop is the user's own: between two steps it is not known that another one comes.
-        provisional: The step that was saved in a pause, if that save may not hold all of it; else None.
-        in_block: Whether the training thread is in a block of `checkpointable`.
-        is_beside_training: Whether it was opened while another guard's loop took steps with the same manager.
+        inbox: The notices.
+        leaving: True if the exit has begun.
+        is_tentative: True if the loop is the user's own: between two steps it is not known whether another one comes.
+        provisional: The step that was saved in a pause, if that save may be incomplete; else None.
+        in_block: True if the training thread is in a block of `checkpointable`.
+        is_beside_training: True if it was opened while another guard's loop took steps with the same manager.
     """
 
     def __init__(
@@ -94,15 +95,14 @@ class Guard:
         *,
         yields: bool = False,
     ) -> None:
-        """Takes note of what to guard; `open` begins.
+        """Stores its arguments; `open` starts it.
 
         Args:
             manager: The manager that saves.
-            config: What the user wants.
-            keep: Begins the save of a step, unless that is saved already or under way, and gives it; None if there
-                is nothing that could be lost.
-            consensus: Decides when to save and when to leave.
-            yields: True to leave what is heard to the guard of another manager in the same thread, if there is one.
+            config: The user's configuration.
+            keep: Begins the save of a step, unless it is saved or in progress, and returns it; or None.
+            consensus: Decides when to save and when to exit.
+            yields: True to leave notices to the guard of another manager in the same thread, if there is one.
         """
         self.inbox = NoticeInbox(config, manager.emit)
         self.leaving = self.is_tentative = self.is_beside_training = self.in_block = False
@@ -135,7 +135,7 @@ class Guard:
         self._lock = self._ownership.shared.lock
 
     def open(self) -> None:
-        """Begins to listen; waits for nothing.
+        """Starts listening; waits for nothing.
 
         Raises:
             UsageError: If a source cannot be used here, or the loop of another manager is guarded in this thread.
@@ -156,7 +156,7 @@ class Guard:
         self._consensus.open(self.inbox.hear, self.inbox.ring, left)
 
     def close(self) -> None:
-        """**Blocks** for a moment. Ends listening, and puts signal handlers back; harmless twice."""
+        """**Blocks** for a moment. Stops listening, and restores signal handlers; a second call does nothing."""
         if os.getpid() != self._process:
             return
         if not self._closed:
@@ -168,11 +168,11 @@ class Guard:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the training thread is paused, and another one may save its state."""
+        """True if the training thread is paused, and another one may save its state."""
         return self._pause is not None and self._pause.mark is not None
 
     def begin_steps(self) -> SaveHandle | None:
-        """The training thread goes on to take steps; waits if all may stop at a step before the one that goes on here.
+        """Called when the training thread continues; waits if all may stop at an earlier step.
 
         Returns:
             The save that was made while it was paused; None if none was.
@@ -195,10 +195,10 @@ class Guard:
         return pause.saved
 
     def pause(self, step: int | None, *, mark: Mark | None = None, saved: SaveHandle | None = None) -> None:
-        """The training thread takes no steps for a while, and leaves alone what it keeps.
+        """Called when the training thread pauses: it takes no steps, and does not change the saved objects.
 
-        So many steps are complete, if that is known. `mark` is their state, unless it is saved or nothing was trained;
-        `saved` is the save of that step, if one is under way or done.
+        That many steps are complete, if that is known. `mark` is their state, unless it is saved or nothing was
+        trained; `saved` is the save of that step, if one is in progress or done.
         """
         if mark is None and saved is None:
             self._safe_step = step or 0
@@ -210,12 +210,12 @@ class Guard:
             self.inbox.ring()
 
     def pass_boundary(self, step: int, *arguments: Any, **options: Any) -> None:
-        """The training thread is between two steps: saves and leaves if it is time to. `save_fn` gets the arguments.
+        """Called between two steps: saves and exits if it is time to. `save_fn` gets the arguments.
 
         Raises:
-            SystemExit: When it leaves.
+            SystemExit: When it exits.
             PeerError: If another worker has failed.
-            ClusterError: If the others cannot be reached, and it has to be agreed on a step to save at.
+            ClusterError: If the others cannot be reached, and the workers must agree on a step to save at.
         """
         self._measure(step)
         is_asked = self.inbox.alarmed and not self._is_outranked()
@@ -224,10 +224,10 @@ class Guard:
             self._settle(step)
 
     def pass_last(self, step: int, *, is_over: bool = False) -> None:
-        """The training thread takes no further step for now, or if `is_over` never: as `pass_boundary`.
+        """Called when the training thread takes no further step for now, or never if `is_over`; like `pass_boundary`.
 
         Raises:
-            PeerError: If another worker's training has ended at another step; the others as `pass_boundary`.
+            PeerError: If another worker's training has ended at another step; the others as in `pass_boundary`.
         """
         self._measure(step)
         self._ends = is_over
@@ -239,11 +239,11 @@ class Guard:
             self._failures.finish(step)
 
     def wait_saved(self) -> None:
-        """**Blocks** until no save is in flight, or there is something to act on.
+        """**Blocks** until no save is in progress, or there is something to act on.
 
         Raises:
-            SaveFailedError, DeadlineError: As `FinalSave.wait_idle`.
-            PeerError: If training has failed on a worker, also if that is this one, which left its loop before others.
+            SaveFailedError, DeadlineError: As in `FinalSave.wait_idle`.
+            PeerError: If training has failed on a worker, including this one if it left its loop before the others.
         """
         self._final_save.wait_idle(self._is_alert)
         if error := self._failures.take_error():
@@ -251,10 +251,10 @@ class Guard:
             raise error
 
     def pass_end(self, step: int) -> None:
-        """**Blocks** for a moment. The last step is committed, and the loop is about to be left for good.
+        """**Blocks** for a moment. Called when the last step is committed, and the loop is about to be left for good.
 
         Raises:
-            SystemExit: If this worker, or another one, was asked to leave before it had come so far.
+            SystemExit: If this worker, or another one, was asked to stop before it had come this far.
         """
         self._propose()
         call = self._consensus.find_last_call()
@@ -263,10 +263,10 @@ class Guard:
             self._leave(step, call.reason, "", 0.0, problem="", by_hand=call.by_hand)
 
     def fail(self, error: BaseException) -> HoldfastError | None:
-        """**Blocks** for a moment. Training is ended by an error; leaves if one was asked to with nothing to be saved.
+        """**Blocks** for a moment. Called when an error ends training; exits if asked to with nothing to save.
 
         Returns:
-            An error to be raised in its stead: that of another worker from which this one results.
+            An error to raise instead: that of another worker from which this one results.
         """
         if self.leaving or self._ownership.shared.has_left or os.getpid() != self._process:
             return None
@@ -275,14 +275,14 @@ class Guard:
             return None
         if text := describe_early_exit(report.blamed):
             self.leaving = True
-            self._final_save.nothing = f"{text}; nothing was trained that could be lost"
+            self._final_save.nothing = f"{text}; no progress is lost: nothing was trained"
             self._leave(None, text, "", 0.0, problem=text, by_hand=False)
         elif report.loss and self._is_to_leave():
             self._leave_alone(self._progress.step, report.loss, report.blamed)
         return None if report.blamed is error else report.cause
 
     def should_stop(self) -> bool:
-        """Whether the loop would leave if a step ended now."""
+        """Returns True if the loop would exit if a step ended now."""
         return self._consensus.should_stop(self._is_to_leave)
 
     def _settle(self, step: int, *, ends: bool = False, is_over: bool = False) -> None:
@@ -301,7 +301,7 @@ class Guard:
                 self._stop(step)
             elif objection := self._consensus.objection:
                 if not self._is_to_leave():
-                    raise ClusterError(objection, hint="Start the job again: it goes on from the newest checkpoint.")
+                    raise ClusterError(objection, hint="Start the job again: it resumes from the newest checkpoint.")
                 self._leave_alone(step, objection)
                 return
             else:
@@ -320,7 +320,7 @@ class Guard:
         raise error
 
     def _propose(self, *, is_paused: bool = False) -> bool:
-        """Calls for what the notices of this worker ask for; whether the loop waits for that."""
+        """Calls for what the notices of this worker ask for; returns True if the loop waits for that."""
         if not self.inbox.alarmed or self._is_outranked():
             return False
         pending = self.inbox.pending
@@ -328,7 +328,7 @@ class Guard:
         verdict = decide(outlook)
         if self._ends and outlook.demand is not Demand.SAVE:
             # A loop that trains on in the time that is left has to hear of it again, and nothing would tell it.
-            verdict = verdict if verdict.action is Action.LEAVE else Verdict(Action.LEAVE, "no step is left")
+            verdict = verdict if verdict.action is Action.LEAVE else Verdict(Action.LEAVE, "no step remains")
         if not pending or verdict.action is Action.TRAIN:
             return False
         if verdict.action is Action.SAVE and not is_paused and self._progress.is_left_out:
@@ -341,14 +341,14 @@ class Guard:
         return allow_for_others(outlook) if self._consensus.has_peers and not is_paused else outlook
 
     def _is_to_leave(self) -> bool:
-        """Whether it is known that this worker is to leave."""
+        """Returns True if it is known that this worker should exit."""
         call = self._consensus.call
         if call is not None and call.wanted == Wanted.LEAVE:
             return True
         return self.inbox.alarmed and decide(self._outlook()).action is Action.LEAVE
 
     def _stop(self, step: int) -> None:
-        """At the stop step."""
+        """Called at the stop step."""
         call = self._consensus.call
         if call is None or call.wanted == Wanted.LEAVE:
             self._leave_at_stop(step, partial(self._final_save.save_last, step))
@@ -370,7 +370,7 @@ class Guard:
             self._progress.note_early(step, demand, saved)
 
     def _leave_at_stop(self, step: int | None, save: Callable[[float | None], str]) -> None:
-        """Saves, shares the outcome, and leaves; returns if `exit_fn` does. `save` says what went wrong."""
+        """Saves, shares the outcome, and exits; returns if `exit_fn` does. `save` returns the error."""
         begun_at = time.monotonic()
         call, stop = self._consensus.call, self._consensus.stop
         assert call is not None, "no worker leaves without a call"
@@ -404,12 +404,12 @@ class Guard:
     def _save_at_stop(
         self, step: int | None, call: CallRecord, save: Callable[[float | None], str], end_at: float | None
     ) -> tuple[int | None, str]:
-        """**Blocks.** Saves, or waits for an earlier save; gives the step that is saved, and what went wrong."""
+        """**Blocks.** Saves, or waits for an earlier save; returns the saved step, and the error."""
         stop = self._consensus.stop
         if stop is not None and step is not None and step > stop.step:
             # If nothing could be lost, it is a first step whose begin was not known.
             is_first = step == self._safe_step + 1 == stop.step + 1
-            return stop.step, "" if is_first else f"the loop had gone on when step {stop.step} was to be saved"
+            return stop.step, "" if is_first else f"the loop had passed step {stop.step} when it should have been saved"
         if self._progress.early is None or self._may_save_again(call):
             problem = save(end_at)
             return self._final_save.find_number(step), problem
@@ -417,7 +417,7 @@ class Guard:
         return step if early_step is None else early_step, self._final_save.try_wait(self._progress.early, end_at)
 
     def _share_outcome(self, error: str, end_at: float | None) -> SaveOutcome:
-        """The result of the last save for all workers, in this worker's words where it has failed here."""
+        """Shares the result of the last save with all workers, in this worker's words if it failed here."""
         changed = "" if self._pause is None else self._pause.changed
         mistake = self._final_save.mistake or (changed and f"ChangedError: {changed}")
         is_proof = not error and self._save_fn is None
@@ -431,7 +431,7 @@ class Guard:
         return SaveOutcome(shown, together.by_hand, together.is_proof)
 
     def _may_save_again(self, call: CallRecord) -> bool:
-        """Whether there is time for another save than the one that was begun after the notice; the same on all."""
+        """Returns True if there is time for another save than the one after the notice; the same on all."""
         if self._consensus.has_peers:
             return call.saves
         outlook = self._outlook()
@@ -442,18 +442,18 @@ class Guard:
         return has_time_to_save(outlook)
 
     def _find_saves(self) -> list[SaveHandle]:
-        """Those that may be of the last step."""
+        """Returns the saves that may be of the last step."""
         saves = (*self._final_save.tried, self._progress.early, None if self._pause is None else self._pause.saved)
         return [saved for saved in saves if saved is not None]
 
     def _raise_cause(self) -> None:
-        """Nothing can be saved together any more: raises the error of another worker that is the cause, if any."""
+        """Raises the error of the worker because of which nothing can be saved together any more, if any."""
         cause = self._failures.find_cause()
         if cause is not None:
             raise cause
 
     def _leave_alone(self, step: int | None, error: str, blamed: ClusterError | None = None) -> None:
-        """Leaves without a save, since the others cannot take part in one; `blamed` may say which one is dead."""
+        """Exits without a save, because the others cannot take part in one; `blamed` may tell which one is dead."""
         self.leaving = True
         self._final_save.missing = name_dead(blamed)
         self._leave(step, "", self._final_save.check_landed(step, error, self._find_saves()), 0.0, problem=error)
@@ -461,7 +461,7 @@ class Guard:
     def _leave(
         self, step: int | None, reason: str, error: str, held_seconds: float, problem: str, by_hand: bool | None = None
     ) -> None:
-        """Leaves, as `FinalSave.leave` says; `problem` is what went wrong here, even if the step is saved."""
+        """Exits as `FinalSave.leave` does; `problem` is the error here, even if the step is saved."""
         if self._consensus.has_peers and (error or (problem and not self._has_exit_fn)):
             # The others are not waited for any more.
             self._manager.abandon()
@@ -495,7 +495,7 @@ class Guard:
         self._progress.measure(step)
 
     def _is_outranked(self) -> bool:
-        """Whether another guard deals with what was heard: then it is forgotten here."""
+        """Returns True if another guard handles the notices: then they are dropped here."""
         if not self._yields or not self._ownership.is_outranked:
             return False
         self._forget(self.inbox.count)
@@ -507,7 +507,7 @@ class Guard:
     # Beside the training thread.
 
     def _serve(self) -> None:
-        """What the guard's own thread does."""
+        """The main function of the guard's own thread."""
         while not self._closed:
             self.inbox.listen(_LOOK_SECONDS if self._is_alert() else _CALM_SECONDS)
             self._attend()
@@ -529,7 +529,7 @@ class Guard:
             self._tell_if_late()
 
     def _act_in_pause(self) -> None:
-        """Saves and leaves in the training thread's stead, if that is paused; it may not go on meanwhile."""
+        """Saves and exits instead of the training thread, if that is paused; it may not continue meanwhile."""
         with self._lock:
             pause = self._pause
             if pause is None or pause.changed or self._closed:
@@ -556,7 +556,9 @@ class Guard:
             count, demand = self.inbox.count, self.inbox.demand().demand
             pause.save()
             if pause.changed:
-                text = f"the state cannot be saved while the loop rests, and it is waited for: {pause.changed}"
+                text = (
+                    f"the state cannot be saved while the loop is paused, so this waits for the loop: {pause.changed}"
+                )
                 self._manager.emit(Warned(text=text, step=pause.step))
                 return
             # What comes after a pause in which there was nothing to be saved is saved when it is there.
@@ -578,7 +580,7 @@ class Guard:
             end_by(error)
 
     def _tell_if_late(self) -> None:
-        """Says once that a step does not end: what it is doing cannot be saved."""
+        """Warns once that a step does not end: an incomplete step cannot be saved."""
         is_paused = self._pause is not None and not self._pause.changed
         if is_paused or not self._ownership.is_owner:
             return

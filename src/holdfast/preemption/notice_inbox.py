@@ -1,4 +1,4 @@
-"""Notices for one loop, from all its sources, until they are dealt with; and what is heard before there is a loop."""
+"""The notices for one loop, from all its sources, until they are handled; and those that arrive before it."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from holdfast.save.drain import end_process, is_interactive
 from holdfast.save.say import say, say_from_signal_handler
 
 _MOST_SIGNALS: Final = 2
-"""So many are taken: the first asks to leave, the second hurries. Another one has the effect that it always had."""
+"""How many signals are taken: the first asks to stop, the second hurries. Another one has its usual effect."""
 
 _STAND_IN_SECONDS: Final = 0.3
-"""How long Python may take to run a signal's handler before the signal is heard without it."""
+"""How long Python may take to run a signal's handler before the signal is handled without it."""
 
 _LOOK_SECONDS: Final = 0.1
-"""How often to look at that."""
+"""How often to check that."""
 
 _TELLING_SECONDS: Final = 2.0
 """How long to wait for another thread that makes events of them."""
 
 _WAIT_SECONDS: Final = 2.0
-"""How long a run may take to be made after a signal, other workers included. Then the job leaves without it."""
+"""How long creating a run may take after a signal, including other workers. Then the job exits without it."""
 
 _LAUNCHED_BY: Final = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-"""Launchers pass Ctrl-C on, so that each process of a job gets it twice: from the terminal, and from them."""
+"""Launchers pass Ctrl-C on, so each process of a job gets it twice: from the terminal, and from them."""
 
 
 class NoticeInbox:
-    """Takes notices from any thread and from signal handlers, and keeps them until they are dealt with.
+    """Receives notices from any thread and from signal handlers, and keeps them until they are handled.
 
     Attributes:
-        alarmed: Whether there is something to deal with.
-        gave_up: Whether a person does not want to wait for a save any more.
-        patient: Whether there is a loop that Ctrl-C has to wait for. Without one it has the effect that it always had.
-        listens: Whether there is anything to be heard but Ctrl-C.
+        alarmed: True if there is something to handle.
+        gave_up: True if a person no longer wants to wait for a save.
+        patient: True if there is a loop that Ctrl-C must wait for. Without one it has its usual effect.
+        listens: True if anything but Ctrl-C can arrive.
     """
 
     def __init__(self, config: TerminationConfig, emit: Callable[[Event], object]) -> None:
@@ -81,34 +81,34 @@ class NoticeInbox:
 
     @property
     def pending(self) -> list[Heard]:
-        """What has not been dealt with."""
+        """The notices that have not been handled."""
         return self._heard[self._settled :]
 
     @property
     def count(self) -> int:
-        """How many notices were heard, those that have been dealt with included."""
+        """How many notices have arrived, including handled ones."""
         return len(self._heard)
 
     def open(self) -> None:
-        """Begins to listen; waits for nothing.
+        """Starts listening; waits for nothing.
 
         Raises:
             UsageError: If a source cannot be used here.
         """
         if self._config.sources == "auto" and threading.current_thread() is not threading.main_thread():
-            self._emit(Warned(text="signals are not heard: Python handles them in the main thread only"))
+            self._emit(Warned(text="signals are not handled: Python can handle them in the main thread only"))
         self._bell.take_signals()
         self._poller.open()
         for source in self._sources:
             for number in source.foreign if isinstance(source, Signals) else ():
-                text = f"{number.name} is not listened to: it has a handler that was not set by Python, and that stays"
+                text = f"{number.name} is ignored: its handler was not installed from Python, and stays in place"
                 self._emit(Warned(text=text))
 
     def close(self, wait_listener: Callable[[], bool]) -> None:
-        """**Blocks** for a moment. Ends listening, and puts signal handlers back.
+        """**Blocks** for a moment. Stops listening, and restores signal handlers.
 
         Args:
-            wait_listener: Waits until the thread that calls `listen` does so no more; False if it still might.
+            wait_listener: Waits until the thread that calls `listen` no longer does; returns False if it still might.
         """
         self._poller.close()
         self._bell.ring()
@@ -116,7 +116,7 @@ class NoticeInbox:
             self._bell.close()
 
     def hear(self, notice: Notice) -> bool:
-        """**Thread-safe.** Takes a notice, within signal handlers too; False if it is to have its own effect."""
+        """**Thread-safe.** Receives a notice, also in signal handlers; False if it should have its own effect."""
         if threading.get_ident() == threading.main_thread().ident:
             answer()
             if notice in self._heard_ahead:
@@ -133,17 +133,17 @@ class NoticeInbox:
             if is_interactive():
                 then = "then saving it. A second interrupt stops at once, without that save."
             else:
-                then = "then saving and leaving. Ctrl-C again leaves at once."
+                then = "then saving and exiting. Press Ctrl-C again to exit at once."
             say_from_signal_handler(f"\nholdfast: finishing this step, {then}")
         self._bell.ring()
         return True
 
     def demand(self) -> CombinedDemand:
-        """What all notices ask for together."""
+        """Returns the combined demand of all notices."""
         return combine(self.pending, self._config.grace_period, time.monotonic())
 
     def forget(self, count: int) -> None:
-        """So many notices, counted from the beginning, have been dealt with."""
+        """Marks that many notices, counted from the beginning, as handled."""
         # In this order: what is heard meanwhile is found, or rings the alarm again.
         self.alarmed = False
         self._settled = count
@@ -152,10 +152,11 @@ class NoticeInbox:
             self._bell.ring()
 
     def take_no_more(self) -> None:
-        """The process is on its way out, with an exit code that says what became of the state. No signal changes that.
+        """Stops receiving: the process is exiting, with a code that tells if the state is saved. No signal changes
+        that.
 
-        Launchers send several, one at the notice and one at the end. But a person who presses Ctrl-C again does not
-        want to wait.
+        Launchers send several signals, one at the notice and one at the end. But a person who repeats Ctrl-C won't
+        wait.
         """
         self._takes_more = False
         is_launched = self._interrupts_taken == _MOST_SIGNALS
@@ -164,7 +165,7 @@ class NoticeInbox:
                 source.absorb(() if is_launched else (signal.SIGINT,))
 
     def note_leaving(self) -> None:
-        """**Blocks.** Tells the sources that all is saved and the process leaves."""
+        """**Blocks.** Notifies the sources that everything is saved and the process exits."""
         self._poller.note_leaving()
 
     def ring(self) -> None:
@@ -174,7 +175,7 @@ class NoticeInbox:
     def listen(self, timeout_seconds: float) -> None:
         """**Blocks** until there is something new, or the time is over. Makes events of notices.
 
-        Hears signals while the main thread is in foreign code, where Python runs no handler.
+        It also notices signals while the main thread is in foreign code, where Python runs no handler.
         """
         for number in self._bell.listen(min(timeout_seconds, _LOOK_SECONDS) if self._unhandled else timeout_seconds):
             if number == ANSWERED:
@@ -188,7 +189,7 @@ class NoticeInbox:
         self.tell()
 
     def tell(self) -> None:
-        """**Thread-safe.** **Blocks.** Makes events of the notices that are none yet, as before the process leaves."""
+        """**Thread-safe.** **Blocks.** Emits the events of notices that have none yet, such as before the exit."""
         if not self._telling.acquire(timeout=_TELLING_SECONDS):
             return  # A sink hangs: that must not keep anybody from leaving.
         try:
@@ -211,7 +212,7 @@ class NoticeInbox:
         return len(signals) < _MOST_SIGNALS
 
     def _stand_in(self) -> None:
-        """Hears signals whose handlers Python does not come to run, but for those that have an effect of their own."""
+        """Handles signals whose handlers Python does not get to run, except those that have an effect of their own."""
         unhandled, self._unhandled = self._unhandled, []
         for notice in unhandled:
             if self._takes_more and self._takes(notice):
@@ -220,11 +221,11 @@ class NoticeInbox:
 
 
 class EarlyNotices:
-    """For `with`: keeps signals that would kill the process while others wait for it, and hands them over.
+    """Use it with `with`: holds signals that would kill the process while others wait for it, and hands them over.
 
-    If the run is not made soon after a signal, the process leaves: another worker may have failed before it came, and a
-    launcher waits for this one. Those that wait for this worker hear why it leaves, and leave as well. Ctrl-C has the
-    effect that it always had. Other sources are still asked later.
+    If the run is not created soon after a signal, the process exits: another worker may have failed before it came, and
+    a launcher waits for this one. Workers that wait for this one learn why it exits, and exit as well. Ctrl-C has its
+    usual effect. Other sources are queried later.
     """
 
     def __init__(self, config: TerminationConfig) -> None:
@@ -253,12 +254,14 @@ class EarlyNotices:
             # As when all workers are taken away at once, and each finds the others gone. An error that lasts comes
             # again at the next start.
             found = f"{type(error).__name__}: {error}"
-            self._end(f"{self._heard[0].notice.text} while the run was made, and that has failed: {found}", error)
+            self._end(
+                f"{self._heard[0].notice.text} while the run was being created, which then failed: {found}", error
+            )
         elif text := describe_early_exit(error):
             self._end(text, error)
 
     def hand_over(self, hear: Hear) -> None:
-        """Listens no more, and tells what it has heard."""
+        """Stops listening, and returns the notices."""
         self._close()
         heard, self._heard = self._heard, []
         for each in heard:
@@ -282,9 +285,9 @@ class EarlyNotices:
         return True
 
     def _hurry(self) -> None:
-        """Ends what the main thread waits for if the run is late; or the process, if that is in foreign code.
+        """Interrupts the wait of the main thread if the run is late; or ends the process, if that is in foreign code.
 
-        The signal is sent once more: its handler raises where the main thread waits, so that the others hear of it.
+        The signal is sent again: its handler raises where the main thread waits, so that the others learn of it.
         """
         if self._closed.wait(_WAIT_SECONDS):
             return
@@ -300,12 +303,15 @@ class EarlyNotices:
                 end_process(leaving.code if isinstance(leaving.code, int) else 1)
 
     def _describe_delay(self) -> str:
-        return f"{self._heard[0].notice.text} while the run was made, and it is not made after {_WAIT_SECONDS:g} s"
+        return (
+            f"{self._heard[0].notice.text} while the run was being created, which did not end within "
+            f"{_WAIT_SECONDS:g} s"
+        )
 
     def _end(self, text: str, error: BaseException | None = None) -> None:
         exit_fn, code = self._config.exit_fn, self._config.exit_code
         then = "calling exit_fn" if exit_fn else f"leaving with exit code {code}"
-        say(f"holdfast: {text}; nothing was trained that could be lost; {then}.")
+        say(f"holdfast: {text}; no progress is lost: nothing was trained; {then}.")
         if exit_fn is None:
             raise EarlyExit(code, text) from error
         try:

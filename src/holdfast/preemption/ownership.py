@@ -12,12 +12,12 @@ from holdfast.errors import UsageError
 
 @dataclass(eq=False)
 class SharedOwnership:
-    """What the guards of one manager share.
+    """The state that the guards of one manager share.
 
     Attributes:
-        lock: Guards what the training thread is paused in, for all of them.
-        owner: The one that acts beside the training thread.
-        has_left: Whether one of them ends the program: what comes out of the block of another one is its exit.
+        lock: Guards the pauses of the training thread, for all of them.
+        owner: The guard that acts beside the training thread.
+        has_left: True if one of them ends the program: an exception from the block of another one is its exit.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -26,10 +26,10 @@ class SharedOwnership:
 
 
 class GuardOwnership:
-    """Of several guards of one manager, the one whose loop has moved last owns the thread.
+    """Chooses, of several guards of one manager, the one whose loop has moved last as the owner of the thread.
 
     Attributes:
-        shared: What they share.
+        shared: The state that they share.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class GuardOwnership:
         give_up_pause: Callable[[], object],
         forget: Callable[[], object],
     ) -> None:
-        """Concerns no other guard before `enter`.
+        """Affects no other guard before `enter`.
 
         Args:
-            manager: Whose loop is guarded.
-            listens: Whether anything but Ctrl-C can be heard.
-            is_paused: Whether the loop takes no steps.
+            manager: The manager whose loop is guarded.
+            listens: True if anything but Ctrl-C can arrive.
+            is_paused: Returns True if the loop is paused.
             give_up_pause: Called with the lock held when another guard of that manager takes over.
-            forget: Called when another one has dealt with what was heard.
+            forget: Called when another one has handled the notices.
         """
         self.shared = SharedOwnership()
         self._guards: list[GuardOwnership] = []
@@ -59,7 +59,7 @@ class GuardOwnership:
         self._forget = forget
 
     def enter(self) -> None:
-        """The guard begins its work in this thread.
+        """Called when the guard begins its work in this thread.
 
         Raises:
             UsageError: If it listens, and so does one for another manager.
@@ -73,43 +73,43 @@ class GuardOwnership:
                 self.shared = other.shared
             elif self._listens and other._listens:
                 raise UsageError(
-                    "another run or handler listens for notices in this thread already: the first of both to leave "
-                    "would end the process, and what the other one keeps would not be saved",
-                    hint="Keep all that belongs together in one Checkpoint; or close the other one first (leave its "
-                    "block, or call handler.close()); or let one of them hear nothing: "
-                    'preemption="off", or TerminationConfig(sources=[]).',
+                    "another run or handler already handles notices in this thread: the first one to exit would "
+                    "end the process, and the other one's state would not be saved",
+                    hint="Put everything into one Checkpoint, or close the other one first (leave its block, or call "
+                    'handler.close()), or turn off notices for one of them: preemption="off", or '
+                    "TerminationConfig(sources=[]).",
                 )
         self._guards.append(self)
 
     @property
     def is_owner(self) -> bool:
-        """Whether this guard acts, and no other one of the same manager."""
+        """True if this guard acts, and no other one of the same manager."""
         return self.shared.owner is self
 
     @property
     def is_beside_training(self) -> bool:
-        """Whether another guard is the owner, and its loop takes steps."""
+        """True if another guard is the owner, and its loop takes steps."""
         other = self.shared.owner
         return other is not None and other is not self and other in self._guards and not other._is_paused()
 
     @property
     def is_outranked(self) -> bool:
-        """Whether another manager's guard listens in the same thread."""
+        """True if another manager's guard listens in the same thread."""
         return any(other._listens and other._manager is not self._manager for other in tuple(self._guards))
 
     def take(self) -> None:
-        """The others act no more: what they are paused in is not the state any more. Called with the lock held."""
+        """Takes over: the pauses of the others are no longer the current state. Called with the lock held."""
         self.shared.owner = self
         for other in self._find_others():
             other._give_up_pause()
 
     def settle_all(self) -> None:
-        """What the others have heard by now has been dealt with here, and training goes on."""
+        """Marks the notices of the others as handled: training continues."""
         for other in self._find_others():
             other._forget()
 
     def leave(self) -> None:
-        """The guard has ended; harmless twice, and in any thread."""
+        """Called when the guard has ended; may be repeated, and called in any thread."""
         if self in self._guards:
             self._guards.remove(self)
 

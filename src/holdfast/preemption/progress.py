@@ -1,4 +1,4 @@
-"""How far a loop has come, how fast, and what was saved of it; and the state of one that is paused."""
+"""The progress and speed of a loop, what was saved of it, and the state of a paused one."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
 ATTEMPTS: Final = 2
-"""How often the last save is tried: what failed once may have been a hiccup of the storage."""
+"""How often the last save is attempted: a first failure may have been a temporary one of the storage."""
 
 _RECENT_STEPS: Final = 16
 
 
 class LoopProgress:
-    """Belongs to the training thread; another one reads it.
+    """The progress of the training thread, which owns it; another thread may read it.
 
     Attributes:
-        step: How many steps were complete when it was measured last.
-        passed_at: When that was, by the monotonic clock, less what saving took; None before.
+        step: How many steps were complete at the last measurement.
+        passed_at: The time of that, by the monotonic clock, less the time of saves; None before.
         early: The save that was begun after a notice, in the grace period.
         early_step: Its step.
-        is_left_out: Whether a save at this step was left out, since another was in flight.
+        is_left_out: True if a save at this step was skipped, because another was in progress.
     """
 
     def __init__(self) -> None:
@@ -44,32 +44,32 @@ class LoopProgress:
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def measure(self, step: int) -> None:
-        """The training thread is between two steps, and so many are complete."""
+        """Called between two steps, when that many are complete."""
         now = time.monotonic()
         if self.passed_at is not None and step > self.step:
             self._step_seconds.append((now - self.passed_at) / (step - self.step))
         self.passed_at, self.step, self.is_left_out = now, step, False
 
     def note_early(self, step: int | None, demand: Demand, saved: SaveHandle | None) -> None:
-        """A save was begun for that demand, to train on; None if it cannot be waited for."""
+        """Records a save that was begun for that demand, to train on; None if it cannot be waited for."""
         self.early_step, self._early_demand, self.early = step, demand, saved
         self._early_at = time.monotonic()
 
     def forget_early(self) -> None:
-        """The notice has been dealt with."""
+        """Called when the notice has been handled."""
         self.early = self._early_demand = None
         self._is_late_told = False
 
     def make_outlook(
         self, demand: Demand, left_seconds: float | None, save_seconds: float | None, *, is_paused: bool
     ) -> Outlook:
-        """What is known now.
+        """Returns what is known now.
 
         Args:
-            demand: What the notices ask for.
-            left_seconds: The time that is left; None if that is not known.
+            demand: The demand of the notices.
+            left_seconds: The remaining time; None if it is not known.
             save_seconds: How long the newest save took; None if none was measured.
-            is_paused: Whether no step is to come before what is done now.
+            is_paused: True if no step comes before the next action.
         """
         early = self.early
         is_under_way = early is not None and not early.ended
@@ -84,28 +84,28 @@ class LoopProgress:
         )
 
     def find_lateness(self, heard: Sequence[Heard], left_seconds: float | None) -> str:
-        """What is to be told, once, of a step that does not end after a notice; empty as long as there is nothing."""
+        """Returns the warning, once, about a step that does not end after a notice; empty as long as there is none."""
         text = find_lateness(heard, left_seconds, self.passed_at or 0.0, time.monotonic())
         is_told, self._is_late_told = self._is_late_told, self._is_late_told or bool(text)
         return "" if is_told else text
 
 
 def end_at_of(outlook: Outlook) -> float | None:
-    """When the last save has to be done, by the monotonic clock; None if the job's end is not known."""
+    """Returns when the last save must be done, by the monotonic clock; None if the job's end is not known."""
     left = outlook.left_seconds
     return None if left is None else time.monotonic() + left - MARGIN_SECONDS / 2
 
 
 class PausedState(msgspec.Struct):
-    """A pause between steps: evaluation, a wait for data, what comes before and after the loop.
+    """A pause between steps: evaluation, a wait for data, and the time before and after the loop.
 
     Attributes:
         step: How many steps are complete; None before that is known.
-        mark: Their state, to be saved if need be; None if all is saved, or nothing was trained.
-        saved: The save of that step, if one is under way or done.
-        changed: Why the state cannot be saved: what has changed of it.
-        is_anew: Whether it is to be saved although that step was: that save may not hold all of it.
-        has_saved: Whether it was saved in this pause.
+        mark: Their state, to be saved if needed; None if all is saved, or nothing was trained.
+        saved: The save of that step, if one is in progress or done.
+        changed: Why the state cannot be saved: the objects that have changed.
+        is_anew: True if the step is to be saved again: its save may be incomplete.
+        has_saved: True if it was saved in this pause.
     """
 
     step: int | None
@@ -116,13 +116,13 @@ class PausedState(msgspec.Struct):
     has_saved: bool = False
 
     def renew(self, provisional: int | None) -> None:
-        """The state is saved anew if a save of that step was made and does not count."""
+        """Marks the state to be saved again if there is a save of that step that does not count."""
         self.is_anew |= self.saved is not None and self.step == provisional
 
     def save(self) -> str:
         """**Blocks** while the state is copied, unless it is saved already.
 
-        Returns what went wrong; an empty string if nothing did.
+        Returns the error; an empty string if there is none.
         """
         if self.mark is None or self.step is None or self._is_safe():
             return ""
@@ -146,7 +146,7 @@ class PausedState(msgspec.Struct):
         return ""
 
     def save_surely(self, wait: Callable[[SaveHandle, float | None], None], end_at: float | None) -> str:
-        """**Blocks.** Saves, and waits with `wait` until that is committed. Returns what went wrong, as `save` does.
+        """**Blocks.** Saves, and waits with `wait` until that is committed. Returns the error, as `save` does.
 
         The process must be gone at `end_at`, by the monotonic clock.
         """

@@ -1,1 +1,1 @@
-"""The way back: choose, verify, plan, read, apply; from a checkpoint to live objects."""
+"""Restoring, from a checkpoint to live objects: choose, verify, plan, read, apply."""

@@ -1,4 +1,4 @@
-"""What a restore asks of the other workers of the job, and of a worker that has none."""
+"""The agreement of a restore between the workers of a job, for a worker without others."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class Agreement:
     """One worker's part in a restore of all. This one has no others, and agrees with itself."""
 
     def choose(self, step: int | None, find: Callable[[], tuple[StepName, ...]]) -> tuple[StepName, ...]:
-        """**Blocks.** The checkpoints to try, the best first; `find` finds them here, for the step that was wanted."""
+        """**Blocks.** Returns the checkpoints to try, the best first; `find` finds them here."""
         return find()
 
     def see(self, storage: Storage, name: StepName) -> None:
-        """**Blocks.** Makes sure that all see the same checkpoint under a name."""
+        """**Blocks.** Checks that all see the same checkpoint under a name."""
 
     def is_gone(self, storage: Storage, name: StepName) -> bool:
-        """**Blocks.** Whether a checkpoint in which there was damage has been removed, so that it was none."""
+        """**Blocks.** Returns True if a checkpoint with damage has been removed, so that it was not damage."""
         return not is_committed(storage, name)
 
     def run(self, stage: Callable[[], None]) -> DamageError | None:
-        """**Blocks.** Goes through a stage; gives damage found here or elsewhere. All raise any other error."""
+        """**Blocks.** Runs a stage; returns damage that was found here or elsewhere. All raise any other error."""
         try:
             stage()
         except DamageError as damage:

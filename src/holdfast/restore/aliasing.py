@@ -1,7 +1,7 @@
-"""Live arrays that share memory, each in a form of its own: whether all of them hold what is stored for them.
+"""Checks live arrays that share memory in different forms: whether all of them hold their stored values.
 
-Arrays that are one and the same have one leaf. But a view of another shape, a transposed one or a slice may have been
-stored apart, with values that do not agree: then none of them is right when both have been filled.
+Identical arrays have one leaf. But a view of another shape, a transposed one or a slice may have been stored
+separately, with values that differ: then at least one is wrong after both were filled.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from holdfast.state.match.matching import fill_copies
 from holdfast.storage.buffers import batches
 
 _BATCH_BYTES: Final = 1 << 28
-"""So much is read a second time at once."""
+"""How much is read a second time at once."""
 
 
 def find_overlapping_targets(targets: Iterable[Target]) -> list[Target]:
-    """**Pure.** The targets that may have something of the memory of another one, or of its copies.
+    """**Pure.** Returns the targets that may share memory with another one, or with its copies.
 
     Boxes of one leaf do not count: they may interleave, but have no element in common.
     """
@@ -42,10 +42,9 @@ def find_overlapping_targets(targets: Iterable[Target]) -> list[Target]:
 
 
 def find_clashes(targets: Sequence[Target], read: Callable[[Sequence[Target]], object]) -> list[str]:
-    """**Blocks.** A sentence for each of the overlapping targets, all filled, that does not hold what is stored for it.
+    """**Blocks.** Returns a sentence for each overlapping target, all filled, that does not hold its stored values.
 
-    Arrays that interleave and have no element in common do, and so do those whose stored values agree. `read` fills
-    targets from what is stored.
+    Arrays that interleave without a common element do, and so do those whose stored values agree. `read` fills targets.
     """
     for target in targets:
         if target.copies:
@@ -59,14 +58,14 @@ def find_clashes(targets: Sequence[Target], read: Callable[[Sequence[Target]], o
             receivers = ((target.backend, target.array), *target.copies)
             if any(_digest_of(backend, array, target) != expected for backend, array in receivers):
                 clashes.append(
-                    f"{target.leaf}: stored apart from {_name_partner(target, targets)} with other values, live the "
-                    "two share memory"
+                    f"{target.leaf}: stored separately from {_name_partner(target, targets)} with other values, "
+                    "but the live arrays share memory"
                 )
     return clashes
 
 
 def _lay_out(targets: Iterable[Target]) -> tuple[list[Target], list[int], list[int]]:
-    """The memory of targets and their copies, each with the target."""
+    """Returns the memory of targets and their copies, each with the target."""
     owners: list[Target] = []
     begins: list[int] = []
     ends: list[int] = []
@@ -92,7 +91,7 @@ def _lay_out(targets: Iterable[Target]) -> tuple[list[Target], list[int], list[i
 
 
 def _renew(target: Target) -> Target:
-    """A target for the same values, with memory of its own."""
+    """Returns a target for the same values, with memory of its own."""
     array = target.backend.new(target.spec)
     return msgspec.structs.replace(target, array=array, copies=(), address=target.backend.address(array))
 

@@ -1,4 +1,4 @@
-"""How far a training had come at a backup, as it is noted in the checkpoint."""
+"""The progress of a training at a backup, as it is recorded in the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _REMEMBERED: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """How far training had come when it was backed up.
+    """The progress of a training when it was backed up.
 
     Attributes:
         epoch: The epoch, counted from 0.
-        batch: The last batch of it that was complete, counted from 0; None if the whole epoch was.
-        restoration: What was restored, or None for a backup that this process has made.
+        batch: The last complete batch of it, counted from 0; None if the whole epoch was complete.
+        restoration: The restore, or None for a backup that this process has made.
     """
 
     epoch: int
@@ -32,7 +32,7 @@ class Backup:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch in which training goes on."""
+        """The epoch in which training continues."""
         return self.epoch + (self.batch is None)
 
     def __str__(self) -> str:
@@ -40,25 +40,25 @@ class Backup:
 
 
 def make_note(backup: Backup) -> Mapping[str, Any]:
-    """**Pure.** What to keep with the checkpoint."""
+    """**Pure.** Returns the record to store with the checkpoint."""
     return {_NOTE: {"epoch": backup.epoch, "batch": backup.batch}}
 
 
 def read_note(manifest: Manifest, url: str) -> tuple[int, int | None]:
-    """**Pure.** The epoch and the batch of a checkpoint; raises `UsageError` if it is no backup."""
+    """**Pure.** Returns the epoch and the batch of a checkpoint; raises `UsageError` if it is not a backup."""
     note = manifest.metadata.get(_NOTE)
     epoch = note.get("epoch") if isinstance(note, dict) else None
     batch = note.get("batch") if isinstance(note, dict) else None
     if type(epoch) is not int or epoch < 0 or (batch is not None and (type(batch) is not int or batch < 0)):
         raise UsageError(
-            f"step {manifest.step} of {url} is a checkpoint, but no backup of a training",
-            hint="Give backups a directory of their own.",
+            f"step {manifest.step} of {url} is a checkpoint, but not a backup of WorkerTrainingState",
+            hint="Use a separate directory for backups.",
         )
     return epoch, batch
 
 
 def check_newest(storage: Storage) -> None:
-    """**Blocks.** Raises `UsageError` if the newest checkpoint is no backup, before anything is restored from it."""
+    """**Blocks.** Raises `UsageError` if the newest checkpoint is not a backup, before anything is restored from it."""
     newest = read_catalog(storage).newest
     if newest is not None:
         try:
@@ -69,22 +69,22 @@ def check_newest(storage: Storage) -> None:
 
 
 class RecentBackups:
-    """What the newest backups are of, by the numbers under which they are saved."""
+    """The epochs and batches of the newest backups, by the numbers under which they are saved."""
 
     def __init__(self) -> None:
         self._backups: dict[int, Backup] = {}
 
     def note(self, step: int, backup: Backup) -> None:
-        """Another backup begins, or was restored."""
+        """Records that another backup begins, or was restored."""
         self._backups = {**dict(list(self._backups.items())[-_REMEMBERED:]), step: backup}
 
     def name(self, step: int) -> str:
-        """What the backup of that number is called."""
+        """Returns the description of the backup with that number."""
         backup = self._backups.get(step)
         return "the backup" if backup is None else f"the backup of {backup}"
 
     def explain(self, failure: SaveFailedError) -> None:
-        """Says in an error which epoch the backup is of, where the manager knows its number only."""
+        """Adds the epoch of the backup to an error, where the manager knows only its number."""
         failure.message = failure.message.replace(f"step {failure.step} was", f"{self.name(failure.step)} was")
         failure.args = (failure.message,)
 

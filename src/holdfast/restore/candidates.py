@@ -1,4 +1,4 @@
-"""Which checkpoints to try, and in which order; which part of them to restore. Pure."""
+"""Chooses which checkpoints to try, in which order, and which part of them to restore. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from holdfast.format.names import StepName
 
 
 def choose_candidates(catalog: Catalog, lost: Collection[StepName], step: int | None, url: str) -> tuple[StepName, ...]:
-    """**Pure.** The checkpoints to try, the best first; with a step, no other than that.
+    """**Pure.** Returns the checkpoints to try, the best first; for a given step, only that one.
 
-    Steps of the living line that have lost their manifests are among them, to be passed over like any other damage;
-    `NoWholeCheckpointError` is raised where there is nothing else to go on from.
+    Steps of the current lineage that have lost their manifests are among them, and are skipped like any other damage;
+    `NoWholeCheckpointError` is raised if there is nothing else to resume from.
     """
     if step is not None:
         if asked := [name for name in lost if name.step == step]:
@@ -33,13 +33,13 @@ class Selection:
         self._matched: set[str] = set()
 
     def __call__(self, name: str) -> bool:
-        """True if the leaf, or the object that it belongs to, was asked for."""
+        """Returns True if the leaf, or its object, was requested."""
         matching = [pattern for pattern in self._patterns if _matches(name, pattern)]
         self._matched.update(matching)
         return bool(matching)
 
     def concerns(self, name: str) -> bool:
-        """Whether something of the object of that name may be asked for."""
+        """Returns True if a part of the object of that name may be requested."""
         return any(set(pattern) & set("*?[") or pattern.partition("/")[0] == name for pattern in self._patterns)
 
     @property
@@ -49,12 +49,12 @@ class Selection:
 
 
 def make_selection(only: str | Iterable[str] | None) -> Selection | None:
-    """**Pure.** The predicate for names of objects and of leaves, and patterns; `UsageError` if there are none."""
+    """**Pure.** Returns the predicate for names of objects and of leaves, and patterns; `UsageError` without any."""
     if only is None:
         return None
     patterns = (only,) if isinstance(only, str) else tuple(only)
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise UsageError(f"only={only!r} names nothing", hint='Give names such as "model" or "model/layers.0.*".')
+        raise UsageError(f"only={only!r} contains no name", hint='Pass names such as "model" or "model/layers.0.*".')
     return Selection(patterns)
 
 

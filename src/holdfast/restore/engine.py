@@ -1,4 +1,4 @@
-"""Drives a restore: tries checkpoints from the best to the worst until one is whole."""
+"""Performs a restore: tries checkpoints from the best to the worst until one is whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.peers import Peers
 
 _MOST_LOOKS: Final = 30
-"""How often a run is looked at again, since a job that goes on has removed what was found there."""
+"""How often a run is read again, because a running job has removed the chosen step."""
 
 
 @gc_paused()
@@ -63,29 +63,28 @@ def restore_objects(
     keeping: Keeping | None = None,
     made_anew: Collection[str] = (),
 ) -> Restoration | None:
-    """**Blocks.** Gives the live objects the state of a checkpoint.
+    """**Blocks.** Restores the live objects from a checkpoint.
 
-    Nothing live is touched before the checkpoint's records are checked and found to fit. Arrays are then read in place;
-    a damaged span that is found there sends the whole restore to the next older checkpoint, which overwrites what was
-    read. Python state and counters are set last, when every byte has been checked.
+    No live object is changed before the checkpoint's records are checked and found to fit. Arrays are then read in
+    place; a damaged span found there restarts the whole restore with the next older checkpoint, which overwrites what
+    was read. Python state and counters are set last, after every byte has been checked.
 
-    A checkpoint that goes while it is being read was not damaged: a job that goes on has removed it, and committed a
-    newer one before. Then the run is looked at again.
+    If a checkpoint disappears while it is being read, it was not damaged: a running job has removed it, and committed a
+    newer one before. Then the run is read again.
 
-    `named` has the objects of all workers: what another one has, this one need not have. Where a line `begins_anew`,
-    nothing is restored unless a step is asked for. What is in `keeping` stays as the script has it, and
-    so do objects in `made_anew`, which are made as the live ones are.
+    `named` has the objects of all workers: this one may lack an object that another one has. If the lineage
+    `begins_anew`, nothing is restored unless a step is requested. Entries of `keeping` stay as the script set them, and
+    so do objects in `made_anew`, from which new ones are created.
 
     Returns:
-        What was done, or None if there is no checkpoint at all.
+        The result, or None if there is no checkpoint at all.
 
     Raises:
-        MismatchError: If the checkpoint does not fit, or was saved by a number of workers that is refused; nothing has
-            been changed.
-        ApplyError: If an object refuses its state, or live arrays share memory and cannot hold what is stored for each.
+        MismatchError: If the checkpoint does not fit, or was saved by a refused number of workers; nothing was changed.
+        ApplyError: If an object rejects its state, or live arrays that share memory cannot hold the stored values.
         PeerError: If another worker has failed, does not come, or dies.
-        NoCheckpointError: If the step that was asked for does not exist.
-        NoWholeCheckpointError: If there are checkpoints, or were and their manifests are gone, but none is whole.
+        NoCheckpointError: If the requested step does not exist.
+        NoWholeCheckpointError: If there are checkpoints, but all are damaged or have lost their manifests.
     """
     begun_at = time.monotonic()
     agreement = agreement or Agreement()
@@ -115,7 +114,7 @@ def restore_objects(
 
 
 def make_agreement(peers: Peers | None, url: str) -> Agreement:
-    """How this worker keeps together with the others, if there are any; `url` is where the run lies for it."""
+    """Returns how this worker coordinates with the others, if there are any; `url` is its URL of the run."""
     if peers is None:
         return Agreement()
     # Most programs have one worker, and do without what several need.
@@ -125,7 +124,7 @@ def make_agreement(peers: Peers | None, url: str) -> Agreement:
 
 
 class _Request(NamedTuple):
-    """What is asked of a restore; see `restore_objects`."""
+    """The request of a restore; see `restore_objects`."""
 
     storage: Storage
     objects: Mapping[str, object]
@@ -144,8 +143,8 @@ class _Candidates:
     """The checkpoints that are still to be tried, the best first.
 
     Attributes:
-        damages: The damage of each that was passed over.
-        seen_generation: The newest generation that the run had at the first look.
+        damages: The damage of each that was skipped.
+        seen_generation: The newest generation of the run at the first look.
     """
 
     def __init__(self, request: _Request, agreement: Agreement, emit: Sink) -> None:
@@ -159,14 +158,14 @@ class _Candidates:
         self.seen_generation = 0
 
     def find(self, *, begins_anew: bool) -> bool:
-        """**Blocks.** Whether there are any; warns if there are none but those of an earlier line."""
+        """**Blocks.** Returns True if there are any; warns if there are only those of an earlier lineage."""
         catalogs: list[Catalog] = []
 
         def find() -> tuple[StepName, ...]:
             # The look is in here, since errors in here reach the others.
             catalogs.append(catalog := read_catalog(self._storage))
             for fault in catalog.faults:
-                text = f"the record of a generation is damaged, steps are judged by their numbers: {fault.message}"
+                text = f"the record of a generation is damaged, so steps are compared by number only: {fault.message}"
                 self._emit(Warned(text=text))
             return () if begins_anew and self._step is None else self._choose(catalog)
 
@@ -175,7 +174,10 @@ class _Candidates:
         self.seen_generation = catalog.generation
         if not self._left and catalog.committed:
             steps = ", ".join(str(name.step) for name in catalog.committed)
-            text = f"nothing was restored: the run began anew, and steps {steps} belong to an earlier line"
+            text = (
+                f"nothing was restored: the run was started over (begin_anew), and steps {steps} belong to an earlier "
+                "lineage"
+            )
             self._emit(Warned(text=text))
         return bool(self._left)
 
@@ -183,12 +185,12 @@ class _Candidates:
         return self._left.pop(0) if self._left else None
 
     def pass_over(self, name: StepName, damage: DamageError) -> None:
-        """**Blocks.** Goes on to the next; or, if the checkpoint is no longer there, to what is there now."""
+        """**Blocks.** Goes on to the next; or, if the checkpoint no longer exists, to those that exist now."""
         found = self._look_again(name) if self._looks <= _MOST_LOOKS else ()
         if found:
             self._looks += 1
             self._left = [other for other in found if other not in self.damages]
-            text = f"{name.directory} was removed while it was being restored; what is there now is tried"
+            text = f"{name.directory} was removed while it was being restored; trying the steps that are there now"
             self._emit(Warned(text=text))
             return
         self.damages[name] = damage
@@ -224,21 +226,21 @@ def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: 
             candidates.pass_over(name, damage)
         except (StorageError, ApplyError, ClusterError, AbsentError, NoCheckpointError) as error:
             if trial.touched:
-                error.add_note("Some live arrays hold what was read before: restore again before training on.")
+                error.add_note("Some live arrays hold partly restored values: restore again before you train on.")
             raise
         touched = trial.touched
     raise _no_whole(request.storage, request.step, tuple(candidates.damages.values()), touched)
 
 
 class _RestoreTrial:
-    """One checkpoint that is tried.
+    """One attempt with one checkpoint.
 
     Attributes:
-        name: Which it is.
-        touched: Whether live arrays have been read into, now or before.
+        name: Its name.
+        touched: True if live arrays have been read into, now or before.
         opened: Its records, once they have been read and checked.
         matching: How they fit the live objects.
-        size_bytes: What was read.
+        size_bytes: The size of what was read.
         replaced: New values of named objects that could not be changed in place.
     """
 
@@ -267,16 +269,16 @@ class _RestoreTrial:
             return agreement.run(self._prepare) or agreement.run(self._fill) or agreement.run(self._apply)
 
     def _prepare(self) -> None:
-        """Nothing live is touched: finds out whether the checkpoint is there, and fits."""
+        """Checks whether the checkpoint exists and fits; changes no live object."""
         storage = self._request.storage
         self.opened = opened = open_step(storage, self.name.directory, self.name, self._request.worker)
         workers, stored_workers = self._request.worker.world_size, opened.manifest.world_size
         if self._request.on_resize == "refuse" and stored_workers != workers:
             savers = "1 worker" if stored_workers == 1 else f"{stored_workers} workers"
             raise MismatchError(
-                f"step {self.name.step} was saved by {savers}, and this job has {workers}; on_resize is 'refuse'",
+                f"step {self.name.step} was saved by {savers}, but this job has {workers}, and on_resize is 'refuse'",
                 differences=Differences(),
-                hint="Start the job with as many workers as before, or take on_resize='allow'.",
+                hint="Start the job with the same number of workers, or pass on_resize='allow'.",
             )
         # The files are opened first: memory is taken for what really lies there, not for what an index claims.
         parts = self._files.enter_context(open_parts(storage, opened))
@@ -306,9 +308,9 @@ class _RestoreTrial:
                 )
 
     def _find_objects(self) -> dict[str, Skeleton]:
-        """The stored state of each object: of those that the worker of this rank had, and of those that others had.
+        """Returns the stored state of each object: those of the worker of this rank, and those of the others.
 
-        Stages of a pipeline have objects of their own. This worker may have another stage than the one of its rank had.
+        Pipeline stages have different objects. This worker may have another stage than the one of its rank had.
         """
         request, own = self._request, self.opened.indexes[0]
         stored = {
@@ -350,16 +352,16 @@ class _RestoreTrial:
         if select is not None and select.unmatched:
             names = ", ".join(repr(name) for name in stored if not is_own(name))
             raise UsageError(
-                f"step {step} has nothing of the name {', '.join(map(repr, select.unmatched))}",
-                hint=f"Its objects are {names}; a leaf is named like 'model/head.weight'.",
+                f"step {step} has no object or leaf named {', '.join(map(repr, select.unmatched))}",
+                hint=f"Its objects are {names}; a leaf has a name like 'model/head.weight'.",
             )
         if request.strict and matching.differences:
-            arrays = "arrays hold what was read from a newer, damaged checkpoint"
+            arrays = "arrays hold values read from a newer, damaged checkpoint"
             state = arrays if self.touched else "nothing was changed"
             raise MismatchError(
                 f"step {step} does not fit the live objects ({state}):\n{matching.differences}",
                 differences=matching.differences,
-                hint="Restore with strict=False to take what fits and be told what does not, or mend the objects.",
+                hint="Fix the objects, or restore with strict=False, which takes what fits and reports the rest.",
             )
         return matching
 
@@ -376,19 +378,19 @@ class _RestoreTrial:
         if clashes and self._request.strict:
             raise ApplyError(
                 "live arrays that share memory cannot hold what is stored for each:\n  " + "\n  ".join(clashes[:20]),
-                hint="Let them share it as they did when they were saved, or give each memory of its own; strict=False "
-                "leaves them as they are.",
+                hint="Let them share memory as they did when they were saved, or give each its own memory; "
+                "strict=False leaves them unchanged.",
             )
 
     def _apply(self) -> None:
-        """Sets all else, when every byte has been checked, by all workers."""
+        """Sets everything else, after all workers have checked every byte."""
         self.replaced = self.matching.apply()
         if self._request.keeping is not None:
             self._request.keeping.put_back()
 
 
 def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
-    """What each leaf is; raises `DamageError` if all files together are too small for them."""
+    """Returns each leaf's dtype and shape; raises `DamageError` if all files together are too small for them."""
     index, *others = opened.indexes
     if not index.is_shared and not others:
         specs = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
@@ -400,7 +402,9 @@ def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
         # What is wanted may lie in files that are not open yet, and memory is taken for it before they are.
         if sum(spec.size_bytes for spec in specs.values()) > manifest.data_bytes + manifest.referred_bytes:
             path, step = opened.data_path(index.rank), manifest.step
-            raise DamageError(f"{path}: its leaves are larger than all files of the step", step=step, path=path)
+            raise DamageError(
+                f"{path}: its leaves are larger than all files of the step together", step=step, path=path
+            )
     for one in (*reversed(others), index):
         for record in one.strides:
             specs[record.leaf] = replace(specs[record.leaf], strides=record.strides)
@@ -411,14 +415,14 @@ def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
 
 @contextmanager
 def _enough_memory(opened: OpenedStep) -> Iterator[None]:
-    """Says in holdfast's own words that there is not enough memory for the arrays of a step."""
+    """Raises holdfast's own error if there is not enough memory for the arrays of a step."""
     try:
         yield
     except MemoryError as error:
         needed_bytes = opened.manifest.data_bytes + opened.manifest.referred_bytes
         raise ApplyError(
-            f"step {opened.name.step} needs {needed_bytes} bytes of memory, which cannot be had",
-            hint="Restore it on a machine with more memory, or a part of it with `only`.",
+            f"step {opened.name.step} needs {needed_bytes} bytes of memory, which are not available",
+            hint="Restore it on a machine with more memory, or restore a part of it with `only`.",
         ) from error
 
 
@@ -437,10 +441,9 @@ def _tell_of_resize(storage: Storage, trial: _RestoreTrial, worker: Worker, emit
 
 
 def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: Sink) -> None:
-    """**Blocks.** Warns if those that saved were at different places of the data that they divided.
+    """**Blocks.** Warns if the workers that saved were at different positions of shared data.
 
-    Each worker looks at some of them, beside the first: all workers together at all. Where no position is stored,
-    nothing is read.
+    Each worker reads some of them besides the first; together they read all. Without stored positions nothing is read.
     """
     manifest = opened.manifest
     known = {index.rank: list_positions(index.objects) for index in opened.indexes}
@@ -455,7 +458,7 @@ def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: S
             positions[rank] = stored
     except (DamageError, StorageError) as error:
         # Nothing else of it was needed here, and what was is restored.
-        text = f"whether all workers had saved at the same place of the data cannot be seen: {error.message}"
+        text = f"cannot check whether all workers saved at the same position in the data: {error.message}"
         emit(Warned(step=manifest.step, text=text))
         return
     text = find_apart(positions)
@@ -466,12 +469,11 @@ def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: S
 def _no_whole(
     storage: Storage, step: int | None, damages: tuple[DamageError, ...], touched: bool
 ) -> NoWholeCheckpointError:
-    what = f"step {step} is damaged" if step is not None else f"none of {len(damages)} checkpoints is whole"
+    what = f"step {step} is damaged" if step is not None else f"all checkpoints ({len(damages)}) are damaged"
     listed = "\n".join(f"  {damage.message}" for damage in damages)
-    mixed = "\n  Some live arrays hold what was read from them: do not train on." if touched else ""
+    mixed = "\n  Some live arrays hold values read from them: do not train on." if touched else ""
     return NoWholeCheckpointError(
         f"{storage.url}: {what}:\n{listed}{mixed}",
         damages=damages,
-        hint="`holdfast verify` shows the extent; restore another copy of the run, or begin anew on purpose "
-        "(begin_anew=True).",
+        hint="`holdfast verify` shows the extent; restore another copy of the run, or start over (begin_anew=True).",
     )

@@ -1,4 +1,4 @@
-"""The files that hold a step's arrays: its own, and those of earlier steps that it refers to."""
+"""The files that contain a step's arrays: its own, and those of earlier steps that it refers to."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from holdfast.storage.protocol import FileReader, Storage
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What of a step lies in one file.
+    """The part of a step in one file.
 
     Attributes:
         path: The file.
-        index: The step's index, with the arrays of this file alone, each with its place there.
+        index: The step's index, with only the arrays of this file, each with its place there.
         size_bytes: The size that the file must have.
         referrer: The step itself, if the file is another step's; None for its own file.
         holder: The directory of the step whose file it is.
@@ -36,7 +36,7 @@ class Part(msgspec.Struct, frozen=True):
     holder: str
 
     def explain(self, damage: DamageError) -> DamageError:
-        """The error for damage in the file: which step is damaged by it is said too, where that is not plain."""
+        """Returns the error for damage in the file, with the damaged step if that is not obvious."""
         if self.referrer is None:
             return damage
         return DamageError(
@@ -53,7 +53,7 @@ OpenPart: TypeAlias = tuple[Part, FileReader]
 
 
 def list_parts(opened: OpenedStep) -> list[Part]:
-    """**Pure.** The files of a step: its own in order of rank, each followed by those of earlier steps."""
+    """**Pure.** Returns the files of a step: its own in order of rank, each followed by those of earlier steps."""
     parts: list[Part] = []
     for index in opened.indexes:
         own = msgspec.structs.replace(index, sources=(), referred=())
@@ -74,33 +74,33 @@ def list_parts(opened: OpenedStep) -> list[Part]:
 
 
 def open_part(storage: Storage, part: Part, beside: Storage | None) -> FileReader:
-    """**Blocks.** Opens a file of a step; raises `DamageError` if it is missing, or shorter or longer than was written.
+    """**Blocks.** Opens a file of a step; raises `DamageError` if it is missing, or its size is wrong.
 
-    `beside` is where the steps lie that the step refers to.
+    `beside` is where the steps are that the step refers to.
     """
     place = storage if part.referrer is None else beside
     step = part.index.step
     try:
         if place is None:
-            raise NotFoundError(f"{part.path} is not there", path=part.path)
+            raise NotFoundError(f"{part.path} does not exist", path=part.path)
         reader = place.open_reader(part.path)
     except NotFoundError as error:
         text = f"{part.path} is missing"
         if part.referrer is not None:
-            text += f"; the directory {part.holder} has to lie beside that of step {step}, which refers to it"
+            text += f"; the directory {part.holder} must be next to that of step {step}, which refers to it"
         raise DamageError(text, step=step, path=part.path) from error
     except DamageError as damage:
         raise part.explain(damage) from damage
     if reader.size_bytes != part.size_bytes:
         reader.close()
-        text = f"{part.path} has {reader.size_bytes} bytes, {part.size_bytes} were written"
+        text = f"{part.path} has {reader.size_bytes} bytes, but {part.size_bytes} were written"
         raise part.explain(DamageError(text, step=step, path=part.path))
     return reader
 
 
 @contextmanager
 def open_parts(storage: Storage, opened: OpenedStep) -> Iterator[list[OpenPart]]:
-    """**Blocks.** Lends all files of a step, open, each of the size that it must have; raises as `open_part`."""
+    """**Blocks.** Opens all files of a step for the block, each of its expected size; raises as `open_part` does."""
     with ExitStack() as stack:
         yield [(part, stack.enter_context(closing(open_part(storage, part, storage)))) for part in list_parts(opened)]
 
@@ -112,7 +112,7 @@ def read_parts(
     threads: int,
     overlapping: list[Target] | None = None,
 ) -> int:
-    """**Blocks.** Fills each target from the file that holds its bytes; as `read_targets`."""
+    """**Blocks.** Fills each target from the file with its bytes; like `read_targets`."""
     size_bytes = 0
     for part, reader in parts:
         wanted = targets

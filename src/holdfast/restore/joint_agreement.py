@@ -1,7 +1,7 @@
-"""How the workers of a job restore the same checkpoint, or none of them anything.
+"""Makes the workers of a job restore the same checkpoint, or nothing at all.
 
-A restore goes in stages. All workers are through with one before any begins the next, so that nothing live is touched
-before all have seen the checkpoint and found that it fits, and damage that one finds takes all to the older one.
+A restore has stages. All workers complete one before any begins the next, so no live object is changed before all have
+seen the checkpoint and found that it fits, and damage that one finds makes all use the older one.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _DAMAGED: Final = "damaged"
 
 
 class _Report(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one worker has to say at the end of a stage.
+    """One worker's report at the end of a stage.
 
     Attributes:
         failure: Its error, if it has one.
-        is_damage: Whether that is damage of the checkpoint.
-        step: The step that was asked for.
+        is_damage: True if that is damage of the checkpoint.
+        step: The requested step.
         names: The directories that it would try, the best first.
-        seen: What tells the manifest that it sees from any other; empty if it sees none.
-        is_open: Whether that is to be looked at once more.
+        seen: The digest of the manifest that it sees; empty if it sees none.
+        is_open: True if it should be looked at again.
         is_open_elsewhere: The same for workers that were given another path than the leader.
-        is_gone: Whether the checkpoint has been removed.
-        url: Where the run lies for it.
+        is_gone: True if the checkpoint has been removed.
+        url: Its URL of the run.
         path: The damaged file.
         offset_bytes: Where in it the damage begins.
-        tensor: The leaf that is damaged.
+        tensor: The damaged leaf.
     """
 
     failure: Failure | None = None
@@ -66,7 +66,7 @@ class JointAgreement(Agreement):
     """Several workers. Each method is collective.
 
     Each raises `PeerError` if another worker has failed, `AbsentError` if one does not come or dies, and `ClusterError`
-    if the job's store does not answer.
+    if the job's store does not respond.
     """
 
     def __init__(self, peers: Peers, url: str) -> None:
@@ -74,7 +74,7 @@ class JointAgreement(Agreement):
         self._url = make_sendable(url)
 
     def choose(self, step: int | None, find: Callable[[], tuple[StepName, ...]]) -> tuple[StepName, ...]:
-        """See `Agreement`; the leader's choice is that of all."""
+        """See `Agreement`; the leader's choice counts for all."""
         asked = _Report(step=step, url=self._url)
 
         def look() -> _Report:
@@ -88,8 +88,8 @@ class JointAgreement(Agreement):
     def see(self, storage: Storage, name: StepName) -> None:
         """See `Agreement`.
 
-        What the leader sees may come into sight with the others yet. But it may also be removed meanwhile, for all of
-        them: so the leader looks again as often as they do, and where it sees nothing, none waits.
+        What the leader sees may become visible to the others later. But it may also be removed meanwhile, for all of
+        them: so the leader looks again as often as they do, and if it sees nothing, no worker waits.
         """
         timeout_seconds = self._peers.timeout_seconds
         begun_at = time.monotonic()
@@ -110,7 +110,7 @@ class JointAgreement(Agreement):
             patience_seconds = min(2 * patience_seconds + _FIRST_PATIENCE_SECONDS, find_patience(timeout_seconds) / 4)
 
     def is_gone(self, storage: Storage, name: StepName) -> bool:
-        """See `Agreement`; the leader's look is that of all."""
+        """See `Agreement`; the leader's look counts for all."""
 
         def look() -> _Report:
             return _Report(is_gone=self._peers.is_leader and not is_committed(storage, name))
@@ -146,7 +146,7 @@ class JointAgreement(Agreement):
         )
 
     def _ask(self, asked: _Report, look: Callable[[], _Report], decide: Callable[[list[_Report]], _Report]) -> _Report:
-        """What follows from what all have found; where one cannot look, all raise its error."""
+        """Returns the conclusion from what all have found; if one cannot look, all raise its error."""
         error: HoldfastError | None = None
         try:
             report = look()
@@ -188,19 +188,19 @@ def _decide_names(reports: list[_Report]) -> _Report:
     leader = reports[LEADER]
     for rank, report in enumerate(reports):
         if report.step != leader.step:
-            text = f"it restores {_name_request(report.step)}, and rank 0 {_name_request(leader.step)}"
-            return _Report(Failure.of(rank, UsageError.__name__, text, "All workers have to restore the same step."))
+            text = f"it restores {_name_request(report.step)}, but rank 0 restores {_name_request(leader.step)}"
+            return _Report(Failure.of(rank, UsageError.__name__, text, "All workers must restore the same step."))
     for rank, report in enumerate(reports):
         if report.failure is not None and not (leader.names and report.failure.kind == NoCheckpointError.__name__):
             # What the leader sees and another one does not may come into sight yet.
             return _Report(report.failure)
         if report.names and not leader.names:
-            return _Report(_blame(rank, report, leader, "is there for it, and rank 0 sees no checkpoint"))
+            return _Report(_blame(rank, report, leader, "is visible to it, but rank 0 sees no checkpoint"))
     return leader
 
 
 def _decide_seen(reports: list[_Report]) -> _Report:
-    """**Pure.** Whether all see the same manifest. If the leader sees none, all will find that there is none."""
+    """**Pure.** Checks whether all see the same manifest. If the leader sees none, all will find that there is none."""
     leader = reports[LEADER]
     for report in reports:
         if report.failure is not None:
@@ -210,7 +210,7 @@ def _decide_seen(reports: list[_Report]) -> _Report:
             is_open = leader.is_open if report.url == leader.url else leader.is_open_elsewhere
             if not report.seen and is_open:
                 return _Report(is_open=True)
-            what = "is not what rank 0 sees" if report.seen else "is not there for it, but for rank 0"
+            what = "differs from what rank 0 sees" if report.seen else "is visible to rank 0, but not to it"
             return _Report(_blame(rank, report, leader, what))
     return _Report()
 
@@ -218,12 +218,12 @@ def _decide_seen(reports: list[_Report]) -> _Report:
 def _blame(rank: int, report: _Report, leader: _Report, what: str) -> Failure:
     if report.url == leader.url:
         return Failure.of(rank, StorageError.__name__, f"{report.url}/{report.names[0]} {what}", _SIGHT_HINT)
-    text = f"it restores from {report.url}, and rank 0 from {leader.url}: {report.names[0]} {what}"
+    text = f"it restores from {report.url}, but rank 0 from {leader.url}: {report.names[0]} {what}"
     return Failure.of(rank, StorageError.__name__, text, ELSEWHERE_HINT)
 
 
 def _decide_stage(reports: list[_Report]) -> _Report:
-    """**Pure.** How a stage has gone: an error counts more than damage, since it ends the restore."""
+    """**Pure.** Returns the result of a stage: an error takes precedence over damage, because it ends the restore."""
     failed = [report for report in reports if report.failure is not None]
     return min(failed, key=lambda report: report.is_damage, default=_Report())
 
@@ -232,4 +232,4 @@ def _name_request(step: int | None) -> str:
     return "the newest step" if step is None else f"step {step}"
 
 
-_SIGHT_HINT: Final = "All workers have to use one directory: is it on a file system that all nodes share?"
+_SIGHT_HINT: Final = "All workers must use one directory: is it on a file system that all nodes share?"

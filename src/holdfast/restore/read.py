@@ -1,4 +1,4 @@
-"""Reads the arrays that are wanted of a data file into live memory: plans pieces, reads and checks them, fills."""
+"""Reads arrays of a data file into live memory: plans pieces, reads and checks them, fills the arrays."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from holdfast.storage.protocol import FileReader
 from holdfast.storage.worker_pool import WorkerPool
 
 PIECE_BYTES: Final = 8 << 20
-"""What one thread reads before it asks for more, if no span is longer: large enough that threads seldom wait for each
-other, small enough that they end together."""
+"""How much one thread reads at a time, if no span is longer: large enough that threads seldom wait for each
+other, small enough that they end together.
+"""
 
 _MOST_SPANS: Final = 1 << 12
-"""In one piece, so that an index with spans of a few bytes takes no memory to speak of."""
+"""The most spans of one piece, so that an index with spans of a few bytes takes little memory."""
 
 
 def plan_pieces(index: Index, wanted: Container[str] | None) -> Iterator[Piece]:
-    """**Pure.** Cuts what is wanted into reads, in the order of the file. `wanted` is None for all arrays.
+    """**Pure.** Plans reads, in the order of the file. `wanted` is None for all arrays.
 
     Each consists of whole spans, so that each can be checked by itself.
     """
@@ -57,11 +58,11 @@ def plan_pieces(index: Index, wanted: Container[str] | None) -> Iterator[Piece]:
 
 
 _LARGE_BYTES: Final = 2 << 20
-"""From here on an array gets pages of its own, which may be huge ones."""
+"""From this size on, an array gets pages of its own, which may be huge ones."""
 
 
 class GatheredArrays:
-    """**Thread-safe.** Arrays that are gathered in host memory, and filled from there when their last byte has come."""
+    """**Thread-safe.** Arrays that are gathered in host memory, and filled when their last byte has arrived."""
 
     def __init__(self) -> None:
         # Guards the two below: what is being gathered, and how much of each has yet to come.
@@ -70,7 +71,7 @@ class GatheredArrays:
         self._left_bytes: dict[int, int] = {}
 
     def view(self, key: int, size_bytes: int) -> memoryview:
-        """The memory that stands for an array until `receive` has had all of it."""
+        """Returns the memory for an array's bytes until `receive` has had all of them."""
         with self._lock:
             data = self._memory.get(key)
             if data is None:
@@ -79,7 +80,7 @@ class GatheredArrays:
             return data
 
     def receive(self, key: int, size_bytes: int, target: Target) -> None:
-        """Takes note of what has come, and fills the array if that was the last."""
+        """Counts what has arrived, and fills the array if that was the last."""
         with self._lock:
             self._left_bytes[key] -= size_bytes
             if self._left_bytes[key]:
@@ -92,16 +93,16 @@ class GatheredArrays:
 class Destinations:
     """The memory of each span that is read.
 
-    An array that lies in host memory as it is stored is its own destination. Any other one is gathered in host memory
-    first, and filled from there when its last span has come. So are arrays that lie partly in the same memory: one
-    might be filled while the other is checked.
+    An array whose host memory has the stored layout is its own destination. Any other one is gathered in host memory
+    first, and filled from there when its last span has arrived. The same holds for arrays that share memory: one might
+    be filled while the other is checked.
 
     Attributes:
-        overlapping: The targets that may have something of the same memory.
+        overlapping: The targets that may share memory.
     """
 
     def __init__(self, index: Index, targets: Mapping[str, Target]) -> None:
-        """Tells the libraries of arrays that are read in place that they are about to change.
+        """Notifies the libraries of arrays that are read in place that they are about to change.
 
         The targets, by leaf, keep the arrays alive, and with them the memory.
         """
@@ -128,7 +129,7 @@ class Destinations:
                     ends.append(extent[1])
                 continue
             if target.spec.dtype != leaf.dtype or target.spec.shape != leaf.shape:
-                raise ValueError(f"{leaf.name}: the array is not of the form that is stored")
+                raise ValueError(f"{leaf.name}: the array does not have the stored dtype and shape")
             numbers.append(number)
             begins.append(target.address)
             ends.append(target.address + leaf.end - leaf.begin)
@@ -147,7 +148,7 @@ class Destinations:
             self.overlapping.append(targets[index.leaves[numbers[number]].name])
 
     def parts_of(self, piece: Piece) -> Parts:
-        """**Thread-safe.** The memory of each span of a piece."""
+        """**Thread-safe.** Returns the memory of each span of a piece."""
         parts = []
         extents, leaves = self._extents, self._leaves
         for number, begin, end in zip(piece.leaves, piece.begins, piece.ends, strict=True):
@@ -162,7 +163,7 @@ class Destinations:
         return parts
 
     def receive(self, piece: Piece) -> None:
-        """**Thread-safe.** Takes note of a piece that has come; fills the arrays of which it was the last."""
+        """**Thread-safe.** Counts a piece that has arrived; fills the arrays of which it was the last."""
         if not self._has_others:
             return
         for number, begin, end in zip(piece.leaves, piece.begins, piece.ends, strict=True):
@@ -171,9 +172,7 @@ class Destinations:
 
 
 def find_overlapping(begins: Sequence[int], ends: Sequence[int]) -> set[int]:
-    """**Pure.** The places, in the sequences, of ranges that have something in common with another one. No range is
-    empty.
-    """
+    """**Pure.** Returns the positions of ranges, none of them empty, that overlap with another one."""
     import numpy as np
 
     if not begins:
@@ -197,7 +196,7 @@ _PAGE_BYTES: Final = 4096
 
 
 def find_damages(index: Index, path: str, piece: Piece, found: list[str]) -> Iterator[DamageError]:
-    """The spans of a piece whose digests are not what they must be."""
+    """Yields the spans of a piece whose digests are wrong."""
     if found == piece.digests:
         return
     for number, begin, end, is_digest, must_be in zip(
@@ -222,10 +221,10 @@ def read_pieces(
     *,
     threads: int,
 ) -> None:
-    """**Blocks.** Reads pieces with several threads, straight to where they belong, and takes their digests.
+    """**Blocks.** Reads pieces with several threads, directly into place, and computes their digests.
 
-    `parts_of` says where each span of a piece belongs. `receive` gets each piece that has been read, these parts, and
-    the digest of each span, from the same thread; that memory may then be used for the next.
+    `parts_of` returns the memory of each span of a piece. `receive` gets each piece that has been read, these parts,
+    and the digest of each span, in the same thread; the memory may then be used for the next.
     """
 
     def read(piece: Piece) -> None:
@@ -247,7 +246,7 @@ class ScratchParts:
         self._scratch = Scratch()
 
     def of(self, piece: Piece) -> Parts:
-        """For each span a place; the arrays are aligned in memory as they are in the file."""
+        """Returns memory for each span; the arrays are aligned in memory as they are in the file."""
         first = piece.begin - piece.begin % _PAGE_BYTES
         memory = self._scratch.take(piece.end - first)
         return [memory[begin - first : end - first] for begin, end in zip(piece.begins, piece.ends, strict=True)]
@@ -262,9 +261,9 @@ def read_targets(
     threads: int,
     overlapping: list[Target] | None = None,
 ) -> int:
-    """**Blocks.** Fills each target, by leaf, from a data file; every byte is checked. Gives how many bytes were read.
+    """**Blocks.** Fills each target, by leaf, from a data file; every byte is checked. Returns the number of bytes.
 
-    `overlapping` gets the targets that may have something of the same memory.
+    `overlapping` gets the targets that may share memory.
 
     Raises:
         DamageError: If a span does not match its digest; targets may have been filled by then, some with bad bytes.

@@ -1,4 +1,4 @@
-"""The records that pass from one stage of a restore to the next, and those that tell the user of it."""
+"""The records that pass from one stage of a restore to the next, and `Restoration`, which describes the result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from holdfast.state.hyperparameters import HyperparameterChange
 
 
 class OpenedStep(msgspec.Struct, frozen=True):
-    """A committed step whose records have been read and checked; its arrays have not.
+    """A committed step whose records have been read and checked, but not its arrays.
 
     Attributes:
         directory: The path of its directory below the storage's root; empty for the root itself.
         manifest: Its manifest.
-        indexes: The indexes of its workers that have been read: all in order of rank, or those that are needed.
+        indexes: The indexes of its workers that have been read: all in order of rank, or only those that are needed.
     """
 
     directory: str
@@ -31,24 +31,24 @@ class OpenedStep(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> StepName:
-        """Which checkpoint it is."""
+        """The name of the checkpoint."""
         return self.manifest.name
 
     def data_path(self, rank: int) -> str:
-        """The path of a worker's data file."""
+        """Returns the path of a worker's data file."""
         return join(self.directory, data_name(rank, self.manifest.world_size))
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """One read: spans of arrays that lie one behind the other in a data file, without gaps.
+    """One read: spans of arrays that follow each other in a data file without gaps.
 
-    The spans stand in columns, with an entry for each, since there may be very many.
+    The spans are stored in columns, because there may be very many.
 
     Attributes:
         leaves: The number of the array in the index.
         begins: Where the span begins in the file.
         digests: The digest that it must have.
-        end: Where the last of them ends in the file, exclusive.
+        end: Where the last span ends in the file, exclusive.
     """
 
     leaves: list[int]
@@ -58,7 +58,7 @@ class Piece(msgspec.Struct, frozen=True):
 
     @property
     def begin(self) -> int:
-        """Where the first of them begins in the file."""
+        """Where the first span begins in the file."""
         return self.begins[0]
 
     @property
@@ -78,21 +78,20 @@ Parts: TypeAlias = Sequence[memoryview]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Restoration:
-    """What a restore did.
+    """The result of a restore.
 
     Attributes:
         step: The step that the live objects now have.
-        name: Which checkpoint it was.
-        seen_generation: The newest generation that the run had when it was looked for what to restore, before that was
-            chosen: one that begins later is another job's.
+        name: The name of the checkpoint.
+        seen_generation: The run's newest generation when the search began: a later one is another job's.
         manifest: Its manifest, with the metrics and metadata of the save.
-        differences: What did not fit and was left as it was; empty unless `strict=False`.
+        differences: What did not fit and was left unchanged; empty unless `strict=False`.
         replaced: New values of named objects that could not be changed in place, such as numbers.
-        passed_over: Newer checkpoints that were found damaged.
-        hyperparameters: What the script says otherwise than the one that made the checkpoint, and was restored all the
-            same; by paths such as `optimizer.lr`.
-        path: Where the checkpoint lies: its directory, or what stands for that in another storage.
-        size_bytes: What was read and checked.
+        passed_over: Newer checkpoints that were skipped because they are damaged.
+        hyperparameters: Values that differ between the script and the checkpoint and were restored anyway; by path
+            (`optimizer.lr`).
+        path: The directory of the checkpoint, or its equivalent in another storage.
+        size_bytes: The size of what was read and checked.
         seconds: How long it took.
     """
 
@@ -110,13 +109,13 @@ class Restoration:
 
     @property
     def workers(self) -> int:
-        """How many workers had saved it."""
+        """How many workers saved it."""
         return self.manifest.world_size
 
     def __repr__(self) -> str:
         return f"<Restoration of {self.path}: {self}>"
 
     def __str__(self) -> str:
-        notes = [f"{len(self.passed_over)} newer ones are damaged"] if self.passed_over else []
+        notes = [f"{len(self.passed_over)} newer damaged"] if self.passed_over else []
         notes += ["with differences"] if self.differences else []
         return f"step {self.step} of generation {self.name.generation}" + (f" ({', '.join(notes)})" if notes else "")

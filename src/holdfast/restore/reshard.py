@@ -1,7 +1,7 @@
-"""Fills live arrays whose boxes are divided otherwise than when they were stored.
+"""Fills live arrays whose boxes differ from the stored ones.
 
-It reads the files of several workers, no more of them than is needed: stored arrays that are wanted whole as any
-others, and of others the spans that hold something of what is wanted.
+It reads the files of several workers, no more of them than needed: stored arrays that are needed whole like any others,
+and of others the spans that contain something needed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from holdfast.storage.protocol import FileReader, Storage
 def assign_parts(
     storage: Storage, opened: OpenedStep, targets: Sequence[Target], leaves: Mapping[str, ArraySpec]
 ) -> list[tuple[Part, Order]]:
-    """**Blocks.** Finds out what is to be read of which file, before anything is.
+    """**Blocks.** Finds out what to read from which file, before anything is read.
 
-    The index that was read already comes first: with the workers as they were, it has all that they alone held. Then
-    come those that it names, and only if something is missing still, the others, the likeliest first. Raises
-    `DamageError` if an index is damaged, or the step does not have all that is wanted.
+    The index that was read already comes first: with unchanged workers, it has everything that only they held. Then
+    come those that it names, and only if something is still missing, the others, the likeliest first. Raises
+    `DamageError` if an index is damaged, or the step lacks something.
     """
     manifest = opened.manifest
     assignment = Assignment(targets, leaves, step=manifest.step)
@@ -66,10 +66,10 @@ def assign_parts(
 
 
 def _list_ranks(indexes: Sequence[Index], assignment: Assignment, world_size: int) -> Iterator[int]:
-    """The workers whose indexes to look into, the likeliest first.
+    """Returns the workers whose indexes to read, the likeliest first.
 
-    They are those that are named, and then those around the place at which something is missing: were all read from the
-    first on, a job of many workers would read more of indexes than of its state.
+    Those that are named come first, and then those near the place at which something is missing: if all were read from
+    the first on, a job of many workers would read more of indexes than of its state.
     """
     missing = assignment.list_missing()
     hinted = {rank for index in indexes for leaf in index.elsewhere if leaf.name in missing for rank in leaf.ranks}
@@ -85,9 +85,9 @@ def read_orders(
     *,
     threads: int,
 ) -> int:
-    """**Blocks.** Fills all targets, by way of `readers` that are open already or others; gives how much was read.
+    """**Blocks.** Fills all targets, with `readers` that are open already or others; returns how much was read.
 
-    Targets may have been filled, some with bad bytes, when it raises `DamageError`.
+    When it raises `DamageError`, targets may have been filled, some with bad bytes.
     """
     size_bytes = 0
     for part, order in orders:
@@ -116,7 +116,8 @@ _UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
 
 
 def plan_spans(record: LeafRecord, span_bytes: int, boxes: Sequence[Box]) -> Iterator[range]:
-    """**Pure.** The spans of an array that hold something of some boxes of it: runs of their numbers, in order."""
+    """**Pure.** Returns the spans of an array that contain something of given boxes of it: ordered runs of their
+    numbers."""
     runs = sorted(
         (begin // span_bytes, -(-end // span_bytes))
         for box in boxes
@@ -134,10 +135,9 @@ def plan_spans(record: LeafRecord, span_bytes: int, boxes: Sequence[Box]) -> Ite
 
 
 def plan_share_pieces(index: Index, shares: Mapping[int, Sequence[Share]]) -> Iterator[Piece]:
-    """**Pure.** Cuts what is wanted of some arrays, by their numbers in the index, into reads in the order of the file.
+    """**Pure.** Plans reads of some arrays, by their numbers in the index, in the order of the file.
 
-    As with whole arrays, each consists of whole spans that lie one behind the other; spans of which nothing is wanted
-    are left out.
+    As with whole arrays, each consists of adjacent whole spans; spans that are not needed are left out.
     """
     piece = Piece([], [], [], -1)
     for number in sorted(shares):
@@ -160,12 +160,12 @@ def plan_share_pieces(index: Index, shares: Mapping[int, Sequence[Share]]) -> It
 class Patchwork:
     """**Thread-safe.** The live arrays that take shares of the arrays of one file.
 
-    An array that lies contiguous in host memory is filled where it is, with bytes that have been checked; any other
-    one is gathered in host memory first, and filled from there when its last element has come.
+    An array that is contiguous in host memory is filled in place, with bytes that have been checked; any other one is
+    gathered in host memory first, and filled from there when its last element has arrived.
     """
 
     def __init__(self, shares: Mapping[int, Sequence[Share]]) -> None:
-        """Notes what will come; the libraries of arrays that are filled where they are hear of it."""
+        """Notes what will arrive; notifies the libraries of arrays that are filled in place."""
         # By the identity of a target that is filled where it is, the memory of its array.
         self._extents: dict[int, Extent] = {}
         self._gathered = GatheredArrays()
@@ -175,14 +175,14 @@ class Patchwork:
                 (self._extents[id(target)],) = target.backend.lend_memory([target.array])
 
     def view(self, target: Target) -> memoryview:
-        """The memory of a target, or what stands for it."""
+        """Returns the memory of a target, or its replacement."""
         size_bytes = target.spec.size_bytes
         if target.address is None:
             return self._gathered.view(id(target), size_bytes)
         return memory_between(target.address, target.address + size_bytes, self._extents[id(target)])
 
     def receive(self, target: Target, size_bytes: int) -> None:
-        """Takes note of what has come for a target, and fills it if that was the last."""
+        """Counts what has arrived for a target, and fills it if that was the last."""
         if target.address is None:
             self._gathered.receive(id(target), size_bytes, target)
 
@@ -195,9 +195,9 @@ def read_shares(
     *,
     threads: int,
 ) -> int:
-    """**Blocks.** Reads what targets want of the arrays of one file; every byte is checked before it is used.
+    """**Blocks.** Reads what targets need of the arrays of one file; every byte is checked before it is used.
 
-    As `read_targets`, but for `shares`: by the number of an array in the index, what is wanted of it.
+    Like `read_targets`, but for `shares`: by the number of an array in the index, what is needed of it.
     """
     patchwork = Patchwork(shares)
     size_bytes = 0

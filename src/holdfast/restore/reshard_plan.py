@@ -1,4 +1,4 @@
-"""Which stored arrays serve which live ones, where both may be boxes of leaves. It does no I/O."""
+"""Assigns stored arrays to live ones, if both may be boxes of leaves. It does no I/O."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from holdfast.state.leaves import ArraySpec, Target, part_of, spec_of
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one target takes of one stored array.
+    """The part of a stored array that one target takes.
 
     Attributes:
         target: The target.
-        inner: Which part of the stored array it takes.
-        at: Where that part lies in the target's array.
+        inner: The part of the stored array.
+        at: Its offsets in the target's array.
     """
 
     target: Target
@@ -29,7 +29,7 @@ class Share(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Order:
-    """What is to be read of one file.
+    """A plan of reads of one file.
 
     Attributes:
         whole: By the name of a stored array, the target that takes all of it.
@@ -65,17 +65,17 @@ class Assignment:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every target is served."""
+        """True if every target is served."""
         return not self._open
 
     def list_missing(self) -> set[str]:
-        """The leaves of which something has not been offered yet."""
+        """Returns the leaves of which a part has not been offered yet."""
         return {leaf for leaf, targets in self._targets.items() if any(self._left[id(target)] for target in targets)}
 
     def guess_place(self) -> float:
-        """Where something that is missing lies in its leaf, from 0 to 1, along the first dimension that is cut.
+        """Returns where a missing part is in its leaf, from 0 to 1, along the first dimension that is split.
 
-        Workers mostly hold the parts of a leaf in the order of their ranks, so it says whom to ask first.
+        Workers mostly hold the parts of a leaf in the order of their ranks, so it tells which one to ask first.
         """
         for leaf, targets in self._targets.items():
             for target in targets:
@@ -87,7 +87,7 @@ class Assignment:
         return 0.0
 
     def offer(self, index: Index, path: str) -> Order:
-        """What is taken of an index; raises `DamageError` for leaves or values that are not those seen before."""
+        """Returns what is taken of an index; raises `DamageError` for leaves or values that contradict earlier ones."""
         order = Order()
         for number, stored in enumerate(index.stored_boxes()):
             targets = self._targets.get(stored.leaf)
@@ -126,7 +126,7 @@ class Assignment:
         if (stored.dtype, stored.global_shape) != (spec.dtype, spec.shape):
             here = f"{stored.dtype} {list(stored.global_shape)}"
             there = f"{spec.dtype} {list(spec.shape)}"
-            raise self._make_damage(stored, path, f" is {here} here, and {there} to another worker")
+            raise self._make_damage(stored, path, f" is {here} here, but {there} on another worker")
 
     def _make_damage(self, stored: StoredBox, path: str, what: str) -> DamageError:
         return DamageError(f"{path}: {stored.leaf!r}{what}", step=self._step, path=path, tensor=stored.leaf)
@@ -138,9 +138,9 @@ class Assignment:
                 taken, left = self._taken.get(id(target), []), self._left[id(target)]
                 overlap = find_overlap(taken) if len(taken) > 1 else None
                 if overlap is not None:
-                    text = f"{leaf!r}: {taken[overlap[0]]} and {taken[overlap[1]]} overlap, and lie apart"
+                    text = f"{leaf!r}: {taken[overlap[0]]} and {taken[overlap[1]]} overlap, but are stored separately"
                 elif left:
-                    text = f"{leaf!r}: {left} elements of {target.box} lie with no worker"
+                    text = f"{leaf!r}: no worker has {left} of the elements of {target.box}"
                 else:
                     continue
                 raise DamageError(text, step=self._step, tensor=leaf)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: first its records, then, where that is asked for, every byte."""
+"""Checks a checkpoint: first its records, then, on request, every byte."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from holdfast.storage.protocol import FileReader, Storage
 
 
 def open_step(storage: Storage, directory: str, expected: StepName | None, worker: Worker | None = None) -> OpenedStep:
-    """**Blocks.** Reads a step's manifest and indexes, and checks them; raises `DamageError` if one is not whole.
+    """**Blocks.** Reads and checks a step's manifest and indexes; raises `DamageError` if one is not whole.
 
-    `directory` is empty if the storage's root is the step's own, `expected` is None where it may have another name.
-    With a `worker`, only the index of its rank is read, or of the one that stands for it if there were fewer workers;
-    with None all are, and whether they make up one state is looked at.
+    `directory` is empty if the storage's root is the step's own, `expected` is None if it may have another name. With a
+    `worker`, only the index of its rank is read, or the one that replaces it if there were fewer workers; with None all
+    are, and must fit together.
     """
     step = expected.step if expected else None
     path = join(directory, MANIFEST_NAME)
     try:
         manifest = decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=expected)
     except NotFoundError as error:
-        text = f"{error.path} is missing; without its manifest a step is not restored"
+        text = f"{error.path} is missing; a step without its manifest is not restored"
         raise DamageError(text, step=step, path=error.path) from error
     if worker is not None and manifest.world_size > 1:
         return OpenedStep(directory, manifest, (read_rank(storage, directory, manifest, find_rank(manifest, worker)),))
@@ -47,12 +47,12 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
 
 
 def find_rank(manifest: Manifest, worker: Worker) -> int:
-    """**Pure.** The worker of a step whose index says what state a worker has."""
+    """**Pure.** Returns the worker of a step whose index has a worker's state."""
     return worker.rank % manifest.world_size
 
 
 def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
-    """**Blocks.** The index of one worker; raises `DamageError` if it is missing, damaged, or not what was written."""
+    """**Blocks.** Returns the index of one worker; raises `DamageError` if it is missing, damaged, or another."""
     try:
         index = read_index(storage, directory, manifest, rank)
     except NotFoundError as error:
@@ -76,7 +76,7 @@ def _check_names(directory: str, manifest: Manifest, indexes: Sequence[Index]) -
 
 
 def _check_references(manifest: Manifest, indexes: Sequence[Index], path: str) -> None:
-    """Makes sure that the manifest names what the indexes refer to: what it does not name would not be kept."""
+    """Checks that the manifest names what the indexes refer to: anything else would not be kept."""
     counts: dict[StepName, tuple[int, int]] = {}
     for index in indexes:
         for name, (leaves, size_bytes) in index.refers_to().items():
@@ -88,7 +88,7 @@ def _check_references(manifest: Manifest, indexes: Sequence[Index], path: str) -
 
 
 def _other_references(manifest: Manifest, path: str) -> FormatError:
-    text = f"{path}: it names other references than the indexes that it vouches for"
+    text = f"{path}: its references differ from those of the indexes that it lists"
     return FormatError(text, path=path, step=manifest.step)
 
 
@@ -96,9 +96,9 @@ _Bytes: TypeAlias = tuple[str, int, int, int, str]
 
 
 Checked: TypeAlias = dict[_Bytes, list[DamageError]]
-"""Which arrays have been read, and what was found: bytes that many steps refer to need be read only once.
+"""The arrays that have been read, and the results: bytes that many steps refer to are read only once.
 
-It is true for as long as no other process writes.
+It is valid as long as no other process writes.
 """
 
 
@@ -107,7 +107,7 @@ def _bytes_of(part: Part, leaf: LeafRecord) -> _Bytes:
 
 
 def count_unread(opened: OpenedStep, checked: Checked) -> int:
-    """**Pure.** How many bytes `verify_data` has to read of a step."""
+    """**Pure.** Returns how many bytes `verify_data` has to read of a step."""
     parts = list_parts(opened)
     headers_bytes = sum(part.index.header_bytes for part in parts if part.referrer is None)
     unread = (leaf for part in parts for leaf in part.index.leaves if _bytes_of(part, leaf) not in checked)
@@ -125,8 +125,8 @@ def verify_data(
 ) -> list[DamageError]:
     """**Blocks.** Reads every byte of a step's data files, and of what it refers to, and compares it with its digest.
 
-    The steps that it refers to lie `beside`, or in `storage` too. What was `checked` of other steps is not read again,
-    and what is read here is added. `progress` is called from any thread. Damage is given in the order of the files.
+    The steps that it refers to are `beside`, or in `storage` too. What was `checked` of other steps is not read again,
+    and what is read here is added. `progress` is called from any thread. Damage is returned in the order of the files.
     """
     if beside is None and opened.directory:
         beside = storage
@@ -142,9 +142,9 @@ def verify_data(
 
 
 def spares_restore(damages: Sequence[HoldfastError]) -> bool:
-    """**Pure.** Whether a restore takes a step in spite of the damages found in it: it reads no header of a data file.
+    """**Pure.** Returns True if a restore can use a step despite its damages: it reads no header of a data file.
 
-    Arrays begin behind the header, so that what is damaged at the beginning of a file is the header.
+    Arrays begin after the header, so damage at the beginning of a file is in the header.
     """
     return all(isinstance(damage, DamageError) and damage.offset_bytes == 0 and not damage.tensor for damage in damages)
 
@@ -182,5 +182,5 @@ def _verify_header(part: Part, reader: FileReader, progress: Callable[[int], Non
     progress(len(header))
     if digest(header) == part.index.header_digest:
         return []
-    text = f"{part.path}: the header does not match its digest; a restore does not need it, other readers do"
+    text = f"{part.path}: the header does not match its digest; a restore does not need it, but other readers do"
     return [DamageError(text, step=part.index.step, path=part.path, offset_bytes=0)]

@@ -1,1 +1,1 @@
-"""The way out: capture, stage, write, commit, retain, sweep; from live objects to a checkpoint."""
+"""Saving, from live objects to a checkpoint: capture, stage, write, commit, retain, sweep."""

@@ -1,4 +1,4 @@
-"""What a manager and a save are given, looked at before anything is done with it."""
+"""Checks of the arguments of managers and saves, before anything is done with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.storage import Storage, local_directory
 LEAST_LIVENESS_SECONDS: Final = 1.0
 
 _NAMES_OF_BEST: Final = ("best", "keep_best", "save_best", "monitor", "metric_for_best_model")
-"""What other libraries call the metric by which the best checkpoint is kept."""
+"""The names that other libraries use for the metric by which the best checkpoint is kept."""
 _EXAMPLES: Final = {
     "Steps": "500",
     "Seconds": "600",
@@ -41,7 +41,7 @@ _EXAMPLES: Final = {
 
 
 class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to save: what a manager is made with, checked once. `CheckpointManager` says what each option does."""
+    """The options of a manager, checked once. `CheckpointManager` documents each."""
 
     save_every: SavePolicy | None = None
     keep: RetentionPolicy = msgspec.field(default_factory=All)
@@ -62,7 +62,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def pick(cls, given: Mapping[str, Any], **defaults: Any) -> Self:
-        """The options among a constructor's arguments, as `locals()` has them; `defaults` says what None stands for."""
+        """Returns the options among a constructor's arguments, as `locals()` has them; `defaults` replace None."""
         options = {name: given[name] for name in cls.__struct_fields__ if name in given}
         return cls(**options | {name: value for name, value in defaults.items() if options[name] is None})
 
@@ -71,45 +71,48 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
         reserved: Any = self.reserve_bytes
         for name, first, second in (("when_busy", "wait", "skip"), ("on_resize", "allow", "refuse")):
             if (value := getattr(self, name)) not in (first, second):
-                raise UsageError(f"{name} is {value!r}", hint=f'It is "{first}" or "{second}".')
+                raise UsageError(f'{name} must be "{first}" or "{second}", got {value!r}')
         check_policies(self.save_every, self.keep)
         check_switches(overlap_copy=self.overlap_copy, incremental=self.incremental, reuse_space=self.reuse_space)
         if replicas != "first" and not isinstance(replicas, bool):
-            raise UsageError(f"check_replicas={replicas!r} is neither True nor False", hint='Or it is "first".')
+            raise UsageError(
+                f'check_replicas must be True, False or "first", got {replicas!r}',
+                hint='"first" compares at the first save, and at the first one after a restore.',
+            )
         check_whole("failures_allowed", self.failures_allowed)
         check_timeout(self.timeout_seconds)
         check_whole("threads", self.threads, 1)
         check_liveness(self.liveness_seconds)
         if reserved is not None and not (isinstance(reserved, str) and reserved == "auto"):
-            check_whole("reserve_bytes", reserved, hint='Or it is "auto", or None.')
+            check_whole("reserve_bytes", reserved, hint='Use "auto", None or a number.')
         sinks = tuple(self.sinks) if isinstance(self.sinks, Iterable) else (self.sinks,)
         if not isinstance(self.sinks, Iterable) or not all(map(callable, sinks)):
             text = f"sinks must be a list of functions, got {reprlib.repr(self.sinks)}"
-            raise UsageError(text, hint="Such as sinks=[print].")
+            raise UsageError(text, hint="For example: sinks=[print].")
         msgspec.structs.force_setattr(self, "sinks", sinks)
 
 
 def check_step(step: int, name: str = "a step") -> int:
-    """**Pure.** The step, which the error calls by that name, as a plain number; raises as `check_timeout`."""
+    """**Pure.** Returns the step, which errors call `name`, as a plain number; raises as `check_timeout` does."""
     return check_whole(name, step, 0, MAX_STEP)
 
 
 def check_place(step: int, url: str, living: Collection[int], newest_asked: int, *, replace: bool) -> None:
-    """**Pure.** Raises `StepExistsError` or `UsageError` if a step may not be saved now, in place of another or not."""
+    """**Pure.** Raises `StepExistsError` or `UsageError` if a step may not be saved now, or replaced."""
     newest = max(living, default=-1)
     if step < newest_asked and not replace:
         # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
-        raise UsageError(f"step {step} lies before step {newest_asked}, which was saved or tried already")
+        raise UsageError(f"step {step} is older than step {newest_asked}, which was already saved or attempted")
     if step > newest or (replace and step in living):
         return
     if step in living:
         raise StepExistsError(
-            f"step {step} of {url} is committed already",
-            hint="Save with replace=True to save it anew, restore() to go on from it, or begin_anew=True.",
+            f"step {step} of {url} is already committed",
+            hint="Save with replace=True to replace it, call restore() to continue from it, or use begin_anew=True.",
         )
     raise UsageError(
-        f"step {step} lies before step {newest}, which {url} has already",
-        hint="restore() first to go on from a checkpoint, or make the manager with begin_anew=True.",
+        f"step {step} is older than step {newest}, which {url} already has",
+        hint="Call restore() first to continue from a checkpoint, or create the manager with begin_anew=True.",
     )
 
 
@@ -121,15 +124,16 @@ def check_policies(save_every: object, keep: object) -> None:
     ):
         if isinstance(policy, type) and hasattr(policy, method):
             raise UsageError(
-                f"{name}={policy.__name__} is a class, and no policy yet",
+                f"{name} must be a policy, got the class {policy.__name__}",
                 hint=f"Write {name}=hf.{policy.__name__}({_EXAMPLES.get(policy.__name__, '...')}).",
             )
         if policy is not None and not callable(getattr(policy, method, None)):
             meant = "Steps" if name == "save_every" else "Latest"
             is_number = isinstance(policy, int) and not isinstance(policy, bool) and policy > 0
             raise UsageError(
-                f"{name}={policy!r} is no policy for {'saving' if name == 'save_every' else 'keeping'}",
-                hint=f"Write {name}=hf.{meant}({policy})." if is_number else f"Such are {known}.",
+                f"{name} must be a policy such as hf.{meant}({_EXAMPLES[meant]}), "
+                f"got {type(policy).__name__} {policy!r}",
+                hint=f"Write {name}=hf.{meant}({policy})." if is_number else f"The policies are {known}.",
             )
 
 
@@ -137,79 +141,79 @@ def check_switches(**switches: object) -> None:
     """**Pure.** Raises `UsageError` if one is neither True nor False."""
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise UsageError(f"{name}={value!r} is neither True nor False")
+            raise UsageError(f"{name} must be True or False, got {value!r}")
 
 
 def check_like(like: object) -> dict[str, Any]:
-    """**Pure.** For objects by name, what says how they are to be made; empty for None.
+    """**Pure.** Returns the trees by name that describe what to create; empty for None.
 
     Raises:
-        UsageError: If it is no dict with names.
+        UsageError: If it is not a dict with names.
     """
     if like is None:
         return {}
     if not isinstance(like, Mapping) or not like or not all(isinstance(name, str) and name for name in like):
         raise UsageError(
-            f"like is a {type(like).__name__}, and not a dict of trees by the names of objects",
-            hint='Write like={"params": tree}, with the names under which the objects were saved.',
+            f"like must be a dict of trees by the names of objects, got a {type(like).__name__}",
+            hint='Write like={"params": tree}, with the names that the objects were saved under.',
         )
     return dict(like)
 
 
 def check_timeout(seconds: object) -> None:
-    """**Pure.** Checks the deadline of every wait; raises `OutOfRangeError`, or `UsageError` for what is no number."""
+    """**Pure.** Checks the deadline of every wait; raises `OutOfRangeError`, or `UsageError` if it is not a number."""
     check_seconds("timeout_seconds", seconds, most=threading.TIMEOUT_MAX)
 
 
 def check_wait(seconds: object) -> float:
-    """**Pure.** For how long to wait: 0 to look only, infinity for as long as it takes; raises as `check_timeout`."""
+    """**Pure.** Returns how long to wait: 0 to only look, infinity for no limit; raises as `check_timeout` does."""
     return check_seconds("timeout_seconds", seconds, least=0, most=math.inf)
 
 
 def check_liveness(seconds: object) -> None:
-    """**Pure.** Checks after how long a silent worker is taken for dead; raises as `check_timeout`."""
+    """**Pure.** Checks after how long a silent worker is taken for dead; raises as `check_timeout` does."""
     hint = "A worker gives fifteen signs of life in that time."
     most = threading.TIMEOUT_MAX
     check_seconds("liveness_seconds", seconds, least=LEAST_LIVENESS_SECONDS, most=most, hint=hint)
 
 
 def check_kept_objects(objects: Mapping[str, object]) -> None:
-    """**Pure.** Raises `UsageError` for an optimizer's state, or an iterator over a loader, in place of the object."""
+    """**Pure.** Raises `UsageError` for an optimizer's state, or an iterator over a loader, instead of the object."""
     for name, value in objects.items():
         if isinstance(value, dict) and value.keys() == {"state", "param_groups"}:
             raise UsageError(
-                f"{name} is what an optimizer's state_dict() returned: it would be stored as it is now, and a restart "
-                "would not put it back into the optimizer",
-                hint=f"Give the optimizer itself, {name}={name}, without .state_dict().",
+                f"{name} is the result of an optimizer's state_dict(): the save would not follow the optimizer, "
+                "and a restart would not load it back",
+                hint=f"Pass the optimizer itself, {name}={name}, without .state_dict().",
             )
         if isinstance(value, BatchIterator):
             raise UsageError(
-                f"{name} is an iterator over a loader, and the loader is what keeps its place",
-                hint=f"Give the loader itself, {name}={name}, and take the batches from loader.stream().",
+                f"{name} is an iterator over a loader; the position is saved with the loader",
+                hint=f"Pass the loader itself, {name}={name}, and take the batches from loader.stream().",
             )
 
 
 def check_names(objects: Mapping[str, object], options: Mapping[str, object]) -> None:
-    """**Pure.** Every name that is no option's is taken for an object's, so a misspelt option must not become one.
+    """**Pure.** Checks names: every unknown name counts as an object's, so a misspelled option must not become one.
 
-    Raises `UsageError` if an option was given what looks like an object, or an object is a policy or its name too like
-    an option's.
+    Raises `UsageError` if an option was given something that looks like an object, or an object is a policy or its name
+    is too similar to an option's.
     """
-    hint = "To keep an object of that name, write resumable(directory, Checkpoint({}=..., ...))."
+    hint = "To save an object of that name, write resumable(directory, Checkpoint({}=..., ...))."
     for name, value in options.items():
         has_state = isinstance(value, Mapping) or callable(getattr(value, "state_dict", None))
         is_array = bool(getattr(value, "shape", ()))
         is_kind = isinstance(value, type) or _find_policy_option(value)
         if (has_state or is_array) and not is_kind:
             raise UsageError(
-                f"{name} is an option of resumable, and the {type(value).__name__} that it was given looks like an "
-                "object to keep",
+                f"{name} is an option of resumable, but got a {type(value).__name__}, which looks like an object "
+                "to save",
                 hint=hint.format(name),
             )
     for name, value in objects.items():
         if option := _find_policy_option(value):
             raise UsageError(
-                f"{name} is not an option of resumable, and a policy is no object to keep; did you mean {option}?",
+                f"{name} is not an option of resumable, and a policy is not an object to save; did you mean {option}?",
                 hint=f"Write {option}=...",
             )
         if option := _find_meant(name, value, ("directory", *options)):
@@ -222,7 +226,7 @@ def _find_policy_option(value: object) -> str:
 
 
 def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
-    """**Pure.** The option that was meant by a name; empty if it may well be that of an object."""
+    """**Pure.** Returns the option that a name probably means; empty if it may well be that of an object."""
     from difflib import get_close_matches
 
     if isinstance(value, str) and name in _NAMES_OF_BEST:
@@ -248,18 +252,18 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
 
 
 def look_into(storage: Storage) -> Catalog:
-    """**Blocks.** What a run's directory holds. It need not be there yet; if something else is, raises `UsageError`."""
+    """**Blocks.** Returns the content of a run's directory, which need not exist; `UsageError` if it is a file."""
     if local_directory(storage) is not None and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
-        raise UsageError(f"{storage.url} is there, but is no directory", hint="Give the path of the run's directory.")
+        raise UsageError(f"{storage.url} exists but is not a directory", hint="Pass the path of the run's directory.")
     return read_catalog(storage)
 
 
 def check_notes(
     metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """**Pure.** Copies of both, fit for a manifest, so that later changes to the originals are not seen.
+    """**Pure.** Returns copies of both, fit for a manifest, so that later changes to the originals have no effect.
 
-    A figure that is not finite is left out; `UsageError` is raised for what would not come back as it is.
+    Metrics that are not finite are left out; `UsageError` is raised for values that would not come back unchanged.
     """
     figures = {}
     for name, value in check_metrics(metrics).items():
@@ -270,18 +274,18 @@ def check_notes(
     try:
         encoded = json.dumps(dict(metadata or {}), allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"metadata is not JSON: {error}", hint="State belongs into the Checkpoint.") from error
+        raise UsageError(f"metadata must be JSON: {error}", hint="Put state into the Checkpoint.") from error
     return {name: value for name, value in figures.items() if math.isfinite(value)}, json.loads(encoded)
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """**Pure.** The metrics by name, each a number or an array with one element; the error names what is none.
+    """**Pure.** Returns the metrics by name, each a number or an array with one element; the error names the wrong one.
 
-    Values of arrays are not read: a training loop would wait there for a GPU, at every step.
+    Values of arrays are not read: a training loop would wait for the GPU there, at every step.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise UsageError(
-            f"metrics must be numbers by name, got {reprlib.repr(metrics)}", hint='Such as {"loss": 0.5}, or None.'
+            f"metrics must be numbers by name, got {reprlib.repr(metrics)}", hint='For example {"loss": 0.5}, or None.'
         )
     return {_encodable(name): _check_metric(name, value) for name, value in (metrics or {}).items()}
 
@@ -305,7 +309,7 @@ def _not_a_number(name: object, value: object) -> UsageError:
     what = reprlib.repr(value) if not shape else f"a {type(value).__name__} of shape {tuple(shape)}"
     return UsageError(
         f"metric {str(name)!r} must be a number, got {what}",
-        hint="Give an int, a float, or an array with one element, such as loss.mean().",
+        hint="Pass an int, a float, or an array with one element, such as loss.mean().",
     )
 
 
@@ -314,5 +318,7 @@ def _encodable(name: object) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{text!r} cannot name a metric: {error}", hint="Use text that UTF-8 can hold.") from error
+        raise UsageError(
+            f"{text!r} cannot be the name of a metric: {error}", hint="Use text that can be encoded as UTF-8."
+        ) from error
     return text

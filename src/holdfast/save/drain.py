@@ -1,7 +1,7 @@
-"""What happens to saves in flight when the program ends without having closed its managers.
+"""Waits for saves in progress when the program ends without having closed its managers.
 
-A normal exit drains: it waits for the save in flight. A failure that nobody was told of by then is printed, and the
-exit code says so, since a job that ends with 0 is taken to have kept its last state.
+A normal exit waits for the save in progress. A failure that was not raised by then is printed, and changes the exit
+code, because a job that ends with 0 is taken to have saved its last state.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from holdfast.errors import HoldfastError
 from holdfast.save.say import say
 
 EXIT_SAVE_FAILED: Final = 74
-"""The exit code (EX_IOERR) of a job that ends with a failed save that nobody was told of, whatever it asked for."""
+"""The exit code (EX_IOERR) of a job that ends with a failed save that was not raised, regardless of the code it asked
+for."""
 
 EXIT_INTERRUPTED: Final = 130
-"""The exit code of a program that a person has ended with Ctrl-C: it is not to be started again by itself."""
+"""The exit code of a program that a person has ended with Ctrl-C: it should not be restarted automatically."""
 
 _TEARDOWN_SECONDS: Final = 5.0
 """How long the interpreter and its libraries may take to end: torch takes about a second of processor time."""
 
 
 class Drainable(Protocol):
-    """Something that may have work in flight when the program ends."""
+    """An object that may have work in progress when the program ends."""
 
     def drain(self) -> list[HoldfastError]:
-        """**Blocks.** Waits for the work in flight, within its own deadline; gives the failures not told of yet.
+        """**Blocks.** Waits for the work in progress, within its own deadline; returns failures not raised yet.
 
-        A `KeyboardInterrupt` out of it says what is lost.
+        If it raises `KeyboardInterrupt`, that tells what is lost.
         """
         ...
 
@@ -62,12 +63,12 @@ def register_drain(owner: Drainable) -> None:
 
 
 def unregister_drain(owner: Drainable) -> None:
-    """**Thread-safe.** Undoes `register_drain`; harmless twice."""
+    """**Thread-safe.** Undoes `register_drain`; a second call does nothing."""
     _owners.pop(owner, None)
 
 
 def drain_all() -> None:
-    """**Blocks.** Waits for what this process has in flight; ends it if a failure was not told of to anybody."""
+    """**Blocks.** Waits for the work of this process; ends it with another code if a failure was never raised."""
     # What a forked child has inherited is its parent's: the child has neither the threads nor the task.
     owners = [owner for owner, process in list(_owners.items()) if process == os.getpid()]
     try:
@@ -89,12 +90,12 @@ def drain_all() -> None:
 
 
 class LeavingExit(SystemExit):
-    """The exit of a job that leaves; it knows if it is what ends the program, and when that has to be gone.
+    """The exit of a job; it knows if it ends the program, and when that must be gone.
 
     Attributes:
         number: The exit code.
-        gone_at: When the process has to be gone, by the monotonic clock; None if that is not known.
-        is_taken: Whether the program has asked for the code: then it decides what it ends with.
+        gone_at: When the process must be gone, by the monotonic clock; None if it is not known.
+        is_taken: True if the program has read the code: then it decides what it ends with.
     """
 
     def __init__(self, number: int, gone_at: float | None = None) -> None:
@@ -114,15 +115,15 @@ class LeavingExit(SystemExit):
         return self.number
 
     def is_urgent(self) -> bool:
-        """Whether the interpreter may not end by itself before the process has to be gone."""
+        """True if the interpreter may not end by itself before the process must be gone."""
         return self.gone_at is not None and time.monotonic() >= self.gone_at - _TEARDOWN_SECONDS
 
 
 def leave_with_thread(leaving: LeavingExit) -> None:
     """Makes an exit that is about to be raised end the program, in whichever thread it is raised.
 
-    In a thread other than the main one Python lets an exit end that thread alone. With this, the process ends when the
-    exit has come out of a `threading.Thread`, and else, as where a pool of threads keeps it, with that code.
+    In a thread other than the main one Python lets an exit end only that thread. With this, the process ends when the
+    exit has come out of a `threading.Thread`, or else, if a pool of threads keeps it, with that code.
     """
     global _exit_of_thread
     if threading.get_ident() == threading.main_thread().ident:
@@ -138,7 +139,7 @@ def leave_with_thread(leaving: LeavingExit) -> None:
 
 
 def is_interactive() -> bool:
-    """Whether a person works in this process and goes on in it: a notebook's kernel, IPython, `python -i`, a prompt."""
+    """Returns True if a person works in this process and continues in it: a notebook, IPython, a prompt."""
     # What multiprocessing has forked from it, as notebook launchers do, has the mark too, and no prompt.
     processes = sys.modules.get("multiprocessing.process")
     is_child = processes is not None and processes.parent_process() is not None
@@ -146,14 +147,14 @@ def is_interactive() -> bool:
 
 
 def end_interrupted(lost: str = "") -> NoReturn:
-    """Ends the process at once, as a person has asked for with Ctrl-C: Python would end it with 0 at this point."""
+    """Ends the process at once, as a person asked with Ctrl-C: Python would end it with 0 at this point."""
     lost = f": {lost}" if lost else ""
     say(f"holdfast: interrupted at the end of the program{lost}; leaving with exit code {EXIT_INTERRUPTED}.")
     _end_now(EXIT_INTERRUPTED)
 
 
 def end_process(code: int) -> NoReturn:
-    """**Blocks.** Ends the process from any thread, once what is in flight has ended; nothing is unwound."""
+    """**Blocks.** Ends the process from any thread, once the work in progress has ended; nothing is unwound."""
     drain_all()
     _end_now(code)
 

@@ -1,7 +1,7 @@
-"""The engine: one thread that makes the saves of a manager, from the copy to what is removed after the commit.
+"""The engine: one thread that makes the saves of a manager, from the copy to the removals after the commit.
 
-It is one for as long as the manager lives, and has a pool of helpers. No signal handler runs in it, so that no
-exception strikes in what it does; the thread that trains asks it for a save, and waits for the copy alone.
+It exists as long as the manager, and has a pool of helpers. No signal handler runs in it, so no exception interrupts
+it; the training thread asks it for a save, and waits only for the copy.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ _MOST_KEPT_TOLD: Final = 100
 """So many kept steps are named in the event of retention."""
 
 _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-"""Flags of the code of functions that give way and are resumed."""
+"""Code flags of generators and coroutines."""
 
 
 class Engine:
     """Makes saves, one at a time.
 
-    The first save starts the engine's thread. The public methods and `_note_held` run in the training thread, but
-    `emit_soon` in any. While a save is in flight, the engine's thread alone writes the attributes, of which others may
-    read the public ones, and `_note_held` writes `_held_seconds`. At other times the training thread may write them.
+    The first save starts the engine's thread. The public methods and `_note_held` run in the training thread, except
+    `emit_soon`, which runs in any. While a save is in progress, only the engine's thread writes the attributes, of
+    which others may read the public ones, and `_note_held` writes `_held_seconds`. Otherwise the training thread may.
 
     Attributes:
         barrier: Holds up the steps of optimizers, or None.
         newest: The newest checkpoint that was committed here, or None.
-        serving: The thread that makes a save and tells sinks of it, while it does.
+        serving: The thread that makes a save and calls sinks, while it does.
         durable_seconds: How long `newest` took to be durable after its copy had ended, or None.
-        blocked_seconds: For how long the save of `newest` held training up, or None.
-        protected_since_at: From when on training is lost if the save in flight is.
+        blocked_seconds: How long the save of `newest` blocked training, or None.
+        protected_since_at: The time from which training is lost if the save in progress is.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Engine:
         self._is_touching = False
 
     def submit(self, request: SaveRequest) -> None:
-        """Has a save made. It **blocks** where no thread can be had any more, as while the interpreter shuts down."""
+        """Submits a save. It **blocks** if no thread can be started any more, because the interpreter shuts down."""
         work = partial(self._serve, request)
         if self._thread.start():
             # In one go: no signal handler comes between the two.
@@ -128,29 +128,29 @@ class Engine:
             work()
 
     def touch(self, buffer: HostBuffer) -> None:
-        """Gives the pages of a buffer memory of their own, behind the calling thread, until `end_touching`."""
+        """Touches the pages of a buffer in the background, until `end_touching`, so that they have memory."""
         if self._thread.start():
             self._touched, self._is_touching = Latch(), True
             self._thread.put(partial(self._touch, buffer, self._touched))
 
     def end_touching(self) -> None:
-        """**Blocks** for some milliseconds. What has not been touched by now is left as it is."""
+        """**Blocks** for some milliseconds. Pages that have not been touched by now are left as they are."""
         self._is_touching = False
         if self._touched is not None:
             self._touched.wait(threading.TIMEOUT_MAX)
             self._touched = None
 
     def emit_soon(self, event: Event) -> None:
-        """**Thread-safe.** Has the engine's thread tell of an event, when no training waits for it any more."""
+        """**Thread-safe.** Lets the engine's thread emit an event, when training no longer waits for it."""
         self._pending_events.put(event)
 
     def tidy(self) -> None:
-        """**Blocks.** The run has ended well: the step that it went on from need not stay any more."""
+        """**Blocks.** The run has succeeded: the step that it resumed from need not be kept any more."""
         if self.newest is not None and self._origin.base not in (None, *self._origin.sources):
             self._retain(self.newest, self._origin, at_end=True)
 
     def close(self, timeout_seconds: float) -> None:
-        """**Blocks.** Ends the threads; no save is in flight."""
+        """**Blocks.** Ends the threads; no save is in progress."""
         self.end_touching()
         self._thread.end()
         self._pool.end()
@@ -161,7 +161,7 @@ class Engine:
         self._flush_events()
 
     def _serve(self, request: SaveRequest) -> None:
-        """Makes one save, whatever becomes of it; raises nothing but what a sink of the user's may."""
+        """Makes one save, with any result; raises only what a user's sink may raise."""
         self._failures.note_begun(request)
         self.serving = request.progress.thread = threading.get_ident()
         try:
@@ -189,7 +189,7 @@ class Engine:
                 self.serving = request.progress.thread = None
 
     def _save(self, request: SaveRequest) -> StepName:
-        """The way of a save: copy, write, confirmed?, commit."""
+        """Makes a save: copy, write, wait for the confirmation, commit."""
         staging = request.staging
         assert staging is not None, "it is set before"
         if isinstance(staging, OutOfMemoryError):
@@ -241,7 +241,7 @@ class Engine:
     def _copy(self, request: SaveRequest, staging: Staging, barrier: OptimizerStepBarrier | None) -> bool:
         """**Blocks** while the copies are made that training waits for, unless the pool can make them by itself.
 
-        That is what is returned: then this thread can write what is copied already.
+        The rest is returned: then this thread can write what is copied already.
         """
         self._held_seconds = 0.0
         # Some systems have no such call.
@@ -274,10 +274,10 @@ class Engine:
         return self._files
 
     def _wait_for_training(self, request: SaveRequest) -> None:
-        """**Blocks** until the copy has ended, and the training thread has confirmed that it goes on with it.
+        """**Blocks** until the copy has ended, and the training thread has confirmed the save.
 
-        Here the interpreter's lock is training's: a save of many small arrays does not hold up the step after it.
-        `CalledOffError` is raised if that thread was interrupted instead, or the copy has failed, as it knows too.
+        Meanwhile the interpreter's lock is left to training: a save of many small arrays does not delay the next step.
+        Raises `CalledOffError` if that thread was interrupted instead, or the copy has failed, as that thread knows.
         """
         request.copied.copy_ended.wait(threading.TIMEOUT_MAX)
         request.decided.wait(threading.TIMEOUT_MAX)
@@ -300,7 +300,7 @@ class Engine:
         self._flush_events()
 
     def _note_held(self, step: int, seconds: float) -> None:
-        """Runs in the training thread: the barrier calls it when a step has been held up."""
+        """Called by the barrier in the training thread when a step has been held up."""
         self._held_seconds = seconds
         self.emit_soon(Held(step=step, blocked_seconds=seconds))
 
@@ -327,9 +327,9 @@ class Engine:
         )
 
     def _give_up(self, request: SaveRequest, error: BaseException) -> None:
-        """**Blocks.** Clears up after a save that has failed with `error`. What it raises takes the place of that.
+        """**Blocks.** Cleans up after a save that failed with `error`. If this raises, that error replaces it.
 
-        If something was not found, another job may have swept it away, or the other workers have given up: it says so.
+        If a file was missing, another job may have removed it, or the others abandoned the save: the error says so.
         """
         try:
             if self._files is not None:
@@ -372,14 +372,14 @@ class Engine:
         _empty_frames(error)
 
     def _retain(self, name: StepName, origin: Origin, *, at_end: bool = False) -> None:
-        """**Blocks.** Removes what is not kept after a commit. Its failure is told, but the checkpoint stands.
+        """**Blocks.** Removes checkpoints that are not kept after a commit. A failure is only reported.
 
-        Where the run has ended well (`at_end`), the step that it went on from needs no protection any more.
+        If the run has succeeded (`at_end`), the step that it resumed from is no longer protected.
         """
         begun_at = time.monotonic()
-        protected = dict.fromkeys(origin.sources, "this program has restored from it")
+        protected = dict.fromkeys(origin.sources, "this program restored from it")
         if origin.base is not None and not at_end:
-            protected[origin.base] = "the run goes on from it"
+            protected[origin.base] = "the run resumed from it"
         protected[name] = "just committed"
         try:
             cleaning = self._writer.clean(name, protected)
@@ -391,11 +391,11 @@ class Engine:
         if cleaning is None:
             return
         warnings = [
-            f"Best({metric!r}) keeps nothing: no checkpoint has that figure. Is it spelt as it is reported?"
+            f"Best({metric!r}) keeps nothing: no checkpoint has that metric. Is it spelled as it is reported?"
             for metric in cleaning.absent
         ]
         if cleaning.lost:
-            warnings.append(f"{describe_lost(cleaning.lost)}, and kept until `holdfast prune --lost`")
+            warnings.append(f"{describe_lost(cleaning.lost)}, and are kept until `holdfast prune --lost`")
         for text in warnings:
             if text not in self._told:
                 self._told.add(text)
@@ -421,14 +421,14 @@ class Engine:
             failure = StorageError(
                 f"step {name.step} is committed, but cleaning up after it failed: {reason}",
                 path=name.directory,
-                hint="This is tried again after each save.",
+                hint="This is retried after each save.",
             )
             failure.__cause__ = problem
             self._failures.add(failure)
         self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
 
     def _end(self, request: SaveRequest) -> None:
-        """**Blocks.** The last acts of a save, whatever has become of it."""
+        """**Blocks.** The last actions of every save."""
         try:
             self._writer.finish()
         finally:
@@ -460,7 +460,7 @@ class Engine:
 
 
 def _empty_frames(error: BaseException) -> None:
-    """Lets go of what the functions that have failed were about, which is large; where they failed stays to be seen."""
+    """Drops the local variables of failed functions, which are large; the traceback stays."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

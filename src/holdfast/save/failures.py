@@ -1,4 +1,4 @@
-"""The failures of saves, from the background where they happen to the user who must be told of each once."""
+"""Failures of saves: each is raised once, in the thread of the user, although it happens in the background."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from holdfast.save.handle import SaveHandle, SaveRequest
 
 
 class PendingFailures:
-    """**Thread-safe.** What one manager's saves have to tell.
+    """**Thread-safe.** The failures of one manager's saves that were not raised yet.
 
-    While a save is in flight, or a failure has not been told of, the exit of the program is held up for it. Nothing of
-    the manager but this small object is kept alive by that.
+    While a save is in progress, or a failure has not been raised, the exit of the program waits for it. Only this small
+    object is kept alive for that, not the manager.
     """
 
     def __init__(self, failures_allowed: int) -> None:
-        """Failures are tolerated until more than `failures_allowed` come in a row.
+        """Tolerates up to `failures_allowed` failures in a row.
 
-        A save under which state has changed does not count: as a rule there is one such, and two at the most.
+        A save during which state changed does not count: usually there is one such save, and two at the most.
         """
         self._failures_allowed = failures_allowed
         # Taken anew by a signal handler that waits, say, in the midst of what it guards: these four.
@@ -33,27 +33,27 @@ class PendingFailures:
         self._is_given_up = self._is_interrupted = False
 
     def note_begun(self, request: SaveRequest) -> None:
-        """A save has begun; from now on the exit of the program waits for it."""
+        """Called when a save has begun; from now on the exit of the program waits for it."""
         with self._lock:
             self._in_flight, self._is_given_up, self._is_interrupted = request, False, False
         register_drain(self)
 
     def forgive(self) -> None:
-        """A save was committed: failures that were tolerated until now count no more."""
+        """Called when a save was committed: tolerated failures no longer count."""
         with self._lock:
             if self._failures_in_a_row <= self._failures_allowed:
                 self._untold = [error for error in self._untold if not isinstance(error, SaveFailedError)]
             self._failures_in_a_row = self._changes_in_a_row = 0
 
     def note_ended(self, request: SaveRequest) -> None:
-        """Nothing of the save goes on any more."""
+        """Called when the save is over."""
         with self._lock:
             self._in_flight = None
             self._release_if_done()
         request.progress.ended.open()
 
     def add(self, error: HoldfastError) -> None:
-        """Notes a failure that the user has to be told of."""
+        """Adds a failure that must be raised."""
         with self._lock:
             self._untold.append(error)
             if isinstance(error, SaveFailedError):
@@ -64,7 +64,7 @@ class PendingFailures:
                     self._failures_in_a_row += 1
 
     def take(self, *, last: bool) -> list[HoldfastError]:
-        """The failures to raise now, oldest first; they count as told. At the `last` call none can be tolerated."""
+        """Returns the failures to raise now, oldest first; they count as raised. The `last` call tolerates none."""
         with self._lock:
             fenced = any(isinstance(error.__cause__, FencedError) for error in self._untold)
             counted, any_lost = self._failures_in_a_row, self._failures_in_a_row + self._changes_in_a_row > 0
@@ -82,7 +82,7 @@ class PendingFailures:
             register_drain(self)
 
     def mark_told(self, error: HoldfastError) -> None:
-        """A wait on a handle has raised this failure."""
+        """Called when a wait on a handle has raised this failure."""
         with self._lock:
             self._untold = [other for other in self._untold if other is not error]
             self._release_if_done()
@@ -90,7 +90,7 @@ class PendingFailures:
     def close_behind(self, error: BaseException | None, close: Callable[[], None]) -> None:
         """**Blocks.** Calls `close` at the end of a block, which an error may have ended.
 
-        What ended the block matters more; a failure to close goes along with it, or else is raised.
+        An error that ended the block takes precedence; a failure to close is added to it as a note, or else is raised.
         """
         try:
             close()
@@ -114,10 +114,10 @@ class PendingFailures:
             raise
 
     def drain(self) -> list[HoldfastError]:
-        """**Blocks.** Called when the program ends: waits for the save in flight and gives what was not told.
+        """**Blocks.** Called when the program ends: waits for the save in progress and returns failures not raised yet.
 
         Raises:
-            KeyboardInterrupt: If a person does not want to wait; it says what is lost.
+            KeyboardInterrupt: If a person does not want to wait; it tells what is lost.
         """
         with self._lock:
             request = self._in_flight
@@ -129,18 +129,18 @@ class PendingFailures:
             except DeadlineError:
                 if self._is_interrupted:
                     raise KeyboardInterrupt(f"step {handle.step} is not saved") from None
-                text = f"step {handle.step} is not saved: its save had not ended when the program did"
+                text = f"step {handle.step} is not saved: the program ended before its save did"
                 return [*self.take(last=True), DeadlineError(text, hint="Find out why the storage is slow.")]
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"step {handle.step} is not saved") from None
             except SystemExit as leaving:
                 # A signal handler of the program's own. An exit that comes out of here would change no exit code.
-                text = f"step {handle.step} is not saved: a handler has ended the wait for it (SystemExit: {leaving})"
+                text = f"step {handle.step} is not saved: a handler interrupted the wait for it (SystemExit: {leaving})"
                 return [*self.take(last=True), DeadlineError(text, hint="Let the handler wait for the save first.")]
         return self.take(last=True)
 
     def abandon(self) -> None:
-        """Nobody waits for the save in flight any more, nor wants to hear of failures."""
+        """Stops waiting for the save in progress, and drops all failures."""
         with self._lock:
             self._in_flight = None
             self._untold = []
@@ -152,14 +152,14 @@ class PendingFailures:
 
 
 def _is_changed(error: BaseException | None) -> bool:
-    """Whether state has changed under an overlapped copy, here or with another worker."""
+    """Returns True if state has changed during an overlapped copy, here or on another worker."""
     if isinstance(error, PeerError):
         return error.kind == ChangedError.__name__
     return isinstance(error, ChangedError)
 
 
 def raise_newest(untold: list[HoldfastError], next_save: SaveHandle | None) -> None:
-    """Raises the newest failure, if there is one, with the others noted on it."""
+    """Raises the newest failure, if there is one, with the others as notes."""
     if not untold:
         return
     newest = untold[-1]

@@ -1,4 +1,4 @@
-"""One save: what its user sees of it, and what the training thread and the engine's thread have between them."""
+"""One save: the handle that its user sees, and the state that the training thread and the engine's thread share."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
 
 _GRACE_SECONDS: Final = 15.0
 _GRACE_SHARE: Final = 0.1
-"""Extra time that a waiter gives a save, so that the save can say first which worker is missing."""
+"""Extra time that a waiter gives a save, so that the save can report first which worker is missing."""
 
 SILENT_SECONDS: Final = 2.0
-"""After how long a program that ends says what it waits for."""
+"""Time after which an exiting program says what it waits for."""
 
 _NEAR_SECONDS: Final = 120.0
-"""When the end of a wait is so near that a person should know of it."""
+"""Remaining time of a wait below which it is mentioned to a person."""
 
 
 def describe_limit(left_seconds: float) -> str:
-    """**Pure.** How long a wait lasts at most, in words; empty if that is far away, and would only frighten."""
+    """**Pure.** Describes how long a wait lasts at most; empty if that is so long that it would only alarm."""
     return f", for {left_seconds:.0f} s at most" if left_seconds <= _NEAR_SECONDS else ""
 
 
 def find_wait_seconds(timeout_seconds: float, worker: Worker) -> float:
-    """**Pure.** How long to wait for a save; longer with other workers, for whom the save itself waits that long."""
+    """**Pure.** Returns how long to wait for a save; longer with other workers, for whom the save waits."""
     return timeout_seconds if worker.is_alone else timeout_seconds + _GRACE_SECONDS + _GRACE_SHARE * timeout_seconds
 
 
 @dataclass(eq=False)
 class SaveProgress:
-    """What has become of one save: the engine sets this, and the handle reads it. It holds no array.
+    """The progress of one save: the engine sets it, and the handle reads it. It holds no array.
 
-    Each field is set once, before its latch is opened; a failure opens them all but the last.
+    Each field is set once, before its latch is opened; a failure opens all latches but the last.
 
     Attributes:
         staged, named, settled, ended: The latches.
-        is_copied: Whether the state has been copied, and may be changed again.
-        name: Where the checkpoint lies, or will.
-        is_committed: Whether the checkpoint exists.
-        skipped: Why the save was left out, or empty.
-        error: Why it has failed, or None.
-        thread: The thread that makes the save, while it does.
+        is_copied: True once the state has been copied and may be changed again.
+        name: The directory of the checkpoint, present or future.
+        is_committed: True once the checkpoint exists.
+        skipped: Why the save was skipped, or empty.
+        error: Why the save failed, or None.
+        thread: The thread that performs the save, while it does.
     """
 
     staged: Latch = field(default_factory=Latch)
@@ -73,31 +73,31 @@ class SaveProgress:
     thread: int | None = None
 
     def fail(self, error: HoldfastError) -> None:
-        """Lets all go on who wait for more than its end."""
+        """Releases everyone who waits for anything but the end of the save."""
         self.error = error
         for latch in (self.staged, self.named, self.settled):
             latch.open()
 
     def leave_out(self, step: int, reason: str) -> None:
-        """It is left out, which a wait for it raises like a failure."""
+        """Marks the save as skipped, which a wait for it raises like a failure."""
         self.skipped = reason
         self.fail(UsageError(f"step {step} was not saved: {reason}"))
 
     def __str__(self) -> str:
         states = (
-            (bool(self.skipped), "left out"),
+            (bool(self.skipped), "skipped"),
             (self.error is not None, "failed"),
             (self.is_committed, "committed"),
         )
-        return next((state for holds, state in states if holds), "in flight")
+        return next((state for holds, state in states if holds), "in progress")
 
 
 class SaveHandle:
-    """One save, from the moment of the call until it is committed or has failed.
+    """One save, from the call of `save` until it is committed or has failed.
 
     Attributes:
         step: The step that is being saved.
-        replaces: Whether it was asked to take the place of a checkpoint of that step, if there is one.
+        replaces: True if it should replace an existing checkpoint of that step.
     """
 
     def __init__(
@@ -131,16 +131,16 @@ class SaveHandle:
 
     @property
     def path(self) -> str:
-        """**Blocks.** The directory of the checkpoint, which exists as one once the save is committed.
+        """**Blocks.** The directory of the checkpoint, which exists as a checkpoint once the save is committed.
 
-        At a manager's first save this waits for the generation to be opened, which takes milliseconds.
+        At a manager's first save this waits until the generation is opened, which takes milliseconds.
 
         Raises:
             DeadlineError: If that takes longer than the manager's `timeout_seconds`.
-            SaveFailedError: If the save failed before it had a place.
-            UsageError: If the save was left out (see `skipped`), or as for `wait_committed`.
+            SaveFailedError: If the save failed before it had a directory.
+            UsageError: If the save was skipped (see `skipped`), or as in `wait_committed`.
         """
-        self._wait_for(self._progress.named, None, "was not given a place")
+        self._wait_for(self._progress.named, None, "got no directory")
         if self._progress.name is None:
             self._raise_if_failed()
         assert self._progress.name is not None  # What opens the latch else is a failure.
@@ -148,30 +148,30 @@ class SaveHandle:
 
     @property
     def skipped(self) -> bool:
-        """True if this save was left out because the one before was still in flight."""
+        """True if this save was skipped because the previous one was still in progress."""
         self._note_call()
         return bool(self._progress.skipped)
 
     @property
     def failed(self) -> bool:
-        """True once the save has failed or was left out."""
+        """True once the save has failed or was skipped."""
         self._note_call()
         return self._progress.error is not None
 
     @property
     def must_be_replaced(self) -> bool:
-        """True if another save of that step has to replace a checkpoint: this one, or the one this was to replace."""
+        """True if another save of that step must replace a checkpoint: this one, or the one before."""
         return self.replaces or not self.failed
 
     @property
     def ended(self) -> bool:
-        """True once the save has failed, or is committed and what it replaces has been removed."""
+        """True once the save has failed, or is committed and the checkpoint that it replaces has been removed."""
         self._note_call()
         return self._progress.ended.is_open
 
     @property
     def has_place(self) -> bool:
-        """True once it is known where the checkpoint will lie, in a generation of this job."""
+        """True once the directory of the checkpoint is known, in a generation of this job."""
         return self._progress.name is not None
 
     @property
@@ -186,8 +186,8 @@ class SaveHandle:
 
         Raises:
             DeadlineError: If it takes longer.
-            SaveFailedError: If the save failed before.
-            UsageError: If the save was left out (see `skipped`), or as for `wait_committed`.
+            SaveFailedError: If the save failed before that.
+            UsageError: If the save was skipped (see `skipped`), or as in `wait_committed`.
         """
         self._wait_for(self._progress.staged, timeout_seconds, "was not staged")
         if not self._progress.is_copied:
@@ -199,15 +199,15 @@ class SaveHandle:
 
         Args:
             timeout_seconds: How long to wait; None for the manager's `timeout_seconds`, and a little more in a job of
-                several workers, so that the save can tell who is missing.
+                several workers, so that the save can report which worker is missing.
 
         Returns:
             The directory of the checkpoint.
 
         Raises:
-            DeadlineError: If it takes longer; the save goes on.
-            SaveFailedError: If the save failed. The manager does not raise it again.
-            UsageError: If the save was left out (see `skipped`), or this is called in a sink or in a forked child.
+            DeadlineError: If it takes longer; the save continues.
+            SaveFailedError: If the save failed. The manager does not raise the failure again.
+            UsageError: If the save was skipped (see `skipped`), or if this is called in a sink or in a forked child.
         """
         self._wait_for(self._progress.settled, timeout_seconds, "was not committed")
         self._raise_if_failed()
@@ -215,12 +215,12 @@ class SaveHandle:
 
     @short_traceback
     def wait_ended(self, timeout_seconds: float | None = None, *, at_exit: bool = False) -> None:
-        """**Blocks.** Waits until nothing of the save goes on any more, whatever came of it; raises no failure.
+        """**Blocks.** Waits until the save is over, whether it is committed or failed; raises no failure of it.
 
         Args:
             timeout_seconds: How long to wait; None for the manager's `timeout_seconds`.
-            at_exit: True for the last wait of a program. After a moment it says on standard error what it waits for,
-                and earlier waits that were in vain count: a program on a stuck disk waits once.
+            at_exit: True for the last wait of a program. After a moment it prints to standard error what it waits for,
+                and earlier waits that timed out count: a program with a stuck disk waits once.
 
         Raises:
             DeadlineError: If it takes longer.
@@ -234,8 +234,8 @@ class SaveHandle:
         if left_seconds > SILENT_SECONDS and not self._wait(self._progress.ended, SILENT_SECONDS):
             left_seconds -= SILENT_SECONDS
             say(
-                f"holdfast: waiting for the save of step {self.step} into {self._url}, which is being written"
-                f"{describe_limit(left_seconds)}; Ctrl-C ends the wait."
+                f"holdfast: waiting for the save of step {self.step} into {self._url}, which is being "
+                f"written{describe_limit(left_seconds)}; Ctrl-C ends the wait."
             )
         self._wait_for(self._progress.ended, left_seconds, "did not end", limit_seconds)
 
@@ -253,59 +253,59 @@ class SaveHandle:
     def _wait_for(
         self, latch: Latch, timeout_seconds: float | None, miss: str, shown_seconds: float | None = None
     ) -> None:
-        """**Blocks.** Waits for a latch; an error names `shown_seconds`, if those are not the ones of this wait."""
+        """**Blocks.** Waits for a latch; an error names `shown_seconds` if they differ from those of this wait."""
         limit_seconds = self._timeout_seconds
         if timeout_seconds is not None:
             limit_seconds = check_wait(timeout_seconds)
         if os.getpid() != self._process and not latch.is_open:
             raise UsageError(
-                f"the save of step {self.step} into {self._url} is made by process {self._process}, and this is a "
-                "child of it, which would not hear of its end",
+                f"process {self._process} is saving step {self.step} into {self._url}; this is a child process "
+                "and would not notice when the save ends",
                 hint="Wait in the process that saves.",
             )
         if self._progress.thread == threading.get_ident() and not latch.is_open:
             raise UsageError(
-                f"the save of step {self.step} waits for a sink, which waits for that save",
-                hint="In a sink only note the event, and wait in the thread that trains.",
+                f"the save of step {self.step} waits for an event sink, which waits for that save",
+                hint="In a sink, only record the event; wait in the training thread.",
             )
         if not self._wait(latch, limit_seconds):
             self._vain_wait_seconds += limit_seconds
             shown_seconds = limit_seconds if shown_seconds is None else shown_seconds
             also = ""
             if self._try_cancel is not None:
-                also = " here or with another worker, or whether one has not come to this save"
+                also = " here or on another worker, or whether a worker did not begin this save"
             raise DeadlineError(
                 f"the save of step {self.step} into {self._url} {miss} within {shown_seconds:g} s",
-                hint=f"The save goes on. Wait again, or find out why the storage is slow{also}.",
+                hint=f"The save continues. Wait again, or find out why the storage is slow{also}.",
             )
 
 
 @dataclass(eq=False)
 class SaveRequest:
-    """What the training thread asks the engine's thread for, and where the two tell each other how far it is.
+    """A save as the training thread requests it from the engine's thread, and the state that both share.
 
-    The training thread submits it, waits until the state is copied, and confirms. That confirmation is one store, and
-    nothing is committed before it: so one exception at any point of `save` (Ctrl-C, say) leaves the save confirmed, or
-    dropped, and never half of both.
+    The training thread submits it, waits until the state is copied, and confirms. The confirmation is a single store,
+    and nothing is committed before it: so one exception at any point of `save` (Ctrl-C, for example) leaves the save
+    either confirmed or dropped.
 
     Attributes:
         step: The step.
-        metrics: Figures for the manifest.
-        metadata: What else goes into the manifest.
-        origin: Where a generation that this save opens would begin.
-        asked_at: When the save was asked for, by the monotonic clock.
-        handle: How its user sees what becomes of it.
-        progress: What has become of it.
+        metrics: Metrics for the manifest.
+        metadata: Other content of the manifest.
+        origin: Where a generation would begin if this save opens it.
+        asked_at: When the save was requested, by the monotonic clock.
+        handle: What the user sees of it.
+        progress: Its progress.
         reason: Why a policy wanted it; empty if the user asked for it.
-        protocol: What is said about it between workers; None if there is one alone.
-        waited_seconds: How long it had to wait for the save before.
-        thread: The thread that asks.
-        staging: What is to be copied; or the error, where there was no memory to copy it into. None before that is
-            known, and when the save has ended.
-        copied: How far the copy is that training waits for.
-        is_submitted: Whether the engine has it, and so ends it.
+        protocol: The conversation between workers about it; None for a single worker.
+        waited_seconds: How long it waited for the previous save.
+        thread: The thread that requests it.
+        staging: What is to be copied, or the error if there was no memory for the copy. None before that, and after the
+            save.
+        copied: The progress of the copy that training waits for.
+        is_submitted: True once the engine has it, and so ends it.
         confirmed: Whether it is to be committed; None before that is decided.
-        decided: Opens when that is.
+        decided: Opens when that is decided.
     """
 
     step: int
@@ -327,26 +327,26 @@ class SaveRequest:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the save is the engine's alone by now, which commits it or says why not."""
+        """True once the save depends on the engine alone, which commits it or reports why not."""
         return self.confirmed is True and self.copied.error is None
 
     def confirm(self, *, commits: bool = True) -> None:
-        """Says whether the save is to be committed: the first answer counts. The thread that asks for it does this."""
+        """Decides whether the save is to be committed: the first answer counts. The requesting thread calls it."""
         if self.confirmed is None:
             self.confirmed = commits
         self.decided.open()
 
     def drop(self) -> None:
-        """The save will never be, unless it was confirmed before. This may be interrupted, and done again."""
+        """Abandons the save unless it was confirmed before. This may be interrupted and repeated."""
         self.copied.call_off()
         self.confirm(commits=False)
         if not self.is_submitted:
             self.progress.ended.open()
 
     def drop_if_left(self) -> None:
-        """As `drop`, from outside the call that asks for the save: a second exception may have cut that off.
+        """Like `drop`, from outside of the call that requested the save: a second exception may have cut that call off.
 
-        Harmless where it has not.
+        Does nothing if the call was not cut off.
         """
         if not self.progress.ended.is_open and (
             self.thread == threading.get_ident() or self.thread not in sys._current_frames()
@@ -355,13 +355,13 @@ class SaveRequest:
 
 
 def name_state(handle: SaveHandle) -> str:
-    """What has become of a save, in words. Unlike the properties, this is no call of the program's."""
+    """Describes the state of a save in words. Unlike the properties, this does not count as a call by the program."""
     return str(handle._progress)
 
 
 def find_canceller(handle: SaveHandle) -> Callable[[HoldfastError], bool] | None:
-    """What ends a save on all workers, with an error, unless they have agreed to commit it; None for one process.
+    """Returns a function that ends a save on all workers with an error, unless all agreed to commit it; None if alone.
 
-    It **blocks** while it asks the store of the job, and says if the save will never be committed.
+    The function **blocks** while it queries the store of the job, and returns whether the save will never be committed.
     """
     return handle._try_cancel

@@ -1,4 +1,4 @@
-"""The state as it stood at one moment, to be saved later if it is still the same."""
+"""The state at one moment, to be saved later if it has not changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _Trace: TypeAlias = tuple[int | None, int | None, bytes]
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """What a save would have taken when the mark was made.
+    """The state that a save would have stored when the mark was made.
 
-    Plain values, random generators and positions in the data are those of that moment, whatever becomes of them.
-    Arrays are not copied: those in host memory are known by their digest, others by the count of changes that their
-    library keeps.
+    Plain values, random generators and positions in the data are those of that moment. Arrays are not copied: changes
+    are detected by digests in host memory, elsewhere by the library's counts of changes.
     """
 
     _captured: Captured
@@ -30,7 +29,7 @@ class Mark(msgspec.Struct, frozen=True):
 
     @property
     def changed(self) -> list[str]:
-        """**Blocks** as long as a look at all arrays takes. The names of those that are not known to be the same."""
+        """**Blocks** while it checks all arrays. The names of those that may have changed."""
         names = self._captured.names
         return [
             name
@@ -39,7 +38,7 @@ class Mark(msgspec.Struct, frozen=True):
         ]
 
     def save(self, step: int, *, replace: bool = False) -> SaveHandle:
-        """**Blocks** while the state is copied. As the manager's `save`, of that moment; see `changed` first."""
+        """**Blocks** while the state is copied. Like the manager's `save`, of that moment; check `changed` first."""
         # What others write is not traced, so that it cannot be compared any more.
         return self._save(step, replace_fields(self._captured, compared=()), replace)
 
@@ -48,7 +47,7 @@ _UNKNOWN: _Trace = (None, None, b"")
 
 
 def trace_arrays(captured: Captured) -> list[_Trace]:
-    """What tells for each array whether it has changed: two traces are equal if it has not."""
+    """Returns for each array what shows whether it has changed: two traces are equal if it has not."""
     traces: list[_Trace] = []
     for spec, array, backend in zip(captured.specs, captured.arrays, captured.backends, strict=True):
         address = backend.address(array)
@@ -58,5 +57,5 @@ def trace_arrays(captured: Captured) -> list[_Trace]:
         elif spec.size_bytes == 0:
             traces.append((0, None, b""))
         else:
-            traces.append((backend.version(array), None, b""))
+            traces.append((backend.versions([array])[0], None, b""))
     return traces

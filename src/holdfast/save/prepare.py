@@ -1,4 +1,4 @@
-"""What is made ready and checked before the first save: memory, the objects, the directory, and who hears of it."""
+"""Preparations and checks before the first save: memory, the objects, the directory, and the event sinks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def make_readiness_check(
     failures_allowed: int,
     emit: Sink,
 ) -> Callable[[], None]:
-    """What checks, at its first call, that the objects and the directory can be saved.
+    """Returns a function that checks, at its first call, that the objects and the directory can be saved.
 
-    A job calls it once it has restored, so that a mistake shows before training begins and not at the first save. It is
+    A job calls it after the restore, so that a mistake shows before training begins and not at the first save. It is
     **collective**, **blocks**, and raises `UnsupportedValueError` for an object that cannot be stored, `StorageError`
-    where nothing can be written, and `PeerError` if the check has failed on another worker.
+    if nothing can be written, and `PeerError` if the check has failed on another worker.
     """
     is_checked = False
 
@@ -53,9 +53,9 @@ def make_readiness_check(
 
 
 def check_writable(storage: Storage) -> None:
-    """**Blocks.** Makes the run's directory, publishes and removes a small file; `StorageError` where that fails.
+    """**Blocks.** Creates the run's directory, publishes and removes a small file; raises `StorageError` if that fails.
 
-    A crash at any point leaves at most a directory that is set aside, which the next save sweeps away.
+    A crash at any point leaves at most a directory that is set aside, which the next save removes.
     """
     trial = f"{TRASH_PREFIX}{os.urandom(8).hex()}-trial"
     path, token = f"{trial}/{MANIFEST_NAME}", os.urandom(16)
@@ -66,7 +66,7 @@ def check_writable(storage: Storage) -> None:
             with suppress(NotFoundError):
                 storage.make_directory(trial)
                 if not storage.publish(path, token) or storage.read(path, len(token)) != token:
-                    raise StorageError(f"{path} does not hold what was just written", path=path)
+                    raise StorageError(f"{path} does not contain what was just written", path=path)
         finally:
             with suppress(HoldfastError):
                 storage.remove(path)
@@ -74,11 +74,11 @@ def check_writable(storage: Storage) -> None:
     except HoldfastError as error:
         kind = type(error) if isinstance(error, StorageError) else StorageError
         text = f"{storage.url}: no checkpoint can be saved here: {error.message}"
-        raise kind(text, path=path, hint=error.hint or "Give a directory that can be written.") from error.__cause__
+        raise kind(text, path=path, hint=error.hint or "Use a directory that is writable.") from error.__cause__
 
 
 def estimate_bytes(objects: Mapping[str, object]) -> int:
-    """The memory that the state of the objects takes, and will take when all have been used once.
+    """Returns the memory that the state of the objects takes, including state that they get when they are first used.
 
     Objects that may change when their state is read are left out: they are to be restored first.
     """
@@ -91,7 +91,7 @@ def estimate_bytes(objects: Mapping[str, object]) -> int:
 
 
 def open_event_sinks(storage: Storage, sinks: Iterable[Sink], *, keeps_journal: bool) -> Fanout:
-    """The log, the sinks, and on a local disk the run's own journal; they also hear what the storage warns of."""
+    """Returns the log, the sinks, and on a local disk the run's journal; they also receive warnings of the storage."""
     journal = [RunJournal(storage.url)] if keeps_journal and local_directory(storage) is not None else []
     fanout = Fanout([LoggingSink(), *journal, *sinks])
     pass_on_warnings(storage, lambda text: fanout(Warned(text=text)))

@@ -1,4 +1,4 @@
-"""The records that pass from one stage of a save to the next: what is asked for, the image, the proof."""
+"""The records that pass from one stage of a save to the next: what is requested, the image, the proof."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Origin(msgspec.Struct, frozen=True):
     """Where the next generation of a manager begins.
 
     Attributes:
-        base: The checkpoint that it goes on from: the one that was restored, else the newest that the manager saw when
-            it was made. None if it begins anew.
+        base: The checkpoint that it continues from: the restored one, else the newest that the manager saw when it was
+            created. None for the beginning.
         seen_generation: The newest generation of the run at that time; 0 if there was none. A job that has opened a
-            newer one since goes on from steps that this manager does not know of.
-        sources: Checkpoints that stay while the manager lives: those of which a part was restored, and those that were
-            restored by their number, which may be asked for again.
+            newer one since continues from steps that this manager does not know.
+        sources: Checkpoints to keep while the manager lives: those that were partly restored, and those that were
+            restored by their number, which may be requested again.
     """
 
     base: StepName | None = None
@@ -35,13 +35,13 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class CalledOffError(Exception):
-    """The copy will never be complete, since the save was interrupted; nothing has failed."""
+    """The copy will never be complete, because the save was interrupted; nothing has failed."""
 
 
 class CopyProgress:
-    """**Thread-safe.** Up to which byte an image is complete, from the first one on.
+    """**Thread-safe.** Up to which byte an image is complete, from the beginning.
 
-    Copies are made in any order: it is the lowest byte of those that are not made yet.
+    Copies are made in any order: this is the lowest byte of those that are not made yet.
 
     Attributes:
         copy_ended: Opens when all copies are made, or never will be.
@@ -64,7 +64,7 @@ class CopyProgress:
         self._waiting: list[tuple[float, Latch]] = []
 
     def begin(self) -> None:
-        """The copies are made from now on; where there are none, that has ended."""
+        """Starts the copies; if there are none, that ends at once."""
         if not self._begins:
             self.completed_at = time.monotonic()
             self.copy_ended.open()
@@ -88,11 +88,11 @@ class CopyProgress:
             self._wake()
 
     def call_off(self) -> None:
-        """No further copy begins. It takes no lock, so that it may be interrupted as well."""
+        """Prevents further copies. It takes no lock, so that it may be interrupted as well."""
         self._is_called_off = True
 
     def fail(self, error: BaseException) -> None:
-        """The copy will never be complete."""
+        """Called when the copy will never be complete."""
         with self._lock:
             if not self.copy_ended.is_open:
                 self.error = error
@@ -100,7 +100,7 @@ class CopyProgress:
             self._wake()
 
     def wait(self, end: float = math.inf) -> None:
-        """**Blocks** until the image is complete up to that byte, exclusive, or all is; raises what ended the copy."""
+        """**Blocks** until the image is complete up to that byte, exclusive, or whole; raises what ended the copy."""
         latch = Latch()
         with self._lock:
             self._waiting.append((end, latch))
@@ -110,12 +110,12 @@ class CopyProgress:
             raise self.error
 
     def while_copied(self, jobs: Iterator[Callable[[], object]]) -> Iterator[Callable[[], object]]:
-        """As many of the jobs as are taken before all is copied; the others stay where they are."""
+        """Yields jobs as they are requested until all is copied; the rest stay where they are."""
         while not self.copy_ended.is_open and (job := next(jobs, None)) is not None:
             yield job
 
     def _wake(self) -> None:
-        """Lets those go on who wait for no more than there is."""
+        """Wakes waiters whose range is complete."""
         if self._waiting:
             level = math.inf
             if not self.copy_ended.is_open:
@@ -130,9 +130,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     """One worker's state in host memory, laid out as its data file.
 
     Attributes:
-        layout: Where each array lies.
+        layout: The position of each array.
         image: The data file's bytes, padded with zeros to whole blocks.
-        state: What was captured, without the arrays and what is known of each.
+        state: What was captured, without the arrays and their descriptions.
         copied: Up to where the image is complete.
     """
 
@@ -148,8 +148,8 @@ class Receipts(msgspec.Struct, frozen=True):
     Attributes:
         workers: What each worker wrote, in order of rank.
         references: The earlier steps whose bytes were not written again, in order.
-        features: What a reader has to understand to read the indexes.
-        values: What one worker says of the values of its loose leaves; see `save/joint/coverage.py`.
+        features: The features that a reader must know to read the indexes.
+        values: The digest of the values of one worker's loose leaves; see `save/joint/coverage.py`.
     """
 
     workers: tuple[WorkerRecord, ...]
@@ -159,17 +159,17 @@ class Receipts(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that were written, indexes included."""
+        """The bytes that were written, including indexes."""
         return sum(worker.data_bytes + worker.index_bytes for worker in self.workers)
 
     @property
     def referred_bytes(self) -> int:
-        """The bytes of arrays that lie in the data files of earlier steps."""
+        """The bytes of arrays in the data files of earlier steps."""
         return sum(reference.size_bytes for reference in self.references)
 
 
 class LeftOutError(Exception):
-    """A save is left out by all workers, since one of them could not take part; none has failed."""
+    """All workers skip the save, because one of them could not take part; none has failed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

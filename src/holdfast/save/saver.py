@@ -1,4 +1,4 @@
-"""What the training thread does of a save: takes the state, has it copied, and confirms. Also measures the steps."""
+"""The training thread's part of a save: captures the state, has it copied, and confirms. Also measures the steps."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Saver:
     """Makes saves, one at a time. All of it belongs to the training thread; the engine's threads do the rest.
 
     Attributes:
-        engine: That engine.
+        engine: The engine.
         barrier: Holds up the steps of optimizers, or None.
         caller: The thread that is in the call that makes a save, if one is.
-        kept_epoch: Finds an epoch that is kept and that the program never sets.
+        kept_epoch: Detects a saved epoch number that the program never sets.
     """
 
     def __init__(
@@ -70,63 +70,61 @@ class Saver:
 
     @property
     def costs(self) -> tuple[float | None, float | None]:
-        """What the newest committed save cost: seconds of training held up, and seconds until it was durable."""
+        """The cost of the newest committed save: seconds of blocked training, and seconds until it was durable."""
         return self.engine.blocked_seconds, self.engine.durable_seconds
 
     def prepare(self, size_bytes: int | Literal["auto"]) -> None:
-        """Makes memory for a state of that size ready, behind the calling thread, or warns that it cannot.
+        """Allocates memory for a state of that size in the background, or warns that it cannot.
 
-        Then the first save takes what memory it needs. The objects need not be such as can be saved yet, like a module
-        without its shapes.
+        Then the first save allocates the memory. The objects need not be ready to be saved yet, such as a lazy module.
         """
         try:
             self._buffer.take(estimate_bytes(self._objects) if size_bytes == "auto" else operator.index(size_bytes))
             self.engine.touch(self._buffer)
         except Exception as error:  # noqa: BLE001  It comes out of the objects' own code, and again if a save fails by it.
             reason = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
-            self._emit(Warned(text=f"memory could not be made ready beforehand: {reason}"))
+            self._emit(Warned(text=f"memory could not be allocated in advance: {reason}"))
 
     def note_call(self) -> None:
-        """Called when the program asks something of the manager: then training changes nothing."""
+        """Called when the program calls the manager: then training changes nothing."""
         if self.barrier is not None:
             self.barrier.note_call()
 
     def check_reentry(self) -> None:
         """Raises `UsageError` if this thread is in the call that makes a save, as a signal handler may be.
 
-        A save that was neither confirmed nor dropped, since a second exception has cut off that, is dropped here.
+        A save that was neither confirmed nor dropped, because a second exception cut that off, is dropped here.
         """
         if self.caller == threading.get_ident():
             # Two saves would share one memory, a restore would change what is being captured, a wait would hold up what
             # it waits for, and a manager that is closed does not hold up the step for a copy.
             raise UsageError(
-                f"a save into {self._url} has just begun, and this was called from within it",
-                hint="In a signal handler only set a flag, and do the rest when the step has ended.",
+                f"a save into {self._url} has just begun, and this call was made from inside it",
+                hint="In a signal handler, only set a flag, and do the rest after the step.",
             )
         if self.engine.serving == threading.get_ident():
             raise UsageError(
-                f"a sink of events asks for something of the manager of {self._url}, whose save waits for the sink",
-                hint="In a sink only note the event, and do the rest in the thread that trains.",
+                f"an event sink called the manager of {self._url}, whose save waits for the sink",
+                hint="In a sink, only record the event; do the rest in the training thread.",
             )
         if self._request is not None:
             self._request.drop_if_left()
 
     def capture(self, objects: Mapping[str, object]) -> Captured:
-        """Takes the state of the live objects, all but the arrays' values; see `capture_objects`."""
+        """Captures the state of the live objects, without the arrays' values; see `capture_objects`."""
         barrier = self.barrier
         hold = None if barrier is None else barrier.try_hold
         captured = capture_objects(objects, self._captures, hold, self._worker, self._writer.compares, self._holders)
         return captured if barrier is None else keep_steady(captured, barrier)
 
     def check_capture(self, objects: Mapping[str, object]) -> None:
-        """Raises `UnsupportedValueError` unless the state of the live objects can be taken; changes nothing in them."""
+        """Raises `UnsupportedValueError` unless the state of the live objects can be captured; changes nothing."""
         check_capture(objects, self._captures, self._worker, self._holders)
 
     def save(self, request: SaveRequest, captured: Captured) -> None:
-        """**Blocks** while the state is copied, but for what is held. The save before must have ended.
+        """**Blocks** while the state is copied, except for overlapped copies. The previous save must have ended.
 
-        What it raises, as what the copy has failed with (or Ctrl-C), may come before it has confirmed: then the request
-        is to be dropped.
+        If it raises (the copy's error, or Ctrl-C), it may not have confirmed yet: then the request is to be dropped.
         """
         self._request = request
         self._warn_of_oversights(request.step)
@@ -153,34 +151,34 @@ class Saver:
             self.engine.emit_soon(Warned(text=text))
 
     def start_from(self, step: int) -> None:
-        """Counts training time from now on, since what came before that step cannot be lost (a restore, say)."""
+        """Counts training time from now on, because earlier training cannot be lost (after a restore, for example)."""
         self.engine.protected_since_at = time.monotonic()
         self._immutable.begin(self._objects, step)
         self._loss_watch.begin(self._objects)
 
     def begin_generation(self) -> None:
-        """Makes the next save open a generation of its own, since the live objects now stand elsewhere."""
+        """Makes the next save open a generation of its own, because the live objects now have another state."""
         self._writer.leave_generation()
 
     def close(self, timeout_seconds: float) -> None:
-        """**Blocks.** Ends all threads, and lets go of buffer and disk; no save is in flight."""
+        """**Blocks.** Ends all threads, and frees buffer and disk; no save is in progress."""
         self.engine.close(timeout_seconds)
         try:
             self._recycler.close()
         except HoldfastError as error:
-            self._emit(Warned(text=f"what was kept on the disk for the next save is still there: {error}"))
+            self._emit(Warned(text=f"a recycled file that was kept for the next save is still on the disk: {error}"))
         self._buffer.release()
 
     def abandon(self) -> None:
-        """Leaves what would be done at the end."""
+        """Skips what would be done at the end."""
         self._recycler.abandon()
 
 
 _WEIGHT: Final = 0.1
-"""How much one new measurement counts against all before: recent steps tell more about the next than old ones."""
+"""The weight of a new measurement against all before: recent steps predict the next better than old ones."""
 
 _STALLS: Final = 5
-"""How many saves tell what the next will cost: one slow one among them changes little."""
+"""How many saves predict the cost of the next: one slow save among them changes little."""
 
 
 class StepTimer:
@@ -196,20 +194,20 @@ class StepTimer:
         self._usual_stall_seconds: float | None = None
 
     def begin(self, step: int) -> None:
-        """Training begins, or begins again, at a step that need not be saved."""
+        """Called when training begins, or begins again, at a step that need not be saved."""
         self._first_step = step
         self._saved_step = step
         self._saved_at = time.monotonic()
         self._seen_step = None
 
     def note_begun_save(self, step: int) -> None:
-        """A save of this step has begun; the time it held training up is not counted as a step's."""
+        """Called when a save of this step has begun; the time that it blocked training does not count as a step's."""
         self._saved_step = step
         self._saved_at = self._seen_at = time.monotonic()
         self._seen_step = step
 
     def moment(self, step: int, blocked_seconds: float | None, durable_seconds: float | None) -> SaveMoment:
-        """What a policy has to know after a step; the costs are those of the newest durable save, if there is one."""
+        """Returns the facts for a policy after a step; the costs are those of the newest durable save, if any."""
         now = time.monotonic()
         if self._seen_step is not None and step > self._seen_step:
             measured = (now - self._seen_at) / (step - self._seen_step)
@@ -227,7 +225,7 @@ class StepTimer:
         )
 
     def _note_stall(self, newest_seconds: float | None) -> float | None:
-        """Takes in what the newest save has cost, if that is new, and says what one usually costs."""
+        """Adds the cost of the newest save, if it is new, and returns the usual one."""
         known = self._stalls_seconds
         # The same save is reported after every step until the next one is durable.
         if newest_seconds is not None and (not known or newest_seconds != known[-1]):
@@ -238,10 +236,10 @@ class StepTimer:
 
 
 def usual_stall_seconds(stalls_seconds: Sequence[float]) -> float:
-    """**Pure.** How long a save usually holds training up: the median of the last few, the lower of two in the middle.
+    """**Pure.** Returns how long a save usually blocks training: the median of the last few (the lower one).
 
     The first save touches fresh memory, which no later one does, and counts only until two others are known: one is not
-    enough, as that may be the slow one.
+    enough, because that may be the slow one.
     """
     later = stalls_seconds[1:]
     counted = sorted(later[-_STALLS:] if len(later) > 1 else stalls_seconds)

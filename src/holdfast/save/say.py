@@ -1,4 +1,4 @@
-"""What holdfast itself has to say to people, on standard error. Nothing of it ever raises: training goes on unheard."""
+"""Messages of holdfast to people, on standard error. They never raise: training continues even if printing fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.events.sinks import logger
 
 
 def say(text: str) -> None:
-    """**Thread-safe.** Prints lines, in one piece; they are lost if nobody reads them any more."""
+    """**Thread-safe.** Prints lines, in one piece; they are lost if standard error is closed."""
     stream = sys.stderr
     if stream is None:
         return
@@ -29,9 +29,9 @@ def say(text: str) -> None:
 
 
 def inform(text: str) -> None:
-    """**Thread-safe.** Logs a line at level INFO; where no logging is set up, prints it.
+    """**Thread-safe.** Logs a line at level INFO; if logging is not configured, prints it.
 
-    Python itself prints warnings and errors only there. A level that the program has set counts in any case.
+    Python itself prints only warnings and errors then. A level that the program has set is respected.
     """
     if logger.hasHandlers():
         logger.info("%s", text)
@@ -40,7 +40,7 @@ def inform(text: str) -> None:
 
 
 def keep_exit_code() -> None:
-    """**Thread-safe.** The program ends with its own code, also if what it has printed can no longer be written."""
+    """**Thread-safe.** Keeps the program's exit code, even if its output can no longer be written."""
     atexit.register(_lead_full_streams_nowhere)
 
 
@@ -54,7 +54,7 @@ def _lead_full_streams_nowhere() -> None:
 
 
 def _lead_nowhere(stream: TextIO) -> None:
-    """What is left in the buffer would be written again at the end, and Python ends with 120 if that fails."""
+    """Discards the buffer: Python would write it again at the end, and exit with 120 if that fails."""
     nowhere, lost = os.open(os.devnull, os.O_WRONLY), stream.fileno()
     if nowhere != lost:
         os.dup2(nowhere, lost)
@@ -63,7 +63,7 @@ def _lead_nowhere(stream: TextIO) -> None:
 
 
 def say_from_signal_handler(text: str) -> None:
-    """**Thread-safe.** Prints lines from within a signal handler too, whatever code it has interrupted."""
+    """**Thread-safe.** Prints lines, also inside a signal handler that interrupted any code."""
     if sys.__stderr__ is None:
         return  # Started without one, so that the descriptor may be that of any file.
     # One write, past the stream: that may be what was interrupted.

@@ -1,11 +1,11 @@
-"""How the state of an object that is no plain value is read, and put back.
+"""Reads the state of objects that are not plain values, and puts it back.
 
-An adapter serves one kind of object. The simplest is a `StateAdapter`: one function that reads the state as a tree
-of values, and one that puts such a tree back. An adapter that wants more (arrays filled in place, names of its own)
-derives from `Adapter`.
+An adapter serves one kind of object. The simplest is a `StateAdapter`: one function that reads the state as a tree of
+values, and one that puts such a tree back. An adapter that needs more (arrays filled in place, its own names) derives
+from `Adapter`.
 
-The tree that `state_of` returns may hold anything that can be stored: values, arrays, other objects with state. Its
-arrays are copied after `state_of` has returned and before the capture is over, so live ones may be handed out.
+The tree that `state_of` returns may contain anything that can be stored: values, arrays, other objects with state. Its
+arrays are copied after `state_of` has returned and before the capture is over, so it may return live ones.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Made = TypeVar("Made")
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """How strictly a stored tree is held against the live one.
+    """The rules by which a stored tree is compared with the live one.
 
     Attributes:
-        in_place: Live arrays are filled where they are. Otherwise each array is a new one, where the live one lies.
-        fixed_keys: Arrays under keys and fields are to be there on both sides or on neither.
+        in_place: Live arrays are filled in place. Otherwise each array is a new one, on the live one's device.
+        fixed_keys: Arrays under keys and fields must exist on both sides or on neither.
         fixed_lengths: The same for arrays in sequences.
-        fixed_kinds: Where an array or an object with state stands, nothing else is to be stored.
+        fixed_kinds: For a live array or object with state, nothing else may be stored.
     """
 
     in_place: bool
@@ -45,16 +45,16 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 OWNED = Rules(in_place=True, fixed_keys=True, fixed_lengths=True, fixed_kinds=True)
-"""Trees that the user handed in: what they hold is known, and is filled where it is."""
+"""Trees that the user passed in: their content is known, and is filled in place."""
 
 HANDED_OVER = Rules(in_place=False, fixed_keys=True, fixed_lengths=False, fixed_kinds=True)
-"""State for an object's `load_state_dict`: arrays of its own, and sequences as long as they were."""
+"""State for an object's `load_state_dict`: new arrays, and sequences of their old length."""
 
 MADE_ANEW = Rules(in_place=False, fixed_keys=True, fixed_lengths=True, fixed_kinds=True)
-"""Trees that say what is to be made: nothing of them is changed."""
+"""Trees that describe what to create: they are not changed."""
 
 REPLACED = Rules(in_place=True, fixed_keys=False, fixed_lengths=False, fixed_kinds=False)
-"""State that comes and goes, as an optimizer's: what is stored stands, in place where the live arrays fit."""
+"""State that comes and goes, such as an optimizer's: the stored one replaces it, in place where the live arrays fit."""
 
 
 @dataclass(eq=False)
@@ -71,20 +71,20 @@ class CaptureContext:
 
     @cached_property
     def members(self) -> list[tuple[str, object]]:
-        """Each object that has an adapter, with its path: named ones, and those in trees of values."""
+        """Returns each object that has an adapter, with its path: named ones, and those in trees of values."""
         return [(path, obj) for path, obj, _ in self._list_members(self.objects)]
 
     def once(self, key: str, make: Callable[[], Made]) -> Made:
-        """What `make` returns, made at the first call with that key and kept as long as the context."""
+        """Returns the result of `make`, which is called once per key and kept as long as the context."""
         if key not in self._made:
             self._made[key] = make()
         return cast(Made, self._made[key])
 
 
 class Loading(Protocol):
-    """What an adapter may ask for while it prepares to put one object's state back.
+    """The interface for an adapter while it prepares to put one object's state back.
 
-    Where a method takes `at`, it is the way from the object to the value, a part for each step, unescaped.
+    `at` is the way from the object to the value, one part for each step, unescaped.
     """
 
     @property
@@ -96,15 +96,15 @@ class Loading(Protocol):
         """The objects that are restored together."""
 
     def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER, like: Any = None) -> Any:
-        """The stored value, with arrays that hold their values only when `apply` runs; differences are noted.
+        """Returns the stored value, with arrays that get their values only before `apply` runs; differences are noted.
 
         Args:
-            stored: A tree, or a part of one, as it came to `begin_load`.
-            live: The present value, which says what kinds of arrays, dataclasses and enums stand there; or None.
-            at: Where it stands.
+            stored: A tree, or a part of one, as it was passed to `begin_load`.
+            live: The current value, with the kinds of arrays, dataclasses and enums; or None.
+            at: Its path.
             rules: How strictly the two are compared, and whether live arrays are filled in place.
-            like: An array; one that is made anew, and has its shape, is divided among the workers as that one is. It
-                lies in memory as that one does, too, if the checkpoint has no memory layouts.
+            like: An array; a new array with its shape gets its sharding, and its memory layout if the checkpoint has
+                none.
         """
 
     def values(
@@ -115,80 +115,83 @@ class Loading(Protocol):
         rules: Rules = HANDED_OVER,
         like: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """What `value` gives for each of many parts, found all at once where nothing is odd about any.
+        """Returns the results of `value` for many parts, all at once if none is unusual.
 
         Args:
             stored: The parts, by name.
-            live: The present values by the same names, of those that there are. A part may be an array or a dict of
-                such.
-            at: Where they all stand.
-            rules: As for `value`, for each of them.
-            like: As for `value`, by the same names.
+            live: The current values by the same names, as far as they exist. A part may be an array or a dict of
+                arrays.
+            at: The path of all of them.
+            rules: As in `value`, for each of them.
+            like: As in `value`, by the same names.
         """
 
     def spec_of(self, stored: Skeleton) -> ArraySpec | None:
-        """What the stored array is that a node refers to; None if it refers to none."""
+        """Returns the description of the stored array that a node refers to; None if it refers to none."""
 
     def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
-        """The parts of a stored dict whose keys are plain strings.
+        """Returns the parts of a stored dict whose keys are plain strings.
 
         Raises:
             FormatError: If something else is stored there.
         """
 
     def wants(self, *at: str) -> bool:
-        """Whether what stands there is to be restored at all; everything is, unless a part was asked for."""
+        """Returns True if that path is to be restored; everything is, unless a part was requested."""
 
     def complete(self, value: Any) -> Any:
-        """A value of `value`, when all arrays have been read: with arrays in the places of what had to stand for them.
+        """Returns a value of `value`, after all arrays have been read: with arrays instead of their replacements.
 
-        Arrays that can be changed stand there from the beginning. A dict or a list is changed where it is.
+        Arrays that can be changed are in it from the beginning. A dict or a list is changed in place.
         """
 
     def put(self, live: Any, value: Any) -> Any:
-        """Puts a value of `value` in the place of a live one, when all arrays have been read.
+        """Replaces a live value by one of `value`, after all arrays have been read.
 
         Returns:
             The value from now on: `live` itself if it could be changed, otherwise the new value.
         """
 
     def name(self, *at: str) -> str:
-        """The path for a list in `differences` or for a message."""
+        """Returns the path for a list in `differences` or for a message."""
 
     @property
     def differences(self) -> Differences:
-        """Where differences that the adapter finds by itself are noted."""
+        """The differences, to which the adapter adds those that it finds."""
 
 
 class _Refusal(NamedTuple):
-    """Why objects of a class cannot be saved, and what to use in their place."""
+    """Why objects of a class cannot be saved, and what to use instead."""
 
     text: str
     hint: str
 
 
 _FULLY_SHARD: Final = (
-    "Use fully_shard (FSDP2), from torch.distributed.fsdp: its shards say where they belong, and are restored on any "
-    "number of workers."
+    "Use fully_shard (FSDP2) from torch.distributed.fsdp: its shards record where they belong, and can be "
+    "restored on any number of workers."
 )
-_OWN_FORM: Final = "divides state among the workers in a form of its own"
+_OWN_FORM: Final = "splits its state among the workers in its own format"
 _DEEPSPEED: Final = _Refusal(
-    _OWN_FORM, "Save it with the engine's own save_checkpoint, or divide model and optimizer with fully_shard (FSDP2)."
+    _OWN_FORM,
+    "Save it with the engine's own save_checkpoint, or shard the model and the optimizer with fully_shard (FSDP2).",
 )
 _MEGATRON: Final = _Refusal(
-    _OWN_FORM, "Save it with Megatron's own save_checkpoint, or divide model and optimizer with fully_shard (FSDP2)."
+    _OWN_FORM,
+    "Save it with Megatron's own save_checkpoint, or shard the model and the optimizer with fully_shard (FSDP2).",
 )
 
 FSDP1: Final = _Refusal(
-    "(FSDP1) has a flat piece of the parameters on each worker, which does not say where it belongs", _FULLY_SHARD
+    "(FSDP1) holds a flat piece of the parameters on each worker, which does not record where it belongs", _FULLY_SHARD
 )
 
 _REFUSED: Final[Mapping[tuple[str, str], _Refusal]] = MappingProxyType(
     {
         ("torch", "FullyShardedDataParallel"): FSDP1,
         ("torch", "ZeroRedundancyOptimizer"): _Refusal(
-            "has the state of other parameters on each worker",
-            "Use fully_shard (FSDP2), which divides the optimizer's state too, or the optimizer itself without it.",
+            "holds the state of different parameters on each worker",
+            "Use fully_shard (FSDP2), which shards the optimizer's state too, or use the optimizer without this "
+            "wrapper.",
         ),
         ("deepspeed", "DeepSpeedEngine"): _DEEPSPEED,
         ("deepspeed", "DeepSpeedZeroOptimizer"): _DEEPSPEED,
@@ -198,8 +201,10 @@ _REFUSED: Final[Mapping[tuple[str, str], _Refusal]] = MappingProxyType(
         ("megatron", "ChainedOptimizer"): _MEGATRON,
     }
 )
-"""By package and class, wrappers whose state on each worker is another part, which nothing in it says. (By name: that
-of no framework is imported for it.)"""
+"""By package and class, wrappers whose state on each worker is a different part, without a description. (By name, so
+that
+no framework is imported for it.)
+"""
 
 
 def refuse_type(cls: type, path: str) -> None:
@@ -215,18 +220,18 @@ def refuse_type(cls: type, path: str) -> None:
 
 
 def make_refusal(refusal: _Refusal, name: str, path: str) -> UnsupportedValueError:
-    """The error for an object of that name."""
+    """Returns the error for an object of that name."""
     return UnsupportedValueError(f"{path}: {name} {refusal.text}, and cannot be saved", path=path, hint=refusal.hint)
 
 
 class Replication(NamedTuple):
-    """How the plain arrays of an object's state lie with the workers.
+    """The replication of the plain arrays of an object's state over the workers.
 
     Attributes:
         holders: The ranks of the workers that hold them; None for all workers.
         trained: The live arrays among them that training keeps equal on these workers; None for all of them.
-        is_trained: Whether those can only differ by a mistake: parameters, and the state of their optimizer.
-        renewed: The live arrays among the others that are given to all by the first worker, or may well differ.
+        is_trained: True if those can only differ by a mistake: parameters, and the state of their optimizer.
+        renewed: The live arrays among the others that the first worker broadcasts, or that may well differ.
     """
 
     holders: Sequence[int] | None = None
@@ -236,13 +241,13 @@ class Replication(NamedTuple):
 
 
 class Oversights(NamedTuple):
-    """What a program seems to have forgotten of an object; empty where it has forgotten nothing.
+    """Things that a program seems to have forgotten about an object; empty if there are none.
 
     Attributes:
         lack: What the object lacks after a restore.
-        draws: What of the object draws from the generators that the whole process shares.
-        find_loss: Says of a save that is made when it is called what of the object's work that leaves out, "" if
-            nothing; None where there never is such a thing. It may compare with the moment when it was made.
+        draws: The part of the object that draws from the generators that the whole process shares.
+        find_loss: Describes what a save now would lose of the object's work, "" if nothing; None if that never happens.
+            It may compare with the moment when it was created.
         trains: The live parameters that the object changes, as an optimizer does.
         holds: The live parameters that are its own state, as a module's.
     """
@@ -259,9 +264,9 @@ class Readable(enum.Enum):
 
     Attributes:
         ALWAYS: At any time.
-        LATER: Once the object has been prepared or used; before that, its state may be another one, or none.
-        WHEN_SAVED: When it is saved, and otherwise only where nothing else will do: to read it may change the object. A
-            loader of data may start its workers, or draw random numbers.
+        LATER: Once the object has been prepared or used; before that, its state may differ, or be missing.
+        WHEN_SAVED: When it is saved, and otherwise only if there is no other way, because reading may change the
+            object. A data loader may start its workers, or draw random numbers.
     """
 
     ALWAYS = "always"
@@ -273,12 +278,12 @@ class Adapter:
     """Reads the state of one kind of object and puts it back. Adapters hold no state of their own.
 
     Attributes:
-        kind: A name that is stored; state goes back only to an object whose adapter has the same.
+        kind: The stored name; state goes back only to an object whose adapter has the same.
         last: True for objects that the loading of others may disturb, such as random generators.
-        is_per_worker: True for objects whose state is each worker's own.
-        knows_wrappers: True to serve also what only says that it is of a class which the adapter serves.
-        follow_optimizers: For objects that optimizers train: has a function called with each optimizer that has
-            stepped, whichever it is, on the thread that stepped it; returns what ends that.
+        is_per_worker: True for objects whose state differs per worker.
+        knows_wrappers: True to serve also objects that only claim to be of a class which the adapter serves.
+        follow_optimizers: For objects that optimizers train: calls a function with each optimizer that has stepped, on
+            the thread that stepped it; returns a function that ends that.
     """
 
     kind: str = ""
@@ -288,10 +293,10 @@ class Adapter:
     follow_optimizers: Callable[[Callable[[Any], None]], Callable[[], None]] | None = None
 
     def check(self, obj: Any, path: str) -> None:
-        """Makes sure that an object is not of those whose state says less than it means.
+        """Checks that an object is not one whose state is incomplete.
 
         Raises:
-            UnsupportedValueError: If it is, or holds such; `path` says where it stands.
+            UnsupportedValueError: If it is, or contains one; `path` is its path.
         """
         refuse_type(type(obj), path)
 
@@ -302,76 +307,74 @@ class Adapter:
             prepare()
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
-        """The state, as a tree of values."""
+        """Returns the state, as a tree of values."""
         raise NotImplementedError  # Each kind of object has its own. Not abstract: a plain Adapter() prepares others.
 
     def readable(self, obj: Any) -> Readable:
-        """When `state_of` may be called: once it is prepared, for an object that asks for that."""
+        """Returns when `state_of` may be called: once it is prepared, for an object that asks for that."""
         return Readable.LATER if callable(getattr(obj, "prepare_for_checkpoint", None)) else Readable.ALWAYS
 
     def replication_of(self, obj: Any) -> Replication:
-        """Which workers hold the plain arrays of an object's state, and which of these training keeps equal."""
+        """Returns which workers hold the plain arrays of an object's state, and which of these training keeps equal."""
         return Replication()
 
     def gives_batches(self, obj: Any, path: str) -> bool:
-        """Whether the object's own state is a place in the data, which moves when a batch is taken from the object.
+        """Returns True if the object's own state is a position in the data, which moves when a batch is taken from it.
 
         Args:
             obj: The object.
-            path: What it is called in an error.
+            path: Its name in an error.
 
         Raises:
-            UnsupportedValueError: If it has a place in the data that cannot be kept.
+            UnsupportedValueError: If it has a position in the data that cannot be saved.
         """
         return False
 
     def oversights_of(self, obj: Any) -> Oversights:
-        """What a restart is likely to lack although the object is kept."""
+        """Returns what a restart is likely to lack although the object is saved."""
         return Oversights()
 
     def before_step(
         self, obj: Any, call: Callable[[object], None], *, is_own: bool = False
     ) -> Callable[[], None] | None:
-        """Has `call` called with whatever steps before each step of the object, which must not begin before it returns.
+        """Lets `call` be called with the stepping object before each step, which must not begin before it returns.
 
         Args:
             obj: The object.
-            call: What is called.
-            is_own: True to have it called for the steps that the object itself takes, and for no others that change the
-                same arrays.
+            call: The function to call.
+            is_own: True for the steps that the object itself takes, and for no others that change the same arrays.
 
         Returns:
-            What ends that, or None for an object that has no steps which could wait.
+            A function that ends that, or None for an object without such steps.
         """
         return None
 
     def stepped_arrays(self, obj: Any) -> list[Any]:
-        """The live arrays that nothing but the object's own step changes; only asked where `before_step` works."""
+        """Returns the live arrays that only the object's own step changes; only used if `before_step` works."""
         return []
 
     def awaited_bytes(self, obj: Any) -> int:
-        """By how much the object's state will have grown once the object has been used, as far as can be told."""
+        """Returns by how much the object's state will grow once the object has been used, as far as that is known."""
         return 0
 
     def begin_anew(self, obj: Any, stored: Skeleton, worker: Worker) -> Callable[[], None] | None:
-        """What to do with state of each worker's own that was stored by a job of another number of workers.
+        """Handles per-worker state that was stored by a job with another number of workers.
 
         Args:
             obj: The object.
-            stored: What one of those workers had stored.
+            stored: The state of one of those workers.
             worker: This worker.
 
         Returns:
-            What gives the object a state that differs from that of all other workers, or None to leave it as it is.
+            A function that gives the object a state that differs from that of all other workers, or None to leave it.
         """
         return None
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
-        """Compares what is stored with the object, which is not changed.
+        """Compares the stored state with the object, which is not changed.
 
         Returns:
-            What puts the state into the object. It is called after the arrays of `loading.value` have been filled,
-            or never.
+            A function that puts the state into the object. It is called after all arrays have been filled, or never.
         """
         raise NotImplementedError  # As for `state_of`.
 
@@ -388,15 +391,15 @@ class StateAdapter(Adapter):
         last: bool = False,
         compare: bool = True,
     ) -> None:
-        """Makes one.
+        """Creates an adapter.
 
         Args:
-            kind: The name that is stored, such as `torch.dataloader`.
+            kind: The stored name, such as `torch.dataloader`.
             read: Takes the object, returns its state.
             write: Takes the object and a state.
-            last: Whether the object is put back after all others.
-            compare: Whether the stored state is held against the present one. Without it nothing that is stored can
-                differ, and the present state is not read; values that need a live template are not found then.
+            last: True to put the object back after all others.
+            compare: True to compare the stored state with the current one. Otherwise nothing can differ, and the
+                current state is not read; values that need a live template are not found then.
         """
         self.kind = kind
         self.last = last
@@ -405,11 +408,11 @@ class StateAdapter(Adapter):
         self._compare = compare
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
-        """What `read` returns."""
+        """Returns the result of `read`."""
         return self._read(obj)
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
-        """Hands the stored state to `write`."""
+        """Passes the stored state to `write`."""
         live = self._read(obj) if self._compare or not loading.wants() else None
         state = loading.value(stored, live)
         return lambda: void(self._write(obj, loading.complete(state)))
@@ -418,11 +421,11 @@ class StateAdapter(Adapter):
 class StateDictAdapter(StateAdapter):
     """Serves any object that has `state_dict` and `load_state_dict`.
 
-    A restore hands over what is stored and does not ask the object for its present state, unless it cannot do without.
+    A restore passes the stored state on and does not ask the object for its current state, unless it must.
     """
 
     def __init__(self, *, may_change: bool = True) -> None:
-        """Makes one.
+        """Creates an adapter.
 
         Args:
             may_change: False for classes that `state_dict` is known not to change.
@@ -431,20 +434,20 @@ class StateDictAdapter(StateAdapter):
         self._may_change = may_change
 
     def readable(self, obj: Any) -> Readable:
-        """See `Adapter`. What `state_dict` does is not known, unless the class is."""
+        """See `Adapter`. The effect of `state_dict` is not known, unless the class is."""
         return Readable.WHEN_SAVED if self._may_change else super().readable(obj)
 
     def gives_batches(self, obj: Any, path: str) -> bool:
-        """See `Adapter`: what is iterated and is no collection."""
+        """See `Adapter`: True for iterables that are not collections."""
         cls = type(obj)
         return hasattr(cls, "__next__") or (hasattr(cls, "__iter__") and not hasattr(cls, "__getitem__"))
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Prepares `load_state_dict`.
 
-        The present state is read where a part alone is restored, and where what is stored holds other objects, or
-        types that only a live value can name. It is also read where arrays are stored, since it says on which device
-        they belong; but not that of an object which can be iterated: it may begin to load data when it is asked.
+        The current state is read if only a part is restored, and if the stored state contains other objects, or types
+        that only a live value can name. It is also read if arrays are stored, because it tells their device; but not
+        for an iterable object: that may begin to load data.
         """
         tags = set(find_tags(stored))
         needs_types = any(tag in NAMED and type_named(str(name)) is None for tag, name in tags)

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import gc
-import operator
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
-import msgspec
+from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError, UnsupportedValueError
 from holdfast.format.codecs import name_of
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
+from holdfast.format.shapes import Box
 from holdfast.state.adapters import Adapter, CaptureContext, Readable
+from holdfast.state.array_look import look_at
+from holdfast.state.capture_cache import (
+    LEAST_PARTS,
+    CachedTree,
+    CaptureCache,
+    CapturedLeaf,
+    LeafOrigin,
+    TreeParts,
+    TreeShape,
+    find_pattern,
+    find_sources,
+    list_branches,
+    take,
+    try_renew,
+)
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Sharding
 from holdfast.state.registry import (
     NodeParts,
@@ -31,88 +47,6 @@ from holdfast.state.registry import (
     sharder_of_type,
 )
 from holdfast.state.shard_ownership import ShardOwnership
-
-LEAST_ARRAYS: Final = 32
-"""Smaller containers are looked at array by array, which takes no longer."""
-
-
-class CachedContainer(msgspec.Struct, frozen=True):
-    """A container of nothing but arrays of one library, as it looked when its state was last taken.
-
-    It is a dict or a list of arrays, or of dicts of arrays, as optimizers have for each parameter. It holds none of the
-    arrays, so it keeps nothing alive.
-
-    Attributes:
-        keys: Its keys, as `keys_of` gives them.
-        count: How many values it has, those of its dicts among them.
-        types: The arrays' classes.
-        backend: Their library.
-        fingerprint: What `ArrayBackend.fingerprint` said of them.
-        names: Their leaves' names.
-        specs: What they are.
-        addresses: Where they lie.
-        memories: What tells their memory from any other.
-        node: What the container was written as.
-    """
-
-    keys: object
-    count: int
-    types: frozenset[type]
-    backend: ArrayBackend
-    fingerprint: object
-    names: list[str]
-    specs: list[ArraySpec]
-    addresses: list[int]
-    memories: list[Hashable]
-    node: Node
-
-    def try_arrays(self, container: dict[Any, Any] | list[Any]) -> list[Any] | None:
-        """The arrays of a container that looks just like this one did, or None."""
-        if keys_of(container) != self.keys:
-            return None
-        arrays = arrays_of(container)
-        if not self.types.issuperset(map(type, arrays)) or try_fingerprint(self.backend, arrays) != self.fingerprint:
-            return None
-        return arrays
-
-
-def keys_of(container: dict[Any, Any] | list[Any]) -> object:
-    """**Pure.** What a container's parts are called, and those of the dicts in it: equal for two only if all are."""
-    outer = list(container) if isinstance(container, dict) else len(container)
-    parts = _parts_of(container)
-    if dict not in set(map(type, parts)):
-        return outer
-    return outer, [list(part) if type(part) is dict else None for part in parts]
-
-
-def arrays_of(container: dict[Any, Any] | list[Any]) -> list[Any]:
-    """**Pure.** The parts of a container; where one is a dict, its parts."""
-    parts = _parts_of(container)
-    if dict not in set(map(type, parts)):
-        return list(parts)
-    return [leaf for part in parts for leaf in (part.values() if type(part) is dict else (part,))]
-
-
-def dicts_in(container: dict[Any, Any] | list[Any], node: Node) -> Iterator[Node]:
-    """**Pure.** The nodes of the dicts in a container, whose own node is given."""
-    nodes = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return (own for part, own in zip(_parts_of(container), nodes, strict=True) if type(part) is dict)
-
-
-def _parts_of(container: dict[Any, Any] | list[Any]) -> Collection[Any]:
-    return container.values() if isinstance(container, dict) else container
-
-
-def try_fingerprint(backend: ArrayBackend, arrays: Sequence[Any]) -> object:
-    """What the library says of the arrays, or None where it has nothing to say."""
-    try:
-        return backend.fingerprint(arrays)
-    except Exception:  # noqa: BLE001  Whatever is wrong with an array comes out when it is looked at by itself.
-        return None
-
-
-CaptureCache: TypeAlias = dict[str, CachedContainer]
-"""By path, the long containers of the objects that are captured again and again, as they looked at the last capture."""
 
 
 @contextmanager
@@ -147,7 +81,7 @@ def capture_objects(
 
     Args:
         objects: The objects by name.
-        captures: What earlier captures of the same objects have left.
+        captures: What earlier captures of the same objects have left, or None to look at each leaf anew.
         hold: Asked for each object with an adapter whether its next step will wait; then the arrays that nothing but
             that step changes are noted as held.
         worker: Which worker this is.
@@ -163,17 +97,21 @@ def capture_objects(
                 (adapter or _ANY).check(obj, path)
                 (adapter or _ANY).prepare(obj)
         context = CaptureContext(objects, list_members)
-        sharing = ShardOwnership(worker, check_replicas=check_replicas)
-        capturing = _Capturing(context, {} if captures is None else captures, sharing)
+        sharing = ShardOwnership(
+            worker, check_replicas=check_replicas, groups=None if captures is None else captures.groups
+        )
+        capturing = _Capturing(context, captures, sharing)
         skeletons: dict[str, Node] = {}
         for name, obj in objects.items():
             sharing.holders = holders.get(name, range(worker.world_size))
             skeletons[name] = capturing.encode(obj, escape(name))
+        stepped: list[Any] = []
         for _, obj in context.members if hold is not None else ():
             adapter = adapter_of(obj)
             if hold is not None and adapter is not None and hold(obj, adapter):
-                capturing.note_held(adapter.stepped_arrays(obj))
-        return capturing.captured(skeletons)
+                stepped += adapter.stepped_arrays(obj)
+        captured = capturing.captured(skeletons)
+        return replace(captured, held=frozenset(capturing.find_held(stepped))) if stepped else captured
 
 
 def check_capture(
@@ -194,7 +132,7 @@ def check_capture(
         UnsupportedValueError: If something cannot be stored.
     """
     with gc_paused():
-        sharing = ShardOwnership(worker)
+        sharing = ShardOwnership(worker, groups=captures.groups)
         trial = _Trial(CaptureContext(objects, list_members), captures, sharing)
         for name, obj in objects.items():
             sharing.holders = holders.get(name, range(worker.world_size))
@@ -213,28 +151,15 @@ def check_objects(objects: Mapping[str, object]) -> None:
 
 
 _ANY = Adapter()
-
-
-class _Shared(NamedTuple):
-    """A leaf of which other workers may have a part, or all: its name, and the places of its arrays, and replicas."""
-
-    name: str
-    written: range
-    replicas: range
+_CONTAINERS: Final = frozenset({dict, list})
 
 
 class _Capturing(Encoder):
     """Encodes values, and adds arrays and objects with state."""
 
-    def __init__(self, context: CaptureContext, captures: CaptureCache, sharing: ShardOwnership) -> None:
+    def __init__(self, context: CaptureContext, captures: CaptureCache | None, sharing: ShardOwnership) -> None:
         super().__init__()
         self._sharing = sharing
-        # By library and memory: a leaf that is not simply one array.
-        self._shared: dict[Hashable, _Shared] = {}
-        # The places of what is held.
-        self._held: set[int] = set()
-        # What was looked at: another array might get the identity of one that is gone.
-        self._kept: list[Sharding] = []
         self._context = context
         self._cache = captures
         self._columns = Captured([], [], [], [], [], {})
@@ -244,15 +169,27 @@ class _Capturing(Encoder):
         self._is_coding = False
         # How many nodes of a framework's trees it is in.
         self._nodes_open = 0
-        # By library: for each memory, the place of its leaf in the columns.
-        self._by_memory: dict[str, dict[Hashable, int]] = {}
-        self._memories: list[Hashable] = []
-        self._addresses: set[int | None] = set()
-        # Containers that were taken whole and are not in `_by_memory` yet, each with the place of its first leaf.
-        self._unindexed: list[tuple[int, CachedContainer]] = []
+        # By library and memory: its leaf.
+        self._leaves: dict[Hashable, CapturedLeaf] = {}
+        # By the identity of an array that was looked at by itself, and the array, which keeps its identity so.
+        self._looked_at: dict[int, tuple[Any, CapturedLeaf]] = {}
+        # For each leaf's array where it comes from: an array as it stands in a tree, and what was cut of that.
+        self._origins: list[tuple[Any, tuple[Box, ...]] | None] = []
+        # For each replica the array that stands in a tree.
+        self._replicated: list[Any] = []
+        # Whether the tree that it is in is to be remembered as a whole, and whether a name was taken already.
+        self._is_remembering = False
+        self._has_renamed = False
+        # Trees that were taken as they were, with what stands in them and what became of it; those behind the first
+        # are in `_leaves` already.
+        self._taken: list[tuple[list[Any], list[CapturedLeaf]]] = []
+        self._indexed = 0
+        # Where the memory begins of all arrays that were met, but for the last ones.
+        self._met: set[int] = set()
+        self._not_met: list[Any] = []
 
     def captured(self, skeletons: dict[str, Node]) -> Captured:
-        """All that was taken."""
+        """All that was taken; nothing of it is held."""
         columns = self._columns
         sharing = self._sharing
         return Captured(
@@ -262,39 +199,53 @@ class _Capturing(Encoder):
             columns.addresses,
             columns.backends,
             skeletons,
-            frozenset(self._held),
+            frozenset(),
             tuple(sharing.boxes),
             tuple(sharing.elsewhere),
             sharing.worker,
             tuple(sharing.replicas),
             loose=frozenset(sharing.loose),
             own=frozenset(name for name, obj in self._context.objects.items() if _is_own(obj)),
-            compared=tuple(sharing.compared),
+            compared=tuple(sharing.compared) if sharing.checks_replicas else (),
             strides=tuple(sharing.strides),
             quantizers=tuple(sharing.quantizers),
         )
 
-    def note_held(self, arrays: list[Any]) -> None:
-        """Those leaves are held whose memory one of the arrays shows, as the leaf shows it."""
-        for array in arrays:
+    def find_held(self, arrays: list[Any]) -> set[int]:
+        """The places of those leaves whose memory one of the arrays shows, as the leaf shows it."""
+        known = {key: written for key, (_, written) in self._looked_at.items()}
+        for own, written in self._taken:
+            known.update(zip(map(id, own), written, strict=True))
+        found = list(map(known.get, map(id, arrays)))
+        others = [array for array, written in zip(arrays, found, strict=True) if written is None]
+        while others:
+            array = others.pop()
             if is_made_of_tensors(type(array)):
-                self.note_held([part for _, part in parts_of(array)])
-                continue
-            sharder, backend = sharder_of_type(type(array)), backend_of(array)
-            if sharder is not None:
-                look = sharder.look(array, "", self._sharing.worker)
-                self._hold(self._shared.get((look.backend.name, look.memory)))
-            elif backend is not None:
-                memory = backend.alias_key(array)
-                place = self._find_place(backend, memory, backend.address(array))
-                if place is not None:
-                    self._held.add(place)
-                else:
-                    self._hold(self._shared.get((backend.name, memory)))
+                others += [part for _, part in parts_of(array)]
+            elif sharder_of_type(type(array)) is not None or backend_of(array) is not None:
+                found.append(self._find(array, self._memory_of(array)))
+        return set(chain.from_iterable(written.arrays for written in found if written is not None))
 
-    def _hold(self, shared: _Shared | None) -> None:
-        if shared is not None:
-            self._held.update(shared.written)
+    def _memory_of(self, array: Any) -> Hashable:
+        """What tells the memory of an array, as it is looked at in an object, from any other."""
+        sharder = sharder_of_type(type(array))
+        if sharder is not None:
+            look = sharder.look(array, "", self._sharing.worker)
+            return look.backend.name, look.memory
+        backend = backend_of(array)
+        assert backend is not None  # It was found to be an array.
+        return backend.name, backend.alias_key(array)
+
+    def _find(self, array: Any, memory: Hashable) -> CapturedLeaf | None:
+        """What became of the memory of an array, if it was met before."""
+        if self._indexed < len(self._taken):
+            # Those trees are entered one array at a time only where it may be one of theirs, which is seldom.
+            look = look_at([array])
+            if look is None or not self._met.isdisjoint(look.keys):
+                for own, written in self._taken[self._indexed :]:
+                    self._leaves.update(zip(map(self._memory_of, own), written, strict=True))
+                self._indexed = len(self._taken)
+        return self._leaves.get(memory)
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
         """The node of a value; arrays are looked for first, since there may be very many."""
@@ -302,47 +253,51 @@ class _Capturing(Encoder):
         backend = self._backends.get(cls)
         if backend is None:
             sharing = self._sharing
-            is_long = (cls is dict or cls is list) and len(value) >= LEAST_ARRAYS
-            if is_long and depth <= MAX_DEPTH and sharing.worker.is_alone:
-                return self._encode_long(value, path, depth)
+            if (cls is dict or cls is list) and self._cache is not None and not self._is_remembering:
+                return self._encode_tree(self._cache, value, path, depth)
             if cls in ENCODERS:
                 return super().encode(value, path, depth)
             sharder = sharder_of_type(cls)
             if sharder is not None:
-                return self._encode_shared(sharder.look(value, path, sharing.worker), path)
+                return self._encode_shared(value, sharder.look(value, path, sharing.worker), path)
             backend = backend_of_type(cls)
             if backend is None:
                 return super().encode(value, path, depth)
             if sharing.worker.is_alone:
                 self._backends[cls] = backend
             elif not sharing.is_own:
-                return self._encode_shared(sharing.look(value, backend, path), path)
+                return self._encode_shared(value, sharing.look(value, backend, path), path)
         return {"$": "array", "k": backend.name, "v": self._leaf(value, backend, path)}
 
-    def _encode_shared(self, sharding: Sharding, path: str) -> Node:
+    def _encode_shared(self, value: Any, sharding: Sharding, path: str) -> Node:
         """The node of an array of which other workers may have a part, or all."""
-        if self._sharing.is_own and any(local.holders is not None for local in sharding.boxes):
+        sharing = self._sharing
+        if sharing.is_own and any(local.holders is not None for local in sharding.boxes):
             raise unsupported(path, "a sharded array within PerWorker", "What workers share is no worker's own.")
         if sharding.is_abstract:
             raise unsupported(path, "a shape without values", "Restore into it, or put an array there.")
         backend = sharding.backend
-        known = self._shared.get((backend.name, sharding.memory))
+        known = self._find(value, (backend.name, sharding.memory))
         if known is None:
-            own = self._by_memory.get(backend.name, {}).get(sharding.memory)
-            if own is not None:
-                raise _in_both(path, self._columns.names[own])
             leaf = self._unique(path)
             self._names.add(leaf)
-            self._kept.append(sharding)
-            first, replica = len(self._columns.names), len(self._sharing.replicas)
-            for name, spec, array in self._sharing.choose(leaf, sharding, path):
-                self._add(name, spec, array, backend.address(array), backend, sharding.memory)
-            written = range(first, len(self._columns.names))
-            known = _Shared(leaf, written, range(replica, len(self._sharing.replicas)))
-            self._shared[(backend.name, sharding.memory)] = known
+            first, replica = len(self._columns.names), len(sharing.replicas)
+            for name, spec, array, cuts in sharing.choose(leaf, sharding, path):
+                self._add(name, spec, array, backend.address(array), backend, (value, cuts))
+            written = CapturedLeaf(leaf, range(first, len(self._columns.names)), range(replica, len(sharing.replicas)))
+            self._leaves[backend.name, sharding.memory] = known = written
+        elif known.is_own:
+            raise _in_both(path, known.leaf)
         else:
-            self._sharing.note_alias(path, known.replicas)
-        return {"$": "array", "k": backend.name, "v": known.name}
+            sharing.note_alias(path, known.replicas)
+        self._note(value, known)
+        return {"$": "array", "k": backend.name, "v": known.leaf}
+
+    def _note(self, value: Any, written: CapturedLeaf) -> None:
+        """Notes what became of an array that was looked at by itself."""
+        self._looked_at.setdefault(id(value), (value, written))
+        self._not_met.append(value)
+        self._replicated += [value] * (len(self._sharing.replicas) - len(self._replicated))
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
         """The node of an object with state."""
@@ -366,7 +321,7 @@ class _Capturing(Encoder):
             state = self._state_of(value, adapter, path)
             if not sharing.worker.is_alone:
                 # Only now: to be asked for its state may change how an object holds it.
-                sharing.enter(adapter.replication_of(value))
+                sharing.enter(adapter.replication_of(value), path)
             return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
         finally:
             sharing.is_own, sharing.holders, sharing.trained, sharing.renewed, sharing.is_trained = outer
@@ -423,79 +378,94 @@ class _Capturing(Encoder):
                 hint="See the cause above: it was raised by the object itself.",
             ) from error
 
-    def _encode_long(self, value: dict[Any, Any] | list[Any], path: str, depth: int) -> Node:
-        """The node of a long container: as it was, if it looks as it did and its leaves are nobody else's."""
-        columns = self._columns
-        cached = self._cache.get(path)
-        arrays = cached.try_arrays(value) if cached is not None else None
-        if (
-            cached is not None
-            and arrays is not None
-            and self._addresses.isdisjoint(cached.addresses)
-            and self._names.isdisjoint(cached.names)
-        ):
-            self.count(cached.count, path)
-            self._unindexed.append((len(columns.names), cached))
-            self._names.update(cached.names)
-            self._addresses.update(cached.addresses)
-            self._memories += cached.memories
-            columns.names.extend(cached.names)
-            columns.specs.extend(cached.specs)
-            columns.arrays.extend(arrays)
-            columns.addresses.extend(cached.addresses)
-            columns.backends.extend([cached.backend] * len(arrays))
-            return cached.node
-        first = len(columns.names)
-        node = super().encode(value, path, depth)
-        self._remember_long(value, path, first, node)
+    def _encode_tree(self, cache: CaptureCache, value: Any, path: str, depth: int) -> Node:
+        """The node of a dict or a list: as it was, if all is as it was; otherwise it is remembered, if it can be."""
+        parts = value.values() if type(value) is dict else value
+        is_small = len(value) < LEAST_PARTS and _CONTAINERS.isdisjoint(map(type, parts))
+        if is_small or (id(value), depth) in self._written or depth > MAX_DEPTH:
+            return super().encode(value, path, depth)
+        found = cache.try_take(path, value)
+        node = None if found is None else self._try_replay(*found, path, depth)
+        if node is not None:
+            return node
+        branch = cache.try_plan(path, value, depth)
+        if branch is None:
+            return super().encode(value, path, depth)
+        contents = TreeParts()
+        self._is_remembering = True
+        try:
+            if not take(branch, value, contents) or len(contents.arrays) + len(contents.scalars) < LEAST_PARTS:
+                return super().encode(value, path, depth)
+            recording = _Recording(self, cache, branch, contents)
+            node = super().encode(value, path, depth)
+            recording.keep(path, depth)
+        finally:
+            self._is_remembering = False
         return node
 
-    def _remember_long(self, value: dict[Any, Any] | list[Any], path: str, first: int, node: Node) -> None:
-        """Remembers a container if it holds plain arrays of one library, each with a leaf of its own, and no more."""
-        columns = self._columns
-        addresses = [address for address in columns.addresses[first:] if address is not None]
-        self._cache.pop(path, None)
-        arrays = arrays_of(value)
-        if not len(arrays) == len(addresses) == len(columns.names) - first > 0 or "$" in node:
-            return
-        dicts = list(dicts_in(value, node))
-        if any("$" in own for own in dicts):
-            return  # Of keys that are equal, 1 and True say, only text is written alike.
-        backends = columns.backends[first:]
-        if any(map(operator.is_not, arrays, columns.arrays[first:])) or any(one is not backends[0] for one in backends):
-            return
-        if any(spec.strides or spec.quantizer for spec in columns.specs[first:]):
-            return  # What an index says of such a leaf is noted where it is looked at by itself.
-        fingerprint = try_fingerprint(backends[0], arrays)
-        if fingerprint is not None:
-            self._cache[path] = CachedContainer(
-                keys_of(value),
-                len(arrays) + len(dicts),
-                frozenset(map(type, arrays)),
-                backends[0],
-                fingerprint,
-                columns.names[first:],
-                columns.specs[first:],
-                addresses,
-                self._memories[first:],
-                node,
-            )
+    def _try_replay(self, cached: CachedTree, contents: TreeParts, path: str, depth: int) -> Node | None:
+        """Adds a tree with such contents just as it was captured before; None if that would be wrong."""
+        sharing, columns = self._sharing, self._columns
+        containers = contents.containers
+        if cached.context != self._conditions(depth) or len(set(map(id, containers))) < len(containers):
+            return None
+        look = look_at(contents.arrays)
+        if look is None or look.marks != cached.marks or find_pattern(look.keys) != cached.pattern:
+            return None
+        if not self._names.isdisjoint(cached.taken) or not self._are_new(look.keys):
+            return None
+        nodes = try_renew(cached, contents)
+        if nodes is None:
+            return None
+        self.count(cached.sizes[0], path)
+        cached.scalars, cached.nodes = contents.scalars, nodes
+        self._taken.append((contents.arrays, cached.written_from(len(columns.names), len(sharing.replicas))))
+        self._met.update(look.keys)
+        self._names |= cached.taken
+        self._origins += [None] * len(cached.names)
+        self._replicated += [None] * len(cached.replicas)
+        arrays, addresses = cached.find_arrays(look)
+        columns.names.extend(cached.names)
+        columns.specs.extend(cached.specs)
+        columns.arrays.extend(arrays)
+        columns.addresses.extend(addresses)
+        columns.backends.extend(cached.backends)
+        cached.add_to(sharing, look)
+        keys = zip(map(id, containers), (depth + inner for inner in cached.depths), strict=True)
+        self._written.update(zip(keys, zip(containers, nodes, cached.sizes, strict=True), strict=True))
+        return nodes[0]
+
+    def _are_new(self, keys: list[int]) -> bool:
+        """Whether no memory that begins at one of these addresses was met before."""
+        if self._not_met:
+            look = look_at(self._not_met)
+            if look is None:
+                return False
+            self._met.update(look.keys)
+            self._not_met.clear()
+        return self._met.isdisjoint(keys)
+
+    def _conditions(self, depth: int) -> tuple[object, ...]:
+        """What the capture of a tree depends on beside the tree."""
+        of = self._sharing
+        return depth, of.worker, of.is_own, of.holders, of.is_trained, of.trained, of.renewed
 
     def _leaf(self, array: Any, backend: ArrayBackend, path: str) -> str:
         spec = backend.spec(array, path)
-        memory = backend.alias_key(array)
-        address = backend.address(array)
-        place = self._find_place(backend, memory, address)
-        shared = self._shared.get((backend.name, memory))
-        if shared is not None:
-            raise _in_both(path, shared.name)
-        if place is None:
-            name = self._unique(path)
-            self._by_memory.setdefault(backend.name, {})[memory] = len(self._columns.names)
-            self._add(name, spec, array, address, backend, memory)
-            self._sharing.note_form(name, spec)
-            return name
-        return self._columns.names[place]
+        memory = backend.name, backend.alias_key(array)
+        known = self._find(array, memory)
+        if known is not None and not known.is_own:
+            raise _in_both(path, known.leaf)
+        if known is None:
+            leaf = self._unique(path)
+            place, replica = len(self._columns.names), len(self._sharing.replicas)
+            self._leaves[memory] = known = CapturedLeaf(
+                leaf, range(place, place + 1), range(replica, replica), is_own=True
+            )
+            self._add(leaf, spec, array, backend.address(array), backend, (array, ()))
+            self._sharing.note_form(leaf, spec)
+        self._note(array, known)
+        return known.leaf
 
     def _unique(self, path: str) -> str:
         """A leaf's name: its path, if that is not taken."""
@@ -504,6 +474,7 @@ class _Capturing(Encoder):
         number = 2
         # Keys such as 1 and "1" give one path. `~2` is no escape, so a name with it is nobody's path.
         while name in self._names:
+            self._has_renamed = True
             name = f"{path}~{number}"
             number += 1
         if name == "__metadata__":
@@ -511,27 +482,85 @@ class _Capturing(Encoder):
         return name
 
     def _add(
-        self, name: str, spec: ArraySpec, array: Any, address: int | None, backend: ArrayBackend, memory: Hashable
+        self,
+        name: str,
+        spec: ArraySpec,
+        array: Any,
+        address: int | None,
+        backend: ArrayBackend,
+        origin: tuple[Any, tuple[Box, ...]],
     ) -> None:
         columns = self._columns
         self._names.add(name)
-        self._addresses.add(address)
-        self._memories.append(memory)
+        self._origins.append(origin)
         columns.names.append(name)
         columns.specs.append(spec)
         columns.arrays.append(array)
         columns.addresses.append(address)
         columns.backends.append(backend)
 
-    def _find_place(self, backend: ArrayBackend, memory: Hashable, address: int | None) -> int | None:
-        """Where in the columns the leaf of that memory stands, if it has one; enters `_unindexed` first, if need be."""
-        if self._unindexed and address is not None and address in self._addresses:
-            # It may be one of a long container's: those are entered one by one only now, since that is seldom needed.
-            for first, cached in self._unindexed:
-                places = range(first, first + len(cached.memories))
-                self._by_memory.setdefault(cached.backend.name, {}).update(zip(cached.memories, places, strict=True))
-            self._unindexed.clear()
-        return self._by_memory.get(backend.name, {}).get(memory)
+
+class _Recording:
+    """Remembers a tree, together with what its capture comes to between the making of this and `keep`."""
+
+    def __init__(self, capturing: _Capturing, cache: CaptureCache, branch: TreeShape, contents: TreeParts) -> None:
+        self._capturing, self._cache = capturing, cache
+        self._branch, self._contents = branch, contents
+        self._before = self._count()
+        capturing._has_renamed = False
+
+    def _count(self) -> list[int]:
+        capturing = self._capturing
+        return list(map(len, (capturing._columns.names, capturing._leaves, *capturing._sharing.lists())))
+
+    def keep(self, path: str, depth: int) -> None:
+        """Remembers it, unless a part of it was met before, or is out of the ordinary."""
+        capturing, contents, branch = self._capturing, self._contents, self._branch
+        sharing, columns = capturing._sharing, capturing._columns
+        first, first_leaf, box, elsewhere, replica, strides, quantizers = self._before
+        look = look_at(contents.arrays)
+        if look is None or capturing._has_renamed or len(sharing.quantizers) > quantizers:
+            return
+        branches = list_branches(branch)
+        nested = zip(contents.containers, branches, strict=True)
+        found = [capturing._written.get((id(value), depth + inner.depth)) for value, inner in nested]
+        looked_at = [capturing._looked_at.get(id(array)) for array in contents.arrays]
+        written = [one[1] for one in looked_at if one is not None]
+        leaves = {one.leaf for one in islice(capturing._leaves.values(), first_leaf, None)}
+        sources = find_sources(capturing._origins[first:], contents.arrays)
+        replicated = zip(capturing._replicated[replica:], sharing.cuts[replica:], strict=True)
+        compared = find_sources(replicated, contents.arrays)
+        is_whole = len(set(map(id, contents.containers))) == len(contents.containers)
+        if not is_whole or None in looked_at or None in found or sources is None or compared is None:
+            return
+        if not leaves.issuperset(one.leaf for one in written):
+            return
+        kinds = [None if one is None else one[0] for one in sharing.compared[replica:]]
+        addresses = columns.addresses[first:]
+        self._cache.trees[path] = CachedTree(
+            context=capturing._conditions(depth),
+            branch=branch,
+            depths=[inner.depth for inner in branches],
+            scalars=contents.scalars,
+            marks=look.marks,
+            pattern=find_pattern(look.keys),
+            begins=(first, replica),
+            written=written,
+            taken=frozenset(leaves.union(columns.names[first:])),
+            names=columns.names[first:],
+            specs=columns.specs[first:],
+            backends=columns.backends[first:],
+            sources=None if sources == [LeafOrigin(n, ()) for n in range(len(contents.arrays))] else sources,
+            has_address=None if None not in addresses else [address is not None for address in addresses],
+            boxes=sharing.boxes[box:],
+            elsewhere=sharing.elsewhere[elsewhere:],
+            replicas=sharing.replicas[replica:],
+            strides=sharing.strides[strides:],
+            loose=[leaf for leaf in leaves if leaf in sharing.loose],
+            compared=[None if kind is None else (kind, one) for kind, one in zip(kinds, compared, strict=True)],
+            nodes=[one[1] for one in found if one is not None],
+            sizes=[one[2] for one in found if one is not None],
+        )
 
 
 def is_code(value: object) -> bool:

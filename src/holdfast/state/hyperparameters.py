@@ -1,10 +1,10 @@
-"""Hyperparameters of optimizers and learning rate schedules: what the script says, and what a restore brings back.
+"""Hyperparameters of optimizers and learning rate schedules: the script's values, and the restored ones.
 
-A restore takes `lr`, `weight_decay` or `T_max` from the checkpoint, whatever the script says by now. Each checkpoint
-holds what the script said that began with them. So a value that training itself has changed (a schedule, say) is not
-taken for one that a person has changed.
+A restore takes `lr`, `weight_decay` or `T_max` from the checkpoint, regardless of the script's current values. Each
+checkpoint stores the values of the script that it began with. So a value that training itself has changed (a schedule,
+for example) is not mistaken for one that a person has changed.
 
-Optimizers are known by their `param_groups`, schedules by their `optimizer`, so that no framework is imported.
+Optimizers are recognized by their `param_groups`, schedules by their `optimizer`, so no framework is imported.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from holdfast.format.names import HYPERPARAMETERS
 from holdfast.state.registry import find_stateful
 
 Settings: TypeAlias = dict[str, list[Any]]
-"""By hyperparameter the value of each group of an optimizer; one value alone if all groups have the same."""
+"""By hyperparameter the value of each group of an optimizer; a single value if all groups have the same."""
 
 _RATE: Final = "lr"
 _INITIAL_RATE: Final = "initial_lr"
 _NOT_SET: Final = ("params", "param_names", _INITIAL_RATE)
 _CYCLED: Final = ("max_lr", "min_lr", "base_momentum", "max_momentum")
-"""What cyclic schedules keep in an optimizer's groups."""
+"""The values that cyclic schedules store in an optimizer's groups."""
 
 _CYCLIC: Final = frozenset({"OneCycleLR", "CyclicLR", "SWALR"})
-"""Schedules that go between rates of their own, so that they are not proportional to the optimizer's."""
+"""Schedules between rates of their own, which are not proportional to the optimizer's."""
 
 _MOST_PARTS: Final = 64
-"""A longer list is no setting that a person has written."""
+"""A longer list is not a setting that a person wrote."""
 
 _ODD: Final = object()
 
@@ -39,9 +39,9 @@ class HyperparameterChange(NamedTuple):
     """A hyperparameter that the script has changed since the checkpoint was made.
 
     Attributes:
-        script: What the script says.
-        restored: What was restored. In both, a list if the groups of an optimizer differ.
-        can_be_kept: Whether `keep_current` takes it.
+        script: The script's value.
+        restored: The restored value. In both, a list if the groups of an optimizer differ.
+        can_be_kept: True if `keep_current` accepts it.
     """
 
     script: Any
@@ -50,12 +50,12 @@ class HyperparameterChange(NamedTuple):
 
 
 class Hyperparameters:
-    """What the script gave to optimizers and schedules when it made them, by their paths. It is saved with them.
+    """The script's settings of optimizers and schedules when it created them, by their paths. It is saved with them.
 
     Attributes:
-        built: What this process's script says.
-        valid: What the script said from which the live values come: this one, or that of the checkpoint.
-        is_loaded: Whether the last restore found such a record.
+        built: The settings of this process's script.
+        valid: The settings from which the live values come: these, or those of the checkpoint.
+        is_loaded: True if the last restore found such a record.
     """
 
     def __init__(self) -> None:
@@ -66,35 +66,35 @@ class Hyperparameters:
         self.raw: dict[str, list[dict[str, Any]]] = {}
 
     def note(self, objects: Mapping[str, object]) -> None:
-        """Reads objects that are not known yet, before anything is restored or trained."""
+        """Reads new objects, before anything is restored or trained."""
         for path, obj in _list_members(objects).items():
             if path not in self.built and (settings := read_settings(obj)):
                 self.built[path] = self.valid[path] = settings
                 self.raw[path] = _read_raw(obj)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is valid."""
+        """Returns the valid settings."""
         return {"valid": self.valid}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what was valid in a checkpoint."""
+        """Loads the valid settings of a checkpoint."""
         stored, self.is_loaded = state.get("valid", {}), True
         # What the checkpoint does not know comes from this script.
         self.valid = {path: {**built, **_common(stored.get(path), built)} for path, built in self.built.items()}
 
 
 class Keeping:
-    """What one restore leaves as the script has it, and what it does not.
+    """Keeps values as the script set them, in one restore, and lists the changed ones.
 
     Attributes:
         whole: The names of objects that are not restored at all.
     """
 
     def __init__(self, record: Hyperparameters, objects: Mapping[str, object], keep: Sequence[str]) -> None:
-        """Finds what is named.
+        """Resolves the names.
 
         Args:
-            record: What the script says.
+            record: The script's settings.
             objects: The live objects by name.
             keep: Names of objects, and hyperparameters such as `optimizer.lr`.
 
@@ -112,10 +112,10 @@ class Keeping:
         record.is_loaded = False
 
     def put_back(self) -> None:
-        """Gives the restored objects the values of the script that are to be kept.
+        """Gives the restored objects the script's values that are kept.
 
         Raises:
-            ApplyError: If a rate is to be kept that was 0 before.
+            ApplyError: If a rate that was 0 before is to be kept.
         """
         for path in self._members:
             if self._is_whole(path):
@@ -127,7 +127,7 @@ class Keeping:
                 self._record.valid[path] = {**self._record.valid[path], key: self._record.built[path][key]}
 
     def list_changes(self) -> dict[str, HyperparameterChange]:
-        """What the script says otherwise than the one that made the checkpoint, by paths such as `optimizer.lr`."""
+        """Returns the settings that differ between the script and the checkpoint, by paths such as `optimizer.lr`."""
         changes: dict[str, HyperparameterChange] = {}
         record = self._record
         for path, built in record.built.items():
@@ -147,7 +147,7 @@ class Keeping:
         return path.partition("/")[0] in self.whole
 
     def _schedules_of(self, path: str) -> dict[str, Any]:
-        """The schedules of an optimizer that are restored, by their paths."""
+        """Returns the schedules of an optimizer that are restored, by their paths."""
         groups = self._members[path].param_groups
         schedules = {name: _unwrap(obj) for name, obj in self._members.items() if not self._is_whole(name)}
         return {
@@ -155,14 +155,14 @@ class Keeping:
         }
 
     def _find_problem(self, path: str, key: str) -> str:
-        """Why a value cannot be kept without all else of its object; empty if it can."""
+        """Returns why a value cannot be kept without the rest of its object; empty if it can."""
         obj = _unwrap(self._members[path])
         if not _is_schedule(obj):
             schedules = [part for one in self._schedules_of(path).values() for part in _parts_of(one)]
             if schedules and (key == _RATE or _is_cycled(key, self._record.built[path])):
                 for part in schedules:
                     if names := _CYCLIC & {cls.__name__ for cls in type(part).__mro__}:
-                        return f"a {min(names)} sets it, between values of its own"
+                        return f"a {min(names)} sets it, within a range of its own"
                     if key == _RATE and len(schedules) > 1 and getattr(part, "eta_min", None):
                         return f"a {type(part).__name__} with eta_min={part.eta_min} sets it together with others"
             return ""
@@ -170,7 +170,7 @@ class Keeping:
             return ""  # That changes the rate from what it is, now and then.
         others = [one for one, member in self._members.items() if one != path and _shares_optimizer(member, obj)]
         if "." in key or others or not hasattr(obj, "_get_closed_form_lr"):
-            return "the rate that follows from it is not known in the middle of the schedule"
+            return "in the middle of the schedule, the rate that follows from it is unknown"
         return ""
 
     def _keep(self, path: str, key: str) -> None:
@@ -208,8 +208,9 @@ class Keeping:
                 rates.append(rate)
             else:
                 raise ApplyError(
-                    f"{path}.lr cannot be kept: it was {old} when the schedule began, and nothing follows from that",
-                    hint="Restore without that in keep_current; the objects hold what was restored.",
+                    f"{path}.lr cannot be kept: it was {old} when the schedule began, so no current rate can be "
+                    "derived from it",
+                    hint="Restore without that entry of keep_current; the objects now hold the restored values.",
                 )
             if _INITIAL_RATE in group:
                 _set(group, _INITIAL_RATE, rate)
@@ -219,7 +220,7 @@ class Keeping:
         _set_rates(schedules, groups, rates)
 
     def _keep_whole(self, path: str) -> None:
-        """A schedule begins anew with the rates of the script, whichever the optimizer was saved with."""
+        """Starts a schedule over with the script's rates, regardless of those that the optimizer was saved with."""
         record, obj = self._record, _unwrap(self._members[path])
         if path in record.built:
             record.valid[path] = record.built[path]
@@ -238,7 +239,7 @@ class Keeping:
 
 
 def note_script(objects: Mapping[str, object], own: dict[str, Any]) -> Hyperparameters:
-    """What the script says of the objects, kept with those that holdfast itself adds to a checkpoint.
+    """Records the script's settings of the objects, with the objects that holdfast itself adds to a checkpoint.
 
     Args:
         objects: The live objects by name.
@@ -252,7 +253,7 @@ def note_script(objects: Mapping[str, object], own: dict[str, Any]) -> Hyperpara
 
 
 def check_kept(keep: str | Iterable[str], objects: Mapping[str, object]) -> tuple[str, ...]:
-    """What a restore is to leave as the script has it: names of objects, and hyperparameters such as `optimizer.lr`.
+    """Returns what a restore leaves as the script set it: names of objects, and hyperparameters such as `optimizer.lr`.
 
     Raises:
         UsageError: If there is no such object or hyperparameter, or its value cannot be kept alone.
@@ -266,18 +267,20 @@ def check_kept(keep: str | Iterable[str], objects: Mapping[str, object]) -> tupl
 
 
 def list_kept(keep: str | Iterable[str]) -> tuple[str, ...]:
-    """**Pure.** The names in an argument `keep_current`.
+    """**Pure.** Returns the names in an argument `keep_current`.
 
     Raises:
-        UsageError: If it holds none.
+        UsageError: If it contains none.
     """
     if not isinstance(keep, Iterable):
-        raise UsageError(f"keep_current={keep!r} is no list of names", hint='Write keep_current=["optimizer.lr"].')
+        raise UsageError(
+            f"keep_current must be a list of names, got {keep!r}", hint='For example: keep_current=["optimizer.lr"].'
+        )
     return (keep,) if isinstance(keep, str) else tuple(keep)
 
 
 def read_settings(obj: Any) -> Settings:
-    """The hyperparameters of an optimizer or a schedule as they are now; empty for any other object.
+    """Returns the current hyperparameters of an optimizer or a schedule; empty for any other object.
 
     The rate of an optimizer with a schedule is the one with which that begins.
     """
@@ -294,7 +297,7 @@ def read_settings(obj: Any) -> Settings:
 
 
 def _read_raw(obj: Any) -> list[dict[str, Any]]:
-    """Of each group of an optimizer, or of a schedule, what it is set to."""
+    """Returns the settings of each group of an optimizer, or of a schedule."""
     schedule = _unwrap(obj)
     if _is_schedule(schedule):
         return [_read_schedule(schedule)]
@@ -322,7 +325,7 @@ def _read_schedule(schedule: Any) -> dict[str, Any]:
 def _find_kept(
     keep: Sequence[str], objects: Mapping[str, object], built: Mapping[str, Settings]
 ) -> tuple[frozenset[str], dict[str, list[str]]]:
-    """The names of whole objects, and by path the hyperparameters."""
+    """Returns the names of whole objects, and by path the hyperparameters."""
     whole, keys = set(), dict[str, list[str]]()
     for name in keep:
         if isinstance(name, str) and name in objects:
@@ -334,15 +337,15 @@ def _find_kept(
         if key not in built.get(path, ()):
             known = [*objects, *(f"{path}.{key}" for path, settings in built.items() for key in settings)]
             raise UsageError(
-                f"keep_current has {name!r}, and there is no such object or hyperparameter",
-                hint=f"There are {', '.join(map(repr, known))}.",
+                f"keep_current contains {name!r}, which is not an object or hyperparameter",
+                hint=f"The names are {', '.join(map(repr, known))}.",
             )
         keys.setdefault(path, []).append(key)
     return frozenset(whole), {path: found for path, found in keys.items() if path.partition("/")[0] not in whole}
 
 
 def _list_members(objects: Mapping[str, object]) -> dict[str, Any]:
-    """The optimizers and schedules among the objects, by their paths."""
+    """Returns the optimizers and schedules among the objects, by their paths."""
     members = (member for name, root in objects.items() for member in find_stateful(root, name))
     return {
         path: obj
@@ -352,7 +355,7 @@ def _list_members(objects: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _unwrap(obj: Any) -> Any:
-    """The schedule in a wrapper, such as accelerate has; otherwise the object."""
+    """Returns the schedule inside a wrapper such as accelerate's; otherwise the object."""
     inner = getattr(obj, "scheduler", None)
     return inner if _is_schedule(inner) else obj
 
@@ -364,7 +367,7 @@ def _is_schedule(obj: Any) -> bool:
 
 
 def _parts_of(schedule: Any) -> list[Any]:
-    """A schedule, and those that it is made of."""
+    """Yields a schedule, and those that it is made of."""
     parts = [part for one in getattr(schedule, "_schedulers", ()) for part in _parts_of(one)]
     return [schedule, *parts]
 
@@ -375,7 +378,7 @@ def _shares_optimizer(obj: Any, schedule: Any) -> bool:
 
 
 def _is_cycled(key: str, settings: Settings) -> bool:
-    """Whether a cyclic schedule changes a value of an optimizer, or keeps its own bounds there."""
+    """Returns True if a cyclic schedule changes a value of an optimizer, or stores its own bounds there."""
     return key in _CYCLED or (key in ("momentum", "betas") and "max_momentum" in settings)
 
 
@@ -388,7 +391,7 @@ def _set_rates(schedules: Iterable[Any], groups: Sequence[dict[str, Any]], rates
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    """A value that is a tensor stays that tensor: a compiled step may hold it."""
+    """Sets a value; a tensor stays the same tensor, because a compiled step may hold it."""
     if hasattr(group.get(key), "fill_"):
         group[key].fill_(value)
     else:
@@ -400,7 +403,7 @@ def _like(present: Any, value: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """The number in a tensor or an array of one."""
+    """Returns the number in a tensor or an array of one element."""
     try:
         return value.item() if hasattr(value, "item") else value
     except Exception:  # noqa: BLE001  Of many elements, or on no device: it is not a plain value.
@@ -408,7 +411,7 @@ def _value(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value as it is stored and compared, with lists for tuples; `_ODD` if it is not a plain one."""
+    """Returns the value as it is stored and compared, with lists for tuples; `_ODD` if it is not a plain one."""
     value = _value(value)
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -433,6 +436,6 @@ def _shown(values: list[Any]) -> Any:
 
 
 _KEEP_SCHEDULE_HINT: Final = (
-    "Keep the schedule, by its name in keep_current: it begins anew then, with the optimizer's rates as the script has "
-    "them. Or set the values yourself, after the restore."
+    "Add the schedule's name to keep_current: then it starts over with the learning rates of the script. Or set "
+    "the values yourself after the restore."
 )

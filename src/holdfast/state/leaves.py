@@ -15,18 +15,18 @@ from holdfast.format.records import ALONE, Worker
 from holdfast.format.shapes import Box, StridesRecord, fit_layout
 
 Skeleton: TypeAlias = Any
-"""A JSON value: the state of one named object, with a reference in place of each array."""
+"""A JSON value: the state of one named object, with a reference instead of each array."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
-    """What an array is, apart from its values.
+    """The description of an array, without its values.
 
     Attributes:
         dtype: The element type, a key of `holdfast.format.dtypes.ITEM_BYTES`.
         shape: The length of each dimension; empty for a scalar.
-        strides: How an array that is made anew lies in memory, in elements; None for row-major order. A checkpoint's
-            data file holds the values in row-major order whatever the strides.
-        quantizer: What the integers of a quantized array stand for; None for any other.
+        strides: The memory layout of a new array, in elements; None for row-major order. A checkpoint's data file
+            always has the values in row-major order.
+        quantizer: The quantizer of a quantized array; None for any other.
     """
 
     dtype: str
@@ -41,75 +41,90 @@ class ArraySpec(msgspec.Struct, frozen=True):
 
 
 class Transfer(Protocol):
-    """Copies that a device is making."""
+    """Copies by a device in progress."""
 
     def hold(self) -> None:
-        """Makes what the calling thread does with the arrays from now on come after the copies, without waiting."""
+        """Orders later work of the calling thread on the arrays after the copies, without waiting."""
 
     def wait(self) -> None:
         """**Blocks.** Waits until the copies are made."""
 
 
 Pin: TypeAlias = Callable[[memoryview], Callable[[], None] | None]
-"""Makes host memory quick to copy to. It returns what undoes that, or None if it could not."""
+"""Makes host memory quick to copy to. It returns a function that undoes that, or None if it could not."""
 
 
 class DeviceCopier(Protocol):
-    """How arrays come from the devices of one library, behind the thread that asks for it."""
+    """Copies arrays from the devices of one library, in another thread than the requesting one."""
 
     def moment(self, arrays: Sequence[Any]) -> object:
-        """What copies of these arrays have to wait for, so that they hold the values that the calling thread sees."""
+        """Returns what copies of these arrays must wait for, so that they get the values that the calling thread
+        sees."""
 
     def start(
         self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int], moment: object
     ) -> Transfer | None:
-        """Begins what `ArrayBackend.copy_out` does, from any thread.
+        """Begins a copy like `ArrayBackend.copy_out`, from any thread.
 
         Args:
             arrays: The arrays.
-            image: Where to.
+            image: The destination.
             offsets_bytes: Where each begins in the image.
-            moment: What `moment` returned in the thread that changes the arrays.
+            moment: The result of `moment` in the thread that changes the arrays.
 
         Returns:
-            What is still under way, or None if all is copied.
+            The transfer in progress, or None if all is copied.
         """
 
     def find_pin(self, arrays: Sequence[Any]) -> Pin | None:
-        """What makes host memory quick to copy these arrays to; None if nothing does."""
+        """Returns what makes host memory quick to copy these arrays to; None if nothing does."""
 
 
 def part_of(array: Any, box: Box) -> Any:
-    """A box of a plain array, as a view of the same memory."""
+    """Returns a box of a plain array, as a view of the same memory."""
     # The ellipsis makes it a view also where there is no dimension left.
     return alias_of(array)[(*map(slice, box.offsets, box.ends), ...)]
 
 
 def alias_of(array: Any) -> Any:
-    """Another array of the same memory, of which autograd need not know; where there is no such thing, the same one."""
+    """Returns another array of the same memory that autograd ignores; the same one if there is no such thing."""
     return array.detach() if hasattr(array, "detach") else array
+
+
+def aliases_of(arrays: Sequence[Any]) -> list[Any]:
+    """`alias_of` of many arrays."""
+    has_aliases = {kind: hasattr(kind, "detach") for kind in set(map(type, arrays))}
+    return [array.detach() if has_aliases[type(array)] else array for array in arrays]
+
+
+def versions_of(backends: Sequence[ArrayBackend], arrays: Sequence[Any]) -> Sequence[int | None]:
+    """The version of each array, whose library stands at the same place."""
+    if len({backend.name for backend in backends}) == 1:
+        return backends[0].versions(arrays)
+    return [backend.versions([array])[0] for backend, array in zip(backends, arrays, strict=True)]
 
 
 @lru_cache(maxsize=1 << 16)
 def spec_of(dtype: str, shape: tuple[int, ...]) -> ArraySpec:
-    """**Pure.** The record of that type and shape; most arrays are like many others, and share it."""
+    """**Pure.** Returns the record of that type and shape; most arrays are like many others, and share it."""
     return ArraySpec(dtype, tuple(shape))
 
 
 def spec_like(spec: ArraySpec, shape: tuple[int, ...]) -> ArraySpec:
-    """**Pure.** An array of another shape whose dimensions lie in memory in the same order; it has no quantizer."""
+    """**Pure.** Describes an array of another shape with the same order of dimensions in memory; it has no
+    quantizer."""
     if spec.strides is None:
         return spec_of(spec.dtype, shape)
     return ArraySpec(spec.dtype, shape, fit_layout(spec.shape, spec.strides, shape))
 
 
 class Plain(msgspec.Struct, frozen=True):
-    """Arrays that lie in host memory just as they are stored and may be written to; an entry for each.
+    """Arrays in host memory that have the stored layout and are writable; an entry for each.
 
     Attributes:
-        specs: What they are.
-        addresses: As `ArrayBackend.address` gives them.
-        alias_keys: As `ArrayBackend.alias_key` gives them.
+        specs: Their descriptions.
+        addresses: As in `ArrayBackend.address`.
+        alias_keys: As in `ArrayBackend.alias_key`.
     """
 
     specs: list[ArraySpec]
@@ -117,115 +132,127 @@ class Plain(msgspec.Struct, frozen=True):
     alias_keys: list[Hashable]
 
 
+class Glance(msgspec.Struct, frozen=True):
+    """A look at many plain arrays at once.
+
+    Attributes:
+        addresses: For each, where its memory begins, on whatever device; 0 if it has no elements.
+        marks: Equal for two only if `ArrayBackend.spec` says the same of all their arrays, and `address` gives None for
+            the same ones, and whether two arrays with the same address have equal `alias_key`s is the same as well.
+    """
+
+    addresses: list[int]
+    marks: object
+
+
 class ArrayBackend(Protocol):
-    """How the arrays of one library are looked at, copied out, and filled."""
+    """Inspects, copies out, and fills the arrays of one library."""
 
     name: str
     """The library, such as `numpy` or `torch`."""
 
     devices: DeviceCopier | None
-    """For libraries whose arrays may lie elsewhere than in host memory."""
+    """For libraries whose arrays may be outside of host memory."""
 
     is_immutable: bool
-    """Whether arrays cannot be changed once they are made."""
+    """True if arrays cannot be changed once they are created."""
 
     def spec(self, array: Any, path: str) -> ArraySpec:
-        """What the array is.
+        """Returns the array's description.
 
         Raises:
-            UnsupportedValueError: If it cannot be stored; `path` says where it stands.
+            UnsupportedValueError: If it cannot be stored; `path` is its path.
         """
 
     def alias_key(self, array: Any) -> Hashable:
-        """Equal for two arrays exactly when they show the same memory with the same type, shape and strides.
+        """Equal for two arrays exactly if they show the same memory with the same type, shape and strides.
 
-        Arrays of no elements have a key of their own.
+        Arrays without elements have a key of their own.
         """
 
     def address(self, array: Any) -> int | None:
-        """Where the bytes of its values lie, just as they are stored: contiguous, little-endian, in host memory.
+        """Returns the address of its values, if they have the stored layout: contiguous, little-endian, in host memory.
 
-        None if they lie otherwise, or there are none.
+        None if they have another layout, or there are none.
         """
 
     def extent(self, array: Any) -> tuple[int, int] | None:
-        """The addresses between which all of its elements lie, the last exclusive, whether or not others lie there too.
+        """Returns the addresses between which all of its elements are, the last exclusive.
 
-        None if it has none, or if no other array can have anything of its memory.
+        None if it has none, or if no other array can share its memory.
         """
 
-    def fingerprint(self, arrays: Sequence[Any]) -> object:
-        """Something that is equal for two lists of arrays only if type, shape and address of all are equal.
+    def glance(self, arrays: Sequence[Any]) -> Glance | None:
+        """Inspects many arrays faster than one by one; returns None if there is no faster way.
 
-        It is quicker than looking at each. It may raise anything for arrays that have no `address`.
+        Returns None, or raises anything, also if one of the arrays cannot be stored or is unusual.
         """
 
-    def version(self, array: Any) -> int | None:
-        """A number that grows whenever the values change; None if changes are not counted."""
+    def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
+        """Returns for each a number that grows whenever the values change; None if changes are not counted."""
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """A look at very many arrays at once; None unless each can be stored, has an `address`, and is `fillable`."""
+        """Inspects many arrays at once; returns None unless each can be stored, has an `address`, and is `fillable`."""
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Blocks.** Copies the values of many arrays, each contiguous and little-endian, into one writable image.
 
-        When this returns, the image holds the values of the moment of the call. `image` has format `B`.
+        When this returns, the image holds the values at the time of the call. `image` has format `B`.
         """
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
-        """The memory of arrays that have an `address`, which are about to be changed there, unseen by their library.
+        """Returns the memory of arrays that have an `address`, which is about to be changed without their library.
 
         Returns:
             For each array the address of its first byte, and that of its last one, exclusive.
         """
 
     def copy_in(self, array: Any, data: memoryview) -> None:
-        """Fills an array, whatever its strides or device, from contiguous little-endian bytes.
+        """Fills an array with any strides, on any device, from contiguous little-endian bytes.
 
-        It is one that `new` made, or one that is `fillable`.
+        The array must be one that `new` created, or be `fillable`.
         """
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
-        """A new, uninitialised array: where a live one of the same library lies, or in host memory.
+        """Returns a new, uninitialized array: on the device of a live one of the same library, or in host memory.
 
-        It lies in memory as `spec.strides` say, as far as the library lets a program choose.
+        Its memory layout is `spec.strides`, as far as the library allows that.
         """
 
     def fillable(self, array: Any) -> bool:
-        """Whether the array can be given any values where it is: it may be written to, and no two of its elements
-        may be the same memory.
-        """
+        """Returns True if the array can hold any values in place: it is writable, and its elements do not overlap."""
 
 
 class LocalBox(msgspec.Struct, frozen=True):
     """A box of an array that this worker holds.
 
     Attributes:
-        box: Which part of the array it is.
+        box: The part of the array.
         array: Its values: a plain array of the box's shape.
-        holders: The ranks of all workers that hold this very box, in order, this one among them; None for those that
-            hold a plain array in that place.
+        holders: The ranks of all workers that hold this same box, in order, including this one; None for those that
+            hold a plain array there.
+        place: The part that `array` is of what this worker holds in one piece; None for all of it.
     """
 
     box: Box
     array: Any
     holders: Sequence[int] | None
+    place: Box | None = None
 
 
 class Sharding(msgspec.Struct, frozen=True):
-    """What one worker holds of an array.
+    """The part of an array that one worker holds.
 
     Attributes:
-        spec: What the whole array is.
+        spec: The description of the whole array.
         backend: The library of the boxes.
-        boxes: What lies here; they do not overlap.
-        memory: Equal for two arrays exactly when they are the same boxes of the same memory.
-        workers: How many workers hold it together, as far as is known here; 0 for those that hold a plain array in that
-            place.
-        is_by_hand: Whether its boxes are what a user has said of it, and so may be wrong.
-        place: Where, and as what, it lies, as far as its library tells more of that than the boxes do.
-        may_differ: Whether workers that train alike may have other values there.
-        is_abstract: Whether it says only what an array is to be that has no values yet.
+        boxes: The local boxes; they do not overlap.
+        memory: Equal for two arrays exactly if they are the same boxes of the same memory.
+        workers: How many workers hold it together, as far as known here; 0 for those that hold a plain array there.
+        is_by_hand: True if a user described its boxes, which may be wrong.
+        place: Its placement and kind, as far as its library has more than the boxes.
+        may_differ: True if data-parallel workers may have other values there.
+        is_abstract: True if it only describes an array that has no values yet.
     """
 
     spec: ArraySpec
@@ -240,46 +267,54 @@ class Sharding(msgspec.Struct, frozen=True):
 
 
 class Sharder(Protocol):
-    """How one kind of sharded array is looked at."""
+    """Inspects one kind of sharded array."""
 
     def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        """What this worker holds of an array. It does not communicate.
+        """Returns what this worker holds of an array. It does not communicate.
 
         Raises:
-            UnsupportedValueError: If the array cannot be stored; `path` says where it stands.
+            UnsupportedValueError: If the array cannot be stored; `path` is its path.
         """
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
-        """A new array of that type and shape, uninitialised, whose boxes lie as those of another one."""
+        """Returns a new array of that type and shape, uninitialized, with the boxes of another one."""
+
+    def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object] | None:
+        """What many arrays are, in less time than a look at each takes; None if there is no such thing.
+
+        Returns:
+            The library of what lies here; for each array the one plain array that holds its values here; and something
+            that is equal for two only if `look` says the same of all, as far as it does not depend on these.
+        """
 
 
 class PendingArray:
-    """Stands for an array that is made when its values have come. Each library of arrays derives one of its own."""
+    """A placeholder of an array that is created once its values have arrived. Each library derives its own."""
 
     def check(self, leaf: str) -> None:
-        """Makes sure that the library can make the array, before anything is read for it.
+        """Checks that the library can create the array, before anything is read for it.
 
         Raises:
-            UnsupportedValueError: If it cannot; `leaf` says whose values it is to get.
+            UnsupportedValueError: If it cannot; `leaf` is the stored leaf.
         """
 
     def finish(self) -> Any:
-        """Makes the array."""
+        """Creates the array."""
         raise NotImplementedError  # The library of the array makes it.
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """A box that several workers hold alike.
+    """A box that several workers hold.
 
     Attributes:
         leaf: The leaf's name.
-        spec: What the whole leaf is.
-        box: Which part of it.
+        spec: The description of the whole leaf.
+        box: The part of it.
         holders: The ranks of all that hold it.
-        same_as: If the array has a leaf under another name already, that leaf's name: then this one is none itself.
-        may_differ: Whether workers that train alike may have other values there, as in the statistics of batch norm.
-        is_trained: Whether it is a parameter, or state of an optimizer, so that it can only differ by a mistake.
-        is_renewed: Whether it may differ, since the first worker's values go to all during training.
+        same_as: If the array already has a leaf under another name, that leaf's name: then this is not a leaf.
+        may_differ: True if data-parallel workers may have other values there, as in the statistics of batch norm.
+        is_trained: True if it is a parameter, or state of an optimizer, so that it can only differ by a mistake.
+        is_renewed: True if it may differ because the first worker's values are broadcast during training.
     """
 
     leaf: str
@@ -293,30 +328,30 @@ class Replica(msgspec.Struct, frozen=True):
 
 
 class Captured(msgspec.Struct, frozen=True):
-    """The state of all named objects at one moment: plain values already taken, arrays still live.
+    """The state of all named objects at one moment: plain values are captured, arrays are still live.
 
-    The arrays stand in columns, since there may be very many. Each distinct array is there once; arrays that share
+    Arrays are stored in columns, because there may be very many. Each distinct array appears once; arrays that share
     their memory have one leaf.
 
     Attributes:
         names: Their leaves' names.
-        specs: What they are.
+        specs: Their descriptions.
         arrays: The arrays themselves.
-        addresses: Where their bytes lie; see `ArrayBackend.address`.
+        addresses: Their addresses; see `ArrayBackend.address`.
         backends: Their libraries.
         objects: For each named object, in the user's order, its skeleton.
-        held: The places, in the columns, of arrays that stay as they are until a step that waits.
-        boxes: What those arrays are that are no whole leaves.
-        elsewhere: The leaves of which other workers write a part, or all.
-        worker: Whose state it is.
+        held: The positions, in the columns, of arrays that do not change before a step that waits.
+        boxes: The boxes that arrays are, if not whole leaves.
+        elsewhere: The leaves that other workers write in part or in full.
+        worker: The worker whose state it is.
         replicas: The boxes that other workers hold too.
-        compared: For each of these its array, with the library; None for a second name of one. Nothing if values are
-            not to be compared.
-        digests: For each of these, what tells its values from others, once they have been read; see `compared`.
-        loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
-        own: The names of the objects that are this worker's own.
-        strides: The leaves that do not lie in row-major order here.
-        quantizers: Those of leaves that are quantized.
+        compared: For each replica its array and library; None for a second name of one. Empty if values are not
+            compared.
+        digests: For each of these, the digest of its values, once they have been read; see `compared`.
+        loose: The leaves of which this worker cannot know who else holds them, or whether all is held.
+        own: The names of the objects that differ per worker.
+        strides: The leaves that are not in row-major order here.
+        quantizers: Those of quantized leaves.
     """
 
     names: list[str]
@@ -345,14 +380,14 @@ class Captured(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Differences:
-    """How stored state and live objects differ; each list holds the names of leaves or objects, or sentences.
+    """The differences between stored state and live objects; each list has names of leaves or objects, or sentences.
 
     Attributes:
         missing: In the live objects, but not in the checkpoint.
         extra: In the checkpoint, but not in the live objects.
         wrong_shape: Sentences such as `model/head.weight: stored [10, 4], live [12, 4]`.
         wrong_dtype: Sentences of the same form.
-        wrong_kind: Sentences: the object at that name is of another kind than the one stored.
+        wrong_kind: Sentences: the object of that name is of another kind than the stored one.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -365,11 +400,11 @@ class Differences:
         return bool(self.missing or self.extra or self.wrong_shape or self.wrong_dtype or self.wrong_kind)
 
     def __str__(self) -> str:
-        """One line for each difference, at most twenty of a kind."""
+        """Returns one line for each difference, at most twenty of a kind."""
         lines: list[str] = []
         kinds = (
             ("missing from the checkpoint", self.missing),
-            ("in the checkpoint only", self.extra),
+            ("only in the checkpoint", self.extra),
             ("wrong shape", self.wrong_shape),
             ("wrong type", self.wrong_dtype),
             ("wrong kind", self.wrong_kind),
@@ -382,16 +417,16 @@ class Differences:
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where the bytes of one stored leaf, or of a box of it, are wanted.
+    """The destination of one stored leaf, or of a box of it.
 
     Attributes:
         leaf: The stored leaf's name.
-        spec: What `array` is, and what is stored if it is the whole leaf.
+        spec: The description of `array`, and of the stored leaf if it is the whole leaf.
         array: The destination: a live array, filled in place, or a new one.
         backend: The library of `array`.
-        copies: Further arrays, not sharing memory with `array`, that get the same values afterwards, each with its
-            backend; `Matching.apply` sees to them.
-        address: Where the bytes of `array` lie; see `ArrayBackend.address`.
+        copies: Further arrays, not sharing memory with `array`, that `Matching.apply` gives the same values, each with
+            its backend.
+        address: The address of `array`; see `ArrayBackend.address`.
         offsets: Where `array` begins in the leaf; None if it is the whole leaf.
     """
 
@@ -405,6 +440,6 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def box(self) -> Box:
-        """Which part of the leaf it is."""
+        """The part of the leaf."""
         shape = self.spec.shape
         return Box((0,) * len(shape) if self.offsets is None else self.offsets, shape)

@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.errors import MissingPackageError, UnsupportedValueError
 from holdfast.format.dtypes import names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, order_dimensions, strides_in_order
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Plain, spec_of
+from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Plain, spec_of
 from holdfast.state.registry import register_backend
 
 _DTYPES = names_in("numpy")
@@ -19,14 +19,14 @@ _NUMPY_NAMES = {name: numpy_name for numpy_name, name in _DTYPES.items()}
 
 
 class NumpyBackend:
-    """Arrays of NumPy. Other byte orders are stored little-endian, and come back so where an array is made anew."""
+    """NumPy arrays. Other byte orders are stored little-endian, and come back so in new arrays."""
 
     name = "numpy"
     devices: DeviceCopier | None = None
     is_immutable = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:
-        """What the array is."""
+        """Returns the array's description."""
         dtype = _DTYPES.get(array.dtype.name)
         if type(array) is not np.ndarray:
             raise UnsupportedValueError(
@@ -38,42 +38,43 @@ class NumpyBackend:
             raise UnsupportedValueError(
                 f"{path}: an array of dtype {array.dtype} cannot be stored",
                 path=path,
-                hint="Convert it to a type of numpy or ml_dtypes that is alike on all machines, or to a list.",
+                hint="Convert it to a list, or to a numpy or ml_dtypes type that is the same on all machines.",
             )
         if array.flags.c_contiguous:
             return spec_of(dtype, array.shape)
         return ArraySpec(dtype, array.shape, _find_layout(array))
 
     def alias_key(self, array: Any) -> Hashable:
-        """Address, type, shape and strides."""
+        """Returns address, type, shape and strides."""
         if array.size == 0:
             return id(array)
         address = array.__array_interface__["data"][0]
         return (address, array.dtype, array.shape, array.strides)
 
     def address(self, array: Any) -> int | None:
-        """The address of what lies as it is stored."""
+        """Returns the address of an array with the stored layout."""
         if not (array.size and array.flags.c_contiguous and array.dtype.newbyteorder("<") == array.dtype):
             return None
         return int(array.__array_interface__["data"][0])
 
     def extent(self, array: Any) -> tuple[int, int] | None:
-        """From the first byte of any element to the last."""
+        """Returns the addresses from the first byte of any element to the last."""
         if not array.size:
             return None
         address = array.__array_interface__["data"][0]
         return extent_of(address, array.shape, array.strides, array.itemsize)
 
-    def fingerprint(self, arrays: Sequence[Any]) -> object:
-        """Address, type, byte order, shape and strides of each."""
-        return [(array.__array_interface__["data"][0], array.dtype, array.shape, array.strides) for array in arrays]
+    def glance(self, arrays: Sequence[Any]) -> Glance | None:
+        """Returns type, byte order, shape and strides of each."""
+        addresses = [array.__array_interface__["data"][0] if array.size else 0 for array in arrays]
+        return Glance(addresses, [(array.dtype, array.shape, array.strides) for array in arrays])
 
-    def version(self, array: Any) -> int | None:
-        """NumPy counts no changes."""
-        return None
+    def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
+        """Returns None for each: NumPy counts no changes."""
+        return [None] * len(arrays)
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """Types, shapes and addresses, if all lie as they are stored."""
+        """Returns types, shapes and addresses, if all have the stored layout."""
         plain = Plain([], [], [])
         for array in arrays:
             name, flags = _stored_as(array.dtype), array.flags
@@ -97,7 +98,7 @@ class NumpyBackend:
                 np.copyto(part, array)
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
-        """The memory of each; NumPy counts no changes."""
+        """Returns the memory of each; NumPy counts no changes."""
         begins = [array.__array_interface__["data"][0] for array in arrays]
         return [(begin, begin + array.nbytes) for begin, array in zip(begins, arrays, strict=True)]
 
@@ -107,7 +108,7 @@ class NumpyBackend:
         np.copyto(array, values)
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
-        """A new array."""
+        """Returns a new array."""
         dtype = _dtype_named(spec.dtype)
         if spec.strides is None:
             return np.empty(spec.shape, dtype)
@@ -115,14 +116,14 @@ class NumpyBackend:
         return np.empty([spec.shape[one] for one in order], dtype).transpose(np.argsort(order))
 
     def fillable(self, array: Any) -> bool:
-        """Whether the array may be written to, each element by itself."""
+        """Returns True if the array is writable, without overlapping elements."""
         flags = array.flags
         apart = flags.forc or not array.size or not may_share_elements(array.shape, array.strides)
         return bool(flags.writeable and apart)
 
 
 def _find_layout(array: Any) -> tuple[int, ...] | None:
-    """The strides, in elements, of a dense array with the same order of dimensions."""
+    """Returns the strides, in elements, of a dense array with the same order of dimensions."""
     item_bytes = array.itemsize
     if any(stride % item_bytes for stride in array.strides):  # As of a field of records.
         order = order_dimensions(array.shape, array.strides)
@@ -132,13 +133,13 @@ def _find_layout(array: Any) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=1 << 10)
 def _stored_as(dtype: Any) -> str:
-    """The element type as which arrays are stored byte for byte; empty if there is none."""
+    """Returns the element type with which arrays are stored byte for byte; empty if there is none."""
     return _DTYPES.get(dtype.name, "") if dtype.newbyteorder("<") == dtype else ""
 
 
 @lru_cache(maxsize=1 << 10)
 def _dtype_named(name: str) -> Any:
-    """NumPy's type for an element type; what NumPy itself lacks, such as bfloat16, it has from ml_dtypes.
+    """Returns NumPy's type for an element type; types that NumPy lacks, such as bfloat16, come from ml_dtypes.
 
     Raises:
         MissingPackageError: If there is no ml_dtypes, or none that has it.

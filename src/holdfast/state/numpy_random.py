@@ -1,4 +1,4 @@
-"""NumPy's random generators: apart from its arrays, since NumPy imports them when they are first used."""
+"""NumPy's random generators: separate from its arrays, because NumPy imports them when they are first used."""
 
 from __future__ import annotations
 

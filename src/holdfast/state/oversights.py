@@ -1,4 +1,5 @@
-"""What a program that saves seems to have forgotten: it saves and restores without an error, and goes on otherwise."""
+"""Detects what a program seems to have forgotten: it would save and restore without an error, but resume
+differently."""
 
 from __future__ import annotations
 
@@ -28,27 +29,27 @@ _EPOCHS_BEFORE_UNCHANGED: Final = 2
 # More than most steps take, such as one that accumulates gradients, or updates one of several models more often.
 _MOST_IN_A_STEP: Final = 8
 _MOST_IN_AN_EPOCH: Final = 10_000
-"""Where no kept loader says that an epoch has ended."""
+"""The limit if no saved loader shows that an epoch has ended."""
 _MOST_WITHOUT_UPDATE: Final = 64
-"""More counted steps than gradients are accumulated over, as a rule."""
+"""More counted steps than gradients are usually accumulated over."""
 _MOST_WATCHED: Final = 8
-"""More optimizers than a program has, unless each parameter has one of its own, which steps within backward()."""
+"""More optimizers than a program has, unless each parameter has its own, which steps in backward()."""
 
 
 class LossWatch:
-    """Finds saves that leave out what training is in the midst of, and describes the first one."""
+    """Detects saves that lose work in progress, and describes the first one."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[str, Callable[[], str]]] | None = None
 
     def begin(self, objects: Mapping[str, object]) -> None:
-        """Watches the objects from now on."""
+        """Starts watching the objects."""
         watches = [(path, adapter.oversights_of(obj).find_loss) for path, obj, adapter in list_members(objects)]
         watched = [(path, find) for path, find in watches if find is not None]
         self._watched = watched if len(watched) <= _MOST_WATCHED else []
 
     def look(self, objects: Mapping[str, object]) -> str:
-        """A warning of a save that is made now; "" if there is nothing to say, or it was said."""
+        """Returns a warning about a save that is made now; "" if there is none, or it was already given."""
         if self._watched is None:
             self.begin(objects)
         for path, find in self._watched or ():
@@ -60,10 +61,10 @@ class LossWatch:
 
 
 def find_oversights(objects: Mapping[str, object]) -> list[str]:
-    """What should be said of the objects at the first save, a sentence each.
+    """Returns warnings about the objects at the first save, a sentence each.
 
     Args:
-        objects: What is kept, by name.
+        objects: The saved objects, by name.
     """
     members = list_members(objects)
     # A program may keep the states of generators in a way of its own.
@@ -73,15 +74,15 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
     found = {path: adapter.oversights_of(obj) for path, obj, adapter in members}
     texts = [f"{path}: {one.lack}" for path, one in found.items() if one.lack]
     texts += [
-        f"{path}: {one.draws} draws from random generators that are not kept, so a restart draws other numbers: keep "
-        "rng=hf.RNG() as well"
+        f"{path}: {one.draws} draws from random generators that are not saved, so a restart draws other numbers: "
+        "pass rng=hf.RNG() as well"
         for path, one in found.items()
         if one.draws and not keeps_draws
     ]
     held = {id(parameter) for one in found.values() for parameter in one.holds}
     texts += [
-        f"{path} trains none of the parameters that are kept, so it changes another model than the one that is saved. "
-        "Make it from the parameters of the model that is kept, after that"
+        f"{path} trains none of the saved parameters, so it changes another model than the one that is saved. "
+        "Create it from the parameters of the saved model"
         for path, one in found.items()
         if held and one.trains and held.isdisjoint(map(id, one.trains)) and not _are_kept(one.trains, objects)
     ]
@@ -89,7 +90,7 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
     may_hold = held or any(_is_own(obj, adapter) for _, obj, adapter in members)
     if not may_hold and not any(find_array(obj) is not None for obj in objects.values()):
         texts += [
-            f"the parameters of {path} belong to nothing that is kept: name the model too, model=model"
+            f"the parameters of {path} belong to no saved object: pass the model too, model=model"
             for path, one in found.items()
             if one.trains
         ]
@@ -97,7 +98,7 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
 
 
 def _are_kept(parameters: Sequence[object], objects: Mapping[str, object]) -> bool:
-    """Whether some are kept as plain tensors, in a list say."""
+    """Returns True if some are saved as plain tensors, for example in a list."""
     kept = {id(value) for obj in objects.values() for value in _list_values(obj)}
     return any(id(parameter) in kept for parameter in parameters)
 
@@ -114,21 +115,21 @@ def _list_values(obj: object) -> Iterator[object]:
 
 
 class StrayOptimizers:
-    """Finds optimizers that train a kept module and are not kept themselves."""
+    """Detects optimizers that train a saved module but are not saved themselves."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         """Knows none yet.
 
         Args:
-            objects: What is kept, by name; objects may be added to it.
+            objects: The saved objects, by name; more may be added.
         """
         self._objects = objects
         self._known: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def find(self, optimizer: Any) -> tuple[str, str]:
-        """The kept module that an optimizer trains which is not kept, and a warning of it at the first step.
+        """Returns the saved module that an unsaved optimizer trains, and a warning about it at the first step.
 
-        Both are empty if there is nothing to say. An optimizer without any state loses nothing.
+        Both are empty if there is nothing to report. An optimizer without any state loses nothing.
         """
         if (known := self._known.get(optimizer)) is not None:
             return known, ""
@@ -138,8 +139,8 @@ class StrayOptimizers:
         if not path or not _has_state(optimizer):
             return path, ""
         return path, (
-            f"{type(optimizer).__name__} steps the parameters of {path} and is not kept, so a restart begins with a "
-            "new one: name it too, optimizer=optimizer"
+            f"{type(optimizer).__name__} updates the parameters of {path} but is not saved, so a restart begins "
+            "with a new one: pass it too, optimizer=optimizer"
         )
 
     def _find_module(self, optimizer: Any) -> str:
@@ -164,13 +165,13 @@ def _list_parameters(optimizer: Any) -> set[int]:
 
 
 def _has_state(optimizer: Any) -> bool:
-    """Whether an optimizer has what a restart would lack: moments, or a rate that a schedule changes."""
+    """Returns True if an optimizer has state that a restart would lack: moments, or a rate that a schedule changes."""
     moments = (value for state in optimizer.state.values() for value in _list_values(state) if value is not state)
     return any(one is not None for one in moments) or any("initial_lr" in group for group in optimizer.param_groups)
 
 
 class KeptEpoch:
-    """Finds an epoch, or a best value, that is kept as a number and that the program never sets."""
+    """Detects an epoch, or a best value, that is saved as a number and that the program never sets."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """Notes the numbers that the program begins with, before anything is restored."""
@@ -178,7 +179,7 @@ class KeptEpoch:
         self._has_warned = False
 
     def look(self, objects: Mapping[str, Any]) -> str:
-        """Returns what should be said at a save; "" if nothing.
+        """Returns the warning at a save; "" if there is none.
 
         A loader's or sampler's own epoch shows that epochs have passed, in this process or an earlier one.
         """
@@ -194,11 +195,11 @@ class KeptEpoch:
         return ""
 
     def look_at_end(self, objects: Mapping[str, Any], assigned: frozenset[str]) -> str:
-        """Returns what should be said at the end of training; "" if nothing.
+        """Returns the warning at the end of training; "" if there is none.
 
         Args:
-            objects: What is kept, by name.
-            assigned: The names that were given another object since.
+            objects: The saved objects, by name.
+            assigned: The names that were assigned another object since.
         """
         for name in () if self._has_warned else _EPOCHS:
             if _is_number(objects.get(name)) and name not in assigned:
@@ -206,27 +207,27 @@ class KeptEpoch:
         for name, value in objects.items():
             if name.startswith("best") and (value is None or type(value) in (int, float)) and name not in assigned:
                 return (
-                    f"{name} is kept as {value}, which nothing has set since: a loop's own variable is another, and a "
-                    f"restart begins with this one. Set checkpoint.{name} in the loop (run.checkpoint, if run is "
-                    "resumable's) and begin with it, or keep the value in a dict"
+                    f"{name} is saved as {value}, and nothing has set it since: if the loop has its own variable, "
+                    f"a restart begins with the old value. Set checkpoint.{name} in the loop (run.checkpoint, if "
+                    "run is resumable's) and start from it, or keep the value in a dict"
                 )
         return ""
 
 
 class TrainingWatch:
-    """Finds a program that trains and counts no step, so that nothing is saved.
+    """Detects a program that trains but counts no step, so that nothing is saved.
 
-    Training shows by the steps of the kept optimizers. Where there is none that can be followed, it shows by the
-    batches that were taken from the kept loaders.
+    Training shows by the steps of the saved optimizers. If none can be followed, it shows by the batches that were
+    taken from the saved loaders.
 
     Attributes:
-        resumption: What to say when a loop of the program's own counts its first step, unless the program has asked
-            where to go on; empty to say nothing.
-        may_predict: True if batches alone are no training, since the program may only evaluate or predict.
+        resumption: The warning when the program's own loop counts its first step, unless the program has asked for the
+            step to resume at; empty for none.
+        may_predict: True if batches alone are not training, because the program may only evaluate or predict.
     """
 
     _lack = "no step was counted"
-    _remark = ". If one step takes even longer, all is well"
+    _remark = ". If one step takes even longer, ignore this"
 
     def __init__(
         self,
@@ -235,13 +236,13 @@ class TrainingWatch:
         advice: str,
         warn_else: Callable[[str], object],
     ) -> None:
-        """Begins to watch.
+        """Starts watching.
 
         Args:
-            objects: What is kept, by name.
-            warn: Called with a warning that no step is counted, at most once, on the thread that trains.
+            objects: The saved objects, by name.
+            warn: Called with a warning that no step is counted, at most once, in the training thread.
             advice: What to call, and when.
-            warn_else: Called with other warnings, at most once with each, on that thread.
+            warn_else: Called with other warnings, at most once with each, in that thread.
         """
         self._warn, self._advice, self._warn_else = warn, advice, warn_else
         # Then the program begins with its own epoch.
@@ -276,23 +277,24 @@ class TrainingWatch:
         self._step_began = self._count_batches()
 
     def begin_step(self) -> None:
-        """A step begins that will be counted."""
+        """Called when a step begins that will be counted."""
         self.note_counted()
         self._step_began = self._count_batches()
 
     def is_step_empty(self) -> bool:
-        """Whether the step took no batch and found the end of an epoch, as the last one of `zip(steps, loader)`."""
+        """Returns True if the step took no batch and ended an epoch, like the last one of `zip(steps, loader)`."""
         began, now = self._step_began, self._count_batches()
         return now[1] > began[1] and now[0] == began[0]
 
     def note_own_step(self) -> None:
-        """A loop of the program's own counts a step; warns at the first one if it seems to begin its epochs anew."""
+        """Called when the program's own loop counts a step; warns at the first one if it seems to start its epochs
+        over."""
         if not self._is_counted and not self._keeps_epoch:
             self._warn_if_unasked()
         self.note_counted()
 
     def note_counted(self) -> None:
-        """A step is counted, so the program does count them. A kept optimizer has to step as well."""
+        """Called when a step is counted, so the program does count them. A saved optimizer must step as well."""
         self._is_counted = True
         if self._ends:
             self._counted += 1
@@ -303,21 +305,21 @@ class TrainingWatch:
                 self._end_following()
 
     def warn_if_idle(self) -> None:
-        """Warns if steps were counted, and none of the kept optimizers has stepped: others may train in their place."""
+        """Warns if steps were counted, but no saved optimizer has stepped: others may train instead."""
         if self._ends and self._updates and self._counted > 1 and not any(self._updates.values()):
             names = ", ".join(list(self._updates)[:3])
             self._warn_else(
-                f"{self._counted} steps were counted, and {names} has not stepped. If another optimizer trains, or "
-                "another model, that one is not saved: keep the objects that train, and make them before the run is "
-                "entered"
+                f"{self._counted} steps were counted, but {names} has not stepped. If another optimizer or model "
+                "is trained, it is not saved: pass the objects that are trained, and create them before entering "
+                "the run"
             )
 
     def note_saved(self) -> None:
-        """All that was trained until now is saved."""
+        """Called when everything trained until now is saved."""
         self._seen, self._since = self._read(), " since the newest save"
 
     def end(self) -> None:
-        """Ends following optimizers and loaders; harmless twice."""
+        """Stops following optimizers and loaders; may be repeated."""
         self._end_strays()
         self._end_following()
 
@@ -325,8 +327,8 @@ class TrainingWatch:
         """Returns what was trained since the newest save and was not counted, and what to do; "" if nothing was.
 
         Args:
-            consequence: What follows from it.
-            remark: When all is well all the same.
+            consequence: The consequence.
+            remark: When the warning can be ignored.
         """
         taken, updates = self._find_new()
         # One batch may have been taken for a look at it. Where optimizers are followed, batches alone train nothing.
@@ -354,9 +356,9 @@ class TrainingWatch:
         for path, count in () if any(count.is_asked for count in counts) else self._counts.items():
             if count.unasked_epochs:
                 self._warn_else(
-                    f"{path} was restored with {_epochs_text(count.unasked_epochs)}. A loop over range(n) trains n "
-                    "epochs more: write `for epoch in loader.epochs(n)` to train n in all. If your loop ends by a "
-                    "number of steps in all, this is well"
+                    f"{path} was restored with {_epochs_text(count.unasked_epochs)}. A loop over range(n) trains "
+                    "n more epochs: write `for epoch in loader.epochs(n)` to train n in total. If your loop ends "
+                    "at a total number of steps, ignore this"
                 )
                 return
         if self.resumption and not self._may_count and not any(count.is_asked for count in counts):
@@ -368,7 +370,7 @@ class TrainingWatch:
             self._warn_early()
 
     def _note_any_update(self, optimizer: Any) -> None:
-        """An optimizer has stepped, on any thread: whichever is not kept, and trains a kept module, is warned of."""
+        """Called when an optimizer has stepped, in any thread: warns if it trains a saved module but is not saved."""
         if threading.get_ident() != self._thread:
             return
         path, text = self._strays.find(optimizer)
@@ -388,18 +390,18 @@ class TrainingWatch:
             self._warn_early()
 
     def _is_long(self, number: int) -> bool:
-        """Whether so many batches or updates are more than those of one step, as a rule."""
+        """Returns True if that many batches or updates are more than those of one step usually are."""
         return number >= _MOST_IN_A_STEP
 
     def _warn_early(self) -> None:
         if not self._has_warned:
-            self.warn_once("nothing of it is saved yet", self._remark)
+            self.warn_once("nothing was saved yet", self._remark)
 
     def _read(self) -> tuple[dict[str, int], dict[str, int]]:
         return {path: count.batches for path, count in self._counts.items()}, dict(self._updates)
 
     def _find_new(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The batches and updates that are new since what was seen, where there are any."""
+        """Returns the batches and updates that are new since the given ones."""
         taken, updates = (
             {path: number - seen.get(path, 0) for path, number in now.items() if number > seen.get(path, 0)}
             for now, seen in zip(self._read(), self._seen, strict=True)
@@ -415,23 +417,23 @@ class TrainingWatch:
 
 
 class EpochWatch(TrainingWatch):
-    """Finds a program that trains epochs and backs none of them up."""
+    """Detects a program that trains epochs and backs none of them up."""
 
     _lack = "no epoch was backed up"
-    _remark = ". If your next backup is yet to come, all is well"
+    _remark = ". If your next backup is yet to come, ignore this"
 
     def __init__(self, objects: Mapping[str, object], warn: Callable[..., object]) -> None:
-        """Begins to watch; `warn` is called with each warning, and with `is_error=True` where the training is lost."""
+        """Starts watching; `warn` is called with each warning, with `is_error=True` if the training is lost."""
         super().__init__(objects, warn, "call back_up(epoch) after each epoch", warn)
         self._warn_at_end = warn
 
     def note_counted(self) -> None:
-        """A backup has begun, so the program does make them."""
+        """Called when a backup has begun, so the program does make them."""
         self._is_counted = True
         self._end_following()
 
     def finish(self, consequence: str, *, is_error: bool = False) -> None:
-        """Ends watching, and says what was trained and not backed up; harmless twice."""
+        """Stops watching, and reports what was trained and not backed up; may be repeated."""
         self.end()
         text, self._is_counted = self.describe(consequence), True
         if text:
@@ -442,12 +444,12 @@ class EpochWatch(TrainingWatch):
 
 
 def count_taken(objects: Mapping[str, object]) -> dict[str, int]:
-    """How many batches were taken in this process from each sampler that is kept, or that a kept loader is built on."""
+    """Returns how many batches were taken in this process from each saved sampler, or that of a saved loader."""
     return {path: batch_count(sampler).batches for path, sampler in _find_samplers(objects).items()}
 
 
 def describe_epochs(objects: Mapping[str, object]) -> str:
-    """How many epochs the first of the kept samplers has complete, in words; "" if none has."""
+    """Returns how many epochs the first of the saved samplers has completed, in words; "" if none has."""
     for path, sampler in _find_samplers(objects).items():
         if complete := count_epochs(sampler):
             return f"{_epochs_text(complete)} of {path}"
@@ -455,22 +457,23 @@ def describe_epochs(objects: Mapping[str, object]) -> str:
 
 
 def describe_resumption(step: int, asked: str, loop: str) -> str:
-    """**Pure.** What to say of a resumed program whose own loop counts a step and has not asked where to go on.
+    """**Pure.** Returns the warning for a resumed program whose own loop counts a step without having asked for the
+    step.
 
     Args:
         step: How many steps were complete.
-        asked: What the program reads to learn that.
-        loop: The loop that goes on there by itself.
+        asked: The attribute with the step.
+        loop: The loop that resumes by itself.
     """
     return (
-        f"resumed at step {step}, and this loop has not asked for it. A loop over range(n) trains n more: begin at "
-        f"{asked}, or loop over {loop}, or over the epochs(n) of a ResumableDataLoader that is kept. If your loop goes "
-        "on there by other means, all is well"
+        f"resumed at step {step}, but this loop did not ask for the step. A loop over range(n) trains n more: "
+        f"begin at {asked}, or loop over {loop}, or over the epochs(n) of a saved ResumableDataLoader. If your "
+        "loop resumes there by other means, ignore this"
     )
 
 
 def list_overruled(objects: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
-    """What the script says of the kept samplers, as `loader.seed`, and what a restore has set in its place."""
+    """Returns the script's settings of the saved samplers, as `loader.seed`, and the restored ones."""
     return {
         f"{path}.{name}": pair
         for path, sampler in _find_samplers(objects).items()
@@ -479,7 +482,7 @@ def list_overruled(objects: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
 
 
 def _find_samplers(objects: Mapping[str, object]) -> dict[str, ResumableSampler]:
-    """Each sampler once, though a loader that is built on it may be kept as well."""
+    """Returns each sampler once, even if a loader that is built on it is saved as well."""
     found: dict[int, tuple[str, ResumableSampler]] = {}
     for path, obj, adapter in list_members(objects):
         sampler = adapter.find_sampler(obj) if isinstance(adapter, SamplerAdapter) else None
@@ -497,14 +500,14 @@ def _epochs_text(number: int) -> str:
 
 
 def _may_count(obj: object) -> bool:
-    """Whether a program may keep a count of its own there: a whole number, or an object of its own class."""
+    """Returns True if a program may store a count there: in a whole number, or an object of its own class."""
     if any(_is_number(value) for value in _list_values(obj)):
         return True
     return any(_is_own(member, adapter) for _, member, adapter in find_stateful(obj, ""))
 
 
 def _is_own(obj: object, adapter: Adapter | None) -> bool:
-    """Whether an object is of the program's own class, which may keep anything in its state; a schedule does not."""
+    """Returns True if an object is of the program's own class, which may store anything; a schedule does not."""
     is_other = type(obj).__module__.startswith("torch.") or hasattr(getattr(obj, "scheduler", obj), "last_epoch")
     return isinstance(adapter, StateDictAdapter) and not is_other
 
@@ -521,21 +524,21 @@ def _is_number(value: Any) -> bool:
 
 def _describe_epoch(name: str, value: int, while_clause: str) -> str:
     return (
-        f"{name} is kept as the number {value}, which nothing has set since{while_clause}: a loop's own variable is "
-        f"another. Set checkpoint.{name} in the loop (run.checkpoint, if run is resumable's) and begin with it, or "
-        "take the epochs from a ResumableDataLoader's epochs()"
+        f"{name} is saved as the number {value}, and nothing has set it since{while_clause}: if the loop has its "
+        f"own variable, a restart begins with the old value. Set checkpoint.{name} in the loop (run.checkpoint, "
+        "if run is resumable's) and start from it, or take the epochs from a ResumableDataLoader's epochs()"
     )
 
 
 _UNCHANGED: Final = (
-    "{names}: the very arrays that were there before are saved again, and they cannot change. What was trained since "
-    "is in others, and is NOT saved: put those into the checkpoint at the end of each step, as in checkpoint.{name} = "
-    "{name} (run.checkpoint, if run is resumable's). If nothing of it is trained, all is well"
+    "{names}: the same immutable arrays are saved again. Anything trained since is in other arrays and is NOT "
+    "saved: put those into the checkpoint at the end of each step, as in checkpoint.{name} = {name} "
+    "(run.checkpoint, if run is resumable's). If they are not trained, ignore this"
 )
 
 
 class ImmutableArrays:
-    """Looks at objects again and again, and keeps nothing of them alive."""
+    """Inspects objects repeatedly, without keeping them alive."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -543,13 +546,14 @@ class ImmutableArrays:
         self._told: set[str] = set()
 
     def begin(self, objects: Mapping[str, object], step: int) -> None:
-        """Notes what stands there before anything is trained beyond a step."""
+        """Notes the arrays before anything is trained beyond a step."""
         self._step = step
         # Not by `immutable_types` first: a library may be met here for the first time.
         self._seen = {name: list(map(weakref.ref, immutable_arrays_in(root))) for name, root in objects.items()}
 
     def look(self, objects: Mapping[str, object], step: int) -> str:
-        """A warning of objects that hold the very arrays of an earlier step, and such as cannot change; "" if none do.
+        """Returns a warning about objects that still hold the same immutable arrays as at an earlier step; "" if none
+        do.
 
         Each is named once.
         """

@@ -1,4 +1,4 @@
-"""Which adapter or array library serves an object, by the classes of its type; and what stands in a tree of values."""
+"""Finds the adapter or array library of an object by its type, and the objects in a tree of values."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ INTEGRATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "flax.nnx": "holdfast.integrations.jax.nnx",
     }
 )
-"""For each package that holdfast knows, or a part of one, the module that registers its kinds. The module is imported
-when an object of that package is met, so the package itself is in memory already."""
+"""For each known package, or a part of one, the module that registers its kinds. The module is imported when an object
+of that package is
+found, so the package itself is in memory already.
+"""
 
 _NODE_LIBRARIES: Final[Mapping[str, str]] = MappingProxyType({"jax": "holdfast.integrations.jax.nodes"})
-"""For each package to which programs make classes of their own known, the module that says what values of them hold."""
+"""For each package that has a registry of tree nodes, the module that takes such nodes apart."""
 
 
 class NodeParts(NamedTuple):
-    """A value of a class that the program, or a library, has made known to its framework as a node of trees.
+    """A value of a class that the program, or a library, has registered with its framework as a node of trees.
 
     Attributes:
-        parts: What it holds, by name: what changes as it is trained. What else it has is the program's.
-        join: Makes such a value of other parts, by the same names; what is the program's is taken from this one.
+        parts: Its children, by name: they change in training. The rest of it belongs to the program.
+        join: Creates such a value from other children, with the same names; the rest is taken from this one.
     """
 
     parts: dict[str, Any]
@@ -60,39 +62,39 @@ _STATE_DICT = StateDictAdapter()
 
 
 def register_adapter(cls: type, adapter: Adapter) -> None:
-    """Makes an adapter serve a class and those that derive from it, in place of an earlier one."""
+    """Registers an adapter for a class and its subclasses, replacing an earlier one."""
     _adapters[cls] = adapter
     _found.clear()
 
 
 def register_backend(cls: type, backend: ArrayBackend) -> None:
-    """Makes a backend serve a class of arrays and those that derive from it."""
+    """Registers a backend for a class of arrays and its subclasses."""
     _backends[cls] = backend
     _backends_by_name[backend.name] = backend
     _found.clear()
 
 
 def immutable_types() -> tuple[type, ...]:
-    """The classes of arrays that cannot be changed, of the libraries that are in use."""
+    """Returns the classes of immutable arrays, of the libraries in use."""
     return tuple(cls for cls, backend in _backends.items() if backend.is_immutable)
 
 
 def register_sharder(cls: type, sharder: Sharder) -> None:
-    """Makes a sharder serve a class of sharded arrays and those that derive from it."""
+    """Registers a sharder for a class of sharded arrays and its subclasses."""
     _sharders[cls] = sharder
     _found_sharders.clear()
     _found.clear()
 
 
 def register_nodes(read: Callable[[object], NodeParts | None]) -> None:
-    """Makes known what takes the values apart that a framework knows as nodes of trees."""
+    """Registers what takes apart the values that a framework knows as nodes of trees."""
     _node_readers.append(read)
 
 
 def node_parts(value: object) -> NodeParts | None:
-    """What a value holds whose class was made known to a framework as a node of trees; None for any other.
+    """Returns the parts of a value whose class was registered with a framework as a node of trees; None for any other.
 
-    Containers of Python's own are none, nor are namedtuples, arrays, and objects that have an adapter.
+    Python's own containers are not such nodes, nor are namedtuples, arrays, and objects that have an adapter.
     """
     cls = type(value)
     if cls in ENCODERS or cls in _PLAIN_CONTAINERS or is_namedtuple(cls):
@@ -112,7 +114,7 @@ _PLAIN_CONTAINERS: Final = frozenset(
 
 
 def sharder_of_type(cls: type) -> Sharder | None:
-    """What looks at sharded arrays of a type, or None if it is no type of such."""
+    """Returns the sharder of a type of sharded arrays, or None."""
     try:
         return _found_sharders[cls]
     except KeyError:
@@ -124,9 +126,9 @@ def sharder_of_type(cls: type) -> Sharder | None:
 
 
 def adapter_of(obj: object) -> Adapter | None:
-    """What reads and puts back the state of an object, or None if it is a plain value, an array, or unknown.
+    """Returns the adapter of an object, or None if it is a plain value, an array, or unknown.
 
-    An object of no registered class is served if it has both `state_dict` and `load_state_dict`.
+    An object of an unregistered class is supported if it has both `state_dict` and `load_state_dict`.
     """
     found = _handler(type(obj))
     if isinstance(found, Adapter):
@@ -141,33 +143,33 @@ def adapter_of(obj: object) -> Adapter | None:
 
 
 def backend_of(obj: object) -> ArrayBackend | None:
-    """The library of an array, or None if the object is no array."""
+    """Returns the library of an array, or None if the object is not an array."""
     return backend_of_type(type(obj))
 
 
 def backend_of_type(cls: type) -> ArrayBackend | None:
-    """The library of arrays of a type, or None if it is no type of arrays."""
+    """Returns the library of a type of arrays, or None."""
     found = _handler(cls)
     return None if found is None or isinstance(found, Adapter) else found
 
 
 def is_made_of_tensors(cls: type) -> bool:
-    """Whether values of a type have no memory of their own, but consist of tensors; not if they are sharded arrays."""
+    """Returns True if values of a type have no memory of their own, but consist of tensors; not for sharded arrays."""
     return is_tensor_subclass(cls) and sharder_of_type(cls) is None
 
 
 def backend_named(name: str) -> ArrayBackend:
-    """The array library of that name, as stored in a checkpoint.
+    """Returns the array library with that name, as stored in a checkpoint.
 
     Raises:
-        UsageError: If it is not one that this process has in memory.
+        UsageError: If this process does not have it in memory.
     """
     if name not in _backends_by_name and (name == "numpy" or name in sys.modules) and name in INTEGRATIONS:
         importlib.import_module(INTEGRATIONS[name])
     backend = _backends_by_name.get(name)
     if backend is None:
         raise UsageError(
-            f"the checkpoint holds arrays of {name!r}, which this process has not imported",
+            f"the checkpoint contains arrays of {name!r}, which this process has not imported",
             hint=f"Import {name} before restoring." if name in INTEGRATIONS else "Install a version that knows it.",
         )
     return backend
@@ -209,17 +211,17 @@ def _load_integrations_of(cls: type) -> None:
 
 
 _Trail: TypeAlias = tuple[Any, Hashable, int] | None
-"""The way to a value: that of what holds it, and its key and number there. A path is made only where one is needed."""
+"""The way to a value: that of its container, and its key and number there. A path is created only if needed."""
 
 
 def find_stateful(root: object, path: str) -> Iterator[tuple[str, object, Adapter | None]]:
-    """Objects in a tree of values: those with an adapter, and those that only want to be prepared."""
+    """Yields objects in a tree of values: those with an adapter, and those that only need to be prepared."""
     for trail, value, handler in _walk(root, is_sought=lambda _: False):
         yield _path(path, trail), value, cast("Adapter | None", handler)
 
 
 def list_members(objects: Mapping[str, object]) -> list[tuple[str, Any, Adapter]]:
-    """The objects with state, those within trees too, each with its path and adapter."""
+    """Returns the objects with state, also those in trees, each with its path and adapter."""
     return [
         (path, obj, adapter)
         for name, root in objects.items()
@@ -229,28 +231,28 @@ def list_members(objects: Mapping[str, object]) -> list[tuple[str, Any, Adapter]
 
 
 def may_change_when_read(root: object) -> bool:
-    """Whether reading the state of an object, or of one in a tree of values, may change it."""
+    """Returns True if reading the state of an object, or of one in a tree of values, may change it."""
     found = find_stateful(root, "")
     return any(adapter is not None and adapter.readable(part) is Readable.WHEN_SAVED for _, part, adapter in found)
 
 
 def state_paths(live: object, path: str) -> list[str]:
-    """Where in a live value arrays and objects with state stand."""
+    """Returns the paths of arrays and objects with state in a live value."""
     return [_path(path, trail) for trail, _, handler in _walk(live) if handler is not None]
 
 
 def find_array(live: object) -> object:
-    """The first plain array in a value, or None."""
+    """Returns the first plain array in a value, or None."""
     return next((value for _, value, _ in _walk(live) if backend_of_type(type(value)) is not None), None)
 
 
 def holds_state(live: object) -> bool:
-    """Whether there are arrays or objects with state in a live value, or it is one."""
+    """Returns True if a live value is or contains arrays or objects with state."""
     return any(handler is not None for _, _, handler in _walk(live))
 
 
 def immutable_arrays_in(root: object) -> list[object]:
-    """The arrays in a tree of values that cannot be changed, each once; not those within objects with state."""
+    """Returns the immutable arrays in a tree of values, each once; not those inside objects with state."""
     found = (
         value
         for _, value, handler in _walk(root, is_sought=lambda library: getattr(library, "is_immutable", False))
@@ -260,7 +262,7 @@ def immutable_arrays_in(root: object) -> list[object]:
 
 
 def parts_of(value: object) -> list[tuple[Hashable, Any]]:
-    """What a container of values holds, each part with its key, place or field; nothing for other values."""
+    """Returns the parts of a container of values, each with its key, index or field; nothing for other values."""
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, (list, tuple, collections.deque)):
@@ -280,13 +282,13 @@ def parts_of(value: object) -> list[tuple[Hashable, Any]]:
 def _walk(
     root: object, *, is_sought: Callable[[ArrayBackend | Sharder], bool] = lambda _: True
 ) -> Iterator[tuple[_Trail, object, Adapter | ArrayBackend | Sharder | None]]:
-    """Objects with state, those that want to be prepared (these with None), and arrays, in their order.
+    """Yields objects with state, those that need to be prepared (with None), and arrays, in order.
 
-    Each container is looked into once, at the first place where it stands.
+    Each container is searched once, where it first appears.
 
     Args:
         root: Where to begin.
-        is_sought: Whether the arrays of a library are asked for.
+        is_sought: Returns whether to yield the arrays of a library.
     """
     # By identity. The containers are kept, or another one might get the identity of one that is gone.
     seen: dict[int, object] = {}

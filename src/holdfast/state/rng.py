@@ -25,7 +25,7 @@ class RandomSource(msgspec.Struct, frozen=True):
     Attributes:
         read: Returns its state as a tree of values, or None while the process does not use it.
         write: Takes such a tree.
-        seed: Takes a number from 0 up to 2**64, and gives it the state that follows from that.
+        seed: Takes a number from 0 up to 2**64, exclusive, and sets the state that follows from it.
     """
 
     read: Callable[[], Any]
@@ -37,31 +37,31 @@ _sources: dict[str, RandomSource] = {}
 
 
 def register_random_source(name: str, source: RandomSource) -> None:
-    """Adds a generator to those that `RNG` and `undisturbed` keep, or replaces one."""
+    """Adds a generator to those that `RNG` and `undisturbed` handle, or replaces one."""
     _sources[name] = source
 
 
 class RNG:
-    """Stands for the random generators that the whole process shares: Python's, NumPy's, and those of frameworks.
+    """The state of the random generators that the whole process shares: Python's, NumPy's, and those of frameworks.
 
-    Name it in a checkpoint (`Checkpoint(..., rng=RNG())`). NumPy and frameworks count if the process has imported
-    them. A generator that is stored but that this process cannot have (of a device that is not there) is passed over.
+    Add it to a checkpoint (`Checkpoint(..., rng=RNG())`). NumPy and frameworks are included if the process has imported
+    them. A stored generator that this process cannot have (of a missing device) is skipped.
 
-    In a job of several workers each has generators of its own. If their number has changed since the save, they are
-    seeded anew, each worker's differently, from what was saved; an event says so.
+    In a job of several workers each has its own generators. If the number of workers has changed since the save, they
+    are reseeded from the saved state, differently on each worker; an event says so.
     """
 
     def __repr__(self) -> str:
         return f"RNG({', '.join(_sources)})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every generator in use."""
+        """Returns the state of every generator in use."""
         load_integrations()
         states = ((name, source.read()) for name, source in _sources.items())
         return {name: state for name, state in states if state is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Puts generators back. Those that `state` does not name are left alone.
+        """Restores generators. Those that `state` does not name are left unchanged.
 
         Raises:
             UsageError: If it names a generator of a framework that this process has not imported.
@@ -72,7 +72,7 @@ class RNG:
 
 
 def check_known(state: Mapping[str, Any]) -> None:
-    """Makes sure that every generator in a state is one that this process may have.
+    """Checks that every generator in a state is one that this process may have.
 
     Raises:
         UsageError: If one belongs to a framework that the process has not imported.
@@ -82,7 +82,7 @@ def check_known(state: Mapping[str, Any]) -> None:
         if name not in _sources:
             package = name.partition(".")[0]
             raise UsageError(
-                f"the random state of {name!r} is stored, but nothing here has such a generator",
+                f"the random state of {name!r} is stored, but this process has no such generator",
                 hint=f"Import {package} before restoring." if package in INTEGRATIONS else "Register the source.",
             )
 
@@ -101,7 +101,7 @@ class _RNGAdapter(StateAdapter):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Whatever the block draws from the process's generators, they stand afterwards where they stood before."""
+    """Restores the process's generators after the block."""
     rng = RNG()
     state = rng.state_dict()
     try:

@@ -1,13 +1,13 @@
-"""What this worker writes of the arrays of a job of several, and what it leaves to others.
+"""Decides what this worker writes of the arrays of a job of several, and what it leaves to others.
 
-All holders of a box decide by the same rule, each alone and box by box: what one of them has more or less than the
-others changes nothing for the rest. Nothing is asked, and nothing is counted up.
+All holders of a box decide by the same rule, each on its own and box by box: if one of them has more or fewer arrays
+than the others, the rest is not affected. There is no communication, and nothing is counted up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import xxhash
 from msgspec.structs import replace
@@ -18,33 +18,38 @@ from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, StridesRecord, shift, split_box, whole_box
 from holdfast.state.adapters import Replication
+from holdfast.state.array_look import look_at
 from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, Replica, Sharding, part_of, spec_of
 from holdfast.state.registry import backend_of, sharder_of_type
 
+MemoryGroups: TypeAlias = dict[str, tuple[object, frozenset[tuple[str, Hashable]]]]
+"""By name, the memory of a group of arrays, and what tells whether it is that of the same arrays still."""
+
 MOST_WRITERS: Final = 64
-"""So many holders share the writing. With more it would not be quicker, and each restore would open more files."""
+"""How many holders share the writing. With more it would not be faster, and each restore would open more files."""
 
 SMALL_BYTES: Final = 4096
-"""What is no larger goes to the first holder: twenty thousand such arrays are little to write, and one file to read."""
+"""Arrays up to this size go to the first holder: twenty thousand such arrays are little to write, and one file to
+read."""
 
 PART_BYTES: Final = 256 << 10
-"""No part of a box that is shared out is smaller."""
+"""The smallest part of a box that is shared."""
 
 
 def plan_parts(leaf: str, box: Box, item_bytes: int, holders: Sequence[int]) -> list[tuple[int, Box]]:
-    """**Pure.** Who writes a box of a leaf that several workers hold.
+    """**Pure.** Decides who writes a box of a leaf that several workers hold.
 
-    A large box is cut into parts that are contiguous in it and as even as may be; which holder takes the first of them
+    A large box is split into parts that are contiguous in it and as even as possible; the holder of the first part
     depends on the leaf's name, so that many boxes are spread as well.
 
     Args:
         leaf: The leaf's name.
         box: The box that each of them holds.
         item_bytes: The bytes of one element.
-        holders: Their ranks, in the same order with each of them; at least one.
+        holders: Their ranks, in the same order on each of them; at least one.
 
     Returns:
-        The parts of the box, in their order, each with the worker that writes it.
+        The parts of the box, in order, each with the worker that writes it.
     """
     if len(holders) == 1:
         return [(holders[0], box)]
@@ -58,35 +63,38 @@ def plan_parts(leaf: str, box: Box, item_bytes: int, holders: Sequence[int]) -> 
 
 
 def choose_writers(holders: Sequence[int]) -> Sequence[int]:
-    """**Pure.** Those of the holders that write: far from each other, since neighbours share a machine."""
+    """**Pure.** Returns the holders that write: far from each other, because neighbors share a machine."""
     if len(holders) <= MOST_WRITERS:
         return holders
     return [holders[number * len(holders) // MOST_WRITERS] for number in range(MOST_WRITERS)]
 
 
 class ShardOwnership:
-    """Decides for one capture, array by array, and keeps account of what an index has to say about it.
+    """Decides for one capture, array by array, and collects the records for the index.
 
     Attributes:
         worker: This worker.
-        holders: The ranks of all that hold the plain arrays which are now met.
-        is_own: Whether what is now met is this worker's own, and so written by it alone.
-        boxes: What those arrays are that are no whole leaves.
-        elsewhere: The leaves of which others write a part, or all.
-        loose: The leaves of which this worker cannot know by itself who else holds them, or whether all is held.
+        holders: The ranks of all that hold the plain arrays of the current object.
+        is_own: True if the current object differs per worker, and so is written by this one alone.
+        boxes: The boxes that arrays are, if not whole leaves.
+        elsewhere: The leaves that other workers write in part or in full.
+        loose: The leaves of which this worker cannot know who else holds them, or whether all is held.
         replicas: The boxes that others hold too.
         compared: For each of these its array, with the library; None for a second name of one.
-        checks_replicas: Whether their values are to be compared.
-        trained: By library and memory, those arrays of the object that is now met which training keeps equal on all
-            workers. None if that is all of its state.
-        is_trained: Whether these can only differ by a mistake.
+        cuts: For each of these, the boxes cut from what this worker holds in one piece to get its array.
+        checks_replicas: True if their values are compared.
+        trained: By library and memory, the arrays of the current object that training keeps equal on all workers; None
+            for all of its state.
+        is_trained: True if these can only differ by a mistake.
         renewed: By library and memory, those of its arrays that may differ.
-        strides: The leaves that do not lie in row-major order here.
-        quantizers: Those of leaves that are quantized.
+        strides: The leaves that are not in row-major order here.
+        quantizers: Those of quantized leaves.
     """
 
-    def __init__(self, worker: Worker, *, check_replicas: bool = False) -> None:
+    def __init__(self, worker: Worker, *, check_replicas: bool = False, groups: MemoryGroups | None = None) -> None:
+        """`groups` is what an earlier one has worked out."""
         self.worker = worker
+        self._groups: MemoryGroups = {} if groups is None else groups
         self.checks_replicas = check_replicas and not worker.is_alone
         self.holders: Sequence[int] = range(worker.world_size)
         self.is_own = False
@@ -97,33 +105,52 @@ class ShardOwnership:
         self.strides: list[StridesRecord] = []
         self.quantizers: list[QuantizerRecord] = []
         self.compared: list[tuple[ArrayBackend, Any] | None] = []
+        self.cuts: list[tuple[Box, ...]] = []
         self.trained: frozenset[tuple[str, Hashable]] | None = None
         self.renewed: frozenset[tuple[str, Hashable]] = frozenset()
         self.is_trained = False
 
-    def enter(self, replication: Replication) -> None:
-        """Sets `holders` and `trained` as they are within an object."""
+    def lists(self) -> tuple[list[Any], ...]:
+        """Returns the lists that grow with each array, for the index."""
+        return self.boxes, self.elsewhere, self.replicas, self.strides, self.quantizers
+
+    def enter(self, replication: Replication, path: str) -> None:
+        """Sets `holders` and `trained` for the object at a path."""
         self.holders = replication.holders or self.holders
         self.is_trained = self.is_trained or replication.is_trained
         if replication.trained is not None:
-            self.trained = self._find_memory(replication.trained)
-            self.renewed = self._find_memory(replication.renewed)
+            self.trained = self._find_memory(replication.trained, f"{path} trained")
+            self.renewed = self._find_memory(replication.renewed, f"{path} renewed")
 
-    @staticmethod
-    def _find_memory(arrays: Sequence[Any]) -> frozenset[tuple[str, Hashable]]:
-        plain = ((array, backend_of(array)) for array in arrays if sharder_of_type(type(array)) is None)
-        return frozenset((backend.name, backend.alias_key(array)) for array, backend in plain if backend is not None)
+    def _find_memory(self, arrays: Sequence[Any], group: str) -> frozenset[tuple[str, Hashable]]:
+        """The memory of the plain ones among some arrays; the set of the capture before, if it is the same."""
+        plain = [array for array in arrays if sharder_of_type(type(array)) is None and backend_of(array) is not None]
+        look = look_at(plain)
+        now = None if look is None else (look.keys, look.marks)
+        known = self._groups.get(group)
+        if known is not None and now is not None and known[0] == now:
+            return known[1]
+        backends = map(backend_of, plain)
+        found = frozenset(
+            (backend.name, backend.alias_key(array))
+            for array, backend in zip(plain, backends, strict=True)
+            if backend is not None
+        )
+        self._groups[group] = now, found
+        return found
 
     def look(self, array: Any, backend: ArrayBackend, path: str) -> Sharding:
-        """A plain array as one that each holder has whole."""
+        """Returns the sharding of a plain array, which each holder has whole."""
         spec = backend.spec(array, path)
         local = LocalBox(whole_box(spec.shape), array, None)
         memory = backend.alias_key(array)
         may_differ = self.trained is not None and (backend.name, memory) not in self.trained
         return Sharding(spec, backend, (local,), memory, may_differ=may_differ)
 
-    def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any]]:
-        """The arrays that this worker writes of a leaf, each with a name of its own.
+    def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any, tuple[Box, ...]]]:
+        """Returns the arrays that this worker writes of a leaf, each with a name of its own.
+
+        Each comes with the boxes cut, one from the other, from what this worker holds in one piece.
 
         Raises:
             UnsupportedValueError: If other workers would have to write a part, and there are none.
@@ -133,7 +160,7 @@ class ShardOwnership:
             raise UnsupportedValueError(
                 f"{path}: a part of a quantized tensor cannot be stored",
                 path=path,
-                hint="Store its int_repr() as the part, and scale and zero point beside it.",
+                hint="Store its int_repr() as the part, with scale and zero point next to it.",
             )
         self.note_form(leaf, spec)
         workers = sharding.workers or len(self.holders)
@@ -155,14 +182,15 @@ class ShardOwnership:
                 if owner != self.worker.rank:
                     others.add(owner)
                     continue
-                array = local.array
+                array, cuts = local.array, () if local.place is None else (local.place,)
                 if part != local.box:
-                    array = part_of(array, shift(part, local.box.offsets))
+                    cut = shift(part, local.box.offsets)
+                    array, cuts = part_of(array, cut), (*cuts, cut)
                 if not part.is_whole(spec.shape):
                     self.boxes.append(BoxRecord(name, leaf if written else "", spec.shape, part.offsets))
                 written += 1
                 written_elements += part.elements
-                yield name, spec_of(spec.dtype, part.shape), array
+                yield name, spec_of(spec.dtype, part.shape), array, cuts
             if len(holders) > 1:
                 self.replicas.append(
                     Replica(
@@ -175,34 +203,35 @@ class ShardOwnership:
                         is_renewed=(sharding.backend.name, sharding.memory) in self.renewed,
                     )
                 )
-                if self.checks_replicas:
-                    self.compared.append((sharding.backend, local.array))
+                self.compared.append((sharding.backend, local.array))
+                self.cuts.append(() if local.place is None else (local.place,))
         if self.worker.is_alone and written_elements != whole_box(spec.shape).elements:
             raise UnsupportedValueError(
-                f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no other",
+                f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no "
+                "other worker",
                 path=path,
-                hint="Save from all workers of the job together: give the manager their cluster.",
+                hint="Save from all workers of the job together: pass their cluster to the manager.",
             )
         if others or not written or not is_complete:
             self.elsewhere.append(ElsewhereRecord(leaf, spec.dtype, spec.shape, tuple(sorted(others))))
 
     def note_form(self, leaf: str, spec: ArraySpec) -> None:
-        """Notes how a leaf lies in memory, if not in row-major order, and its quantizer, if it has one."""
+        """Records a leaf's memory layout, if it is not in row-major order, and its quantizer, if it has one."""
         if spec.strides is not None:
             self.strides.append(StridesRecord(leaf, spec.strides))
         if spec.quantizer is not None:
             self.quantizers.append(QuantizerRecord(leaf, spec.quantizer))
 
     def note_alias(self, path: str, replicas: range) -> None:
-        """Notes that an array stands in one more place: with the others it has to stand there as well.
+        """Records that an array appears at another path: on the other workers it must be there as well.
 
         Args:
-            path: That place.
-            replicas: Which of the replicas its leaf has.
+            path: That path.
+            replicas: The replicas of its leaf.
         """
         # What is in an object of this worker's own concerns nobody else.
         if not self.is_own:
             leaves = {id(replica.holders): replica for replica in self.replicas[replicas.start : replicas.stop]}
             self.replicas += [replace(leaf, leaf=path, same_as=leaf.leaf) for leaf in leaves.values()]
-            if self.checks_replicas:
-                self.compared += [None] * len(leaves)
+            self.compared += [None] * len(leaves)
+            self.cuts += [()] * len(leaves)

@@ -1,25 +1,32 @@
-"""What plain arrays cannot say: that a worker holds a part of one, or something that is its own."""
+"""`Shard` and `PerWorker`: mark a part of an array, and state that differs per worker."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, find_box_problem
 from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Readable
-from holdfast.state.leaves import ArraySpec, LocalBox, PendingArray, Sharding, Skeleton, spec_like
-from holdfast.state.registry import backend_of, find_stateful, may_change_when_read, register_adapter, register_sharder
+from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, PendingArray, Sharding, Skeleton, spec_like
+from holdfast.state.registry import (
+    backend_of,
+    backend_of_type,
+    find_stateful,
+    may_change_when_read,
+    register_adapter,
+    register_sharder,
+)
 
 
 class Shard:
-    """A part of an array of which other workers hold the rest.
+    """A part of an array; other workers hold the rest.
 
-    Give it in place of the array, wherever one may stand: `Checkpoint(table=hf.Shard(rows, (1_000_000, 64), (rank *
-    250_000, 0)))`. All workers together must hold the whole array, each element once; what several hold alike is
-    written once if each names all its holders. It is restored into any other division, or into a plain array.
+    Use it instead of the array, wherever an array is allowed: `Checkpoint(table=hf.Shard(rows, (1_000_000, 64), (rank *
+    250_000, 0)))`. All workers together must hold the whole array, each element once; a part that several workers hold
+    is written once if each names all holders. It can be restored into any other division, or into a plain array.
     """
 
     def __init__(
@@ -30,19 +37,19 @@ class Shard:
         *,
         holders: Iterable[int] | None = None,
     ) -> None:
-        """Says what a tensor is a part of.
+        """Describes what a tensor is a part of.
 
         Args:
             tensor: A plain tensor or array, which holds the values.
             global_shape: The shape of the whole array.
-            offsets: For each dimension, where the part begins in it.
-            holders: The ranks of all workers that hold this very part; None if this one alone does.
+            offsets: For each dimension, where the part begins.
+            holders: The ranks of all workers that hold this same part; None if only this worker does.
 
         Raises:
-            UsageError: If it is no tensor or array, or cannot be such a part.
+            UsageError: If it is not a tensor or array, or cannot be such a part.
         """
         if backend_of(tensor) is None:
-            raise UsageError(f"{type(tensor).__qualname__} is no tensor or array, of which a Shard could be made")
+            raise UsageError(f"a Shard needs a tensor or an array, got {type(tensor).__qualname__}")
         self.tensor = tensor
         self.global_shape = _numbers("global_shape", global_shape)
         self.offsets = _numbers("offsets", offsets)
@@ -50,7 +57,8 @@ class Shard:
         problem = find_box_problem(Box(self.offsets, tuple(tensor.shape)), self.global_shape)
         if problem:
             raise UsageError(
-                f"this cannot be a shard: {problem}", hint="offsets and shape of the tensor say its place."
+                f"not a valid shard: {problem}",
+                hint="offsets and the tensor's shape define its place in the global shape.",
             )
 
     def __repr__(self) -> str:
@@ -62,13 +70,13 @@ def _numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(operator.index(value) for value in values)
     except TypeError as error:
         raise UsageError(
-            f"{name}={values!r}: whole numbers are needed ({error})",
-            hint="Divide sizes with //, and give one number for each dimension.",
+            f"{name} must be whole numbers, got {values!r} ({error})",
+            hint="Divide sizes with //, and pass one number for each dimension.",
         ) from error
 
 
 class _PendingShard(Shard, PendingArray):
-    """Stands for a Shard whose tensor is made when its values have come."""
+    """A placeholder of a Shard whose tensor is created once its values have arrived."""
 
     def check(self, leaf: str) -> None:
         self.tensor.check(leaf)
@@ -78,17 +86,17 @@ class _PendingShard(Shard, PendingArray):
 
 
 class PerWorker:
-    """State that is each worker's own, such as the place in a stream of data that no other worker reads.
+    """State that differs per worker, such as the position in a stream of data that no other worker reads.
 
-    Give it around an object: `Checkpoint(stream=hf.PerWorker(stream))`. What is not marked so is taken for the same
-    with all workers, but for random generators (`RNG`), which are each worker's own in any case.
+    Wrap an object in it: `Checkpoint(stream=hf.PerWorker(stream))`. Everything else is assumed to be the same on all
+    workers, except random generators (`RNG`), which always differ per worker.
 
-    Each worker restores what the worker of its rank had saved. If the number of workers has changed, that means
-    nothing any more: then what is marked so stays as it is, and random generators are seeded anew; an event says so.
+    Each worker restores what the worker of its rank saved. If the number of workers has changed, such state has no
+    meaning any more: then it is left unchanged, and random generators are reseeded; an event says so.
     """
 
     def __init__(self, value: Any) -> None:
-        """Takes an object with state, a tensor, or a tree of such."""
+        """Wraps an object with state, a tensor, or a tree of these."""
         self.value = value
 
     def __repr__(self) -> str:
@@ -99,20 +107,30 @@ class _ShardSharder:
     def look(self, array: Any, path: str, worker: Worker) -> Sharding:
         backend = backend_of(array.tensor)
         if backend is None:
-            raise UnsupportedValueError(f"{path}: the tensor of this Shard is no array any more", path=path)
+            raise UnsupportedValueError(f"{path}: the tensor of this Shard is no longer an array", path=path)
         own = backend.spec(array.tensor, path)
         holders = (worker.rank,) if array.holders is None else array.holders
         if worker.rank not in holders or holders[-1] >= worker.world_size:
             raise UnsupportedValueError(
-                f"{path}: this Shard is said to lie with the workers {list(holders)}, and this is worker {worker.rank} "
-                f"of {worker.world_size}",
+                f"{path}: this Shard names the workers {list(holders)} as its holders, but this is worker "
+                f"{worker.rank} of {worker.world_size}",
                 path=path,
-                hint="Name the ranks of all that hold it, of this job and with this one among them.",
+                hint="Name the ranks of all workers of this job that hold it, including this one.",
             )
         box = Box(array.offsets, own.shape)
         memory = (backend.alias_key(array.tensor), array.offsets, array.global_shape)
         local = LocalBox(box, array.tensor, holders)
         return Sharding(spec_like(own, array.global_shape), backend, (local,), memory, is_by_hand=True)
+
+    def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object] | None:
+        """What the program has said of each."""
+        tensors = [array.tensor for array in arrays]
+        kinds = list(map(type, tensors))
+        backends = set(map(backend_of_type, kinds))
+        backend = backends.pop()
+        if backends or backend is None:
+            return None
+        return backend, tensors, (kinds, [(array.global_shape, array.offsets, array.holders) for array in arrays])
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         backend = backend_of(like.tensor)

@@ -1,4 +1,4 @@
-"""Where the bytes lie: a directory, or memory; and what holdfast asks of such a place."""
+"""Storage of bytes: a directory, or memory; and the interface of a storage."""
 
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.locations import find_location, local_directory, open_storage, pass_on_warnings

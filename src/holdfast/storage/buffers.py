@@ -13,45 +13,45 @@ from typing import Final, TypeAlias, TypeVar
 from holdfast.errors import OutOfMemoryError
 
 MEMORY: Final = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
-"""All memory there may be, of which only what arrays have may be touched."""
+"""All memory there may be; only that of arrays may be touched."""
 
 Extent: TypeAlias = tuple[int, int]
-"""The addresses between which an array lies, the last exclusive."""
+"""The addresses of an array, the last exclusive."""
 
 
 def address_of(data: memoryview) -> int:
-    """Where the first byte of `data`, which is not empty, lies in memory."""
+    """Returns the address of the first byte of `data`, which is not empty."""
     import numpy as np
 
     return int(np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def memory_between(begin: int, end: int, extent: Extent) -> memoryview:
-    """The memory between two addresses; raises `ValueError` if some of it is not the array's, by its `extent`."""
+    """Returns the memory between two addresses; raises `ValueError` if some is outside of the array's `extent`."""
     if not 0 < extent[0] <= begin <= end <= extent[1]:
         raise ValueError(
-            f"memory from {begin:#x} to {end:#x} is wanted, and the array lies from {extent[0]:#x} to {extent[1]:#x}"
+            f"expected memory from {begin:#x} to {end:#x}, but the array is at {extent[0]:#x} to {extent[1]:#x}"
         )
     return MEMORY[begin:end]
 
 
 _HUGE_BYTES: Final = 2 << 20
-"""The huge pages of most processors. Where they have another size, the memory is only less quick."""
+"""The huge pages of most processors. If they have another size, the memory is only slower."""
 
 
 def take_pages(size_bytes: int) -> memoryview:
-    """New writable memory that begins on a page, on huge pages as far as they go; it goes with the last view of it.
+    """Returns new writable memory that begins on a page, with huge pages if possible; freed with the last view of it.
 
-    A device reads into huge pages with far fewer entries in its lists, and they are touched for the first time in a
-    tenth of the time. Forks do not inherit the memory: a direct read into private memory that is forked meanwhile may
-    end in the child. Raises `OutOfMemoryError` if there is not that much.
+    A device reads into huge pages with far fewer entries in its lists, and they are first touched in a tenth of the
+    time. Forks do not inherit the memory: a direct read into private memory that is forked meanwhile may end in the
+    child. Raises `OutOfMemoryError` if there is not enough.
     """
     huge_bytes = size_bytes // _HUGE_BYTES * _HUGE_BYTES
     spare_bytes = _HUGE_BYTES if huge_bytes else 0
     try:
         memory = mmap.mmap(-1, size_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise OutOfMemoryError(f"no memory for {size_bytes:,} bytes on their way: {error}") from error
+        raise OutOfMemoryError(f"no memory for a buffer of {size_bytes:,} bytes: {error}") from error
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_BYTES if huge_bytes else 0
     _advise(memory, "MADV_DONTFORK", 0, len(memory))
     _advise(memory, "MADV_HUGEPAGE", begin, huge_bytes)
@@ -66,13 +66,13 @@ def _advise(memory: mmap.mmap, advice: str, begin: int, length_bytes: int) -> No
 
 
 class Scratch(threading.local):
-    """Memory for one piece, one to a thread, made when it is first needed; what it held before stays in it."""
+    """Memory for one piece, one per thread, created when it is first needed; its old content stays in it."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
 
     def take(self, size_bytes: int) -> memoryview:
-        """A writable view of that many bytes, beginning on a page; it holds until the thread asks again."""
+        """Returns a writable view of that many bytes, beginning on a page; valid until the thread asks again."""
         if self._memory.nbytes < size_bytes:
             # The old memory goes first, so that the two are never held at once.
             self._memory = memoryview(b"")
@@ -84,7 +84,7 @@ _T = TypeVar("_T")
 
 
 def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int) -> Iterator[list[_T]]:
-    """Cuts a sequence into runs of at most so many bytes, or of one item that is larger."""
+    """Splits a sequence into runs of at most that many bytes, or of one item that is larger."""
     batch: list[_T] = []
     batch_bytes = 0
     for item in items:
@@ -99,7 +99,7 @@ def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int)
 
 
 def parts_beyond(parts: Sequence[memoryview], filled_bytes: int) -> list[memoryview]:
-    """What is left to fill when that many bytes have been filled, fewer than the parts have."""
+    """Returns what is left to fill when that many bytes have been filled, fewer than the parts have."""
     for number, part in enumerate(parts):
         if filled_bytes < len(part):
             return [part[filled_bytes:], *parts[number + 1 :]]

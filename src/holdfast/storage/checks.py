@@ -1,4 +1,4 @@
-"""What all storages check alike: paths, the pieces of a file, and what the operating system says."""
+"""Checks that all storages share: paths, the pieces of a file, and errors of the operating system."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFul
 from holdfast.format.names import TRASH_PREFIX
 
 MAX_PART_BYTES: Final = 255
-"""No file system in use allows more for one name."""
+"""The longest name in any file system in use."""
 
 MAX_PATH_BYTES: Final = 1024
-"""What an object store allows for a whole key; most file systems allow more."""
+"""The longest key of an object store; most file systems allow more."""
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    r"""**Pure.** The parts of a path, which is checked first.
+    r"""**Pure.** Returns the parts of a path, after checks.
 
-    Bytes that are not UTF-8 may stand in a name as lone surrogates, as Python gives them, and so may a backslash and
-    control characters: each is a plain character of a POSIX name, and what `list` shows must be removable.
+    Bytes that are not UTF-8 may be in a name as lone surrogates, as Python represents them, and so may a backslash and
+    control characters: each is a plain character of a POSIX name, and everything that `list` shows must be removable.
 
     Raises:
-        UsageError: If the path is empty, absolute, too long, holds NUL, or has a part that is empty, `.` or `..`.
+        UsageError: If the path is empty, absolute, too long, contains NUL, or has a part that is empty, `.` or `..`.
     """
     if not path:
-        raise UsageError("a path is empty", hint="name something that lies below the storage's root")
+        raise UsageError("a path is empty", hint="use a path below the storage's root")
     try:
         encoded = path.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
@@ -54,26 +54,26 @@ def split_path(path: str) -> tuple[str, ...]:
 
 
 def split_directory(path: str) -> tuple[str, ...]:
-    """**Pure.** As `split_path`, but `""` is the root and has no parts."""
+    """**Pure.** Like `split_path`, but `""` is the root and has no parts."""
     return split_path(path) if path else ()
 
 
 def temporary_name(name: str) -> str:
-    """A new name for what will be called `name` once it is whole: short enough, however long that one is."""
+    """Returns a new temporary name for a file that will get `name` once it is whole; short enough for any `name`."""
     return f".{name[:50]}.{os.urandom(8).hex()}{TEMPORARY_SUFFIX}"
 
 
 def trash_name(name: str) -> str:
-    """A new name for what was called `name` and is to be removed."""
+    """Returns a new name for something called `name` that is to be removed."""
     return f"{TRASH_PREFIX}{os.urandom(8).hex()}-{name[:50]}"
 
 
 MAX_PADDING_BYTES: Final = 4095
-"""How far a piece may run over its file's size."""
+"""The most by which a piece may extend beyond its file's size."""
 
 
 def flat(data: memoryview) -> memoryview:
-    """The same bytes as one row of bytes; raises `UsageError` if they are not contiguous."""
+    """Returns the same bytes as one row of bytes; raises `UsageError` if they are not contiguous."""
     if not data.c_contiguous:
         raise UsageError("a piece is not contiguous in memory", hint="copy it first")
     return data.cast("B") if data.nbytes else memoryview(bytearray())
@@ -82,16 +82,16 @@ def flat(data: memoryview) -> memoryview:
 def check_size(size_bytes: int, path: str) -> None:
     """Raises `UsageError` for a size below 0."""
     if size_bytes < 0:
-        raise UsageError(f"{path}: a file cannot have {size_bytes} bytes", hint="give a size of 0 or more")
+        raise UsageError(f"{path}: the size of a file cannot be {size_bytes} bytes", hint="give a size of 0 or more")
 
 
 def kept_bytes(offset_bytes: int, length_bytes: int, size_bytes: int, path: str) -> int:
-    """How much of a piece belongs to the file; `UsageError` for one outside of it, but for a padding behind."""
+    """Returns how much of a piece belongs to the file; `UsageError` if it is outside, except for padding."""
     over_bytes = offset_bytes + length_bytes - size_bytes
     if not 0 <= offset_bytes <= size_bytes or over_bytes > MAX_PADDING_BYTES:
         raise UsageError(
-            f"{path}: a piece of {length_bytes} bytes at {offset_bytes} does not fit a file of {size_bytes} bytes",
-            hint=f"a piece begins within the file, and at most {MAX_PADDING_BYTES} bytes of it are padding",
+            f"{path}: a piece of {length_bytes} bytes at {offset_bytes} does not fit into a file of {size_bytes} bytes",
+            hint=f"a piece must begin within the file, and at most {MAX_PADDING_BYTES} of its bytes may be padding",
         )
     return length_bytes - max(0, over_bytes)
 
@@ -99,22 +99,22 @@ def kept_bytes(offset_bytes: int, length_bytes: int, size_bytes: int, path: str)
 def check_offset(offset_bytes: int, path: str) -> None:
     """Raises `UsageError` for an offset below 0."""
     if offset_bytes < 0:
-        raise UsageError(f"{path}: cannot read at {offset_bytes}", hint="offsets begin at 0")
+        raise UsageError(f"{path}: cannot read at offset {offset_bytes}", hint="offsets begin at 0")
 
 
 def too_large_error(place: str, path: str, size_bytes: int, limit_bytes: int) -> DamageError:
-    """The error for a small file that is larger than it can be."""
+    """Returns the error for a small file that is too large."""
     return DamageError(
         f"{place} has {size_bytes} bytes, more than the {limit_bytes} allowed",
         path=path,
-        hint="it is not what was written there: restore an older step",
+        hint="it is not the file that was written there: restore an older step",
     )
 
 
 def too_short_error(place: str, path: str, end_bytes: int, missing_bytes: int) -> DamageError:
-    """The error for a file that ends before what is to be read of it does."""
+    """Returns the error for a file that ends too early."""
     return DamageError(
-        f"{place} ends at {end_bytes}, where {missing_bytes} bytes more should be",
+        f"{place} ends at {end_bytes}, {missing_bytes} bytes too early",
         path=path,
         offset_bytes=end_bytes,
         hint="the file was cut short: restore an older step",
@@ -122,10 +122,10 @@ def too_short_error(place: str, path: str, end_bytes: int, missing_bytes: int) -
 
 
 def missing_error(path: str, written_bytes: int, size_bytes: int) -> UsageError:
-    """The error for a file that was to be finished before it was covered."""
+    """Returns the error for a file that was to be finished before it was covered."""
     return UsageError(
         f"{path} cannot be finished: {written_bytes} of {size_bytes} bytes have been written",
-        hint="finish once every piece has been written, each of them once, and every write has returned",
+        hint="finish after every piece has been written once and every write has returned",
     )
 
 
@@ -137,15 +137,15 @@ _HINTS: Final = {
     errno.EROFS: "the file system is mounted read-only, perhaps after an error: see the kernel's log",
     errno.EIO: "the device failed: see the kernel's log, and save elsewhere",
     errno.EMFILE: "this process has too many open files: raise the limit (ulimit -n)",
-    errno.ENOTDIR: "a file or a link stands where a directory should be; links below the root are not followed",
-    errno.ESTALE: "the file server no longer knows the directory: mount it anew",
+    errno.ENOTDIR: "a directory's path is a file or link; links below the root are not followed",
+    errno.ESTALE: "the file server no longer knows the directory: mount it again",
 }
 
 
 UNREADABLE: Final = frozenset(
     code for name in ("EIO", "EBADMSG", "EUCLEAN", "ENODATA") if (code := getattr(errno, name, None)) is not None
 )
-"""What a device or a file system says of bytes that it has lost."""
+"""The error codes for bytes that a device or a file system has lost."""
 
 
 @contextmanager
@@ -161,22 +161,22 @@ def lost_bytes_as_damage(path: str) -> Iterator[None]:
 
 
 def storage_error(error: OSError, doing: str, path: str, root: Path, needed_bytes: int | None = None) -> StorageError:
-    """The error to raise for one of the operating system's; `doing` is what was tried, as it follows "cannot"."""
+    """Returns the error for an `OSError`; `doing` is the attempted action, as it follows "cannot"."""
     code = errno.errorcode.get(error.errno or 0, "unknown")
     message = f"cannot {doing} {root / path}: {os.strerror(error.errno or 0)} ({code})"
     if error.errno in FULL:
         return StorageFullError(message, path=path, hint=_room_hint(error.errno or 0, root, needed_bytes))
     if error.errno == errno.ENOENT:
-        return NotFoundError(message, path=path, hint="the path, or a directory on the way to it, is not there")
+        return NotFoundError(message, path=path, hint="the path, or a directory on the way to it, does not exist")
     if error.errno == errno.EEXIST:
         file = find_file_above(root / path)
-        hint = f"{file} is no directory" if file else "something lies there already, and is never overwritten"
+        hint = f"{file} is not a directory" if file else "the path already exists, and is never overwritten"
         return StorageError(message, path=path, hint=hint)
     return StorageError(message, path=path, hint=_HINTS.get(error.errno or 0, ""))
 
 
 def find_file_above(path: Path) -> Path | None:
-    """**Blocks.** The file that lies where a path needs a directory; None if there is none."""
+    """**Blocks.** Returns the file where a path needs a directory; None if there is none."""
     above = next((parent for parent in path.parents if parent.exists()), None)
     return None if above is None or above.is_dir() else above
 
@@ -195,17 +195,17 @@ def _say_bytes(count: int, what: str) -> str:
 
 
 def _room_hint(code: int, root: Path, needed_bytes: int | None) -> str:
-    needed = "more room is needed" if needed_bytes is None else _say_bytes(needed_bytes, "needed")
+    needed = "more space is needed" if needed_bytes is None else _say_bytes(needed_bytes, "needed")
     try:
         status = os.statvfs(root)
         free = _say_bytes(status.f_bavail * status.f_frsize, "free")
     except OSError:
-        free = "how much is free is not known"
+        free = "the free space is not known"
     if code == errno.EFBIG:
         return f"{needed} and {free}, but no file may grow that large: see the limit of the process (ulimit -f)"
     if code == errno.EDQUOT:
         return f"{needed} and {free}, but the quota is used up: remove old checkpoints, or ask for more"
     return (
         f"{needed} and {free}: remove old checkpoints, or keep fewer of them; `holdfast prune RUN --unfinished` "
-        "removes what saves that were cut off have left"
+        "removes the remains of interrupted saves"
     )

@@ -1,4 +1,4 @@
-"""Digests of many places of memory, as a read fills them: in one compiled call, where there is one."""
+"""Digests many places of memory as a read fills them: in one compiled call, if it is available."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FUNCTIONS: Final = (
     ("XXH3_128bits_update_dispatch", "XXH3_128bits_update"),
     ("XXH3_128bits_digest",),
 )
-"""What the compiled function calls, each by the names that it may have."""
+"""The functions that the compiled code calls, each with its possible names."""
 
 _TRIAL_LENGTHS: Final = (0, 1, 240, 241, (256 << 10) + 1)
-"""Shorter and longer than where xxHash goes over from one way to the next, and than what is read at a time."""
+"""Shorter and longer than the sizes at which xxHash changes its method, and than one read."""
 
 
 class NativeDigests:
@@ -39,10 +39,10 @@ class NativeDigests:
     def read(
         self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview], pages: memoryview
     ) -> tuple[int, list[str]]:
-        """**Blocks.** Fills places of memory, one behind the other in a file. `OSError` goes through.
+        """**Blocks.** Fills places of memory from adjacent bytes of a file. `OSError` is not handled.
 
-        Direct reads go by way of `pages`; `NO_PAGES` is for others. Gives where in the file that ended, short of what
-        was wanted if the file ends there, and the digest of each place that was filled.
+        Direct reads use `pages`; `NO_PAGES` is for others. Returns the offset at which that ended, which is early if
+        the file ends there, and the digest of each place that was filled.
         """
         end_bytes, found = self._compiled.read_digested(descriptor, offset_bytes, parts, self._functions, pages)
         text = found.hex()
@@ -51,7 +51,7 @@ class NativeDigests:
 
 @cache
 def find_native() -> NativeDigests | None:
-    """The compiled functions, with those of the package xxhash; None without a compiler, or where it hides its own."""
+    """Returns the compiled functions, with those of the package xxhash; None if one of them is missing."""
     # By their names, since those who check what imports what know of no compiled modules.
     try:
         path = Path(import_module("xxhash._xxhash").__file__ or "")
@@ -72,7 +72,7 @@ def _address_of(library: ctypes.CDLL, names: Sequence[str]) -> int:
 
 
 def _works(native: NativeDigests, path: Path) -> bool:
-    """Whether it reads a file as Python does, with the same digests; as much of it as the file has."""
+    """Checks that it reads a file as Python does, with the same digests; as much of it as the file has."""
     with path.open("rb") as file:
         content = file.read(sum(_TRIAL_LENGTHS))
         parts: list[memoryview] = []

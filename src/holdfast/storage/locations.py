@@ -1,4 +1,4 @@
-"""From what a user writes to the storage that is meant."""
+"""Finds the storage of a location that a user writes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ _memories: dict[str, MemoryStorage] = {}
 
 
 def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage at a location; nothing is read or written yet.
+    """Returns the storage at a location; nothing is read or written yet.
 
     Args:
-        location: A directory's path, `~` for that of the user's home; a `file://` URL; `memory://name`, which is the
-            same store each time it is opened under that name in this process, for tests and trials; or a storage,
-            which is given back.
+        location: A directory's path, `~` for the user's home; a `file://` URL; `memory://name`, which is the same store
+            each time it is opened under that name in this process, for tests; or a storage, which is returned.
 
     Raises:
         UsageError: If the location is of another kind.
@@ -39,15 +38,15 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
     if not isinstance(location, str | os.PathLike):
         if isinstance(location, Storage):
             return location
-        raise UsageError(f"{type(location).__name__} is not the location of a storage", hint=f"use {SUPPORTED}")
+        raise UsageError(f"expected the location of a storage, got {type(location).__name__}", hint=f"use {SUPPORTED}")
     text = os.fspath(location)
     scheme = _SCHEME.match(text)
     if scheme is None:
         return LocalStorage(os.path.expanduser(text))  # noqa: PTH111  A path that is not `~` stays as it was given.
     if not scheme[2]:
         raise UsageError(
-            f"{text!r} looks like a URL that went through pathlib, which takes a slash away",
-            hint=f"hand in a URL as a str; write ./{text} for a directory of that name",
+            f"{text!r} looks like a URL that went through pathlib, which removes a slash",
+            hint=f"pass a URL as a str; write ./{text} for a directory of that name",
         )
     if scheme[1].lower() == "file":
         return LocalStorage(_file_path(text))
@@ -57,17 +56,17 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
 
 
 def local_directory(storage: Storage) -> Path | None:
-    """The directory of this machine that a storage is; None if it is none, or lies elsewhere."""
+    """Returns the directory of this machine that a storage is; None if it is something else."""
     return Path(storage.url) if isinstance(storage, LocalStorage) else None
 
 
 def find_location(storage: Storage) -> str | None:
-    """Where other processes of this machine open the same storage with `open_storage`; None if they cannot."""
+    """Returns where other processes of this machine open the same storage with `open_storage`; None if they cannot."""
     return storage.url if type(storage) is LocalStorage else None
 
 
 def pass_on_warnings(storage: Storage, warn: Callable[[str], None]) -> None:
-    """Lets a function hear, from any thread, what a storage that has something to warn of tells a person."""
+    """Makes a storage that has warnings pass them to a function, from any thread."""
     if isinstance(storage, LocalStorage):
         storage.warn = warn
 
@@ -76,7 +75,7 @@ def _file_path(url: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path.startswith("/"):
         raise UsageError(
-            f"{url!r} does not name a directory of this machine",
+            f"{url!r} is not a directory of this machine",
             hint="write file:///directory, with %3F for a question mark and %23 for a number sign",
         )
     return unquote(parts.path)

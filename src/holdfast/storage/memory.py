@@ -28,10 +28,10 @@ _ROOT: Final[Parts] = ()
 
 
 class MemoryStorage:
-    """**Thread-safe.** A tree of files in memory; see `Storage` for what each method promises.
+    """**Thread-safe.** A tree of files in memory; see `Storage` for the contract of each method.
 
-    As on a disk, a directory is made before something is put into it, a file is seen as soon as its writer is opened,
-    and an open file can be used after its name has gone. Nothing outlasts the process, so syncing does nothing.
+    As on a disk, a directory is created before something is put into it, a file is visible as soon as its writer is
+    opened, and an open file can be used after its name has been removed. Syncing does nothing.
 
     Attributes:
         url: `memory://` and the name.
@@ -69,11 +69,11 @@ class MemoryStorage:
             self._add(path, len(data))[:] = data
 
     def sync_directory(self, path: str) -> None:
-        """Checks that the directory is there; see `Storage`."""
+        """Checks that the directory exists; see `Storage`."""
         parts = split_directory(path)
         with self._lock:
             if parts not in self._directories:
-                raise NotFoundError(f"{self._place(parts)} is no directory", path=path)
+                raise NotFoundError(f"{self._place(parts)} is not a directory", path=path)
 
     def publish(self, path: str, data: bytes) -> bool:
         """Makes a whole small file appear at once; see `Storage`."""
@@ -98,7 +98,7 @@ class MemoryStorage:
             return MemoryReader(self._find(path), path)
 
     def list(self, path: str) -> list[Entry]:
-        """What lies directly in a directory, in order of name; see `Storage`."""
+        """Returns the entries of a directory, in order of name; see `Storage`."""
         parts = split_directory(path)
         with self._lock:
             entries = [Entry(at[-1], True, 0) for at in self._directories if at and at[:-1] == parts]
@@ -130,7 +130,7 @@ class MemoryStorage:
         with self._lock:
             self._check_above((*parts, ""), path)
             if parts not in self._directories:
-                raise NotFoundError(f"{self._place(parts)} is not there", path=path)
+                raise NotFoundError(f"{self._place(parts)} does not exist", path=path)
             aside = (trash_name(parts[-1]),)
             depth = len(parts)
             self._files = {aside + at[depth:] if at[:depth] == parts else at: data for at, data in self._files.items()}
@@ -143,13 +143,13 @@ class MemoryStorage:
             self._check_above(parts, path)
             if parts[:-1] not in self._directories:
                 raise NotFoundError(
-                    f"cannot make {self._place(parts)}: its directory is not there",
+                    f"cannot create {self._place(parts)}: its directory does not exist",
                     path=path,
-                    hint="make the directory first",
+                    hint="create the directory first",
                 )
             if self._lies_at(parts):
                 raise StorageError(
-                    f"cannot make {self._place(parts)}: something lies there already",
+                    f"cannot create {self._place(parts)}: it already exists",
                     path=path,
                     hint="a file is never overwritten",
                 )
@@ -157,7 +157,7 @@ class MemoryStorage:
                 content = bytearray(size_bytes)
             except (MemoryError, OverflowError) as error:
                 raise StorageFullError(
-                    f"cannot make {self._place(parts)}: there is no memory for {size_bytes} bytes",
+                    f"cannot create {self._place(parts)}: not enough memory for {size_bytes} bytes",
                     path=path,
                     hint="remove old checkpoints, or use a disk",
                 ) from error
@@ -172,15 +172,15 @@ class MemoryStorage:
         is_blocked = parts in self._directories or any(parts[:depth] in self._files for depth in range(1, len(parts)))
         if is_blocked:
             raise DamageError(
-                f"{self._place(parts)} is not a plain file, or a directory on the way to it is none", path=path
+                f"{self._place(parts)} is not a regular file, or is below something that is not a directory", path=path
             )
-        raise NotFoundError(f"{self._place(parts)} is not there", path=path)
+        raise NotFoundError(f"{self._place(parts)} does not exist", path=path)
 
     def _lies_at(self, parts: Parts) -> bool:
         return parts in self._files or parts in self._directories
 
     def _check_above(self, parts: Parts, path: str) -> None:
-        """A file is no directory: nothing lies, and nothing is put, below it."""
+        """Checks that no directory above is a file."""
         for depth in range(1, len(parts)):
             if parts[:depth] in self._files:
                 raise StorageError(f"{self._place(parts[:depth])} is a file, not a directory", path=path)
@@ -224,7 +224,7 @@ class MemoryWriter:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise UsageError(f"the writer of {self._path} is closed", hint="open it anew")
+            raise UsageError(f"the writer of {self._path} is closed", hint="open it again")
 
 
 class MemoryReader:
@@ -243,7 +243,7 @@ class MemoryReader:
     def read_into(self, offset_bytes: int, into: memoryview) -> None:
         """**Thread-safe.** Fills `into` from the file; see `FileReader`."""
         if self._is_closed:
-            raise UsageError(f"the reader of {self._path} is closed", hint="open it anew")
+            raise UsageError(f"the reader of {self._path} is closed", hint="open it again")
         check_offset(offset_bytes, self._path)
         wanted = flat(into)
         if offset_bytes + wanted.nbytes > self.size_bytes and wanted.nbytes:
@@ -253,12 +253,12 @@ class MemoryReader:
             wanted[:] = memoryview(self._content)[offset_bytes : offset_bytes + wanted.nbytes]
 
     def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
-        """**Thread-safe.** Fills many places of memory, and gives the digest of each; see `FileReader`."""
+        """**Thread-safe.** Fills many places of memory, and returns the digest of each; see `FileReader`."""
         for part in parts:
             self.read_into(offset_bytes, part)
             offset_bytes += part.nbytes
         return digest_each(parts)
 
     def close(self) -> None:
-        """Gives the file back; harmless twice."""
+        """Closes; may be repeated."""
         self._is_closed = True

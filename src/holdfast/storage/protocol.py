@@ -1,8 +1,8 @@
-"""What holdfast asks of a place where bytes lie.
+"""The interface of a storage of bytes.
 
-A path is relative to the storage's root, has `/` between its parts, and no part is empty, `.` or `..`. Every
-method raises `StorageError`, or one of its kinds, when the place fails, and `UsageError` for a path that is not of
-that form. Methods are thread-safe unless they say otherwise.
+A path is relative to the storage's root, has `/` between its parts, and no part is empty, `.` or `..`. Every method
+raises `StorageError`, or a subclass, when the storage fails, and `UsageError` for a malformed path. Methods are
+thread-safe unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One thing that lies in a directory.
+    """One entry of a directory.
 
     Attributes:
         name: Its last part only.
@@ -31,23 +31,23 @@ class FileWriter(Protocol):
     """One new file of known size, written in pieces in any order."""
 
     def write_at(self, offset_bytes: int, data: memoryview) -> None:
-        """**Thread-safe.** Writes one piece. Pieces do not overlap and together cover the file.
+        """**Thread-safe.** Writes one piece. Pieces must not overlap and together cover the file.
 
-        It is fast when offset, length and memory address are multiples of 4096; any are allowed. A piece may run over
-        the file's size, by less than 4096 bytes: what is over is padding, and is not part of the finished file.
+        It is fast when offset, length and memory address are multiples of 4096; any are allowed. A piece may extend
+        beyond the file's size by less than 4096 bytes: that is padding, and not part of the finished file.
         """
 
     def finish(self) -> None:
-        """**Blocks.** Makes the bytes last (fsync), and closes. The name lasts after `sync_directory`.
+        """**Blocks.** Makes the bytes durable (fsync), and closes. The name is durable after `sync_directory`.
 
-        Once a write or this has failed, the bytes' fate is unknown: every later call raises the same error.
+        Once a write or this has failed, the state of the bytes is unknown: every later call raises the same error.
 
         Raises:
             UsageError: If the pieces do not cover the file yet, or a write has not returned.
         """
 
     def abandon(self) -> None:
-        """Closes without making anything last; harmless after `finish`. The file may stay, as debris."""
+        """Closes without making anything durable; may follow `finish`. The file may stay, as debris."""
 
 
 class FileReader(Protocol):
@@ -63,22 +63,21 @@ class FileReader(Protocol):
         """
 
     def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
-        """**Thread-safe.** Fills many places of memory, which lie one behind the other in the file.
+        """**Thread-safe.** Fills many places of memory from adjacent bytes of the file.
 
         Args:
             offset_bytes: Where the first of them begins in the file.
-            parts: Contiguous, of format `B`; the memory of each is its own.
+            parts: Contiguous, of format `B`; they must not overlap.
 
         Returns:
-            The digest of what each holds now (see `holdfast.format.digests.digest`), taken while the processor's cache
-            has it.
+            The digest of each (see `holdfast.format.digests.digest`), computed while the processor's cache holds it.
 
         Raises:
             DamageError: If the file ends before all are full.
         """
 
     def close(self) -> None:
-        """Gives the file back; harmless twice."""
+        """Closes the file; may be repeated."""
 
 
 @runtime_checkable
@@ -87,106 +86,106 @@ class Storage(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it is, as a person would write it."""
+        """The URL, as a person would write it."""
 
     def make_directory(self, path: str) -> None:
-        """Makes a directory, and those above it, so that they last. One that is there already is fine."""
+        """Creates a directory, and those above it, durably. An existing one is fine."""
 
     def open_writer(self, path: str, size_bytes: int) -> FileWriter:
         """Begins a new file.
 
         Raises:
-            StorageError: If something lies at that path already.
-            StorageFullError: If there is plainly no room for it.
+            StorageError: If the path already exists.
+            StorageFullError: If there is clearly no space for it.
         """
 
     def write(self, path: str, data: bytes) -> None:
-        """**Blocks.** Writes a whole new small file and makes its bytes last. The name lasts after `sync_directory`."""
+        """**Blocks.** Writes a whole new small file durably. The name is durable after `sync_directory`."""
 
     def sync_directory(self, path: str) -> None:
-        """**Blocks.** Makes the names in a directory last; `""` is the root."""
+        """**Blocks.** Makes the names in a directory durable; `""` is the root."""
 
     def publish(self, path: str, data: bytes) -> bool:
-        """**Blocks.** Makes a whole small file appear at once and last, unless something lies there already.
+        """**Blocks.** Makes a whole small file appear at once, durably, unless the path already exists.
 
-        Whoever reads the path sees nothing or all of it, also after a crash at any point. `data` should carry a token
-        that nobody else writes: after a lost reply, equal contents may be all that tells whose it is. When this raises,
-        the file may or may not be there, now or later.
+        A reader of the path sees nothing or all of it, also after a crash at any point. `data` should contain a token
+        that no other process writes: after a lost reply, equal contents may be the only proof of its origin. When this
+        raises, the file may or may not exist, now or later.
 
         Returns:
-            True if this call made it, False if something lay there before, which then lasts as well.
+            True if this call created it, False if it existed before, and is durable then as well.
         """
 
     def read(self, path: str, limit_bytes: int) -> bytes:
         """Reads a whole small file.
 
         Raises:
-            NotFoundError: If nothing lies there.
-            DamageError: If it is larger than the limit, or not a plain file.
+            NotFoundError: If the path does not exist.
+            DamageError: If it is larger than the limit, or not a regular file.
         """
 
     def open_reader(self, path: str) -> FileReader:
         """Opens a file for reading; a link is not followed.
 
         Raises:
-            NotFoundError: If nothing lies there.
-            DamageError: If it is not a plain file.
+            NotFoundError: If the path does not exist.
+            DamageError: If it is not a regular file.
         """
 
     def list(self, path: str) -> list[Entry]:
-        """What lies directly in a directory, in order of name; nothing if there is no such directory."""
+        """Returns the entries of a directory, in order of name; none if there is no such directory."""
 
     def remove(self, path: str) -> None:
-        """Removes one file or link. One that is not there is fine."""
+        """Removes one file or link. A missing one is fine."""
 
     def remove_directory(self, path: str) -> bool:
         """Removes a directory if it is empty.
 
         Returns:
-            True if it is gone now, False if something still lies in it.
+            True if it no longer exists, False if it is not empty.
         """
 
     def set_aside(self, path: str) -> str:
-        """Moves a directory at once to a name where nobody looks for it, so that a late writer finds its way gone.
+        """Moves a directory at once to a name that no reader uses, so that a late writer finds its path gone.
 
         Returns:
-            The path where it lies now, which begins with `.trash-`. Where the place cannot do that, `path` itself.
+            Its new path, which begins with `.trash-`. If the storage cannot do that, `path` itself.
         """
 
 
 class Spare(Protocol):
-    """At most one file that is no longer wanted, and into whose room on the disk the next large one is written.
+    """At most one removed file, into whose space on the disk the next large one is written.
 
-    It lies in the storage's root under a name of its own, and holds nothing that anybody may rely on. It is written
-    over only where nobody else can notice; if that cannot be made sure of, it is removed. It is never the reason why
-    there is no room: it is removed before a storage says so.
+    It is in the storage's root under a name of its own, and has no content that anyone may rely on. It is overwritten
+    only if no other process can notice; if that is uncertain, it is removed. It never causes a full disk: it is removed
+    before a storage reports one.
     """
 
     def try_keep(self, path: str, limit_bytes: int) -> bool:
-        """Makes a whole file that no longer counts the spare, if it is of more use than the one that is there.
+        """Makes a whole file that no longer counts the spare, if it is more useful than the current one.
 
-        Nobody may be writing it any more, and what vouched for it must be gone for good.
+        No process may be writing it any more, and all references to it must be gone for good.
 
         Args:
             path: The file.
             limit_bytes: A larger one is not kept.
 
         Returns:
-            True if it has gone from its path. If False, it lies there as before, and may be removed.
+            True if it has left its path. If False, it is there as before, and may be removed.
         """
 
     def remove(self, beyond_bytes: int = -1) -> bool:
         """Removes the spare, if it is larger than that.
 
         Returns:
-            True if it is gone now; False if there was none to be removed.
+            True if it was removed; False if there was none to remove.
         """
 
 
 @runtime_checkable
 class SparingStorage(Storage, Protocol):
-    """A storage that can do that. Most cannot."""
+    """A storage that supports a spare. Most do not."""
 
     @property
     def spare(self) -> Spare:
-        """The spare, whether there is one or not."""
+        """The spare, even if there is none at the moment."""

@@ -1,4 +1,4 @@
-"""Threads that share out jobs of copying, reading and writing."""
+"""Threads that share jobs of copying, reading and writing."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _START_SECONDS: Final = 5.0
 
 
 class WorkerPool:
-    """A few threads that share out jobs, for as long as their owner lives.
+    """A few threads that share jobs, for as long as their owner lives.
 
-    `concurrent.futures` would not do: it refuses work once the interpreter has begun to shut down, which is when a last
-    save may still have to be written, and it loses jobs where a thread cannot be started.
+    `concurrent.futures` is not used: it refuses work once the interpreter has begun to shut down, when a last save may
+    still have to be written, and it loses jobs if a thread cannot be started.
 
     Attributes:
-        put: Gives the threads something to do. A single call of C, so that no signal handler can raise within it.
+        put: Gives the threads something to do. A single call of C, so that no signal handler can raise inside it.
     """
 
     def __init__(self, size: int, name: str) -> None:
-        """Starts nothing yet. Of the jobs of one `run` its caller does a share, beside `size` - 1 of the threads."""
+        """Starts nothing yet. The caller of a `run` does a share of its jobs, besides `size` - 1 threads."""
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.put: Callable[[Callable[[], object]], None] = self._work.put
         self._arrivals = [Latch() for _ in range(size)]
@@ -49,7 +49,7 @@ class WorkerPool:
             pass  # `__init__` may have been interrupted.
 
     def start(self) -> bool:
-        """**Blocks.** Starts as many of the threads as can be had, unless some run; whether there is one."""
+        """**Blocks.** Starts as many of the threads as possible, unless some run; returns True if there is one."""
         if self._count:
             return True
         started = Latch()
@@ -74,7 +74,7 @@ class WorkerPool:
     def run(self, jobs: Iterable[Callable[[], object]], most_helpers: int = sys.maxsize) -> None:
         """**Blocks.** Does all jobs, in about their order, and returns when each has ended; the caller does its share.
 
-        The first error ends the round: jobs that are not begun by then are left out, and the error is raised.
+        The first error ends the round: later jobs are skipped, and the error is raised.
         """
         share = self.begin(jobs, min(self._size - 1, most_helpers))
         try:
@@ -86,19 +86,19 @@ class WorkerPool:
         share.wait()
 
     def begin(self, jobs: Iterable[Callable[[], object]], most_helpers: int = sys.maxsize) -> Round:
-        """As `run`, but the threads alone do it, and the caller goes on. There have to be some: see `start`."""
+        """Like `run`, but only the threads do the jobs, and the caller continues. There must be some: see `start`."""
         share = Round(iter(jobs))
         for _ in range(min(self._count, most_helpers)):
             self._work.put(share.work)
         return share
 
     def close(self) -> None:
-        """**Blocks.** Ends the threads, once they have done what they were given; harmless twice."""
+        """**Blocks.** Ends the threads, after their jobs; may be repeated."""
         self.end()
         self.join(threading.TIMEOUT_MAX)
 
     def end(self) -> None:
-        """As `close`, but waits for nothing."""
+        """Like `close`, but waits for nothing."""
         for _ in range(self._size):
             self._work.put(None)
 
@@ -123,7 +123,7 @@ class WorkerPool:
                 started.open()
 
     def _has_come(self, thread: threading.Thread, arrival: Latch) -> bool:
-        """**Blocks** until a thread is at work, or for certain will not be: one that lacks memory dies unheard."""
+        """**Blocks** until a thread is at work, or certainly will not be: one that lacks memory dies without a sign."""
         while not arrival.is_open and thread.is_alive():
             arrival.wait(_LOOK_SECONDS)
         return arrival.is_open
@@ -145,7 +145,7 @@ class _Sign:
 
 
 class Round:
-    """Some jobs that are being done. It waits for no thread that has not come, since one may have died on the way."""
+    """Some jobs in progress. It waits for no thread that has not come, because that one may have died on the way."""
 
     def __init__(self, jobs: Iterator[Callable[[], object]]) -> None:
         self._error: BaseException | None = None

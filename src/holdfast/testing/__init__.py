@@ -1,5 +1,5 @@
-"""For people who write a storage or a cluster of their own: the tests that each must pass.
+"""Tests for your own storage or cluster: each must pass them.
 
-`storage_contract` and `cluster_contract` hold them. `processes` starts the workers of a cluster's tests, and
+`storage_contract` and `cluster_contract` contain them. `processes` starts the workers of a cluster's tests, and
 `cluster_scenarios` is what each of them does.
 """

@@ -1,4 +1,4 @@
-"""What every cluster must do, as tests: derive from `ClusterContract` in a module that pytest collects."""
+"""The contract of a cluster, as tests: derive from `ClusterContract` in a module that pytest collects."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from holdfast.testing.processes import Workers
 
 
 class ClusterContract:
-    """The tests, each played by real processes. A subclass says how to start them; all of its tests must pass.
+    """The tests, each run by real processes. A subclass says how to start them; all of its tests must pass.
 
     Attributes:
         worker_count: How many workers a job has.
-        exit_codes_without_store: How a worker may end whose store's host was killed. An engine that kills such a worker
-            itself has its own.
-        keeps_store: True if a job that is started in the directory of an earlier one finds the store of that one, as a
-            job does that its launcher starts again.
+        exit_codes_without_store: The exit codes of a worker whose store's host was killed, if the engine kills it
+            itself.
+        keeps_store: True if a job that is started in the directory of an earlier one finds that one's store, like a job
+            that its launcher restarts.
     """
 
     worker_count: ClassVar[int] = 3
@@ -38,13 +38,13 @@ class ClusterContract:
 
     @classmethod
     def store_host(cls) -> int | None:
-        """The number of the process that hosts the store; None if none can be killed for it."""
+        """Returns the number of the process that hosts the store; None if none can be killed for it."""
         return None
 
     @pytest.fixture(scope="class")
     @classmethod
     def played(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, dict[str, Any]]]]:
-        """For each worker, by scenario, how that ended: one job has played all of them in turn."""
+        """For each worker, by scenario, the result: one job has run all of them in turn."""
         directory = tmp_path_factory.mktemp("cluster")
         with Workers(directory) as workers:
             cls.start(workers, "all", directory)
@@ -58,7 +58,7 @@ class ClusterContract:
 
     @pytest.mark.parametrize("scenario", list(SCENARIOS))
     def test_scenario(self, played: list[dict[str, dict[str, Any]]], scenario: str) -> None:
-        """Every worker has found everything as it should be; see the scenario's own words."""
+        """Every worker has found everything as expected; see the scenario's docstring."""
         assert [records[scenario]["error"] for records in played] == [""] * self.worker_count
 
     def test_a_restart_hears_nothing_of_the_start_before(self, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ class ClusterContract:
         assert incarnations[0] != incarnations[1]
 
     def test_a_killed_worker_is_missed(self, tmp_path: Path) -> None:
-        """The others find out which it was, within the time that they were given."""
+        """The others find out which worker it was, within the given time."""
         if self.worker_count == 1:
             pytest.skip("a single worker cannot be missed")
         survivors = range(self.worker_count - 1)

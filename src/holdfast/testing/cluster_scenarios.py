@@ -1,7 +1,6 @@
-"""What each worker of a job does while its cluster is tested: the part of the contract that runs in many processes.
+"""The work of each worker of a job while its cluster is tested: the part of the contract that runs in many processes.
 
-All workers play the same scenario at the same time. One that ends without an error has found everything as it should
-be, as far as it can see.
+All workers run the same scenario at the same time. One that ends without an error has seen what it expected.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from holdfast.cluster.protocol import MAX_COUNT, MAX_KEY_BYTES, MAX_VALUE_BYTES,
 from holdfast.errors import AbsentError, ClosedError, ClusterError, DeadlineError, HoldfastError, UsageError
 
 PATIENCE_SECONDS: Final = 30.0
-"""For what comes at once on a machine that is not overloaded."""
+"""The timeout for events that come at once on a machine that is not overloaded."""
 
 SHORT_SECONDS: Final = 0.5
-"""For what never comes."""
+"""The timeout for events that never come."""
 
 LOSS_SECONDS: Final = 3.0
-"""After how long a worker that was killed is lost."""
+"""The time after which a killed worker is lost."""
 
 BAD_KEYS: Final = ("", "/", "/a", "a/", "a//b", "a b", "ä", "a\n", "x" * (MAX_KEY_BYTES + 1))
 
 
 def gather(cluster: Cluster, name: str, record: bytes, timeout_seconds: float) -> list[bytes]:
-    """**Collective.** **Blocks.** The records of all workers, in order of rank; see `gather_decide_broadcast`."""
+    """**Collective.** **Blocks.** Returns the records of all workers, in order of rank; see
+    `gather_decide_broadcast`."""
     answer = gather_decide_broadcast(cluster, name, record, msgspec.msgpack.encode, timeout_seconds)
     return msgspec.msgpack.decode(answer, type=list[bytes])
 
@@ -45,7 +45,7 @@ def rendezvous(cluster: Cluster, name: str, timeout_seconds: float) -> None:
 
 
 def play(cluster: Cluster, scenario: str) -> None:
-    """Plays one scenario, or with `all` all that end by themselves, and prints how each ended, as a line of JSON."""
+    """Runs one scenario, or with `all` all that end by themselves, and prints each result as a line of JSON."""
     names = list(SCENARIOS) if scenario == "all" else [scenario]
     for name in names:
         begun_at = time.monotonic()
@@ -66,7 +66,7 @@ def say(record: dict[str, object]) -> None:
 
 
 def check_members(cluster: Cluster) -> None:
-    """All agree on who they are."""
+    """All agree on the members."""
     assert isinstance(cluster, Cluster)
     assert 0 <= cluster.rank < cluster.world_size
     told = gather(cluster, "members", f"{cluster.rank} {cluster.incarnation} {cluster.node}".encode(), PATIENCE_SECONDS)
@@ -78,7 +78,7 @@ def check_members(cluster: Cluster) -> None:
 
 
 def check_values(cluster: Cluster) -> None:
-    """What one has set, all can read."""
+    """All can read a value that one has set."""
     own = f"values/{cluster.rank}"
     assert cluster.try_get(own) is None
     for value in (b"", b"\0\xff = bytes", b"x" * MAX_VALUE_BYTES, b"last of %d" % cluster.rank):
@@ -95,7 +95,7 @@ def check_values(cluster: Cluster) -> None:
 
 
 def check_deleted(cluster: Cluster) -> None:
-    """A value that is deleted while others read it is there whole, or not at all."""
+    """A value that is deleted while others read it is whole, or missing."""
     value = b"a value"
     if cluster.rank == 0:
         for _ in range(500):
@@ -107,7 +107,7 @@ def check_deleted(cluster: Cluster) -> None:
 
 
 def check_set_once(cluster: Cluster) -> None:
-    """Of all that set a key once, one does, and all learn of its value."""
+    """Of all that set a key once, one succeeds, and all learn its value."""
     mine = b"" if cluster.rank == 0 else str(cluster.rank).encode()
     for number in range(20):
         standing = cluster.set_once(f"once/{number}", mine)
@@ -140,7 +140,7 @@ def check_counters(cluster: Cluster) -> None:
 
 
 def check_limits(cluster: Cluster) -> None:
-    """What no store could hold is refused before it is asked."""
+    """Invalid values are refused before the store is queried."""
     calls: list[Callable[[str], object]] = [
         lambda key: cluster.set(key, b""),
         lambda key: cluster.set_once(key, b""),
@@ -187,7 +187,7 @@ def check_waits(cluster: Cluster) -> None:
 
 
 def check_threads(cluster: Cluster) -> None:
-    """Any number of threads use it at a time."""
+    """Any number of threads may use it at a time."""
     sums: list[int] = []
 
     def use(number: int) -> None:
@@ -246,7 +246,7 @@ def check_absent(cluster: Cluster) -> None:
 
 
 def check_many_keys(cluster: Cluster) -> None:
-    """A store that many keys went through is as good as a new one."""
+    """A store that many keys went through works like a new one."""
     for number in range(300):
         key = f"many/{cluster.rank}/{number}"
         cluster.set(key, b"x" * 100)
@@ -258,7 +258,7 @@ def check_many_keys(cluster: Cluster) -> None:
 
 
 def check_heartbeat(cluster: Cluster) -> None:
-    """Those that live are there, and those that leave have left."""
+    """Live workers are there, and those that leave have left."""
     heartbeat = Heartbeat(cluster, 0.05, LOSS_SECONDS, name="beats")
     leaver = cluster.world_size - 1
     rendezvous(cluster, "all-beat", PATIENCE_SECONDS)
@@ -282,7 +282,7 @@ def check_heartbeat(cluster: Cluster) -> None:
 
 
 def check_close(cluster: Cluster) -> None:
-    """After the end there is an error that says so. This one is played last."""
+    """After the end there is an error that says so. This one is run last."""
     rendezvous(cluster, "all-close", PATIENCE_SECONDS)
     _leave_together(cluster, cluster.world_size)
     cluster.close()
@@ -292,7 +292,7 @@ def check_close(cluster: Cluster) -> None:
 
 
 def play_bereaved(cluster: Cluster) -> None:
-    """The last worker is killed by the test. The others miss it, and go on meeting without it."""
+    """The test kills the last worker. The others miss it, and continue to meet without it."""
     victim = cluster.world_size - 1
     # Where the system tells of the end of a process, no worker waits for its signs of life.
     heartbeat = Heartbeat(cluster, 0.1, 4 * PATIENCE_SECONDS if find_machine() else LOSS_SECONDS)
@@ -310,7 +310,7 @@ def play_bereaved(cluster: Cluster) -> None:
 
 
 def play_storeless(cluster: Cluster) -> None:
-    """The store's host is killed by the test. Every call says so within its deadline."""
+    """The test kills the store's host. Every call reports it within its deadline."""
     heartbeat = Heartbeat(cluster, 0.1, LOSS_SECONDS)
     rendezvous(cluster, "all-live", PATIENCE_SECONDS)
     say({"ready": cluster.rank, "pid": os.getpid()})
@@ -326,7 +326,7 @@ def play_storeless(cluster: Cluster) -> None:
 
 
 def play_restarted(cluster: Cluster) -> None:
-    """The job is started a second time by the test. Nothing is there that the first has left."""
+    """The test starts the job a second time. Nothing of the first is left."""
     say({"incarnation": cluster.incarnation})
     own = f"restarted/{cluster.rank}"
     rendezvous(cluster, "all-begin", PATIENCE_SECONDS)

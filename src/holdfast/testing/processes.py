@@ -1,4 +1,4 @@
-"""Real processes as the workers of a job: started together, watched, and never left behind."""
+"""Real processes as the workers of a job: started together, watched, and always ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 _LOOK_SECONDS: Final = 0.01
 
 _REAPED_SECONDS: Final = 60.0
-"""How long a process that was killed may take to be gone; one that hangs in the kernel is not waited for longer."""
+"""How long a killed process may take to be gone; one that hangs in the kernel is not waited for longer."""
 
 _SHOWN_CHARACTERS: Final = 4000
 
@@ -40,7 +40,7 @@ class Workers:
         environment: Mapping[str, str] | None = None,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> int:
-        """Starts one more, with these variables beside those of this process; gives its number, from 0."""
+        """Starts one more, with these variables besides those of this process; returns its number, from 0."""
         number = len(self._processes)
         with self._path(number, "out").open("wb") as out, self._path(number, "err").open("wb") as err:
             self._processes.append(
@@ -73,7 +73,7 @@ class Workers:
             time.sleep(_LOOK_SECONDS)  # It prints into a file, which cannot be waited for.
 
     def wait_line(self, number: int, beginning: str, timeout_seconds: float) -> None:
-        """**Blocks.** Waits until a process has printed a line that begins so.
+        """**Blocks.** Waits until a process has printed a line with that beginning.
 
         Raises:
             AssertionError: If it does not, or ends before.
@@ -88,7 +88,7 @@ class Workers:
         """**Blocks.** Waits until these processes, or all, have ended.
 
         Returns:
-            Their exit codes; one that a signal has killed has its number, negative.
+            Their exit codes; for a process that a signal has killed its number, negative.
 
         Raises:
             AssertionError: If one still runs when the time is up.
@@ -107,11 +107,11 @@ class Workers:
         self._processes[number].send_signal(signal_number)
 
     def pid(self, number: int) -> int:
-        """The process's number for the system."""
+        """Returns the process's number for the system."""
         return self._processes[number].pid
 
     def records(self, number: int) -> list[dict[str, Any]]:
-        """What a process has printed: each whole line that is a JSON object."""
+        """Returns the records of a process: each whole line that is a JSON object."""
         records = []
         for line in self._path(number, "out").read_bytes().split(b"\n")[:-1]:
             with suppress(ValueError):
@@ -121,15 +121,15 @@ class Workers:
         return records
 
     def text(self, number: int) -> str:
-        """What a process has written to its standard output."""
+        """Returns the standard output of a process."""
         return self._path(number, "out").read_text(errors="replace")
 
     def errors(self, number: int) -> str:
-        """What a process has written to its standard error."""
+        """Returns the standard error of a process."""
         return self._path(number, "err").read_text(errors="replace")
 
     def report(self, number: int) -> str:
-        """What a person has to see of a process that did not do what it should."""
+        """Returns what a person needs to see of a process that failed."""
         out = self.text(number)
         code = self._processes[number].poll()
         return (
@@ -168,7 +168,7 @@ def _running() -> list[int]:
 
 
 def _environment_of(pid: int) -> list[bytes]:
-    """What a process was started with; nothing if it has ended, or is another user's."""
+    """Returns the environment of a process; nothing if it has ended, or is another user's."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""What every storage must do, as tests: derive from `StorageContract` in a module that pytest collects.
+"""The contract of a storage, as tests: derive from `StorageContract` in a module that pytest collects.
 
 For failures that show both sides of a comparison, call
 `pytest.register_assert_rewrite("holdfast.testing.storage_contract")` before the import.
@@ -27,7 +27,7 @@ class StorageContract:
     """The tests. A subclass says how to make an empty storage; all of its tests must pass."""
 
     def make_storage(self, tmp_path: Path) -> Storage:
-        """A new, empty storage, with a root that was never written to."""
+        """Returns a new, empty storage, with a root that was never written to."""
         raise TypeError(f"{type(self).__name__} must override make_storage")
 
     @pytest.fixture
@@ -43,7 +43,7 @@ class StorageContract:
         assert storage.url
 
     def test_empty(self, storage: Storage) -> None:
-        """Nothing lies in it, and looking does no harm."""
+        """It is empty, and looking does no harm."""
         assert storage.list("") == []
         assert storage.list("nowhere/at/all") == []
         storage.remove("nowhere/file")
@@ -58,7 +58,7 @@ class StorageContract:
     # Small files.
 
     def test_write_and_read(self, storage: Storage) -> None:
-        """What was written is read."""
+        """A file is read as it was written."""
         storage.make_directory("a/b")
         storage.write("a/b/small", b"bytes")
         storage.write("a/b/empty", b"")
@@ -68,7 +68,7 @@ class StorageContract:
         assert storage.read("a/b/empty", 0) == b""
 
     def test_write_never_overwrites(self, storage: Storage) -> None:
-        """What lies there stays as it is."""
+        """An existing file stays as it is."""
         storage.write("file", b"first")
         storage.make_directory("directory")
         for path in ("file", "directory"):
@@ -96,7 +96,7 @@ class StorageContract:
             storage.remove("directory")
 
     def test_file_is_no_directory(self, storage: Storage) -> None:
-        """Nothing lies below a file, and nothing can be put there."""
+        """There is nothing below a file, and nothing can be put there."""
         storage.write("file", b"")
         assert storage.list("file") == []
         for change in (
@@ -117,7 +117,7 @@ class StorageContract:
     # Directories.
 
     def test_make_directory_twice(self, storage: Storage) -> None:
-        """One that is there is fine, with all that lies in it."""
+        """An existing one is fine, with all its content."""
         storage.make_directory("a/b")
         storage.write("a/b/file", b"1")
         storage.make_directory("a/b")
@@ -125,7 +125,7 @@ class StorageContract:
         assert storage.list("a/b") == [Entry("file", False, 1)]
 
     def test_list(self, storage: Storage) -> None:
-        """All that lies directly in a directory, in order of name, with sizes."""
+        """Returns all entries of a directory, in order of name, with sizes."""
         storage.make_directory("b/deep")
         storage.write("c", b"123")
         storage.write("a", b"")
@@ -147,7 +147,7 @@ class StorageContract:
         assert storage.list("") == []
 
     def test_set_aside(self, storage: Storage) -> None:
-        """A directory goes whole out of sight, and its name is free."""
+        """A directory disappears as a whole, and its name is free."""
         storage.make_directory("run/step")
         storage.write("run/step/file", b"old")
         aside = storage.set_aside("run/step")
@@ -184,7 +184,7 @@ class StorageContract:
 
     @pytest.mark.parametrize("size_bytes", [5, PAGE_BYTES, PAGE_BYTES + 1, (1 << 20) + 1])
     def test_padding_is_no_part_of_the_file(self, storage: Storage, size_bytes: int) -> None:
-        """A last piece may run over the file's size up to a whole page."""
+        """A last piece may extend beyond the file's size up to a whole page."""
         padded = _pattern(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
         writer = storage.open_writer("file", size_bytes)
         writer.write_at(0, memoryview(padded))
@@ -203,7 +203,7 @@ class StorageContract:
         reader.close()
 
     def test_pieces_outside_the_file(self, storage: Storage) -> None:
-        """A piece that does not fit is the caller's mistake, and spoils nothing."""
+        """A piece that does not fit is the caller's mistake, and has no effect."""
         writer = storage.open_writer("file", 10)
         for offset, length in ((-1, 5), (11, 1), (10, PAGE_BYTES), (0, 10 + PAGE_BYTES)):
             with pytest.raises(UsageError):
@@ -217,7 +217,7 @@ class StorageContract:
             storage.open_writer("other", -1)
 
     def test_a_file_with_a_hole_is_not_finished(self, storage: Storage) -> None:
-        """What was never written is not zeros."""
+        """Bytes that were never written are not zeros."""
         writer = storage.open_writer("file", 10)
         writer.write_at(0, memoryview(b"01234"))
         with pytest.raises(UsageError):
@@ -227,7 +227,7 @@ class StorageContract:
         assert storage.read("file", 10) == b"0123456789"
 
     def test_closed_writer(self, storage: Storage) -> None:
-        """After its end a writer takes nothing, and an abandoned file can be removed."""
+        """After its end a writer accepts nothing, and an abandoned file can be removed."""
         finished = storage.open_writer("finished", 1)
         finished.write_at(0, memoryview(b"1"))
         finished.finish()
@@ -306,7 +306,7 @@ class StorageContract:
         assert storage.list("run") == [Entry("manifest", False, 5)]
 
     def test_publish_over_anything(self, storage: Storage) -> None:
-        """Anything that lies there counts."""
+        """Any existing entry counts."""
         storage.write("file", b"")
         storage.make_directory("directory")
         assert storage.publish("file", b"new") is False
@@ -314,7 +314,7 @@ class StorageContract:
         assert storage.list("") == [Entry("directory", True, 0), Entry("file", False, 0)]
 
     def test_publish_race(self, storage: Storage) -> None:
-        """Of many callers, with equal bytes or not, exactly one makes it."""
+        """Of many callers, with equal bytes or not, exactly one creates it."""
         for round_number in range(20):
             path = f"manifest-{round_number}"
             tokens = [b"same" if round_number % 2 else b"token %d" % number for number in range(8)]
@@ -333,7 +333,7 @@ class StorageContract:
 
     @pytest.mark.parametrize("path", [*HOSTILE_PATHS, ""])
     def test_hostile_paths(self, storage: Storage, path: str) -> None:
-        """A path that leads out of the storage, or nowhere, is the caller's mistake."""
+        """A path that leads out of the storage, or is malformed, is the caller's mistake."""
         calls: list[Callable[[], object]] = [
             lambda: storage.open_writer(path, 1),
             lambda: storage.write(path, b""),
@@ -357,7 +357,7 @@ class StorageContract:
 
 
 def _pattern(size_bytes: int) -> bytes:
-    """Bytes of which no two pages are alike."""
+    """Returns bytes of which no two pages are equal."""
     return b"".join(number.to_bytes(8, "little") for number in range(size_bytes // 8 + 1))[:size_bytes]
 
 

@@ -71,9 +71,9 @@ _LIBRARIES: Final = ("numpy", "xxhash", "torch", "jax", "lightning", "transforme
 
 _STYLES: Final = {"ok": GOOD, "note": NOTABLE, "unfit": BAD}
 _WHY: Final = {
-    "optimum": "At this interval saves and failures cost least together, by Young's formula as Daly refined it.",
-    "overhead": "Young's formula gives {young}; but Auto keeps saves to one percent of the time.",
-    "durable": "Young's formula gives {young}; but a save takes longer to be durable.",
+    "optimum": "This interval minimizes the time lost to saves and failures (Young's formula, refined by Daly).",
+    "overhead": "Young's formula gives {young}, but saves would take more than one percent of the time.",
+    "durable": "Young's formula gives {young}, but a save takes longer than that to be durable.",
 }
 
 
@@ -142,7 +142,7 @@ def _find_directory(location: str) -> LocalStorage:
     storage = open_storage(location)
     if not isinstance(storage, LocalStorage):
         raise UsageError(
-            f"{location} is no directory of this machine", hint="Only what is mounted on it can be examined."
+            f"{location} is not a directory on this machine", hint="Mount it first, and name the mounted directory."
         )
     root = Path(storage.url)
     if os.path.isdir(root):  # noqa: PTH112  It gives False, not an error, where we may not look.
@@ -152,7 +152,7 @@ def _find_directory(location: str) -> LocalStorage:
     above = next(place for place in root.parents if os.path.isdir(place))  # noqa: PTH112
     raise NoCheckpointError(
         f"there is no directory {location}",
-        hint=f"Make it first (mkdir -p), or name one on the same disk that exists, such as {above}.",
+        hint=f"Create it first (mkdir -p), or name an existing directory on the same disk, such as {above}.",
     )
 
 
@@ -247,9 +247,9 @@ class Examination:
         """**Blocks.** Looks at all that a save needs; whether the run has a checkpoint decides how many have to fit."""
         kind = _find_kind(Path(self.storage.url))
         if kind in _IN_MEMORY:
-            self._note("file system", "unfit", kind, f"{kind} is memory: it is gone with the machine")
+            self._note("file system", "unfit", kind, f"{kind} is memory: its files are lost when the machine stops")
         elif kind in _LAYERED:
-            hint = f"{kind} is mostly a container's own layer, which ends with it: save to a volume instead"
+            hint = f"{kind} is usually the layer of a container, which is deleted with it: save to a volume instead"
             self._note("file system", "note", kind, hint)
         else:
             self._note("file system", "ok", kind)
@@ -275,10 +275,10 @@ class Examination:
             self._note("create-only", "unfit", "it fails", f"{error.message}; {error.hint}")
             return
         if is_replaced:
-            hint = "a file that was there has been replaced: two jobs could both believe that theirs is the checkpoint"
+            hint = "an existing file was replaced: two jobs could both believe that they committed the checkpoint"
             self._note("create-only", "unfit", "it replaces files", hint)
         else:
-            self._note("create-only", "ok", "a file that is there is not replaced")
+            self._note("create-only", "ok", "existing files are not replaced")
         self.figures["publish_seconds"] = median(samples)
         self._note("fsync", "ok", f"{time_text(median(samples))} for a small file and its name")
 
@@ -287,24 +287,24 @@ class Examination:
         writer.abandon()
         self.storage.remove("direct")
         if writer.is_direct:
-            self._note("direct I/O", "ok", "large files pass by the page cache")
+            self._note("direct I/O", "ok", "large files bypass the page cache")
         else:
-            hint = "bytes pass through the page cache: that takes time of the processor from training, and the restores"
+            hint = "bytes pass through the page cache: this costs processor time during training, and the restores"
             self._note("direct I/O", "note", "none", f"{hint} measured here may have been from memory")
 
     def _look_at_room(self, has_checkpoint: bool) -> None:
         with as_storage_errors("look at", "", Path(self.storage.url)):
             status = os.statvfs(self.storage.url)
         if not status.f_blocks:  # As some network file systems say.
-            self._note("room", "note", "unknown", "the file system does not say how much room it has")
+            self._note("room", "note", "unknown", "the file system does not report its free space")
             return
         free_bytes = status.f_bavail * status.f_frsize
         self.figures["free_bytes"] = free_bytes
         free, size = f"{size_text(free_bytes)} free", f"a checkpoint of {size_text(self.size_bytes)}"
         if free_bytes < self.size_bytes:
-            self._note("room", "unfit", free, f"{size} does not fit: remove old ones, or save elsewhere")
+            self._note("room", "unfit", free, f"{size} does not fit: remove old checkpoints, or save elsewhere")
         elif free_bytes < 2 * self.size_bytes and not has_checkpoint:
-            hint = f"only {size} fits, and the second is written before the first is removed"
+            hint = f"only {size} fits, but the second is written before the first is removed"
             self._note("room", "note", free, hint)
         else:
             self._note("room", "ok", free)
@@ -317,10 +317,10 @@ class Examination:
         ahead_seconds = max(written_at - time.time(), 0.0) or min(written_at - before, 0.0)
         self.figures["clock_ahead_seconds"] = ahead_seconds
         if abs(ahead_seconds) <= _CLOCK_SECONDS:
-            self._note("clock", "ok", "agrees with the file system's")
+            self._note("clock", "ok", "agrees with the clock of the file system")
             return
         text = f"the file system's is {abs(ahead_seconds):.0f} s {'ahead' if ahead_seconds > 0 else 'behind'}"
-        self._note("clock", "note", text, f"{text}: ages that are shown will be wrong; let a time server set both")
+        self._note("clock", "note", text, f"{text}: displayed ages will be wrong; synchronize both clocks (NTP)")
 
     def measure(self, tell: Callable[[str], None]) -> None:
         """**Blocks.** Saves and restores as a job does; what that takes is scaled up to the size of the state.
@@ -354,7 +354,7 @@ class Examination:
                     reader.restore()
                     restored.append(time.perf_counter() - begun_at)
             is_reused = has_spare(directory)
-        how = "saves are written over the files of removed ones" if is_reused else "each save writes new files"
+        how = "saves reuse the files of removed checkpoints" if is_reused else "each save writes new files"
         self._note("reuse of space", "ok", how)
         times = self.size_bytes / trial_bytes
         self.figures |= {

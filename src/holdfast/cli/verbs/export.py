@@ -37,14 +37,12 @@ from holdfast.events.kinds import time_text
     "dcp, for torch.distributed.checkpoint.",
 )
 @click.option(
-    "--only", metavar="NAME", multiple=True, help="Export this object, leaf or pattern alone; several may be."
+    "--only", metavar="NAME", multiple=True, help="Export only this object, array or pattern. Can be repeated."
 )
-@click.option("--keep-prefix", is_flag=True, help="Keep the object's name in front also where --only names one object.")
-@click.option("--repeat-shared", is_flag=True, help="safetensors: write shared arrays under each of their names.")
-@click.option(
-    "--file-size", metavar="SIZE", callback=parse_size, help="How large one of several files gets.  [default: 5GB]"
-)
-@click.option("--overwrite", is_flag=True, help="Replace an export that is there.")
+@click.option("--keep-prefix", is_flag=True, help="Keep the object's name as a prefix even if --only names one object.")
+@click.option("--repeat-shared", is_flag=True, help="safetensors: write shared arrays once for each of their names.")
+@click.option("--file-size", metavar="SIZE", callback=parse_size, help="Start a new file at this size.  [default: 5GB]")
+@click.option("--overwrite", is_flag=True, help="Replace an existing export.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
 def command(
     run: str,
@@ -57,20 +55,20 @@ def command(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint as files that other programs read.
+    """Write a checkpoint as files for other programs.
 
-    RUN is the directory that a job saves into, and its newest checkpoint is meant unless a step is given, as in
-    runs/gpt@500. RUN may also be the directory of a single step, wherever that was copied to.
+    RUN is the directory that a job saves into. Its newest checkpoint is exported unless you add a step, as in
+    runs/gpt@500. RUN can also be the directory of a single step, or a copy of one.
 
-    OUT is a directory for safetensors and dcp, and a file for torch; for safetensors it is one file if its name ends in
-    .safetensors. Every byte is checked on the way, and nothing stands under the name OUT before it is whole.
+    OUT is a directory for safetensors, transformers and dcp, and a file for torch. For safetensors it is a single file
+    if its name ends in .safetensors. Every byte is checked, and OUT appears only when it is complete.
     """
     if file_size is not None and (to == "torch" or (to == "safetensors" and out.name.endswith(".safetensors"))):
         raise UsageError(
-            "--file-size is for formats of several files", hint="Leave it out, or name a directory as OUT."
+            "--file-size needs a format of several files", hint="Leave it out, or name a directory as OUT."
         )
     if repeat_shared and to != "safetensors":
-        raise UsageError("--repeat-shared is for safetensors", hint="The other formats keep what is shared as it is.")
+        raise UsageError("--repeat-shared works with safetensors only", hint="The other formats keep arrays shared.")
     target = find_target(run)
     options = ExportOptions(to, only or None, keep_prefix, repeat_shared, overwrite, file_size or FILE_BYTES)
     try:

@@ -25,16 +25,18 @@ from holdfast.events.kinds import time_text
 @click.command("import")
 @click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
 @click.argument("run", metavar="RUN", type=click.Path())
-@click.option("--step", type=click.IntRange(0), help="The step that it is of, if not the one SOURCE says.")
-@click.option("--only", metavar="NAME", multiple=True, help="Take this object alone; several may be named.")
-@click.option("--name", default="model", show_default=True, help="What the model is called, or a SOURCE of one state.")
+@click.option("--step", type=click.IntRange(0), help="The step to resume from.  [default: the one in SOURCE, or 0]")
+@click.option("--only", metavar="NAME", multiple=True, help="Import only this object. Can be repeated.")
+@click.option("--name", default="model", show_default=True, help="Name of the model, or of the only object in SOURCE.")
 @click.option(
     "--rename",
     metavar="OLD=NEW",
     multiple=True,
-    help="Call an object, a part such as state/params, or all of it (.), NEW.",
+    help="Rename an object, a part such as state/params, or everything (.). Can be repeated.",
 )
-@click.option("--strip-prefix", metavar="PREFIX", default="", help="Take this away from names of the model's arrays.")
+@click.option(
+    "--strip-prefix", metavar="PREFIX", default="", help="Remove this prefix from the names of the model's arrays."
+)
 @click.option("--skip-unknown", is_flag=True, help="Leave out values of unknown classes.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
 def command(
@@ -48,15 +50,15 @@ def command(
     skip_unknown: bool,
     as_json: bool,
 ) -> None:
-    """Make a checkpoint of what another program has saved.
+    """Make a checkpoint from files of another program.
 
-    SOURCE is a file of torch.save or of Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or of
-    torch.distributed.checkpoint, a safetensors file, or a directory of such. Nothing in it is executed.
+    SOURCE is a file of torch.save or Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or
+    torch.distributed.checkpoint, a safetensors file, or a directory of safetensors files. Nothing in it is executed.
 
-    RUN is a new directory, or one without a checkpoint. A job that saves there goes on from the step.
+    RUN is a new directory, or one without checkpoints. A job that saves there resumes from the imported step.
     """
     if not name:
-        raise UsageError("an object has a name", hint="Leave --name out, or give one.")
+        raise UsageError("--name is empty", hint="Leave it out, or give a name.")
     names = dict(one.partition("=")[::2] for one in rename)
     if len(names) < len(rename) or not all(names.values()) or not all(names):
         raise UsageError(f"--rename {' '.join(rename)} is not understood", hint="Write OLD=NEW, each OLD once.")
@@ -101,6 +103,6 @@ def _show(screen: Screen, remarks: Screen, made: Import, run: str) -> None:
     )
     screen.say("  objects: ", ", ".join(made.objects))
     for name in made.renamed:
-        remarks.say(("renamed: ", FAINT), f"the names in {name} have lost what stood in front of them")
+        remarks.say(("renamed: ", FAINT), f"{name}: a common prefix was removed from its names")
     for one in made.left_out:
         remarks.say(("left out: ", FAINT), one.path, (f" ({one.reason})", FAINT))

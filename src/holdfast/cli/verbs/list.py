@@ -102,7 +102,7 @@ def _list_runs(places: Sequence[str], as_json: bool) -> None:
     if not summaries:
         raise NoCheckpointError(
             f"there is no run in {', '.join(places)}",
-            hint="Name directories that jobs save into, or one that holds such.",
+            hint="Name the directory that a job saves into, or a directory that holds runs.",
         )
     if as_json:
         write_json(sys.stdout, "list", {"runs": [summary.fields() for summary in summaries.values()]})

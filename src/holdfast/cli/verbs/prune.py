@@ -44,17 +44,17 @@ from holdfast.storage import Storage
     metavar="POLICY",
     help="Remove what a policy does not keep, such as \"Latest(3) | Best('val_loss')\".",
 )
-@click.option("--off-line", is_flag=True, help="Remove all steps off the living line.")
-@click.option("--unfinished", is_flag=True, help="Remove what saves that never ended have left.")
+@click.option("--off-line", is_flag=True, help="Remove all steps that are not on the living line.")
+@click.option("--unfinished", is_flag=True, help="Remove the remains of saves that never finished.")
 @click.option("--lost", is_flag=True, help="Remove steps whose manifests are gone, with their data.")
-@click.option("--steps", metavar="A,B,...", default="", help="Remove these steps, on the living line or off it.")
+@click.option("--steps", metavar="A,B,...", default="", help="Remove these steps, on the living line or not.")
 @click.option(
     "--job-is-dead",
     is_flag=True,
-    help="With --unfinished, also remove what the newest job was writing: only if it surely runs no more.",
+    help="With --unfinished, also remove what the newest job was writing. Make sure that it no longer runs.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask. Needed where there is no terminal to ask on.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation. Needed without a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document; needs --yes or --dry-run.")
 def command(
     run: str,
@@ -69,16 +69,16 @@ def command(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Remove steps that are no longer wanted, and what unfinished saves left.
+    """Remove checkpoints that you no longer want, and remains of unfinished saves.
 
-    The newest whole checkpoint of the living line is never removed: before any checkpoint goes, it is looked for, and
-    every byte of it is read. What a running job may be writing is left alone unless --job-is-dead is given.
+    The newest whole checkpoint is never removed: prune first finds it, reading every byte of it. What a running job
+    may be writing is skipped, unless you give --job-is-dead.
     """
     target = find_run(run)
     survey = survey_run(target.storage)
     named = tuple(text.strip() for text in steps.split(",") if text.strip())
     if keep is not None and policy is not None:
-        raise UsageError("--keep and --policy exclude each other", hint=f"Write --policy 'Latest({keep}) | ...'.")
+        raise UsageError("--keep and --policy cannot be combined", hint=f"Write --policy 'Latest({keep}) | ...'.")
     wanted = Latest(keep) if keep is not None else None if policy is None else parse_policy(policy)
     wishes = Wishes(off_line, unfinished, lost, job_is_dead, named, wanted)
     if not (off_line or unfinished or lost or named or wanted is not None):
@@ -131,17 +131,19 @@ def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
     what = _count(plan.remove)
     screen.say(f"to remove: {what}, {size_text(plan.size_bytes)}" if rows else "there is nothing to remove")
     if any(one.state is State.LOST for one in (*plan.remove, *plan.left_alone)):
-        screen.say(f"to bring a lost step back: {BRING_BACK}")
+        screen.say(f"to restore a lost step: {BRING_BACK}")
     for one, reason in plan.kept:
-        screen.say(("kept: ", NOTABLE), f"{one.directory}, since {reason}")
+        screen.say(("kept: ", NOTABLE), f"{one.directory}: {reason}")
     for one in plan.left_alone:
         if one.state is State.LOST:
-            screen.say(("left alone: ", NOTABLE), f"{one.directory}, which was committed and lost its manifest")
+            screen.say(
+                ("skipped: ", NOTABLE), f"{one.directory} was committed and lost its manifest (--lost removes it)"
+            )
             continue
-        doing = "is to use for its next save" if one.state is State.SPARE else "may be writing now"
+        doing = "may use" if one.state is State.SPARE else "may be writing"
         screen.say(
-            ("left alone: ", NOTABLE),
-            f"{one.directory}, which a job {doing}; if none runs, --job-is-dead removes it too",
+            ("skipped: ", NOTABLE),
+            f"a job {doing} {one.directory}; if no job runs here, --job-is-dead removes it too",
         )
 
 
@@ -159,7 +161,7 @@ def _show_done(screen: Screen, done: Sequence[Removed]) -> None:
         if removed.error is not None:
             screen.say(("not removed: ", BAD), f"{removed.found.directory}: {removed.error.message}")
         elif not removed.is_gone:
-            screen.say(("kept: ", NOTABLE), f"{removed.found.directory} holds files that are not holdfast's")
+            screen.say(("kept: ", NOTABLE), f"{removed.found.directory} contains files that holdfast did not write")
 
 
 def _document(target: RunTarget, plan: RemovalPlan, done: Sequence[Removed], dry_run: bool) -> dict[str, Any]:
@@ -265,8 +267,8 @@ def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
     )
     if plan.committed and survey.catalog.faults:
         raise UsageError(
-            f"which steps are on the living line is not known: {survey.catalog.faults[0].message}",
-            hint="No checkpoint is removed before that is mended; --unfinished alone can be.",
+            f"cannot tell which steps are on the living line: {survey.catalog.faults[0].message}",
+            hint="No checkpoint is removed while that record is damaged; --unfinished alone works.",
         )
     return plan
 
@@ -334,12 +336,12 @@ def _choose_named(survey: Survey, steps: Iterable[str]) -> Iterable[Found]:
         elif text.isascii() and text.isdigit():
             matching = [one for one in committed if one.name and one.name.step == int(text[:20])]
         else:
-            raise UsageError(f"--steps {text!r} is no step", hint="Write steps and commas, as in --steps 300,500.")
+            raise UsageError(f"--steps {text!r} is not a step", hint="Write steps and commas, as in --steps 300,500.")
         lost = [name for one in survey.of(State.LOST) if (name := one.name) and text in (one.directory, str(name.step))]
         if lost and not matching:
             raise UsageError(
                 f"step {lost[0].step} was committed, and its manifest is gone; --steps does not remove such a step",
-                hint=f"Bring the manifest back: {BRING_BACK}. If the step is to go, --lost removes all of its kind.",
+                hint=f"Restore the manifest: {BRING_BACK}. Or remove all such steps with --lost.",
             )
         if not matching:
             raise NoCheckpointError(f"there is no checkpoint {text}", hint="`holdfast list --all` shows what is there.")
@@ -347,7 +349,7 @@ def _choose_named(survey: Survey, steps: Iterable[str]) -> Iterable[Found]:
             names = ", ".join(one.directory for one in matching)
             raise UsageError(
                 f"there are {len(matching)} checkpoints of step {text}",
-                hint=f"Name the directories of those that are meant: {names}.",
+                hint=f"Name the directories instead: {names}.",
             )
         yield matching[0]
 
@@ -361,9 +363,9 @@ def find_newest_whole(storage: Storage, living: Sequence[StepName]) -> StepName:
         if verdict.outcome is CheckOutcome.UNREADABLE:
             raise verdict.problems[-1]
     raise NoWholeCheckpointError(
-        f"{storage.url}: no checkpoint of the living line is whole, so none is removed",
+        f"{storage.url}: no checkpoint of the living line is whole, so nothing is removed",
         damages=(),
-        hint="What lies off the line may be all there is. If it is to go, remove its directory by hand.",
+        hint="Other steps may be all you have. To remove one all the same, delete its directory by hand.",
     )
 
 
@@ -390,8 +392,8 @@ def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> Non
     needed = _find_needed(storage, plan)
     if moved or any(one.name in needed for one in plan.remove) or now.catalog.generation != before.generation:
         raise StorageError(
-            f"{storage.url} has changed since it was looked at; nothing was removed",
-            hint="A job is at work there. Look again, and decide anew.",
+            f"{storage.url} changed while holdfast was looking at it; nothing was removed",
+            hint="A job is saving there. Run the command again.",
         )
 
 

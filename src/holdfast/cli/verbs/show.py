@@ -38,7 +38,9 @@ from holdfast.restore.candidates import Selection, make_selection
 @click.command()
 @click.argument("run", metavar="RUN[@STEP]", type=click.Path())
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("--depth", type=click.IntRange(0, 16), default=2, show_default=True, help="How deep the tree goes.")
+@click.option(
+    "--depth", type=click.IntRange(0, 16), default=2, show_default=True, help="How many levels of the tree are shown."
+)
 @click.option("--largest", metavar="N", type=click.IntRange(0), default=0, help="Also list the N largest arrays.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
 def command(run: str, names: tuple[str, ...], depth: int, largest: int, as_json: bool) -> None:
@@ -76,9 +78,9 @@ def command(run: str, names: tuple[str, ...], depth: int, largest: int, as_json:
 def _check_found(contents: Contents, selection: Selection | None, target: RunTarget) -> None:
     if selection is not None and selection.unmatched:
         raise UsageError(
-            f"step {contents.heading.manifest.step} of {target.location} has nothing of the name "
+            f"step {contents.heading.manifest.step} of {target.location} has nothing named "
             f"{', '.join(map(repr, selection.unmatched))}",
-            hint=f"Its objects are {', '.join(map(repr, contents.objects))}; a leaf is named like model/head.weight.",
+            hint=f"Its objects are {', '.join(map(repr, contents.objects))}; an array is named like model/head.weight.",
         )
 
 

@@ -125,16 +125,17 @@ def judge_step(
 
 @click.command()
 @click.argument("run", metavar="RUN[@STEP]", type=click.Path())
-@click.option("--all", "verify_all", is_flag=True, help="Read every checkpoint, also those off the living line.")
+@click.option(
+    "--all", "verify_all", is_flag=True, help="Read every checkpoint, also those that are not on the living line."
+)
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
 def command(run: str, verify_all: bool, as_json: bool) -> None:
-    """Read every byte and say whether it is what was written.
+    """Read every byte of a checkpoint and check it.
 
-    RUN is the directory that a job saves into, and its newest checkpoint is read unless a step is given, as in
-    runs/gpt@500; if a job removes that one meanwhile, the newest that is there then. RUN may also be the directory of a
-    single step, wherever that was copied to.
+    RUN is the directory that a job saves into. Its newest checkpoint is read unless you add a step, as in runs/gpt@500.
+    RUN can also be the directory of a single step, or a copy of one.
 
-    The exit code is 0 if all that was read is whole, and 1 if there is damage.
+    The exit code is 0 if everything that was read is whole, and 1 if there is damage.
     """
     target = find_target(run)
     if verify_all and (target.is_step or target.step is not None):
@@ -181,7 +182,7 @@ def _find_damaged_records(target: RunTarget, catalog: Catalog | None, verify_all
     for name in find_lost(target.storage, catalog):
         if catalog.newest is None or verify_all or name > catalog.newest:
             path = name.manifest_path
-            yield DamageError(f"{path} is missing, and the step was committed", step=name.step, path=path)
+            yield DamageError(f"{path} is missing, but the step was committed", step=name.step, path=path)
     for generation in read_generations(target.storage) if verify_all else ():
         try:
             read_opening(target.storage, generation)
@@ -274,12 +275,12 @@ class VerifyReport:
             return
         taken = self._find_newest(CheckOutcome.WHOLE, CheckOutcome.RESTORABLE)
         if taken == newest:
-            text = f"A restore takes step {taken.step}; programs that read its data file without holdfast may fail."
+            text = f"A restore can use step {taken.step}; programs that read its data file without holdfast may fail."
             screen.say((text, NOTABLE))
         elif taken is not None:
-            screen.say((f"A restore passes over what is damaged and takes step {taken.step}.", NOTABLE))
+            screen.say((f"A restore skips what is damaged and uses step {taken.step}.", NOTABLE))
         elif len(self.verdicts) == 1 and len(self.catalog.living if self.catalog else ()) > 1:
-            screen.say(("A restore passes over it and takes an older step; --all says which are whole.", NOTABLE))
+            screen.say(("A restore skips it and uses an older step; --all shows which are whole.", NOTABLE))
         else:
             screen.say(("No checkpoint of the living line is whole.", BAD))
 

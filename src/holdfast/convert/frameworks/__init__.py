@@ -1,1 +1,1 @@
-"""Checkpoints of training frameworks, read as data: what in them is the model, the optimizer and so on."""
+"""Checkpoints of training frameworks, read as data: finds the model, the optimizer and so on."""

@@ -11,16 +11,16 @@ from holdfast.format.scalars import is_text
 VERSION_KEY: Final = "pytorch-lightning_version"
 
 _SCALERS: Final = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "native_amp_scaling_state")
-"""What the state of the gradient scaler was called, the newest name first."""
+"""The names of the gradient scaler's state, the newest first."""
 
 _NOTES: Final = frozenset({VERSION_KEY, "hparams_name", "datamodule_hparams_name", "datamodule_hyper_parameters"})
 
 
 def recognize_lightning(archive: TorchArchive) -> Recognized | None:
-    """**Pure.** The objects of a checkpoint of Lightning; None for any other file.
+    """**Pure.** Returns the objects of a Lightning checkpoint; None for any other file.
 
     The module is `model`, the optimizers are `optimizer` or `optimizer_0`, `optimizer_1` and so on, the schedulers
-    likewise, and a gradient scaler is `scaler`. What else there is keeps its name, and is not taken unasked.
+    likewise, and a gradient scaler is `scaler`. Other entries keep their names, and are imported only on request.
     """
     found: Any = archive.value
     if type(found) is not dict or type(found.get(VERSION_KEY)) is not str or type(found.get("state_dict")) is not dict:

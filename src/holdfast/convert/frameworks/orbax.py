@@ -22,6 +22,7 @@ from holdfast.convert.input_files import Chunk, InputArray, is_plain_name
 from holdfast.convert.leaf_tree import LeftOut
 from holdfast.convert.torch_file import ArchivedTree
 from holdfast.errors import FormatError, MissingPackageError, NoCheckpointError, StorageError, UsageError
+from holdfast.extras import install_command
 from holdfast.format.dtypes import ITEM_BYTES, MAX_DIMENSIONS, array_bytes, names_in
 from holdfast.format.scalars import is_text
 from holdfast.format.shapes import Box, row_major, whole_box
@@ -30,7 +31,7 @@ TREE_NAME: Final = "_METADATA"
 STEP_NAME: Final = "_CHECKPOINT_METADATA"
 
 MOST_TIMES: Final = 64
-"""How many times the size of the files their arrays may have: moments that are all zero are compressed to nothing."""
+"""How many times larger than its files the arrays may be: moments that are all zero are compressed to nothing."""
 
 _ALWAYS_BYTES: Final = 64 << 20
 _MAX_JSON_BYTES: Final = 256 << 20
@@ -46,7 +47,7 @@ class _Key(msgspec.Struct, frozen=True):
 
     @property
     def is_place(self) -> bool:
-        """Whether it is a place in a sequence."""
+        """True if it is an index of a sequence."""
         return self.key_type == 1
 
 
@@ -66,7 +67,7 @@ class _Tree(msgspec.Struct, frozen=True):
 
 
 class OrbaxArray:
-    """An array that `tensorstore` has opened. `strides` and the like: see `ArrayPart`."""
+    """An array that `tensorstore` has opened. For `strides` and so on, see `ArrayPart`."""
 
     is_contiguous = False
 
@@ -79,15 +80,15 @@ class OrbaxArray:
 
     @property
     def key(self) -> Hashable:
-        """Each array is one of its own."""
+        """Each array has its own."""
         return (str(self._directory), self._name)
 
     def read_run(self, box: Box, into: memoryview) -> None:
-        """Is not called: no array is contiguous here."""
+        """Never called: no array is contiguous here."""
         raise NotImplementedError
 
     def values(self, box: Box) -> Any:
-        """**Blocks.** The elements of a box, as raw bytes.
+        """**Blocks.** Returns the elements of a box, as raw bytes.
 
         Raises:
             FormatError: If they cannot be read.
@@ -102,7 +103,7 @@ class OrbaxArray:
 
 
 def is_orbax_directory(directory: Path) -> bool:
-    """**Blocks.** Whether Orbax has written a directory."""
+    """**Blocks.** Returns True if Orbax has written a directory."""
     return (directory / TREE_NAME).exists() or (directory / STEP_NAME).exists() or bool(_list_steps(directory))
 
 
@@ -110,17 +111,17 @@ class OrbaxDirectory:
     """One such checkpoint.
 
     Attributes:
-        recognized: Its objects: the outermost entries of its tree; where a step has items of other names than
-            `default`, each of these.
+        recognized: Its objects: the outermost entries of its tree; if a step has items besides `default`, each of
+            these.
         size_bytes: The size of its files.
     """
 
     def __init__(self, directory: Path) -> None:
-        """**Blocks.** Reads what is in it, but for the arrays' values.
+        """**Blocks.** Reads everything except the arrays' values.
 
         Raises:
             MissingPackageError: If `tensorstore` is not installed.
-            UsageError: If no array is in it.
+            UsageError: If it contains no array.
             FormatError: If it is malformed.
             StorageError: If it cannot be read.
         """
@@ -137,7 +138,7 @@ class OrbaxDirectory:
         # The parameters of one layer alone are one object; a tree of several parts is several.
         objects = tree if is_dict and any(type(part) in (dict, list) for part in tree.values()) else {MODEL: tree}
         if not objects:
-            raise UsageError(f"{directory} holds nothing that could be imported")
+            raise UsageError(f"{directory} contains nothing that can be imported")
         trees = {name: ArchivedTree(part, None) for name, part in objects.items()}
         self.recognized = Recognized(trees, list(trees), step=step, left=self._left)
 
@@ -149,14 +150,14 @@ class OrbaxDirectory:
             elif (folder / "metadata").is_file():
                 items[folder.name] = _read_json(folder / "metadata")
             elif folder.is_dir():
-                self._left.append(LeftOut(folder.name, "it is an item of a kind that is not known here"))
+                self._left.append(LeftOut(folder.name, "it is an item of an unknown kind"))
         return items["default"] if items.keys() == {"default"} else items
 
     def _read_item(self, directory: Path) -> Any:
         try:
             described = msgspec.convert(_read_json(directory / TREE_NAME), _Tree)
         except msgspec.ValidationError as error:
-            raise _malformed(directory, f"its {TREE_NAME} is not as Orbax writes it: {error}") from error
+            raise _malformed(directory, f"its {TREE_NAME} is not in the form that Orbax writes: {error}") from error
         leaves = {tuple(leaf.key_metadata): leaf.value_metadata.value_type for leaf in described.tree_metadata.values()}
         wanted = {path: _name_of(path) for path, kind in leaves.items() if kind not in _EMPTY and kind != "string"}
         strings = _read_json(directory / "_strings.json") if "string" in leaves.values() else {}
@@ -181,15 +182,15 @@ class OrbaxDirectory:
             import tensorstore
         except ImportError as error:
             raise MissingPackageError(
-                f"{directory} was written by Orbax, and tensorstore is needed to read it, which is not installed",
-                hint="Install it from a checkout of holdfast: pip install '.[orbax]'",
+                f"{directory} was written by Orbax: reading it needs tensorstore, which is not installed",
+                hint=f"Install it: {install_command('orbax')}",
             ) from error
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": self._limit_bytes}})
         base = {"driver": "file", "path": f"{directory.absolute()}/"}
         pending = {}
         for name in names:
             if not described.use_ocdbt and not all(map(is_plain_name, name.split("/"))):
-                raise _malformed(directory, f"{name!r} names no folder in it")
+                raise _malformed(directory, f"{name!r} is not the name of a folder in it")
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
             if not described.use_ocdbt:
                 kvstore = {**base, "path": f"{directory.absolute()}/{name}/"}
@@ -208,13 +209,13 @@ class OrbaxDirectory:
         except Exception as error:
             raise _malformed(directory, f"{name} cannot be opened: {_shortened(error)}") from error
         if not dtype or len(shape) > MAX_DIMENSIONS:
-            raise _malformed(directory, f"{name} is of type {store.dtype.name}, which cannot be taken in")
+            raise _malformed(directory, f"{name} has type {store.dtype.name}, which is not supported")
         try:
             largest = max(array_bytes(dtype, shape), array_bytes(dtype, chunk))
         except ValueError as error:
-            raise _malformed(directory, f"{name} cannot be: {error}") from error
+            raise _malformed(directory, f"{name} is invalid: {error}") from error
         if largest > self._limit_bytes:
-            raise _malformed(directory, f"{name} would take {largest} bytes, and its files have {self.size_bytes}")
+            raise _malformed(directory, f"{name} would take {largest} bytes, but its files have only {self.size_bytes}")
         part = OrbaxArray(store, name, directory, dtype, shape)
         return InputArray(dtype, shape, (Chunk(whole_box(shape), part),) if 0 not in shape else (), "jax")
 
@@ -224,7 +225,7 @@ class OrbaxDirectory:
 
 
 def _list_steps(directory: Path) -> dict[int, Path]:
-    """The finished steps of a `CheckpointManager`."""
+    """Returns the finished steps of a `CheckpointManager`."""
     with suppress(OSError):
         found = ((one, _STEP.fullmatch(one.name)) for one in directory.iterdir() if _UNFINISHED not in one.name)
         return {int(named[1]): one for one, named in found if named and (one / STEP_NAME).exists()}
@@ -232,10 +233,10 @@ def _list_steps(directory: Path) -> dict[int, Path]:
 
 
 def _measure(directory: Path) -> int:
-    """The size of all files below a directory, which have to be plain files: a link could lead anywhere.
+    """Returns the size of all files below a directory, which must be regular files: a link could lead anywhere.
 
     Raises:
-        FormatError: If something else is among them.
+        FormatError: If there is something else among them.
         StorageError: If it cannot be read.
     """
     size_bytes, ahead = 0, [directory]
@@ -249,9 +250,9 @@ def _measure(directory: Path) -> int:
                     elif stat.S_ISREG(status.st_mode):
                         size_bytes += status.st_size
                     else:
-                        raise _malformed(directory, f"{entry.path} is no plain file")
+                        raise _malformed(directory, f"{entry.path} is not a regular file")
     except FileNotFoundError as error:
-        raise NoCheckpointError(f"{directory} was changed while it was being read") from error
+        raise NoCheckpointError(f"{directory} changed while it was being read") from error
     except OSError as error:
         raise StorageError(f"cannot read {directory}: {error.strerror or error}") from error
     return size_bytes
@@ -267,16 +268,16 @@ def _read_json(path: Path) -> Any:
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise _malformed(path.parent, f"{path.name} is no JSON: {_shortened(error)}") from error
+        raise _malformed(path.parent, f"{path.name} is not valid JSON: {_shortened(error)}") from error
 
 
 def _name_of(path: tuple[_Key, ...]) -> str:
-    """What the array of a leaf is called."""
+    """Returns the name of a leaf's array."""
     return ".".join(key.key for key in path)
 
 
 def _number(array: InputArray) -> Any:
-    """The number that an array without dimensions is, which Orbax has made of one of Python's."""
+    """Returns the number in an array without dimensions, which Orbax has made of a Python number."""
     raw = array.chunks[0].tensor.values(whole_box(()))
     kind = next(name for name, dtype in _DTYPES.items() if dtype == array.dtype)
     return raw.view(kind).item() if kind in ("bool", "int32", "int64", "float32", "float64") else array
@@ -288,9 +289,9 @@ def _put(root: dict[Any, Any], path: tuple[_Key, ...], value: Any, directory: Pa
     for step in steps:
         place = place.setdefault(step, {})
         if type(place) is not dict:
-            raise _malformed(directory, f"{_name_of(path)} leads through another value")
+            raise _malformed(directory, f"{_name_of(path)} passes through another value")
     if last in place:
-        raise _malformed(directory, f"{_name_of(path)} stands twice")
+        raise _malformed(directory, f"{_name_of(path)} appears twice")
     place[last] = value
 
 
@@ -298,21 +299,21 @@ def _step(key: _Key, directory: Path) -> str | int:
     if not key.is_place:
         return key.key
     if not key.key.isdecimal() or len(key.key) > 9:
-        raise _malformed(directory, f"{key.key[:100]!r} is no place in a list")
+        raise _malformed(directory, f"{key.key[:100]!r} is not an index of a list")
     return int(key.key)
 
 
 def _listed(root: Any, directory: Path, depth: int = 0) -> Any:
-    """A tree in which dicts of places have become lists."""
+    """Returns a tree in which dicts with indices have become lists."""
     if type(root) is not dict:
         return root
     if depth > 64:
-        raise _malformed(directory, "its tree is nested too deep")
+        raise _malformed(directory, "its tree is nested too deeply")
     parts = {key: _listed(part, directory, depth + 1) for key, part in root.items()}
     if not any(type(key) is int for key in parts):
         return parts
     if parts.keys() != set(range(len(parts))):
-        raise _malformed(directory, "a list lacks some of its places")
+        raise _malformed(directory, "a list has missing entries")
     return [parts[number] for number in range(len(parts))]
 
 

@@ -1,4 +1,4 @@
-"""What the checkpoint of a framework holds, under the names that a job of holdfast gives it."""
+"""The objects of a framework's checkpoint, with the names that a holdfast job uses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Recognized:
     """The objects of a source.
 
     Attributes:
-        objects: All that can be taken, by name.
-        taken: The names of those that are taken if no others are asked for.
-        former: By the name that it has in the source, what an object is called here.
-        step: The step that the source says it is of; None if it does not say.
-        left: What is never taken, and why.
+        objects: Everything that can be imported, by name.
+        taken: The names that are imported if no others are requested.
+        former: By the name in the source, the object's name here.
+        step: The step of the source; None if it has none.
+        left: What is never imported, and why.
     """
 
     objects: dict[str, ArchivedTree]
@@ -31,22 +31,22 @@ class Recognized:
     left: list[LeftOut] = field(default_factory=list)
 
     def take(self, name: str, value: Any, archive: TorchArchive | None, former: str = "") -> None:
-        """Adds an object that is taken."""
+        """Adds an object that is imported by default."""
         self.objects[name] = ArchivedTree(value, archive)
         self.taken.append(name)
         if former:
             self.former[former] = name
 
     def take_each(self, kind: str, states: Sequence[Any], archive: TorchArchive | None, former: str) -> None:
-        """Adds the states of several objects of a kind: one has its name, more have numbers behind it."""
+        """Adds the states of several objects of a kind: a single one has its name, several have numbers after it."""
         for number, state in enumerate(states):
             self.take(kind if len(states) == 1 else f"{kind}_{number}", state, archive, former * (len(states) == 1))
 
     def offer(self, name: str, value: Any, archive: TorchArchive | None) -> None:
-        """Adds an object that is taken only where it is asked for."""
+        """Adds an object that is imported only on request."""
         self.objects.setdefault(name, ArchivedTree(value, archive))
 
 
 def step_of(value: Any) -> int | None:
-    """**Pure.** A number of steps; None if it is none."""
+    """**Pure.** Returns a number of steps; None if it is not one."""
     return value if type(value) is int and value >= 0 else None

@@ -24,10 +24,10 @@ _DIVIDED: Final = ("pytorch_model_fsdp_0", "global_step*", "pytorch_model_fsdp.b
 
 
 def read_trainer_folder(directory: Path, open_file: Callable[[str], InputFile], *, keep_unknown: bool) -> Recognized:
-    """**Blocks.** The objects of a folder: `model` (or `adapter`), `optimizer`, `scheduler`, `scaler`.
+    """**Blocks.** Returns the objects of a folder: `model` (or `adapter`), `optimizer`, `scheduler`, `scaler`.
 
     Raises:
-        UsageError: If it holds no model that can be taken in.
+        UsageError: If it contains no model that can be imported.
         FormatError: If a file in it is malformed.
         StorageError: If it cannot be read.
     """
@@ -43,11 +43,11 @@ def read_trainer_folder(directory: Path, open_file: Callable[[str], InputFile], 
     else:
         divided = [one.name for pattern in _DIVIDED for one in sorted(directory.glob(pattern))]
         raise UsageError(
-            f"{directory} has no model in it that could be taken in",
-            hint=f"{divided[0]} is divided among workers: let FSDP or DeepSpeed put it together first, or import a "
-            "directory of torch.distributed.checkpoint by itself."
+            f"{directory} contains no model that can be imported",
+            hint=f"{divided[0]} is split among workers: let FSDP or DeepSpeed consolidate it first, or import a "
+            "directory of torch.distributed.checkpoint on its own."
             if divided
-            else "A model.safetensors, a model.safetensors.index.json or a pytorch_model.bin is looked for.",
+            else "Expected a model.safetensors, a model.safetensors.index.json or a pytorch_model.bin.",
         )
     for name, kind in _PARTS:
         if (directory / name).exists():
@@ -55,9 +55,9 @@ def read_trainer_folder(directory: Path, open_file: Callable[[str], InputFile], 
             recognized.take(kind, archive.value, archive)
     for one in sorted(directory.iterdir()):
         if one.name.startswith("rng_state"):
-            recognized.left.append(LeftOut(one.name, "random generators belong to the process that had them"))
+            recognized.left.append(LeftOut(one.name, "the state of random generators is not imported"))
         elif one.name == "training_args.bin":
-            recognized.left.append(LeftOut(one.name, "it is settings of the program, as objects of its classes"))
+            recognized.left.append(LeftOut(one.name, "it contains settings as objects of the program's own classes"))
     return recognized
 
 
@@ -68,7 +68,7 @@ def _open(file: InputFile, keep_unknown: bool) -> TorchArchive:
 def _read_step(file: InputFile) -> int:
     path = str(file.path)
     if file.size_bytes > _MAX_STATE_BYTES:
-        raise FormatError(f"{path} has {file.size_bytes} bytes, which cannot be", path=path)
+        raise FormatError(f"{path} has {file.size_bytes} bytes, which is not a valid size", path=path)
     try:
         step = step_of(json.loads(file.read(0, file.size_bytes))["global_step"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Loops that accelerate prepares: `hf.accelerate.resumable`."""
+"""`hf.accelerate.resumable`: resumable loops with accelerate."""
 
 from __future__ import annotations
 

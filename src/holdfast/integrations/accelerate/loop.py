@@ -1,4 +1,4 @@
-"""A run over what an `Accelerator` has prepared: models, optimizers, schedulers, the scaler, and places in the data."""
+"""A run that saves everything that an `Accelerator` has prepared."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from holdfast.storage import Storage
 
 _SUPPORTED: Final = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP"}
 _OTHER_DIVISIONS: Final = ("dp_replicate_size", "tp_size", "cp_size", "sp_size")
-"""What a `ParallelismConfig` may divide the job by besides `dp_shard_size`."""
+"""The ways besides `dp_shard_size` in which a `ParallelismConfig` may split the job."""
 
 
 def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **options: Any) -> Run:
-    """A run, as `hf.resumable` gives it, that keeps all that the accelerator has prepared.
+    """Creates a run, like `hf.resumable`, that saves everything the accelerator has prepared.
 
-    Call it when everything is prepared, and `run.finish_step()` at the end of each batch: it counts a step when the
-    gradients are synchronized, so not while `accelerator.accumulate` accumulates them. A prepared loader gives what is
-    left of its epoch; `loader.iteration`, accelerate's own counter, is the epoch in which training goes on.
+    Call it after everything is prepared, and call `run.finish_step()` at the end of each batch: it counts a step when
+    the gradients are synchronized, so not while `accelerator.accumulate` accumulates them. A prepared loader gives the
+    rest of its epoch; `loader.iteration`, accelerate's own counter, is the epoch in which training resumes.
 
     Example:
         ```python
@@ -44,26 +44,26 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
         ```
 
     Args:
-        accelerator: What has prepared models, optimizers, schedulers and loaders.
+        accelerator: The accelerator that prepared models, optimizers, schedulers and loaders.
         directory: The run's directory, a URL, or an open storage.
-        **options: Those of `hf.resumable`, and further objects to keep, by name.
+        **options: Options of `hf.resumable`, and further objects to save, by name.
 
     Raises:
-        UnsupportedValueError: If the accelerator divides the job in a way that cannot be kept, as DeepSpeed does.
+        UnsupportedValueError: If the accelerator splits the job in a way that cannot be saved, as DeepSpeed does.
         UsageError: If an argument is wrong, or nothing is prepared.
     """
     check_strategy(accelerator)
     kept, places = _list_objects(accelerator), _follow_loaders(accelerator)
     if not kept:
         raise UsageError(
-            "the accelerator has prepared nothing yet", hint="Call accelerator.prepare(...) before resumable(...)."
+            "the accelerator has not prepared anything yet", hint="Call accelerator.prepare(...) before resumable(...)."
         )
     known = holdfast.run.resumable.__kwdefaults__ or {}
     own = {name: options.pop(name) for name in [name for name in options if name not in known]}
     arguments.check_names(own, {**known, **options})
     arguments.check_kept_objects(own)
     if taken := own.keys() & kept.keys():
-        raise UsageError(f"{min(taken)} is what the accelerator has prepared, and is kept already")
+        raise UsageError(f"{min(taken)} was prepared by the accelerator, and is saved already")
     kept |= own
     kept["accelerator"] = PerWorker(_Progress(accelerator, places))
     kept["rng"] = RNG()
@@ -79,7 +79,7 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
 
 
 def check_strategy(accelerator: Any) -> None:
-    """Makes sure that the job is divided in a way that can be kept.
+    """Checks that the job is split in a way that can be saved.
 
     Raises:
         UnsupportedValueError: If it is not.
@@ -88,13 +88,13 @@ def check_strategy(accelerator: Any) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) != 2:
         raise UnsupportedValueError(
-            "FSDP1 has a flat piece of the parameters on each worker, and cannot be saved",
+            "FSDP1 cannot be saved: each worker holds a flat piece of the parameters",
             path="accelerator",
-            hint="Use fsdp_version=2: its shards say where they belong.",
+            hint="Use fsdp_version=2: its shards record where they belong.",
         )
     if kind.name not in _SUPPORTED:
         raise UnsupportedValueError(
-            f"jobs of accelerate's kind {kind.name} cannot be saved",
+            f"training with accelerate's {kind.name} cannot be saved",
             path="accelerator",
             hint="Use one process, several with DDP, or FSDP with fsdp_version=2; or that framework's own checkpoints.",
         )
@@ -102,17 +102,17 @@ def check_strategy(accelerator: Any) -> None:
     divisions = {name: getattr(config, name, None) or 1 for name in _OTHER_DIVISIONS}
     if found := ", ".join(f"{name}={size}" for name, size in divisions.items() if size > 1):
         raise UnsupportedValueError(
-            f"a parallelism_config with {found} divides the job in a way that cannot be saved",
+            f"a parallelism_config with {found} splits the model in a way that cannot be saved",
             path="accelerator",
             hint="Use DDP, or FSDP with fsdp_version=2 and dp_shard_size alone; or that framework's own checkpoints.",
         )
 
 
 def follow(loader: Any) -> DataPlace:
-    """Follows the place in a loader, which accelerate may have prepared.
+    """Follows the position of a loader, which accelerate may have prepared.
 
     Raises:
-        UsageError: If it is no loader of torch, or iterates in a way of its own.
+        UsageError: If it is not a torch loader, or iterates in its own way.
     """
     inner = getattr(loader, "base_dataloader", loader)
     place: DataPlace | None = getattr(inner, "__dict__", {}).get("_place")
@@ -120,8 +120,8 @@ def follow(loader: Any) -> DataPlace:
         return place
     if not hasattr(inner, "worker_init_fn"):
         raise UsageError(
-            f"{type(loader).__name__} is no DataLoader of torch, so its place in the data cannot be kept",
-            hint="Give a plain DataLoader(dataset, shuffle=True); it needs nothing of its own to be resumed.",
+            f"{type(loader).__name__} is not a torch DataLoader, so its position in the data cannot be saved",
+            hint="Pass a plain DataLoader(dataset, shuffle=True); it needs nothing else to be resumable.",
         )
     if inner is loader:
         return DataPlace(loader)
@@ -136,7 +136,7 @@ def follow(loader: Any) -> DataPlace:
 
 
 class _FollowedDispatcher:
-    """A dispatcher, which raises where nothing is left of an epoch; this one gives nothing."""
+    """A dispatcher that gives nothing when its epoch has no batch left, instead of raising an error."""
 
     base_dataloader: Any
 
@@ -146,7 +146,7 @@ class _FollowedDispatcher:
 
 
 def unwrap(obj: Any) -> Any:
-    """The optimizer or scheduler in accelerate's wrapper; or the object, if it is in none."""
+    """Returns the optimizer or scheduler inside accelerate's wrapper; or the object, if it has no wrapper."""
     if isinstance(obj, AcceleratedOptimizer):
         return obj.optimizer
     return obj.scheduler if isinstance(obj, AcceleratedScheduler) else obj
@@ -157,7 +157,7 @@ def _follow_loaders(accelerator: Any) -> list[DataPlace]:
 
 
 def _list_objects(accelerator: Any) -> dict[str, Any]:
-    """What is prepared and registered, by names that the next process gives them as well."""
+    """Returns what is prepared and registered, by names that are the same in the next process."""
     groups = {
         "model": accelerator._models,
         "optimizer": [unwrap(each) for each in accelerator._optimizers],
@@ -173,7 +173,7 @@ def _list_objects(accelerator: Any) -> dict[str, Any]:
 
 
 class _Progress:
-    """How far the accelerator has accumulated, and the places in its loaders."""
+    """The progress of the accelerator's accumulation, and the positions of its loaders."""
 
     def __init__(self, accelerator: Any, places: list[DataPlace]) -> None:
         self._accelerator, self._places = accelerator, places

@@ -1,4 +1,4 @@
-"""`holdfast.dcp`: what `torch.distributed.checkpoint` saves is durable, and every byte that it loads is checked.
+"""`holdfast.dcp`: durable saves and verified loads with `torch.distributed.checkpoint`.
 
 Example:
     ```python

@@ -1,4 +1,4 @@
-"""`StorageReader`: `dcp.load` reads a step of holdfast, each worker what it needs of it, and checks every byte."""
+"""`StorageReader`: lets `dcp.load` read a holdfast step; each worker reads what it needs, and every byte is checked."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _THREADS: Final = 4
 
 
 class _Opened:
-    """A step that is open, with its items."""
+    """An open step, with its items."""
 
     def __init__(self, storage: Storage, step: OpenedStep) -> None:
         objects = {name: node for index in step.indexes for name, node in index.objects.items()}
         if objects.keys() != {TREE}:
             raise UsageError(
-                f"{storage.url} holds a run of {', '.join(sorted(objects))}, which dcp.load does not read",
-                hint="It was written by a training loop of holdfast: restore it with that, or with hf.load.",
+                f"{storage.url} contains a run of {', '.join(sorted(objects))}, which dcp.load does not read",
+                hint="A holdfast training loop wrote it: restore it with that loop, or with hf.load.",
             )
         self.storage, self.step = storage, step
         forms = list_leaves(step.indexes)
@@ -58,7 +58,7 @@ class _Opened:
         self.items: Items = list_items(objects[TREE], forms, flattened=flattened)
 
     def describe(self) -> Metadata:
-        """What torch plans with: which items there are, and where their tensors are cut."""
+        """Returns the metadata that torch plans with: the items, and how their tensors are split."""
         chunks: dict[str, dict[Any, ChunkStorageMetadata]] = {leaf: {} for leaf in self.specs}
         for index in self.step.indexes:
             for stored in index.stored_boxes():
@@ -78,32 +78,31 @@ class _Opened:
 
 
 class StorageReader(dcp.StorageReader):
-    """Reads with `dcp.load` what `hf.dcp.StorageWriter` has written, on as many workers as there are now.
+    """Lets `dcp.load` read what `hf.dcp.StorageWriter` wrote, on any number of workers.
 
     Example:
         ```python
         dcp.load(state, storage_reader=hf.dcp.StorageReader("runs/a"))
         ```
 
-    The newest step that was committed is read; what a save that was killed has left is none. A step whose records are
-    damaged is passed over with a warning. Every byte that is read is checked: where one is damaged, `dcp.load` ends
-    with an error that names file and tensor, and `step=` reads an older one. Nothing in a step is executed. What
-    `hf.save` has written is read as well.
+    It reads the newest committed step; the remains of a killed save do not count. A step with damaged records is
+    skipped with a warning. Every byte that is read is checked: if one is damaged, `dcp.load` ends with an error that
+    names file and tensor, and `step=` selects an older step. Nothing is executed. It also reads steps of `hf.save`.
 
     Attributes:
         loaded_step: The step that was loaded last, or None.
     """
 
     def __init__(self, path: str | os.PathLike[str] | Storage | None = None, *, step: int | None = None) -> None:
-        """Reads nothing yet.
+        """Stores the settings; reads nothing yet.
 
         Args:
-            path: The run's directory, or that of one step; a URL, or an open storage. A `checkpoint_id` that `dcp.load`
-                is given counts in its place.
+            path: The directory of the run or of one step; a URL, or an open storage. A `checkpoint_id` given to
+                `dcp.load` takes precedence.
             step: The step; None for the newest.
 
         Raises:
-            UsageError: If the step is no number that a step can have.
+            UsageError: If the step is not a valid step number.
         """
         self.step = None if step is None else check_whole("step", step, most=MAX_STEP)
         self.loaded_step: int | None = None
@@ -112,12 +111,12 @@ class StorageReader(dcp.StorageReader):
         self._problem: HoldfastError | None = None
 
     def latest_step(self) -> int | None:
-        """**Blocks.** The newest step that is there, or None if nothing was saved yet.
+        """**Blocks.** Returns the newest step, or None if nothing was saved yet.
 
         Raises:
-            NoWholeCheckpointError: If steps were committed, and their manifests are gone.
-            UsageError: If it was not said where.
-            StorageError: If the place fails.
+            NoWholeCheckpointError: If steps were committed, but have lost their manifests.
+            UsageError: If no path was given.
+            StorageError: If the storage fails.
         """
         storage = self._locate()
         if exists(storage, MANIFEST_NAME):
@@ -127,15 +126,15 @@ class StorageReader(dcp.StorageReader):
         return None if newest is None else newest.step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A load begins."""
+        """Begins a load."""
         if checkpoint_id is not None:
             self._location = checkpoint_id
         self._opened = self._problem = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """**Blocks.** What the step has; `set_up_storage_reader` raises what is wrong with it.
+        """**Blocks.** Returns the step's metadata; `set_up_storage_reader` raises its errors.
 
-        Of an error that is raised here, torch would say that there is no metadata, and look for other metadata.
+        For an error raised here, torch would report that there is no metadata, and look for other metadata.
         """
         try:
             self._opened = self._open()
@@ -145,14 +144,14 @@ class StorageReader(dcp.StorageReader):
             return Metadata({})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Makes sure that there is something to read.
+        """Checks that there is a step to read.
 
         Raises:
-            NoCheckpointError: If there is nothing, or no such step.
-            NoWholeCheckpointError: If there is nothing that is whole.
-            DamageError: If the step that was asked for is damaged.
-            UsageError: If it was not said where, or something else lies there.
-            StorageError: If the place fails.
+            NoCheckpointError: If there is none, or not that one.
+            NoWholeCheckpointError: If all are damaged.
+            DamageError: If the requested step is damaged.
+            UsageError: If no path was given, or the directory contains something else.
+            StorageError: If the storage fails.
         """
         if self._problem is not None:
             raise self._problem
@@ -162,7 +161,7 @@ class StorageReader(dcp.StorageReader):
         return dataclasses.replace(plan, storage_data=self._get_opened().step.name)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Makes sure that all workers read the same step.
+        """Checks that all workers read the same step.
 
         Raises:
             NoCheckpointError: If they do not.
@@ -171,20 +170,20 @@ class StorageReader(dcp.StorageReader):
         for rank, plan in enumerate(plans):
             found.setdefault(plan.storage_data, rank)
         if len(found) > 1:
-            told = ", ".join(f"step {name.step} for worker {rank}" for name, rank in found.items())
+            told = ", ".join(f"step {name.step} on worker {rank}" for name, rank in found.items())
             raise NoCheckpointError(
-                f"the workers do not find the same newest step: {told}",
-                hint="Load again if a save has just ended; else see whether all look at the same place.",
+                f"the workers found different newest steps: {told}",
+                hint="If a save has just ended, load again; otherwise check that all workers use the same directory.",
             )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """**Blocks.** Reads what this worker wants, into its tensors.
+        """**Blocks.** Reads what this worker needs, into its tensors.
 
         Raises:
             DamageError: If something is damaged; some tensors may have been filled by then.
-            UnsupportedValueError: If a value is of a type that this program does not know.
-            StorageError: If the place fails.
+            UnsupportedValueError: If a value has a type that this program does not know.
+            StorageError: If the storage fails.
         """
         opened = self._get_opened()
         reading = _Reading(opened)
@@ -210,16 +209,16 @@ class StorageReader(dcp.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, or a URL."""
+        """Returns True if it is a path or a URL."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _get_opened(self) -> _Opened:
-        assert self._opened is not None, "read_metadata() comes first"
+        assert self._opened is not None, "read_metadata() must be called first"
         return self._opened
 
     def _locate(self) -> Storage:
         if self._location is None:
-            raise UsageError("it was not said what to load", hint='Give the path: hf.dcp.StorageReader("runs/a").')
+            raise UsageError("no path to load from was given", hint='Pass the path: hf.dcp.StorageReader("runs/a").')
         return open_storage(self._location)
 
     def _open(self) -> _Opened:
@@ -235,15 +234,15 @@ class StorageReader(dcp.StorageReader):
                 if self.step is not None:
                     raise
                 damages.append(damage)
-                warnings.warn(f"step {name.step} is damaged and passed over: {damage.message}", stacklevel=2)
+                warnings.warn(f"step {name.step} is damaged and was skipped: {damage.message}", stacklevel=2)
         if damages:
-            text = f"{storage.url}: no step is whole: {'; '.join(damage.message for damage in damages)}"
+            text = f"{storage.url}: every step is damaged: {'; '.join(damage.message for damage in damages)}"
             raise NoWholeCheckpointError(text, damages=tuple(damages))
-        raise NoCheckpointError(f"{storage.url} holds no checkpoint")
+        raise NoCheckpointError(f"{storage.url} contains no checkpoint")
 
 
 class _Reading:
-    """What one worker reads of a step."""
+    """The reads of one worker."""
 
     def __init__(self, opened: _Opened) -> None:
         self._opened = opened
@@ -253,7 +252,7 @@ class _Reading:
         self._arrays: dict[str, Any] = {}
 
     def want(self, item: ReadItem, planner: LoadPlanner) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes note of a box of a tensor. Gives the tensor that is to have it, and the one that it is read into."""
+        """Adds a box of a tensor. Returns the tensor that is to have it, and the one that it is read into."""
         leaf = self._opened.items.leaves[item.storage_index.fqn]
         spec = self._opened.specs[leaf]
         shape, dtype = tuple(item.lengths), TORCH_DTYPES[spec.dtype]
@@ -261,7 +260,7 @@ class _Reading:
         offsets = tuple(map(int.__add__, begin, item.storage_offsets))
         tensor = place = planner.resolve_tensor(item).detach()
         if tuple(tensor.shape) != shape:
-            raise UsageError(f"{leaf}: the planner asks for {list(shape)} into a tensor of {list(tensor.shape)}")
+            raise UsageError(f"{leaf}: the planner requested {list(shape)} for a tensor of {list(tensor.shape)}")
         if type(tensor) is not torch.Tensor or tensor.dtype != dtype or not self._torch.fillable(tensor):
             place = torch.empty(shape, dtype=dtype)
         address = self._torch.address(place)
@@ -270,13 +269,13 @@ class _Reading:
         return tensor, place
 
     def note(self, item: ReadItem) -> None:
-        """Takes note of the arrays in a value."""
+        """Adds the arrays of a value."""
         finder = _ArrayFinder(self._opened.specs, self._arrays)
         self._decode(item, finder)
         self._targets += finder.targets
 
     def value(self, item: ReadItem) -> Any:
-        """A value, when all has been read."""
+        """Returns a value, after everything was read."""
         return self._decode(item, _ValueDecoder(self._arrays))
 
     def _decode(self, item: ReadItem, decoder: Decoder) -> Any:
@@ -284,37 +283,37 @@ class _Reading:
         return decoder.decode(items.nodes[name], path=leaf_name(find_path(items.paths, name)))
 
     def read(self) -> None:
-        """**Blocks.** Reads all that was noted."""
+        """**Blocks.** Reads everything that was added."""
         opened = self._opened
         orders = assign_parts(opened.storage, opened.step, self._targets, opened.specs)
         read_orders(opened.storage, orders, {}, threads=_THREADS)
 
 
 class _ValueDecoder(Decoder):
-    """Makes a value, with the arrays in it, which have been read."""
+    """Decodes a value and its arrays, which have been read."""
 
     def __init__(self, arrays: dict[str, Any]) -> None:
         super().__init__()
         self._arrays = arrays
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
-        """The array."""
+        """Returns the array."""
         return self._arrays[leaf]
 
     def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
-        """The value that its codec makes."""
+        """Returns the value that its codec makes."""
         made = self.decode(payload, UNFILLED, path, depth)
         try:
             return codec.decode(made)
         except Exception as error:
-            raise malformed(path, f"the codec {codec.tag!r} refused what is stored: {error!r}") from error
+            raise malformed(path, f"the codec {codec.tag!r} rejected the stored value: {error!r}") from error
 
 
 class _ArrayFinder(_ValueDecoder):
-    """Makes the arrays of a value, to be read.
+    """Creates the arrays of a value, to be read.
 
     Attributes:
-        targets: What is to be read into each.
+        targets: What is to be read into each array.
     """
 
     def __init__(self, specs: dict[str, ArraySpec], arrays: dict[str, Any]) -> None:
@@ -323,7 +322,7 @@ class _ArrayFinder(_ValueDecoder):
         self.targets: list[Target] = []
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
-        """A new array."""
+        """Returns a new array."""
         if leaf not in self._arrays:
             spec, backend = self._specs[leaf], backend_named(library)
             self._arrays[leaf] = made = backend.new(spec)
@@ -331,5 +330,5 @@ class _ArrayFinder(_ValueDecoder):
         return self._arrays[leaf]
 
     def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
-        """What its codec is to make a value of, when it has been read."""
+        """Returns what its codec makes a value of, once it is read."""
         return self.decode(payload, UNFILLED, path, depth)

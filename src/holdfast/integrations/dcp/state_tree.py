@@ -1,7 +1,7 @@
-"""The state of `torch.distributed.checkpoint`, which it divides into named items, as one tree of holdfast. Pure.
+"""Converts the state of `torch.distributed.checkpoint`, a list of named items, to one holdfast tree. Pure.
 
-An item is a tensor, or any other value. torch calls it by its keys with dots between them; here it stands in a tree
-under these keys, as `holdfast.save` would have written the state.
+An item is a tensor, or any other value. torch names it by its keys, joined with dots; here it is at these keys in a
+tree, as `holdfast.save` would have written the state.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from holdfast.format.scalars import Node, encode_str, is_text, tagged
 from holdfast.integrations.torch.tensors import TORCH_DTYPES
 
 TREE: Final = "tree"
-"""The one object of such a step, as of those of `holdfast.save`."""
+"""The single object of such a step, as in `holdfast.save`."""
 
 ItemPath: TypeAlias = tuple[str | int, ...]
-"""The keys of dicts, and the numbers in lists, on the way to an item."""
+"""The keys of dicts, and the indices of lists, on the way to an item."""
 
 
 def find_path(paths: object, name: str) -> ItemPath:
-    """**Pure.** The way to an item, by what a planner says of it; without that, its name is its key."""
+    """**Pure.** Returns the path of an item, from the planner's data; without that, its name is its only key."""
     path = paths.get(name) if isinstance(paths, Mapping) else None
     return path if type(path) is tuple else (name,)
 
 
 def leaf_name(path: ItemPath) -> str:
-    """**Pure.** What the leaf of an item is called."""
+    """**Pure.** Returns the name of an item's leaf."""
     return "/".join((TREE, *(escape(str(part)) for part in path)))
 
 
 def tensor_node(leaf: str) -> Node:
-    """**Pure.** The node of a tensor."""
+    """**Pure.** Returns the node of a tensor."""
     return {"$": "array", "k": "torch", "v": leaf}
 
 
@@ -48,7 +48,7 @@ class _Ready(msgspec.Struct, frozen=True):
 
 
 def join_nodes(nodes: Mapping[ItemPath, Node]) -> Node:
-    """**Pure.** The node of the tree that the nodes of all items make."""
+    """**Pure.** Joins the nodes of all items to the node of a tree."""
     root: dict[str | int, Any] = {}
     for path, node in nodes.items():
         inner = root
@@ -59,7 +59,7 @@ def join_nodes(nodes: Mapping[ItemPath, Node]) -> Node:
 
 
 def _join(tree: Any) -> Node:
-    """The node of a tree. What is numbered is a list; where a planner has left something out of one, it has None."""
+    """Returns the node of a tree. Numbered entries are a list; an entry that a planner left out is None."""
     if type(tree) is _Ready:
         return tree.node
     parts = {key: _join(part) for key, part in tree.items()}
@@ -74,9 +74,9 @@ class Items(msgspec.Struct, frozen=True):
     """The items of a step.
 
     Attributes:
-        paths: By name, the way to each; None if the state was not divided below its own keys.
-        leaves: The leaf of each, in order; empty for one that is no tensor.
-        nodes: The node of each that is none.
+        paths: The path of each item, by name; None if the state was not split below its own keys.
+        leaves: The leaf of each item, in order; empty for one that is not a tensor.
+        nodes: The node of each item that is not a tensor.
     """
 
     paths: dict[str, ItemPath] | None
@@ -85,12 +85,12 @@ class Items(msgspec.Struct, frozen=True):
 
 
 def list_items(tree: Node, leaves: Mapping[str, tuple[str, tuple[int, ...]]], *, flattened: bool) -> Items:
-    """**Pure.** Divides a tree into items, as torch does: its own function does it.
+    """**Pure.** Splits a tree into items, with torch's own function.
 
     Args:
         tree: The node of the tree.
-        leaves: Type and shape of each leaf.
-        flattened: Whether it is to be divided below the keys of the state itself.
+        leaves: Dtype and shape of each leaf.
+        flattened: True to split below the keys of the state itself.
 
     Raises:
         FormatError: If it is malformed.
@@ -107,7 +107,7 @@ def list_items(tree: Node, leaves: Mapping[str, tuple[str, tuple[int, ...]]], *,
 
 
 def find_node(tree: Node, path: ItemPath) -> Node:
-    """**Pure.** The node of an item."""
+    """**Pure.** Returns the node of an item."""
     for part in path:
         if type(tree) is dict and "$" in tree:
             tree = next(node for key, node in tree["v"] if Decoder().decode(key) == part)
@@ -117,7 +117,7 @@ def find_node(tree: Node, path: ItemPath) -> Node:
 
 
 class _Outline(Decoder):
-    """Makes a tree in which every tensor has its shape alone, and what needs a type of the program is left out.
+    """Decodes a tree in which every tensor has only its shape, and values that need a type of the program are left out.
 
     Attributes:
         leaf_of: The leaf of each tensor, by its identity.
@@ -155,5 +155,5 @@ def _same(value: Any) -> Any:
 
 
 def list_leaves(indexes: tuple[Index, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """**Pure.** Type and shape of each leaf of a step."""
+    """**Pure.** Returns dtype and shape of each leaf of a step."""
     return {leaf: form for index in indexes for leaf, form in index.list_leaves().items()}

@@ -1,8 +1,7 @@
-"""`StorageWriter`: what `dcp.save` and `dcp.async_save` write becomes a step of holdfast, verified and durable.
+"""`StorageWriter`: lets `dcp.save` and `dcp.async_save` write a holdfast step, verified and durable.
 
-The protocol of `torch.distributed.checkpoint` is the whole conversation of the workers: with the plan each learns where
-to write, then it writes a data file and an index of its own, and the coordinator, who gets what all have written,
-commits.
+The workers communicate through the protocol of `torch.distributed.checkpoint` alone: the plan tells each where to
+write, each writes its own data file and index, and the coordinator, which receives the results of all, commits.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from holdfast.storage.worker_pool import WorkerPool
 _THREADS: Final = 4
 _METADATA: Final = "torch.distributed.checkpoint"
 FLATTENED: Final = "flattened"
-"""In the metadata of a step: whether its items are what stands below the keys of the state, or these themselves."""
+"""Metadata of a step: True if its items are below the keys of the state, False if they are these themselves."""
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where one worker writes; it travels with the plan, and is noted when it arrives.
+    """The place where one worker writes; it travels with the plan, and is recorded when it arrives.
 
     A planner that caches plans writes by the plan of an earlier save, and drops the new one with its place.
     """
@@ -62,7 +61,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 _arrived: Final = threading.local()
-"""The place that came last to this thread: a save of torch has one thread for all that it does."""
+"""The place that last arrived in this thread: torch performs a save in one thread."""
 
 
 def _arrive(name: StepName, worker: Worker) -> _Place:
@@ -85,11 +84,11 @@ _SAVE_BEFORE_SECONDS: Final = 1800
 
 
 class _ItemsWritten(msgspec.Struct, frozen=True):
-    """What one worker has written; it travels with the results.
+    """The files that one worker has written; they travel with the results.
 
     Attributes:
         record: Its files.
-        nodes: The node of each item that it had.
+        nodes: The node of each of its items.
     """
 
     record: WorkerRecord
@@ -97,7 +96,7 @@ class _ItemsWritten(msgspec.Struct, frozen=True):
 
 
 class StorageWriter(dcp.StorageWriter):
-    """Writes what `dcp.save` and `dcp.async_save` save as a step of holdfast.
+    """Writes what `dcp.save` and `dcp.async_save` save as a holdfast step.
 
     Example:
         ```python
@@ -105,15 +104,15 @@ class StorageWriter(dcp.StorageWriter):
         dcp.save({"model": model, "optim": optimizer_state}, storage_writer=writer)
         ```
 
-    A step appears whole or not at all, is durable when the save ends, and every byte of it has a digest. It is one
-    tree, as `hf.save` writes one: `holdfast list`, `show`, `verify` and `export` take it. Values that are no tensors
-    are stored as data: one without a codec is refused by its name, and nothing is pickled.
+    A step appears whole or not at all, is durable when the save ends, and every byte of it has a digest. It contains
+    one tree, like a step of `hf.save`: `holdfast list`, `show`, `verify` and `export` read it. Values other than
+    tensors are stored as data: a value without a codec is refused by name, and nothing is pickled.
 
-    Use one writer for a run. A save waits for the one before; look at the future of each, which has its error.
+    Use one writer for a run. A save waits for the previous one; look at the future of each, which has its error.
 
     Attributes:
-        step: The number of the next step that is saved; set it before a save, or leave it.
-        saved_step: The step that was committed last, with the worker that coordinates (rank 0); else None.
+        step: The number of the next saved step; set it before a save, or leave it.
+        saved_step: The step that was committed last, on the coordinating worker (rank 0); elsewhere None.
     """
 
     def __init__(
@@ -123,17 +122,17 @@ class StorageWriter(dcp.StorageWriter):
         step: int | None = None,
         keep: RetentionPolicy | None = None,
     ) -> None:
-        """Writes nothing yet.
+        """Stores the settings; writes nothing yet.
 
         Args:
-            path: The run's directory, which is made for it; a URL, or an open storage. A `checkpoint_id` that is given
-                to `dcp.save` counts in its place.
-            step: The number of the next step that is saved; None for the one after the newest, from 0 on. Steps of this
-                number or above that are there are given up: the run goes on from the one before.
-            keep: What stays when a step has been saved; None for everything.
+            path: The run's directory, which is created if needed; a URL, or an open storage. A `checkpoint_id` given to
+                `dcp.save` takes precedence.
+            step: The number of the next saved step; None for the one after the newest, from 0. Existing steps with this
+                number or a higher one are given up: the run continues from the one before.
+            keep: Which steps to keep after each save; None for all.
 
         Raises:
-            UsageError: If the step is no number that a step can have, or `keep` is no policy.
+            UsageError: If `step` is not a valid step number, or `keep` is not a policy.
         """
         self.step = None if step is None else check_whole("step", step, most=MAX_STEP)
         self.saved_step: int | None = None
@@ -147,44 +146,45 @@ class StorageWriter(dcp.StorageWriter):
         self._saving: _Saving | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `async_save` sends to the process that saves for this one, which takes the run over, and the number."""
+        """Returns the state that `async_save` sends to the process that saves for this one and takes over the run."""
         state = {**vars(self), "_storage": None, "_line": None, "_name": None, "_stager": None, "_saving": None}
         self._line = self.step = None
         return state
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save begins."""
+        """Begins a save."""
         if checkpoint_id is not None:
             self._location = checkpoint_id
             self._storage = self._line = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Opens the place.
+        """Opens the storage.
 
         Raises:
-            UsageError: If there is none, or the workers are not to speak with each other.
+            UsageError: If no path was given, or the workers do not communicate.
         """
         if self._location is None:
-            raise UsageError("it was not said where to save", hint='Give the path: hf.dcp.StorageWriter("runs/a").')
+            raise UsageError("no path to save to was given", hint='Pass the path: hf.dcp.StorageWriter("runs/a").')
         if not kwargs.get("use_collectives", True):
             raise UsageError(
-                "dcp.save(use_collectives=False) makes a checkpoint for each worker, which holdfast does not",
-                hint="Leave it out: all workers write one step together.",
+                "dcp.save(use_collectives=False) creates one checkpoint for each worker, which holdfast does not "
+                "support",
+                hint="Leave the argument out: all workers write one step together.",
             )
         self._wait_save_before()
         if self._storage is None:
             self._storage = open_storage(self._location)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leaves the plan as it is."""
+        """Leaves the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """**Blocks.** Names the step, and says to each worker where it writes.
+        """**Blocks.** Names the step, and tells each worker where it writes.
 
         Raises:
             FencedError: If another job has begun to save here since this writer did.
-            StorageError: If the place fails.
+            StorageError: If the storage fails.
         """
         storage = self._open()
         if self._line is None:
@@ -200,12 +200,12 @@ class StorageWriter(dcp.StorageWriter):
         return [dataclasses.replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[dcp.WriteResult]]:
-        """**Blocks.** Writes this worker's items, and makes them last.
+        """**Blocks.** Writes this worker's items and makes them durable.
 
         Raises:
-            UnsupportedValueError: If something cannot be stored; it says where that stands.
-            UsageError: If the planner is of a kind that cannot be served.
-            StorageError: If the place fails.
+            UnsupportedValueError: If a value cannot be stored; the error has its path.
+            UsageError: If the planner is of an unsupported kind.
+            StorageError: If the storage fails.
         """
         storage, place = self._open(), _arrived.place
         collected = _Collector(place.worker)
@@ -232,16 +232,16 @@ class StorageWriter(dcp.StorageWriter):
         return result
 
     def finish(self, metadata: Metadata, results: list[list[dcp.WriteResult]]) -> None:
-        """**Blocks.** Commits the step, which all workers have written, and removes what is not kept any more.
+        """**Blocks.** Commits the step, which all workers have written, and removes steps that are not kept.
 
         Raises:
             UsageError: If the workers do not write to the same place, or lack a part of a tensor.
             FencedError: If another job has begun to save here meanwhile.
-            StorageError: If the place fails.
+            StorageError: If the storage fails.
         """
         storage, line, name = self._open(), self._line, self._name
-        assert line is not None, "prepare_global_plan() comes first"
-        assert name is not None, "prepare_global_plan() comes first"
+        assert line is not None, "prepare_global_plan() must be called first"
+        assert name is not None, "prepare_global_plan() must be called first"
         try:
             receipts = self._complete(storage, name, [written[0].storage_data for written in results], metadata)
             notes = {"written_by": _METADATA, FLATTENED: metadata.planner_data is not None}
@@ -250,7 +250,7 @@ class StorageWriter(dcp.StorageWriter):
             try:
                 line.give_up(name)
             except HoldfastError as left:
-                error.add_note(f"What was written is still there, and is no checkpoint: {left}")
+                error.add_note(f"The partly written step is still there, but is not a checkpoint: {left}")
             raise
         line.clean(name, {})
         self.saved_step = name.step
@@ -261,7 +261,7 @@ class StorageWriter(dcp.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, or a URL."""
+        """Returns True if it is a path or a URL."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _wait_save_before(self) -> None:
@@ -285,13 +285,13 @@ class StorageWriter(dcp.StorageWriter):
                 )
 
     def _open(self) -> Storage:
-        assert self._storage is not None, "set_up_storage_writer() comes first"
+        assert self._storage is not None, "set_up_storage_writer() must be called first"
         return self._storage
 
     def _complete(
         self, storage: Storage, name: StepName, shares: Sequence[_ItemsWritten], metadata: Metadata
     ) -> Receipts:
-        """**Blocks.** Looks at what all have written, and puts the whole tree into the first worker's index."""
+        """**Blocks.** Checks what all workers wrote, and puts the whole tree into the first worker's index."""
         nodes: dict[str, Node] = {}
         for share in shares:
             nodes |= msgspec.json.decode(share.nodes)
@@ -309,7 +309,7 @@ class StorageWriter(dcp.StorageWriter):
 
 
 def _choose_origin(catalog: Catalog, step: int) -> Origin:
-    """From where the run goes on: the newest step before this one."""
+    """Returns the step that the run continues from: the newest one before this one."""
     return Origin(max((name for name in catalog.living if name.step < step), default=None), catalog.generation)
 
 
@@ -319,14 +319,14 @@ def _read_back(storage: Storage, name: StepName, rank: int, world_size: int) -> 
         return decode_index(storage.read(path, MAX_INDEX_BYTES), path=path, step=name.step)
     except NotFoundError as error:
         raise StorageError(
-            f"{storage.url}: what worker {rank} has written to {path} is not there for worker 0",
+            f"{storage.url}: worker 0 does not see what worker {rank} wrote to {path}",
             path=path,
-            hint="All workers have to write to one place, such as a file system that their machines share.",
+            hint="All workers must write to one place, such as a file system that their machines share.",
         ) from error
 
 
 def _list_elsewhere(own: Index, others: Sequence[Index]) -> list[ElsewhereRecord]:
-    """The leaves of which others have written a part, or all."""
+    """Returns the leaves of which other workers wrote a part, or all."""
     wholes = own.list_leaves().keys() - {box.leaf or box.name for box in own.boxes}
     ranks: dict[str, list[int]] = {}
     for index in others:
@@ -338,7 +338,7 @@ def _list_elsewhere(own: Index, others: Sequence[Index]) -> list[ElsewhereRecord
 
 
 class _Collector(Encoder):
-    """Takes the items of one worker: values are written down at once, arrays are named.
+    """Collects the items of one worker: values are encoded at once, arrays are named.
 
     Attributes:
         nodes: The node of each item.
@@ -354,23 +354,23 @@ class _Collector(Encoder):
         self.nodes: dict[str, Node] = {}
 
     def captured(self) -> Captured:
-        """All that was taken."""
+        """Everything that was collected."""
         return msgspec.structs.replace(
             self._columns, worker=self._worker, boxes=tuple(self._boxes), strides=tuple(self._strides)
         )
 
     def take(self, item: WriteItem, planner: SavePlanner, paths: object) -> None:
-        """Takes an item."""
+        """Adds an item."""
         name = item.index.fqn
         way = find_path(paths, name)
         leaf = leaf_name(way)
         if len(way) > MAX_DEPTH:
-            raise unsupported(leaf, f"something nested more than {MAX_DEPTH} deep", "Make the state flatter.")
+            raise unsupported(leaf, f"a value nested more than {MAX_DEPTH} levels deep", "Make the state flatter.")
         if item.type is WriteItemType.BYTE_IO:
             look_up = getattr(planner, "lookup_object", None)
             if look_up is None:
                 raise UsageError(
-                    f"{type(planner).__name__} does not hand out values, but what it has pickled",
+                    f"{type(planner).__name__} gives out pickled bytes, but values are needed",
                     hint="Derive the planner from torch's DefaultSavePlanner.",
                 )
             self.nodes[name] = self.encode(look_up(item.index), leaf, len(way))
@@ -384,7 +384,7 @@ class _Collector(Encoder):
         shape = tuple(data.size)
         problem = find_box_problem(Box(offsets, spec.shape), shape)
         if problem:
-            raise unsupported(leaf, f"a part that cannot be one ({problem})", "The planner says where it lies.")
+            raise unsupported(leaf, f"an invalid part ({problem})", "The planner sets its offsets and sizes.")
         array = leaf if leaf not in self._names else f"{leaf}~b{len(self._boxes)}"
         if spec.shape != shape:
             self._boxes.append(BoxRecord(array, "" if array == leaf else leaf, shape, offsets))
@@ -392,7 +392,7 @@ class _Collector(Encoder):
         self.nodes[name] = tensor_node(leaf)
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
-        """The node of an array within a value."""
+        """Returns the node of an array within a value."""
         backend = None if sharder_of_type(type(value)) else backend_of(value)
         if backend is None:
             return None
@@ -404,12 +404,12 @@ class _Collector(Encoder):
         return {"$": "array", "k": backend.name, "v": name}
 
     def coded(self, made: Any, path: str, depth: int) -> Node:
-        """The node of what a codec has made of a value; arrays may stand in it."""
+        """Returns the node of a codec's result, which may contain arrays."""
         return self.encode_apart(made, path, depth)
 
     def _add(self, name: str, spec: ArraySpec, array: Any, backend: ArrayBackend) -> None:
         if spec.quantizer is not None:
-            raise unsupported(name, "a quantized tensor", "Store its int_repr(), and scale and zero point beside it.")
+            raise unsupported(name, "a quantized tensor", "Store its int_repr(), with scale and zero point next to it.")
         if spec.strides is not None and not any(box.name == name for box in self._boxes[-1:]):
             self._strides.append(StridesRecord(name, spec.strides))
         self._names.add(name)

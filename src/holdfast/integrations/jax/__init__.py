@@ -1,1 +1,1 @@
-"""JAX: the processes of a job that `jax.distributed` has started."""
+"""Integration of JAX: its arrays, trees, and the processes of `jax.distributed`."""

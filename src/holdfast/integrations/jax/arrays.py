@@ -1,4 +1,4 @@
-"""Arrays of JAX, on one device or divided over many: what of them lies here, and how they are copied and made."""
+"""JAX arrays, on one device or sharded over many: their local parts, and how they are copied and created."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from holdfast.state.leaves import ArraySpec, DeviceCopier, LocalBox, PendingArra
 from holdfast.state.registry import register_backend, register_sharder
 
 _ZEROS: Final[dict[str, Any]] = {"i": 0, "f": 0.0, "c": 0j}
-"""For a kind of element types, the number of Python's from which JAX makes arrays whose type gives way."""
+"""For a kind of element types, the Python number from which JAX makes weakly typed arrays."""
 
 
 class Key(NamedTuple):
-    """What a key of `jax.random.key` is, apart from its numbers.
+    """The properties of a `jax.random.key`, apart from its numbers.
 
     Attributes:
-        implementation: What draws from it.
-        sharding: How an array of keys is divided, which has a dimension less than their numbers.
+        implementation: Its random number generator.
+        sharding: The sharding of an array of keys, which has a dimension less than their numbers.
     """
 
     implementation: Any
@@ -36,12 +36,12 @@ class Key(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where, and as what, an array lies.
+    """The placement and kind of an array.
 
     Attributes:
-        sharding: How it is divided over devices; None for the default device.
-        is_committed: Whether the program has put it there, so that JAX does not move it to where others lie.
-        is_weak: Whether its element type gives way to that of others.
+        sharding: Its sharding over devices; None for the default device.
+        is_committed: True if the program has put it there, so that JAX does not move it.
+        is_weak: True if it is weakly typed.
         key: A typed key, as which it is wrapped; None for plain numbers.
     """
 
@@ -52,7 +52,7 @@ class Placement(NamedTuple):
 
 
 def placement_of(array: Any) -> Placement:
-    """Where an array lies, or will."""
+    """Returns the placement of an array, present or future."""
     if isinstance(array, MadeArray):
         return array.place
     if isinstance(array, jax.ShapeDtypeStruct):
@@ -65,21 +65,21 @@ def placement_of(array: Any) -> Placement:
 
 
 def is_key(array: Any) -> bool:
-    """Whether it is an array of typed keys."""
+    """Returns True if it is an array of typed keys."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def numbers_of(array: Any) -> Any:
-    """The array itself, or the numbers of which its keys are made."""
+    """Returns the array itself, or the numbers of its keys."""
     return jax.random.key_data(array) if is_key(array) else array
 
 
 class MadeArray(PendingArray):
-    """An array whose values are still to come.
+    """An array whose values have not arrived.
 
     Attributes:
-        spec: What the whole array is.
-        place: Where it will lie.
+        spec: The dtype and shape of the whole array.
+        place: Its placement.
         buffers: By box, the memory.
     """
 
@@ -91,7 +91,7 @@ class MadeArray(PendingArray):
         self._dtype = dtype
 
     def __getitem__(self, index: tuple[slice, ...]) -> Any:
-        """A part of the memory, where there is one box."""
+        """Returns a part of the memory, if there is one box."""
         return self.memory[index]
 
     @property
@@ -101,16 +101,16 @@ class MadeArray(PendingArray):
         return memory
 
     def check(self, leaf: str) -> None:
-        """JAX makes arrays of 64 bits only where it was told to, and of 32 otherwise."""
+        """Checks that JAX can make the array: 64-bit types must be enabled, or it would make 32-bit ones."""
         if jax.dtypes.canonicalize_dtype(self._dtype) != self._dtype:
             raise UnsupportedValueError(
-                f"{leaf}: stored as {self._dtype}, which JAX cannot hold here: its types of 64 bits are disabled",
+                f"{leaf}: stored as {self._dtype}, which JAX cannot represent here: its 64-bit types are disabled",
                 path=leaf,
                 hint='Enable them before the restore: jax.config.update("jax_enable_x64", True).',
             )
 
     def finish(self) -> Any:
-        """Puts the values where they belong."""
+        """Puts the values in place."""
         array, key = self._make(), self.place.key
         if key is None:
             return array
@@ -137,7 +137,7 @@ class MadeArray(PendingArray):
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """**Pure.** The part of an array that slices select."""
+    """**Pure.** Returns the part of an array that slices select."""
     bounds = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]
     return Box(tuple(begin for begin, _ in bounds), tuple(end - begin for begin, end in bounds))
 
@@ -157,7 +157,7 @@ def _weaken_divided(array: Any) -> Any:
 
 
 def _weaken(array: Any, sharding: Any = None) -> Any:
-    """The same values, of a type that gives way; the array itself if JAX makes none of its type."""
+    """Returns the same values, weakly typed; the array itself if JAX has no weak form of its type."""
     zero = _ZEROS.get(array.dtype.kind)
     if zero is None or jnp.result_type(type(zero)) != array.dtype:
         return array
@@ -174,14 +174,14 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class JaxBackend:
-    """The single boxes of arrays: those that lie on a device, and the memory of those that are still to be made."""
+    """The single boxes of arrays: those on a device, and the memory of those that are still to be created."""
 
     name = "jax"
     devices: DeviceCopier | None = None
     is_immutable = True
 
     def spec(self, array: Any, path: str) -> ArraySpec:
-        """What the array is."""
+        """Returns the array's dtype and shape."""
         if isinstance(array, MadeArray):
             return array.spec
         _check_there(array, path)
@@ -190,37 +190,36 @@ class JaxBackend:
             raise UnsupportedValueError(
                 f"{path}: an array of dtype {array.dtype} cannot be stored",
                 path=path,
-                hint="Store jax.random.key_data(...) of it."
+                hint="Store jax.random.key_data(...) of it instead."
                 if is_key(array)
-                else "Convert it to a type that numpy or ml_dtypes has and XLA computes with.",
+                else "Convert it to a dtype that numpy or ml_dtypes has and XLA supports.",
             )
         return spec_of(dtype, tuple(array.shape))
 
     def alias_key(self, array: Any) -> Hashable:
-        """The array itself: no two share memory that can be changed."""
+        """Returns the array itself: no two share memory that can be changed."""
         return id(array)
 
     def address(self, array: Any) -> int | None:
-        """The address of what lies in host memory."""
+        """Returns the address of host memory."""
         memory = _memory_of(array)
         if memory is None or not memory.size or not memory.flags.c_contiguous:
             return None
         return int(memory.__array_interface__["data"][0])
 
     def extent(self, array: Any) -> tuple[int, int] | None:
-        """None: what is to be made has memory of its own."""
+        """Returns None: a new array has memory of its own."""
         return None
 
-    def fingerprint(self, arrays: Sequence[Any]) -> object:
-        """Nothing: there is no quicker look."""
-        return None
+    def glance(self, arrays: Sequence[Any]) -> None:
+        """Returns None: there is no quicker look."""
 
-    def version(self, array: Any) -> int | None:
-        """What cannot change has no versions, but its memory may be given to another array."""
-        return None
+    def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
+        """Returns None for each: immutable arrays have no versions, but their memory may be given to another array."""
+        return [None] * len(arrays)
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """None of them can be filled where it is."""
+        """Returns None: no array can be filled in place."""
         return None
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
@@ -234,7 +233,7 @@ class JaxBackend:
                 image[offset : offset + values.nbytes] = values.reshape(-1).view(np.uint8).data
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
-        """The host memory from which each is made later."""
+        """Returns the host memory from which each is created later."""
         extents = []
         for array in arrays:
             memory = _memory_of(array)
@@ -249,17 +248,17 @@ class JaxBackend:
             memory[...] = np.frombuffer(data, np.uint8).view(memory.dtype).reshape(memory.shape)
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
-        """What stands for a new array, where a live one lies, or on the default device."""
+        """Returns the replacement for a new array, with a live one's placement, or on the default device."""
         place = Placement() if like is None else placement_of(like)
         return MadeArray(spec, _dtype_of(spec), place, [whole_box(spec.shape)])
 
     def fillable(self, array: Any) -> bool:
-        """Only memory of an array that is still to be made."""
+        """Returns True only for memory of an array that is still to be created."""
         return isinstance(array, np.ndarray) and bool(array.flags.writeable)
 
 
 class _Identity:
-    """Equal only to that of the same array, which is kept, so that no other one gets its id."""
+    """Equal only to that of the same array, which it keeps alive, so that no other one gets its id."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -272,10 +271,10 @@ class _Identity:
 
 
 class JaxSharder:
-    """Looks at arrays of JAX by their shards."""
+    """Inspects JAX arrays by their shards."""
 
     def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        """What this worker holds of an array."""
+        """Returns what this worker holds of an array."""
         if isinstance(array, MadeArray):
             parts = tuple(LocalBox(box, memory, None) for box, memory in array.buffers.items())
             return Sharding(array.spec, _BACKEND, parts, id(array), place=array.place)
@@ -286,10 +285,10 @@ class JaxSharder:
         holders = {} if numbers.is_fully_addressable else _find_holders(numbers.sharding, spec.shape)
         if holders and (jax.process_index(), jax.process_count()) != (worker.rank, worker.world_size):
             raise UnsupportedValueError(
-                f"{path}: an array of process {jax.process_index()} of {jax.process_count()} of JAX cannot be stored "
-                f"by worker {worker.rank} of {worker.world_size}",
+                f"{path}: JAX process {jax.process_index()} of {jax.process_count()} cannot save an array as "
+                f"worker {worker.rank} of {worker.world_size}",
                 path=path,
-                hint="Give the cluster of the job, which numbers workers as jax.distributed does.",
+                hint="Pass the cluster of the job, which numbers workers as jax.distributed does.",
             )
         boxes: dict[Box, LocalBox] = {}
         for shard in numbers.addressable_shards:
@@ -300,18 +299,21 @@ class JaxSharder:
         workers = _count_processes(numbers.sharding) if holders else 0
         return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array), workers)
 
+    def glance_divided(self, arrays: Sequence[Any]) -> None:
+        """Nothing: there is no quicker look."""
+
     def new(self, like: Any, spec: ArraySpec) -> Any:
-        """What stands for a new array, divided as another one."""
+        """Returns the replacement for a new array, with another one's sharding."""
         place = placement_of(like)
         boxes = _local_boxes(place.sharding, spec.shape) if place.is_committed else [whole_box(spec.shape)]
         return MadeArray(spec, _dtype_of(spec), place, boxes)
 
 
 class AbstractSharder(JaxSharder):
-    """Looks at the shapes of arrays that are still to be made, which may say how they are to be divided."""
+    """Inspects shapes of arrays that are still to be created, with or without a sharding."""
 
     def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        """What an array will be. It has a box without memory: nothing can be filled where it is."""
+        """Returns the description of a future array. Its box has no memory: nothing can be filled in place."""
         if isinstance(array, MadeArray):
             return super().look(array, path, worker)
         numbers = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
@@ -323,9 +325,9 @@ class AbstractSharder(JaxSharder):
             _ = array.sharding is None or _local_boxes(array.sharding, spec.shape)
         except ValueError as error:
             raise UnsupportedValueError(
-                f"{path}: an array of {array.dtype}{list(array.shape)} cannot be divided as is asked: {error}",
+                f"{path}: an array of {array.dtype}{list(array.shape)} cannot be sharded as requested: {error}",
                 path=path,
-                hint="Give a sharding that divides its dimensions evenly.",
+                hint="Use a sharding that divides its dimensions evenly.",
             ) from error
         # One record may stand for many arrays, none of which has anything of another's memory.
         return Sharding(spec, _BACKEND, (LocalBox(whole_box(spec.shape), None, None),), object(), is_abstract=True)
@@ -334,14 +336,14 @@ class AbstractSharder(JaxSharder):
 def _check_there(array: Any, path: str) -> None:
     if array.is_deleted():
         raise UnsupportedValueError(
-            f"{path}: the array has been deleted, as donating it does, and has no values any more",
+            f"{path}: the array was deleted (donated buffers are) and has no values",
             path=path,
-            hint="Put what the function returned into its place, or save before it is donated.",
+            hint="Replace it with the function's result, or save before it is donated.",
         )
 
 
 def _memory_of(array: Any) -> Any:
-    """The host memory of a box, read-only if it is a made array's; None if it lies elsewhere."""
+    """Returns the host memory of a box, read-only if it is a made array's; None if it is elsewhere."""
     if isinstance(array, MadeArray):
         return array.memory
     if isinstance(array, jax.Array):
@@ -357,7 +359,7 @@ def _dtype_of(spec: ArraySpec) -> Any:
 
 @lru_cache(maxsize=1 << 12)
 def _find_holders(placing: Any, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
-    """For each box of an array, the processes that hold it."""
+    """Returns for each box of an array the processes that hold it."""
     holders: dict[Box, set[int]] = {}
     for device, index in placing.devices_indices_map(shape).items():
         holders.setdefault(box_of(index, shape), set()).add(device.process_index)

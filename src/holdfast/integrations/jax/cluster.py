@@ -13,12 +13,12 @@ from holdfast.errors import UsageError
 
 
 def open_distributed(timeout_seconds: float = JOIN_SECONDS) -> JoinedCluster:
-    """**Collective.** **Blocks.** The processes of this JAX job.
+    """**Collective.** **Blocks.** Returns the processes of this JAX job.
 
     Raises:
         UsageError: If `jax.distributed.initialize` was not called.
-        AbsentError: If processes are missing; it names them.
-        ClusterError: If the coordination service does not answer.
+        AbsentError: If processes are missing; the error names them.
+        ClusterError: If the coordination service does not respond.
     """
     # There is no public way to the coordination service.
     state = distributed.global_state
@@ -75,6 +75,6 @@ class JaxStore:
 
 
 def _pass_only(error: JaxRuntimeError, status: str) -> None:
-    """Raises an error again, unless it says just this; JAX has one type for all of them."""
+    """Raises an error again, unless it has only this message; JAX has one type for all of them."""
     if not str(error).startswith(f"{status}:"):
         raise error

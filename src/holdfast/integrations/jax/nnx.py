@@ -1,4 +1,4 @@
-"""Modules of Flax NNX, its optimizers, metrics and streams of random numbers: what their variables hold."""
+"""Modules of Flax NNX, its optimizers, metrics and random streams: the values of their variables."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from holdfast.state.registry import register_adapter
 
 
 class NNXAdapter(Adapter):
-    """Reads what the variables of an object hold and puts it back into them; the object's structure stays."""
+    """Reads the values of an object's variables and puts them back; the object's structure stays."""
 
     kind = "flax.nnx"
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
-        """What each variable holds, by the names of attributes, keys and places on the way to it."""
+        """Returns the value of each variable, by the attributes, keys and indices on the way to it."""
         return nnx.to_pure_dict(nnx.state(obj))
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
@@ -35,7 +35,7 @@ class NNXAdapter(Adapter):
 
 
 def _fit(stored: Skeleton, live: Any) -> Skeleton:
-    """State as it is kept here, of what Orbax has kept: a variable is a dict with its value there."""
+    """Converts state from Orbax, where a variable is a dict with its value, to the form used here."""
     if not isinstance(live, dict):
         return stored["value"] if type(stored) is dict and stored.keys() == {"value"} else stored
     if type(stored) is not dict or "$" in stored:
@@ -46,5 +46,5 @@ def _fit(stored: Skeleton, live: Any) -> Skeleton:
 
 
 if not hasattr(nnx, "Pytree"):
-    raise MissingPackageError("modules of Flax NNX are kept with flax 0.12 or newer", hint="pip install -U flax")
+    raise MissingPackageError("Flax NNX modules need flax 0.12 or newer", hint="pip install -U flax")
 register_adapter(nnx.Pytree, NNXAdapter())

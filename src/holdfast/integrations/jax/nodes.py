@@ -1,4 +1,4 @@
-"""Nodes of trees that programs and libraries make known to JAX: modules of Equinox, dataclasses of Flax, and others."""
+"""Tree nodes that programs and libraries register with JAX: modules of Equinox, dataclasses of Flax, and others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.state.registry import NodeParts, register_nodes
 
 
 def read_node(value: Any) -> NodeParts | None:
-    """What a node of a class that JAX knows holds, and how one like it is made; None if JAX takes it for a leaf."""
+    """Returns the parts of a registered node, and how to rebuild it; None if JAX takes it for a leaf."""
     found, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
     if len(found) == 1 and not found[0][0]:
         return None
@@ -26,7 +26,7 @@ def read_node(value: Any) -> NodeParts | None:
 
 
 def _name(key: Any) -> str:
-    """What a part is called: its attribute, its key, or its number."""
+    """Returns the name of a part: its attribute, its key, or its number."""
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

@@ -1,4 +1,4 @@
-"""`holdfast.keras`: training with Keras 3 that goes on where it was interrupted. Using it imports Keras."""
+"""`holdfast.keras`: resumable training with Keras 3. Using it imports Keras."""
 
 from __future__ import annotations
 

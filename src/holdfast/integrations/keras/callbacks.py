@@ -1,4 +1,4 @@
-"""`BackupAndRestore` and `Resumable`: the callbacks that a program gives to `fit`."""
+"""`BackupAndRestore` and `Resumable`: the callbacks to pass to `fit`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _OPTIONS = {
 
 
 class Resumable(keras.callbacks.Callback):
-    """A callback by which `fit` begins where the last process stopped, in the middle of an epoch too.
+    """A callback that makes `fit` continue where the last process stopped, even in the middle of an epoch.
 
-    Weights, the optimizer's state, metrics, seed generators, the random generators of the process, the place in the
-    data, and the state of all other callbacks are kept as one, saved behind training and restored when `fit` begins.
-    Resumed training is the same, bit for bit, as if it had not been interrupted. A step is a call of the train function
+    Weights, the optimizer's state, metrics, seed generators, the random generators of the process, the position in the
+    data, and the state of all other callbacks are saved together in the background, and restored when `fit` begins. A
+    resumed training is bit for bit the same as an uninterrupted one. A step is one call of the train function
     (`steps_per_execution` batches).
 
     Example:
@@ -50,28 +50,28 @@ class Resumable(keras.callbacks.Callback):
         preemption: Literal["auto", "off"] | TerminationConfig = "auto",
         **options: Any,
     ) -> None:
-        """Looks at nothing in the directory before `fit` begins.
+        """Stores the settings; the directory is read when `fit` begins.
 
         Args:
-            directory: The run's directory, a URL, or an open storage, for this `fit` alone.
+            directory: The run's directory, a URL, or an open storage, used by this `fit` only.
             save_every: When to save: a policy, "epoch" for the end of each epoch, or None for `Auto()`.
-            keep: What to keep; None for `Latest(3)`.
-            preemption: How to hear that the job is to be taken away, and how to leave, as for `resumable`.
-            **options: Others of `resumable`, such as `failures_allowed`, `incremental` or `quiet`. What is no option is
-                one more object to keep, by name.
+            keep: Which checkpoints to keep; None for `Latest(3)`.
+            preemption: How to notice a preemption, and how to exit, as in `resumable`.
+            **options: Other options of `resumable`, such as `failures_allowed`, `incremental` or `quiet`. Any other
+                name is a further object to save.
 
         Raises:
-            UsageError: If an argument is wrong, or the backend is neither torch nor JAX. It is a `ValueError`.
+            UsageError: If an argument is wrong, or the backend is neither torch nor JAX. Also a `ValueError`.
         """
         super().__init__()
         backend = keras.backend.backend()
         if backend not in ("torch", "jax"):
             raise UsageError(
-                f"Keras runs with the backend {backend}, with which a resumed fit is not the same bit for bit",
+                f"Keras uses the {backend} backend, with which a resumed fit is not bit for bit the same",
                 hint="Set KERAS_BACKEND to torch or jax, or use keras.callbacks.BackupAndRestore.",
             )
         if not directory:
-            raise UsageError("the directory is empty", hint="Give the path of the run's directory.")
+            raise UsageError("the directory is empty", hint="Pass the path of the run's directory.")
         saves = FitSaves(at_epochs=True) if save_every == "epoch" else save_every
         self._directory, self._saves = directory, saves
         others = {name: value for name, value in options.items() if name not in _OPTIONS}
@@ -83,7 +83,9 @@ class Resumable(keras.callbacks.Callback):
         }
         taken = sorted({*OWN_NAMES} & others.keys())
         if taken:
-            raise UsageError(f"{taken[0]} is kept already, under that name", hint="Give the object another name.")
+            raise UsageError(
+                f"an object named {taken[0]} is already saved by Resumable", hint="Give the object another name."
+            )
         arguments.check_names(others, self._options)
         arguments.check_kept_objects(others)
         make_termination(preemption, others)
@@ -92,14 +94,14 @@ class Resumable(keras.callbacks.Callback):
         self._at_end: Any = None
 
     def set_model(self, model: Any) -> None:
-        """Keras gives the model to the callbacks before the first of them begins."""
+        """Called by Keras with the model, before the first callback begins."""
         super().set_model(model)
         own = sys._getframe(1).f_locals.get("self")
         if isinstance(own, keras.callbacks.CallbackList):
             self._keep_logs(own)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Takes the last place among the callbacks, where it restores when all others have begun."""
+        """Moves to the last place among the callbacks, and restores there once all others have begun."""
         end_left_fits()
         callbacks, iterator = find_fit(self._model)
         if sum(isinstance(one, Resumable) for one in callbacks.callbacks) > 1:
@@ -117,7 +119,7 @@ class Resumable(keras.callbacks.Callback):
         return resumable(self._directory, checkpoint, **self._options)
 
     def _keep_logs(self, callbacks: Any) -> None:
-        """A log that would be written anew goes on, if training does."""
+        """Keeps a log that would be started over, if training resumes."""
         loggers = [one for one in callbacks.callbacks if isinstance(one, keras.callbacks.CSVLogger) and not one.append]
         if loggers and not self._options.get("begin_anew") and read_catalog(open_storage(self._directory)).living:
             for logger in loggers:
@@ -125,10 +127,10 @@ class Resumable(keras.callbacks.Callback):
 
 
 class BackupAndRestore(Resumable):
-    """The callback of Keras of that name, with the same arguments: backs up while `fit` runs, and restores at the next.
+    """Replaces Keras' callback of that name, with the same arguments: backs up during `fit`, restores at the next.
 
-    What Keras' does not: a backup is never half of one, a resumed epoch goes on with the batch behind the last backup
-    and in the same order, and EarlyStopping, ReduceLROnPlateau, random generators and the history go on as well.
+    Unlike Keras' own, a backup is never incomplete, a resumed epoch continues with the batch after the last backup and
+    in the same order, and EarlyStopping, ReduceLROnPlateau, random generators and the history continue as well.
 
     Example:
         ```python
@@ -144,21 +146,21 @@ class BackupAndRestore(Resumable):
         delete_checkpoint: bool = True,
         save_before_preemption: bool = False,
     ) -> None:
-        """Looks at nothing in the directory before `fit` begins.
+        """Stores the settings; the directory is read when `fit` begins.
 
-        A backup that fails, as on a full disk, is a warning, and training goes on; the one before stays.
+        A backup that fails (on a full disk, for example) logs a warning, and the previous backup stays.
 
         Args:
-            backup_dir: A directory for the backups of this `fit`. What else lies there stays.
-            save_freq: "epoch" to back up at the end of each epoch, a number to do so after so many batches, or False
-                for preemption alone.
-            double_checkpoint: True to keep two backups: one more should the newest be damaged.
-            delete_checkpoint: Whether the backups are deleted when `fit` has ended.
-            save_before_preemption: True to back up when the job is asked to leave (SIGTERM, say), and to exit with
-                code 42. Without it such a signal ends the process as ever.
+            backup_dir: A directory for the backups of this `fit`. Other files in it stay.
+            save_freq: "epoch" to back up at the end of each epoch, a number to back up after that many batches, or
+                False to back up on preemption only.
+            double_checkpoint: True to keep two backups: a second one in case the newest is damaged.
+            delete_checkpoint: True to delete the backups when `fit` has ended.
+            save_before_preemption: True to back up when the job is asked to stop (SIGTERM, for example), and exit with
+                code 42. If False, such a signal ends the process as usual.
 
         Raises:
-            UsageError: If an argument is wrong, or the backend is neither torch nor JAX. It is a `ValueError`.
+            UsageError: If an argument is wrong, or the backend is neither torch nor JAX. Also a `ValueError`.
         """
         if not backup_dir:
             raise UsageError("Empty `backup_dir` argument passed")
@@ -171,11 +173,11 @@ class BackupAndRestore(Resumable):
         if save_freq is False:
             if not save_before_preemption:
                 raise UsageError(
-                    "nothing would be backed up: save_freq is False, and so is save_before_preemption",
-                    hint='Give save_freq="epoch", a number of batches, or save_before_preemption=True.',
+                    "nothing would be backed up: both save_freq and save_before_preemption are False",
+                    hint='Pass save_freq="epoch", a number of batches, or save_before_preemption=True.',
                 )
         elif save_freq != "epoch":
-            batches = check_whole("save_freq", save_freq, 1, hint='Or it is "epoch", or False.')
+            batches = check_whole("save_freq", save_freq, 1, hint='"epoch" and False are also allowed.')
         super().__init__(
             backup_dir,
             save_every=FitSaves(batches=batches, at_epochs=save_freq == "epoch"),
@@ -205,6 +207,6 @@ def _check_alone() -> None:
     """
     if getattr(keras.distribution.distribution(), "_is_multi_process", False):
         raise UsageError(
-            "several processes train this model together, and their data cannot be taken up by each alone",
-            hint="Train in one process; with JAX it may have several devices.",
+            "several processes train this model together; their position in the data cannot be restored",
+            hint="Train in one process; with JAX it may use several devices.",
         )

@@ -1,9 +1,9 @@
-"""Where `fit` stands in its data, and how it takes up the data there without loading again what was trained.
+"""The position of `fit` in its data, and how to resume there without loading what was trained before.
 
-`fit` makes an `EpochIterator` before the first callback is called, and iterates it once an epoch. The order of an epoch
-is drawn when its iterator is made, from the generators that the process shares. So what they were then, and how many
-batches were taken since, say where the data is: they are set back, the order is drawn once more, and the batches that
-were trained are left out where they are indices still.
+`fit` creates an `EpochIterator` before the first callback is called, and iterates it once per epoch. The order of an
+epoch is drawn when its iterator is created, from the generators that the process shares. So the state of these
+generators at that time and the number of batches since then are the position. To resume, the generators are set back,
+the order is drawn again, and the indices of trained batches are skipped.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _NOTHING: Final = object()
 
 
 class PlaceInData(msgspec.Struct):
-    """Where training stands in an epoch.
+    """The position of training in an epoch.
 
     Attributes:
         step: How many batches of the epoch are trained.
-        is_complete: Whether these are all, and the epoch has not ended yet.
-        opening: What the random generators were when the present pass through the data began; None if none has.
-        drawing: What they were when its first batch was asked for, if that was not at once; the order is drawn then.
-        is_renewed: Whether workers that load were there already.
+        is_complete: True if these are all, and the epoch has not ended yet.
+        opening: The random generators' state when the current pass through the data began; None if none has.
+        drawing: Their state when its first batch was requested, if that was not at once; the order is drawn then.
+        is_renewed: True if loader workers existed already.
         taken: How many batches of the pass were taken.
     """
 
@@ -54,26 +54,26 @@ class PlaceInData(msgspec.Struct):
 
 
 class Listener(Protocol):
-    """What is known of the way through an epoch."""
+    """Receives the events of the way through an epoch."""
 
     def begin_batches(self) -> None:
         """The callbacks have begun the epoch, and no batch is taken yet."""
 
     def take_up(self) -> None:
-        """The data stands where it stood when training was interrupted."""
+        """The data is at the position at which training was interrupted."""
 
     def end_step(self, *, is_last: bool) -> None:
-        """A batch is trained, and all callbacks have seen that; the epoch has more of them, if it is not the last."""
+        """A batch is trained, and all callbacks have seen it; if it is not the last, the epoch has more."""
 
     def stand_still(self) -> Iterator[Any]:
-        """Gives `fit` what looks like a step and trains nothing."""
+        """Gives `fit` a step in which nothing is trained."""
 
 
 class Feed:
-    """The batches of one `fit`. It holds the `EpochIterator` that it is put into by a weak reference.
+    """The batches of one `fit`. It refers to its `EpochIterator` by a weak reference.
 
     Attributes:
-        place: Where training stands.
+        place: The position of training.
         source: The data.
     """
 
@@ -92,34 +92,34 @@ class Feed:
 
     @property
     def counts_batches(self) -> bool:
-        """Whether it is known which batch is the last one of an epoch."""
+        """True if it is known which batch is the last one of an epoch."""
         return bool(self._iterator.steps_per_epoch or self._iterator.data_adapter.num_batches)
 
     def resume(self, place: PlaceInData) -> None:
-        """Takes the data up at that place, in the epoch that begins next."""
+        """Resumes the data at that position, in the epoch that begins next."""
         self.place = place
         self._resumed = place
         is_within = place.step and not place.is_complete
         self._pending = place if place.opening is not None and (is_within or self._is_kept_over_epochs()) else None
 
     def read_random(self) -> dict[str, Any]:
-        """The generators that the process shares, and those of the data's own."""
+        """Returns the state of the generators that the process shares, and of the data's own."""
         return {"shared": RNG().state_dict(), "own": [one.get_state() for one in self.source.generators()]}
 
     def write_random(self, state: dict[str, Any]) -> None:
-        """Sets them back."""
+        """Restores them."""
         RNG().load_state_dict(state["shared"])
         for generator, value in zip(self.source.generators(), state["own"], strict=False):
             generator.set_state(value)
 
     def end_epoch(self) -> PlaceInData:
-        """The next epoch begins with its first batch; an iterator that is kept for it goes on where it is."""
+        """Makes the next epoch begin with its first batch; an iterator that is kept for it continues."""
         if self._is_kept_over_epochs():
             return replace(self.place, step=0, is_complete=False, taken=self._iterator._steps_seen)
         return PlaceInData()
 
     def release(self) -> None:
-        """Leaves the `EpochIterator` as Keras has made it, if it is still there."""
+        """Restores the `EpochIterator` as Keras created it, if it still exists."""
         with suppress(ReferenceError, AttributeError):
             del self._iterator._enumerate_iterator, self._iterator._get_iterator
 
@@ -127,7 +127,7 @@ class Feed:
         return bool(self._iterator.steps_per_epoch)
 
     def _enumerate(self) -> Generator[Any, None, None]:
-        """In the place of `EpochIterator._enumerate_iterator`: the steps that are left of an epoch."""
+        """Replaces `EpochIterator._enumerate_iterator`: gives the remaining steps of an epoch."""
         iterator = self._iterator
         resumed, self._resumed = self._resumed, None
         self._listener.begin_batches()
@@ -165,7 +165,7 @@ class Feed:
         self._listener.end_step(is_last=True)
 
     def _get_iterator(self) -> Any:
-        """In the place of `EpochIterator._get_iterator`: notes with which random numbers a pass begins."""
+        """Replaces `EpochIterator._get_iterator`: notes with which random numbers a pass begins."""
         pending, self._pending = self._pending, None
         if pending is None:
             opening = self.read_random() if self._opening is None else self._opening
@@ -183,7 +183,7 @@ class Feed:
         return made
 
     def _draw_again(self, pending: PlaceInData) -> None:
-        """What gives the batches is made; now their order is drawn."""
+        """Draws the order again, after the iterator of the batches was created."""
         if pending.drawing is not None:
             self.write_random(pending.drawing)
 
@@ -192,14 +192,14 @@ class Feed:
 
 
 def make_step(model: Any) -> Any:
-    """What an `EpochIterator` gives for one step, with an iterator that gives nothing to train."""
+    """Returns what an `EpochIterator` gives for one step, with an iterator without batches."""
     scratch = EpochIterator(np.zeros((1, 1)))
     *numbers, _ = next(scratch._enumerate_iterator())
     return (*numbers, itertools.repeat(None))
 
 
 class _Source:
-    """Data that can only be taken up by loading what was trained, and leaving it out then.
+    """Data that can only be resumed by loading what was trained, and skipping it.
 
     Attributes:
         remark: Why a resumed epoch is slow, or not exact; empty if it is neither.
@@ -208,39 +208,39 @@ class _Source:
     def __init__(self, adapter: Any, name: str = "") -> None:
         self._adapter: Any = weakref.proxy(adapter)
         self.remark = name and (
-            f"{name} can only be read from its beginning: within an epoch, a resumed run reads again what was trained "
-            "before, and leaves it out. Arrays, a keras.utils.PyDataset and a torch DataLoader of a map-style dataset "
-            "are taken up at once"
+            f"{name} can only be read from its beginning: if a run is resumed within an epoch, it reads the "
+            "batches that were trained before and discards them. Arrays, a keras.utils.PyDataset and a torch "
+            "DataLoader of a map-style dataset resume at once"
         )
 
     def generators(self) -> list[Any]:
-        """The random generators of the data's own."""
+        """The data's own random generators."""
         return []
 
     def read(self) -> dict[str, Any]:
-        """State of the data's own."""
+        """Returns the data's own state."""
         return {}
 
     def write(self, state: dict[str, Any]) -> None:
-        """Puts that back."""
+        """Restores the data's own state."""
 
     def prepare(self, taken: int) -> None:
-        """An epoch begins within which so many batches were taken."""
+        """Prepares an epoch in which that many batches were already taken."""
 
     def is_renewed(self) -> bool:
-        """Whether there are workers from an earlier pass, which load for the next one too."""
+        """True if there are workers from an earlier pass, which also load for the next one."""
         return False
 
     def renew(self, is_renewed: bool) -> None:
-        """Makes that as it was when the pass began."""
+        """Restores the workers' state at the beginning of the pass."""
 
     def take_up(self, make: Callable[[], Any], taken: int, draw: Callable[[], None]) -> Any:
-        """An iterator behind so many batches.
+        """Returns an iterator that skips that many batches.
 
         Args:
-            make: Makes what gives batches from the beginning.
-            taken: How many to leave out.
-            draw: Called between that and the first look at the batches.
+            make: Creates the iterator from the beginning.
+            taken: How many to skip.
+            draw: Called between that and the first batch.
         """
         batches = iter(make())
         draw()
@@ -250,7 +250,7 @@ class _Source:
 
 
 class _Arrays(_Source):
-    """Arrays that are cut into batches by their indices."""
+    """Arrays that are split into batches by their indices."""
 
     def take_up(self, make: Callable[[], Any], taken: int, draw: Callable[[], None]) -> Any:
         """See `_Source`."""
@@ -277,9 +277,9 @@ class _Arrays(_Source):
 
 
 def _begin(adapter: Any, make: Callable[[], Any]) -> Any:
-    """Iterates what `make` makes, and sees to it that the adapter is asked for its batches now.
+    """Iterates the result of `make`, and makes sure that the adapter is asked for its batches now.
 
-    With JAX and a distribution it would be asked with the first batch only, when the generators stand elsewhere.
+    With JAX and a distribution it would be asked only with the first batch, when the generators have another state.
     """
     batches = iter(make())
     if "_get_iterator" in adapter.__dict__:
@@ -288,7 +288,7 @@ def _begin(adapter: Any, make: Callable[[], Any]) -> Any:
 
 
 class _Loader(_Source):
-    """A `DataLoader` of torch."""
+    """A torch `DataLoader`."""
 
     def __init__(self, adapter: Any) -> None:
         super().__init__(adapter, "an IterableDataset")
@@ -297,8 +297,8 @@ class _Loader(_Source):
         own = (self._loader, self._loader.batch_sampler, self._loader.sampler)
         if any(hasattr(one, "state_dict") for one in own):
             raise UsageError(
-                f"{type(self._loader).__name__} keeps a place in the data by itself, which fit moves before it trains",
-                hint="Give fit a plain DataLoader: its place is kept without a sampler for that.",
+                f"{type(self._loader).__name__} has a position of its own, which fit advances before it trains",
+                hint="Pass a plain DataLoader to fit: its position is saved without a stateful sampler.",
             )
         if self._is_by_index:
             self.remark = ""
@@ -307,7 +307,7 @@ class _Loader(_Source):
         self._samplers = [_SamplerState(one) for one in samplers.values()]
 
     def generators(self) -> list[Any]:
-        """See `_Source`: with what samplers count by themselves."""
+        """See `_Source`; includes the counts of samplers."""
         found = [getattr(owner, "generator", None) for owner in self._owners]
         return [*{id(one): one for one in found if hasattr(one, "get_state")}.values(), *self._samplers]
 
@@ -316,7 +316,7 @@ class _Loader(_Source):
         return getattr(self._loader, "_iterator", None) is not None
 
     def renew(self, is_renewed: bool) -> None:
-        """See `_Source`: a pass that makes its workers draws one number more than others."""
+        """See `_Source`: a pass that starts workers draws one number more than others."""
         loader = self._loader
         if not is_renewed:
             loader._iterator = None
@@ -337,7 +337,7 @@ class _Loader(_Source):
 
 
 class _SamplerState:
-    """The attributes of a sampler, such as an epoch that it counts, by the names of those of torch's generators."""
+    """The attributes of a sampler, such as an epoch that it counts, with the interface of torch's generators."""
 
     def __init__(self, sampler: Any) -> None:
         attributes = Attributes(sampler)
@@ -345,7 +345,7 @@ class _SamplerState:
 
 
 class _Once:
-    """Stands for a loader until it is iterated, and hands out an iterator that is made already."""
+    """Replaces a loader until it is iterated, and then gives an iterator that was already created."""
 
     def __init__(self, adapter: Any, loader: Any, batches: Any) -> None:
         self._adapter, self._loader, self._batches = adapter, loader, batches
@@ -356,7 +356,7 @@ class _Once:
 
 
 def begin_behind(loader: Any, taken: int, draw: Callable[[], None]) -> Any:
-    """An iterator over a loader behind so many batches: what they are is drawn, and they are not loaded."""
+    """Returns an iterator over a loader that skips that many batches: their indices are drawn, but not loaded."""
     behind = _Behind(_sampler_of(loader), taken)
     workers = getattr(loader, "_iterator", None)
     if workers is not None:
@@ -380,7 +380,7 @@ def _sampler_of(loader: Any) -> Any:
 
 @contextmanager
 def _sampling(loader: Any, sampler: Any) -> Iterator[None]:
-    """In the block, the loader takes its indices from another sampler. It lets no one set that as an attribute."""
+    """In the block, the loader takes its indices from another sampler, although it refuses setting that attribute."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     plain = loader.__dict__[name]
     loader.__dict__[name] = sampler
@@ -391,7 +391,7 @@ def _sampling(loader: Any, sampler: Any) -> Iterator[None]:
 
 
 class _Behind:
-    """A sampler that leaves out what was trained when it is iterated first."""
+    """A sampler that skips what was trained when it is first iterated."""
 
     def __init__(self, sampler: Any, taken: int) -> None:
         self._sampler, self._taken = sampler, taken
@@ -409,7 +409,7 @@ class _Behind:
         yield from indices
 
     def draw(self) -> None:
-        """Draws what is left out, unless that is done."""
+        """Draws what is skipped, unless that is done."""
         taken, self._taken = self._taken, 0
         for _ in range(taken):
             next(self._indices)
@@ -433,7 +433,7 @@ class _Dataset(_Source):
                         queue.get_nowait()
 
     def read(self) -> dict[str, Any]:
-        """See `_Source`: with attributes that change, such as an order that is shuffled at the end of an epoch."""
+        """See `_Source`; includes attributes that change, such as an order that is shuffled at the end of an epoch."""
         state: dict[str, Any] = self._attributes.read() if self._own is None else self._own.state_dict()
         return state
 
@@ -445,7 +445,7 @@ class _Dataset(_Source):
             self._attributes.write(state)
 
     def prepare(self, taken: int) -> None:
-        """See `_Source`. Workers begin to load as soon as the epoch begins, so they have to know what to leave out."""
+        """See `_Source`. Workers begin to load as soon as the epoch begins, so they must know what to skip."""
         adapter, number = self._adapter, self._dataset.num_batches
         order = list(range(taken if number is None else number))
         if adapter.shuffle and number is not None:
@@ -477,7 +477,7 @@ class _Dataset(_Source):
 
 
 class _Passing:
-    """Stands for a `PyDataset`, and gives nothing in the place of batches that were trained."""
+    """Replaces a `PyDataset`, and gives nothing for batches that were trained."""
 
     def __init__(self, dataset: Any, passed: frozenset[int]) -> None:
         self._dataset, self._passed = dataset, passed
@@ -501,8 +501,8 @@ def _find_source(iterator: Any) -> _Source:
         source = _Dataset(adapter)
         if adapter.enqueuer is not None and iterator.steps_per_epoch:
             source.remark = (
-                "a PyDataset with workers hands over batches from one epoch to the next if steps_per_epoch is given: "
-                "where it stands cannot be kept. Leave out steps_per_epoch, or the workers"
+                "the position of a PyDataset with workers cannot be saved if steps_per_epoch is given, because "
+                "batches are carried over from one epoch to the next. Leave out steps_per_epoch, or the workers"
             )
         return source
     return _Source(adapter, type(adapter).__name__.removesuffix("Adapter"))

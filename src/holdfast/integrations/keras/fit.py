@@ -1,4 +1,4 @@
-"""One `fit` under a run: restored when all callbacks have begun, counted behind them, and left with an exit code."""
+"""One `fit` in a run: restored after all callbacks have begun, counted after each step, and ended with an exit code."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ OWN_NAMES: Final = ("model", "optimizer", "metrics", "buffers", "fit", "rng")
 
 
 class FitSaves(SavePolicy):
-    """Saves at the end of each epoch, or when so many batches were trained since the save before.
+    """Saves at the end of each epoch, or when that many batches were trained since the previous save.
 
     Attributes:
         batches: After how many batches; 0 for never within an epoch.
-        at_epochs: Whether to save at the end of each epoch.
+        at_epochs: True to save at the end of each epoch.
     """
 
     # Workers find the same by themselves.
@@ -45,27 +45,27 @@ class FitSaves(SavePolicy):
         self._since, self._ends_epoch = 0, False
 
     def note(self, batches: int, *, ends_epoch: bool) -> None:
-        """A step has ended, with so many batches."""
+        """Counts a step with that many batches."""
         self._since += batches
         self._ends_epoch = ends_epoch
 
     def decide_save(self, moment: SaveMoment) -> SaveDecision:
-        """Whether to save at this moment, and why."""
+        """Returns whether to save at this moment, and why."""
         if self.batches and self._since >= self.batches:
             self._since = 0
             return SaveDecision(True, f"{self.batches} batches were trained")
         if self.at_epochs and self._ends_epoch:
             return SaveDecision(True, "an epoch has ended")
-        return SaveDecision(False, "no epoch has ended, and not as many batches were trained")
+        return SaveDecision(False, "no epoch has ended, and too few batches were trained")
 
     def __repr__(self) -> str:
         return f"FitSaves(batches={self.batches}, at_epochs={self.at_epochs})"
 
 
 def find_fit(model: Any) -> tuple[Any, Any]:
-    """The list of callbacks and the `EpochIterator` of the `fit` that is on its way with that model.
+    """Returns the list of callbacks and the `EpochIterator` of the `fit` in progress with that model.
 
-    Keras hands neither to a callback, so they are looked for where `fit` has them.
+    Keras passes neither to a callback, so they are taken from the frame of `fit`.
 
     Raises:
         UsageError: If there is no such `fit`.
@@ -81,17 +81,17 @@ def find_fit(model: Any) -> tuple[Any, Any]:
             return callbacks, iterator
         frame = frame.f_back
     raise UsageError(
-        f"{type(model).__name__} is not trained by Model.fit of Keras, so where it stands in its data is not known",
-        hint="In a training loop of your own, use holdfast.resumable.",
+        f"{type(model).__name__} is not trained by Keras' Model.fit, so its position in the data is unknown",
+        hint="In your own training loop, use holdfast.resumable.",
     )
 
 
 _RUNNING: Final[set[FitRun]] = set()
-"""Those that have begun and were not told of an end."""
+"""Those that have begun and were not ended."""
 
 
 def end_left_fits() -> None:
-    """Ends what an error has left of earlier ones: Python may not have noticed yet that they are gone."""
+    """Ends runs that an error has left open: Python may not have collected them yet."""
     iterators = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -102,7 +102,7 @@ def end_left_fits() -> None:
 
 
 class FitRun(keras.callbacks.Callback):
-    """Comes last of all callbacks of one `fit`, and counts for a run what that has trained."""
+    """The last callback of one `fit`; counts for a run what the others have trained."""
 
     def __init__(
         self,
@@ -113,14 +113,14 @@ class FitRun(keras.callbacks.Callback):
         others: dict[str, object],
         at_end: Callable[[], None] | None,
     ) -> None:
-        """Begins with `on_train_begin`.
+        """Prepares; `on_train_begin` begins.
 
         Args:
-            callbacks: The list of them all.
-            iterator: What gives the batches.
-            make_run: Makes the run that keeps the objects.
+            callbacks: The list of all callbacks.
+            iterator: The source of the batches.
+            make_run: Creates the run that saves the objects.
             saves: The policy by which it saves.
-            others: What else to keep.
+            others: Further objects to save.
             at_end: Called when training has ended and the run is left, whether or not its last save has failed.
         """
         super().__init__()
@@ -146,7 +146,7 @@ class FitRun(keras.callbacks.Callback):
     # As `fit` calls it.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restores, when all other callbacks have begun."""
+        """Restores, after all other callbacks have begun."""
         model = self._model
         callbacks = self._callbacks()
         self._states = CallbackStates([one for one in callbacks.callbacks if self._is_kept(one)])
@@ -166,27 +166,27 @@ class FitRun(keras.callbacks.Callback):
             restored = self._restored or {}
             self._random["own"] = restored["own_random"]
             for kind in self._states.write(restored["callbacks"]):
-                run._loop.warn(f"the checkpoint has the state of a {kind}, which is no callback of this fit")
+                run._loop.warn(f"the checkpoint has the state of a {kind}, but this fit has no such callback")
             self._feed.resume(PlaceInData(**restored["place"]))
             self._feed.source.write(restored["data"])
             self._feed.write_random({"shared": {}, "own": restored["own_random"]})
             epochs = int(self.params["epochs"])
             if restored["is_stopped"] and restored["epoch"] < epochs:
                 self._is_stopped = True
-                inform(f"a callback had stopped training after epoch {restored['epoch']}, and it stays so")
+                inform(f"a callback stopped training after epoch {restored['epoch']}; it stays stopped")
             model._initial_epoch = epochs if restored["is_stopped"] else restored["epoch"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Takes note of the epoch."""
+        """Notes the epoch."""
         self._epoch = epoch
         self._model._initial_epoch = self._initial_epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Takes note of the step's figures."""
+        """Notes the step's metrics."""
         self._logs = dict(logs or {})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Counts the last step of the epoch, with what callbacks have made of it."""
+        """Counts the last step of the epoch, after the other callbacks have handled its end."""
         if self._run is None:
             return
         model = self._model
@@ -212,7 +212,7 @@ class FitRun(keras.callbacks.Callback):
             }
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Leaves from within the evaluation, if the job is to leave: a restart evaluates anew."""
+        """Exits from within the evaluation if the job was asked to stop: a restart evaluates again."""
         before = self._before_test
         if self._run is None or before is None or not self._run.should_stop():
             return
@@ -225,7 +225,7 @@ class FitRun(keras.callbacks.Callback):
             self._count()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Leaves the run, which waits for what is being written."""
+        """Leaves the run, which waits for its saves."""
         self._model._initial_epoch = self._initial_epoch
         run, self._run = self._run, None
         self._close()
@@ -240,7 +240,7 @@ class FitRun(keras.callbacks.Callback):
         self._at_end()
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Ends the run after an error; harmless twice."""
+        """Ends the run after an error; a second call does nothing."""
         run, self._run = self._run, None
         if self._initial_epoch is not _UNSET and self._model is not None:
             self._model._initial_epoch = self._initial_epoch
@@ -252,27 +252,27 @@ class FitRun(keras.callbacks.Callback):
     # As the data's feed calls it.
 
     def begin_batches(self) -> None:
-        """Callbacks have begun the epoch once more: what that has changed is put back."""
+        """Undoes what callbacks changed when they began the epoch a second time."""
         if self._copies and self._feed.place.step:
             put_back(self._copies)
             self._put_callbacks_back()
         self._copies = []
 
     def take_up(self) -> None:
-        """The data stands where it stood, and so do the random generators."""
+        """Restores the position in the data and the random generators."""
         if self._restored is not None and self._random is not None:
             self._feed.source.write(self._restored["data"])
             self._feed.write_random(self._random)
         self._restored = self._random = None
 
     def end_step(self, *, is_last: bool) -> None:
-        """Counts a step; the last one of an epoch counts when the epoch has ended, unless the job is to leave."""
+        """Counts a step; the last one of an epoch counts when the epoch has ended, unless the job was asked to stop."""
         if self._run is not None and (self._run.should_stop() if is_last else self._feed.counts_batches):
             with self._leaving():
                 self._count()
 
     def stand_still(self) -> Iterator[Any]:
-        """The epoch is trained already, and its end is to come: `fit` gets there by a step in which nothing runs."""
+        """Lets `fit` reach the end of an epoch that is already trained, by a step in which nothing runs."""
         model, callbacks = self._model, self._callbacks()
         if self._restored is not None:
             self._logs = dict(self._restored["logs"])
@@ -294,7 +294,9 @@ class FitRun(keras.callbacks.Callback):
 
     def _list_objects(self, model: Any) -> Checkpoint:
         if not model.built:
-            raise UsageError(f"{model!r} is not built", hint="Build it before fit, by calling it on a batch of data.")
+            raise UsageError(
+                f"{model!r} has not been built", hint="Build it before fit, by calling it on a batch of data."
+            )
         optimizer = [] if model.optimizer is None else model.optimizer.variables
         objects: dict[str, object] = {
             "model": Variables(model, model.variables),
@@ -361,7 +363,7 @@ class FitRun(keras.callbacks.Callback):
 
 
 class _Leaving:
-    """Ends the run with whatever leaves the block: no one else does, since `fit` tells its callbacks of no error."""
+    """Ends the run with the exception that leaves the block, because `fit` tells its callbacks of no error."""
 
     def __init__(self, fit: FitRun) -> None:
         self._fit = fit
@@ -375,4 +377,4 @@ class _Leaving:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """Tells no callback."""
+    """Calls no callback."""

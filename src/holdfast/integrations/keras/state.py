@@ -1,4 +1,4 @@
-"""What of Keras' objects is kept: variables by their place and name, and the attributes of objects that change."""
+"""The state of Keras' objects that is saved: variables by their position and name, and attributes that change."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import backend_of, register_adapter
 
 SMALL_ELEMENTS: Final = 65_536
-"""Variables of at most so many elements are cheap to copy: counters, learning rates, seeds, metrics."""
+"""Variables of at most that many elements are cheap to copy: counters, learning rates, seeds, metrics."""
 
 _SKIPPED: Final = frozenset({"_model", "model", "params", "validation_data"})
-"""What Keras itself gives to each callback."""
+"""Attributes that Keras itself gives to each callback."""
 
 _LOOKED_AT_BYTES: Final = 1 << 24
 _LOOKED_AT_ELEMENTS: Final = 1 << 14
-"""Arrays of at most so many bytes are read to see whether they have changed, and so many elements of larger ones."""
+"""Arrays of at most that many bytes are compared whole, and that many elements of larger ones."""
 
 _SCALARS: Final = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Variables:
-    """Variables of a model, its optimizer or its metrics, by place and name, as one object to keep.
+    """Variables of a model, its optimizer or its metrics, by position and name, as one object to save.
 
-    Keras numbers the names of what a process makes (`dense_1`), so that these numbers say nothing and are left out.
+    Keras numbers the names of the objects of a process (`dense_1`), so these numbers mean nothing and are left out.
     """
 
     def __init__(self, model: Any, variables: Iterable[Any]) -> None:
@@ -42,7 +42,7 @@ class Variables:
         self._variables = {_name(number, variable): variable for number, variable in enumerate(variables)}
 
     def read(self) -> dict[str, Any]:
-        """The live arrays, those of the step that has ended last."""
+        """Returns the live arrays, as of the last complete step."""
         pending = _find_pending(self._model)
         return {
             name: pending[id(variable)] if id(variable) in pending else _live_array(variable)
@@ -50,16 +50,16 @@ class Variables:
         }
 
     def write(self, live: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Gives the variables what was read for them, but where the live arrays hold it already."""
+        """Assigns the restored values to the variables, except where the live arrays already hold them."""
         for name, variable in self._variables.items():
             if arrays[name] is not live[name]:
                 variable.assign(arrays[name])
 
 
 def list_buffers(model: Any) -> list[Any]:
-    """With torch, the buffers of modules of its own, each once.
+    """With torch, returns the buffers of the model's own torch modules, each once.
 
-    The layers of a model that Keras has put together are no children of it for torch.
+    For torch, the layers of a model that Keras built are not its children.
     """
     found = {id(one): one for layer in model._flatten_layers() for one in layer.buffers()}
     return list(found.values())
@@ -71,7 +71,7 @@ def _name(number: int, variable: Any) -> str:
 
 
 def _find_pending(model: Any) -> dict[int, Any]:
-    """With JAX, by a variable's identity, what the variable holds once the trainer puts its state back."""
+    """With JAX, returns by a variable's identity what the variable will hold once the trainer writes its state back."""
     state = getattr(model, "_jax_state", None)
     if not state or getattr(model, "_jax_state_synced", True):
         return {}
@@ -105,7 +105,7 @@ class _VariablesAdapter(Adapter):
 
 
 class Kept:
-    """A tree of values that one function makes and another one takes, as one object to keep."""
+    """A tree of values that one function reads and another one writes, as one object to save."""
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self.read, self.write = read, write
@@ -119,7 +119,7 @@ register_adapter(
 
 
 def copy_small(variables: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The small ones among the variables, each with a copy of its value."""
+    """Returns the small ones of the variables, each with a copy of its value."""
     return [
         (variable, np.array(keras.ops.convert_to_numpy(variable.value)))
         for variable in variables
@@ -128,7 +128,7 @@ def copy_small(variables: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def put_back(copies: Iterable[tuple[Any, Any]]) -> None:
-    """Gives variables the values of `copy_small` again."""
+    """Restores the values of `copy_small`."""
     for variable, value in copies:
         variable.assign(value)
 
@@ -137,19 +137,19 @@ class Attributes:
     """The attributes of an object that have changed since training began, as far as they can be stored."""
 
     def __init__(self, obj: Any) -> None:
-        """Notes what they are now."""
+        """Notes their current values."""
         self.obj = obj
         self._began = {name: _note(value) for name, value in self._list().items()}
 
     def read(self) -> dict[str, Any]:
-        """Those that have changed; lists and dicts are copied, and large arrays are not."""
+        """Returns those that have changed; lists and dicts are copied, large arrays are not."""
         began = self._began
         return {
             name: value for name, value in self._list().items() if name not in began or not _is_same(value, began[name])
         }
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Puts them back; what had not changed is again what it was when training began."""
+        """Restores them; unchanged attributes get their value at the beginning of training."""
         present = self._list()
         for name, began in self._began.items():
             if name in present and name not in values and not _is_same(present[name], began) and not _holds_seen(began):
@@ -184,7 +184,7 @@ _RANDOM: Final = "state of a random generator"
 
 
 class _Random(NamedTuple):
-    """How the state of a kind of random generators is read and put back."""
+    """Reads and writes the state of a kind of random generators."""
 
     kind: Any
     read: Callable[[Any], Any]
@@ -207,7 +207,7 @@ def _find_random(value: Any) -> _Random | None:
 
 
 class _Seen(NamedTuple):
-    """An array that is too large to be copied, or counts its changes, and what says whether it has changed."""
+    """An array that is too large to copy, or counts its changes, with what shows whether it has changed."""
 
     array: Any
     look: object
@@ -216,14 +216,14 @@ class _Seen(NamedTuple):
 def _look(array: Any) -> object:
     if not isinstance(array, np.ndarray):
         backend = backend_of(array)
-        return None if backend is None else backend.version(array)
+        return None if backend is None else backend.versions([array])[0]
     is_small = array.nbytes <= _LOOKED_AT_BYTES
     values = array if is_small else array.flat[:: -(-array.size // _LOOKED_AT_ELEMENTS)]
     return digest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def _note(value: Any) -> Any:
-    """What `_is_same` compares a later value with."""
+    """Returns what `_is_same` compares a later value with."""
     if type(value) in (list, tuple):
         return type(value)(map(_note, value))
     if type(value) is dict:
@@ -245,7 +245,7 @@ def _is_small(array: Any) -> bool:
 
 
 def _copy_plain(value: Any) -> Any:
-    """A value with its lists and dicts copied, if it is made of plain values and arrays alone; else `_NO_VALUE`."""
+    """Returns a value with its lists and dicts copied, if it consists of plain values and arrays; else `_NO_VALUE`."""
     if type(value) in _SCALARS or isinstance(value, np.generic):
         return value
     if type(value) in (list, tuple):
@@ -268,7 +268,7 @@ def _copy_plain(value: Any) -> Any:
 
 
 def _is_same(value: Any, noted: Any) -> bool:
-    """Whether a value of `_copy_plain` is equal to one of `_note`, type by type."""
+    """Returns True if a value of `_copy_plain` is equal to one of `_note`, type by type."""
     if isinstance(noted, _Seen):
         return value is noted.array and _look(value) == noted.look
     if type(value) is not type(noted):
@@ -283,23 +283,23 @@ def _is_same(value: Any, noted: Any) -> bool:
 
 
 class CallbackStates:
-    """The state of the callbacks of one `fit`: their attributes that change, and where a `CSVLogger` writes."""
+    """The state of the callbacks of one `fit`: their attributes that change, and the position of a `CSVLogger`."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         self._attributes = [Attributes(callback) for callback in callbacks]
 
     def read(self) -> list[dict[str, Any]]:
-        """What each of them has come to, with the name of its class."""
+        """Returns the state of each of them, with the name of its class."""
         return [
             {"kind": type(one.obj).__name__, "attributes": one.read(), "written_bytes": _count_written(one.obj)}
             for one in self._attributes
         ]
 
     def write(self, states: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Puts the states back, each into the callback of that class which comes next.
+        """Restores the states, each into the next callback of that class.
 
         Returns:
-            The classes of those for which there is no callback any more.
+            The classes for which there is no callback any more.
         """
         left, missing = list(self._attributes), []
         for state in states:
@@ -322,7 +322,7 @@ def _count_written(callback: Any) -> int | None:
 
 
 def _cut_file(callback: Any, written_bytes: int | None) -> None:
-    """Takes the rows of epochs that will be trained again from a log."""
+    """Removes the rows of epochs that will be trained again from a log."""
     if written_bytes is None or not isinstance(callback, keras.callbacks.CSVLogger):
         return
     file = callback.csv_file

@@ -3,7 +3,7 @@
 Example:
     ```python
     trainer = Trainer(callbacks=[hf.lightning.Resumable("runs/a", save_every=hf.Steps(500))])
-    trainer.fit(model)  # begins where the last process stopped
+    trainer.fit(model)  # continues where the last process stopped
     ```
 """
 

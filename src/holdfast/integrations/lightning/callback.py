@@ -1,4 +1,4 @@
-"""`Resumable`: a callback that makes `trainer.fit` begin where the last process stopped."""
+"""`Resumable`: a callback that makes `trainer.fit` continue where the last process stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STRATEGIES: Final = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 
 @short_traceback
 class Resumable(Callback):
-    """Saves a fit in the background, and begins it where the last process stopped, in the middle of an epoch too.
+    """Saves a fit in the background, and continues it where the last process stopped, even in the middle of an epoch.
 
     Example:
         ```python
@@ -34,12 +34,12 @@ class Resumable(Callback):
         trainer.fit(model)
         ```
 
-    It keeps the model, optimizers, schedulers, precision plugin, callbacks, progress of all loops, logged figures,
-    metrics, random generators and the place in the data. A step is one that `trainer.global_step` counts; with manual
-    optimization, it is a batch. The job hears notices of preemption as `hf.resumable` does, in place of Lightning's own
-    handling of signals, and leaves with the same exit codes.
+    It saves the model, optimizers, schedulers, precision plugin, callbacks, progress of all loops, logged metrics,
+    torchmetrics, random generators and the position in the data. A step is one that `trainer.global_step` counts; with
+    manual optimization, a step is one batch. It handles preemption notices like `hf.resumable`, instead of Lightning's
+    own signal handling, and exits with the same codes.
 
-    The single-device strategy, DDP and `ModelParallelStrategy` are supported.
+    It supports the single-device strategy, DDP and `ModelParallelStrategy`.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Resumable(Callback):
 
         Args:
             directory: The run's directory, a URL, or an open storage.
-            save_every: When to save; None for `Auto()`, which measures what a save costs.
-            keep: What to keep; None for `Latest(3)`. `Best` chooses by the figures that validation has logged.
-            strict: False to take from the checkpoint what fits, if the model has changed since.
-            preemption: How to hear that the job is to be taken away: "auto", "off", or a `TerminationConfig`.
-            **options: Others of `hf.resumable`.
+            save_every: When to save; None for `Auto()`, which measures the cost of a save.
+            keep: Which checkpoints to keep; None for `Latest(3)`. `Best` compares the metrics that validation logs.
+            strict: False to restore everything that fits, if the model has changed since the save.
+            preemption: How to notice a preemption: "auto", "off", or a `TerminationConfig`.
+            **options: Other options of `hf.resumable`.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -70,7 +70,7 @@ class Resumable(Callback):
             near = difflib.get_close_matches(name, sorted(_OPTIONS), n=1)
             raise UsageError(
                 f"Resumable has no option {name!r}",
-                hint=f"Write {near[0]}=." if near else "It takes the directory and the options of hf.resumable.",
+                hint=f"Write {near[0]}=." if near else "Resumable takes the directory and the options of hf.resumable.",
             )
         self._directory = directory
         self._options = {"save_every": save_every, "keep": keep, "strict": strict, "preemption": preemption, **options}
@@ -85,14 +85,14 @@ class Resumable(Callback):
 
     @property
     def run(self) -> Run | None:
-        """The run while a fit is in progress; None before and after. Its `report` adds figures to the next save."""
+        """The run while a fit is in progress; None before and after. Its `report` adds metrics to the next save."""
         return None if self._fit is None else self._fit.run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called by Lightning. Checks that the fit is one that can be kept.
+        """Called by Lightning. Checks that the fit can be saved.
 
         Raises:
-            UsageError: If it is not.
+            UsageError: If it cannot.
         """
         if stage != "fit":
             return
@@ -106,10 +106,10 @@ class Resumable(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called by Lightning. Leaves, if the job is to leave.
+        """Called by Lightning. Exits if the job was asked to stop.
 
         Raises:
-            SystemExit: When the job leaves.
+            SystemExit: When the job exits.
         """
         if self._fit is not None:
             self._fit.begin_validation_batch()
@@ -120,12 +120,12 @@ class Resumable(Callback):
             self._fit.has_validated = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called by Lightning, when a fit has ended well."""
+        """Called by Lightning when a fit has succeeded."""
         if stage == "fit":
             self._end(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Called by Lightning, also when the job leaves after a notice."""
+        """Called by Lightning, also when the job exits after a notice."""
         self._end(exception)
 
     def _end(self, error: BaseException | None) -> None:
@@ -138,27 +138,29 @@ class Resumable(Callback):
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Makes sure that a fit of this trainer can be kept.
+    """Checks that a fit of this trainer can be saved.
 
     Raises:
         UsageError: If it cannot.
     """
     if not isinstance(trainer, Trainer):
         raise UsageError(
-            f"Resumable works with lightning.pytorch.Trainer, and this one is {type(trainer).__module__}'s",
-            hint="Import Trainer and LightningModule from lightning.pytorch: pytorch_lightning is another package.",
+            f"Resumable needs a lightning.pytorch.Trainer, got one of {type(trainer).__module__}",
+            hint="Import Trainer and LightningModule from lightning.pytorch; pytorch_lightning is a different package.",
         )
     strategy = trainer.strategy
     kinds = {kind.__name__ for kind in type(strategy).__mro__}
     if not isinstance(strategy, _STRATEGIES) or any("XLA" in kind for kind in kinds):
         raise UsageError(
             f"Resumable does not support {type(strategy).__name__}",
-            hint='Use one device, strategy="ddp", or ModelParallelStrategy, which divides a model by fully_shard.',
+            hint='Use one device, strategy="ddp", or ModelParallelStrategy with fully_shard.',
         )
     if sum(isinstance(callback, Resumable) for callback in trainer.callbacks) > 1:
-        raise UsageError("a Trainer takes one Resumable", hint="Remove the others: each would resume the same fit.")
+        raise UsageError(
+            "a Trainer can have only one Resumable", hint="Remove the others: each would resume the same fit."
+        )
     if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
         raise UsageError(
             "Resumable does not support StochasticWeightAveraging, which changes the scheduler during training",
-            hint="Average the weights with EMAWeightAveraging or WeightAveraging, which Lightning has from 2.6 on.",
+            hint="Average the weights with EMAWeightAveraging or WeightAveraging, which Lightning has since 2.6.",
         )

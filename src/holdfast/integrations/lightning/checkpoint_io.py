@@ -1,4 +1,4 @@
-"""`HoldfastCheckpointIO`: what `ModelCheckpoint` saves is written in the background, and checked when it is read."""
+"""`HoldfastCheckpointIO`: writes the checkpoints of `ModelCheckpoint` in the background, and checks what it reads."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         trainer.fit(model, ckpt_path="last")
         ```
 
-    Each checkpoint is a directory in the place of a file. `ckpt_path=` reads it, and ordinary `.ckpt` files as before.
-    A checkpoint that `ModelCheckpoint` gives up is removed after the one saved before that is durable. An error in the
+    Each checkpoint is a directory instead of a file. `ckpt_path=` reads it, and ordinary `.ckpt` files as before. A
+    checkpoint that `ModelCheckpoint` gives up is removed once the one saved before that is durable. An error in the
     background is raised at the next save, or when the fit ends. Nothing in a checkpoint is executed: hyperparameters
-    that are no plain values are left out, and Lightning's log says so.
+    that are not plain values are left out, with a line in Lightning's log.
     """
 
     def __init__(self) -> None:
-        """Begins nothing yet."""
+        """Starts nothing yet."""
         self._thread: ThreadPoolExecutor | None = None
         self._tasks: list[Future[None]] = []
 
@@ -49,10 +49,10 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         Raises:
             UsageError: If there are storage options, or `path` is a file.
             HoldfastError: If an earlier save has failed.
-            UnsupportedValueError: If it holds a value that cannot be stored; it says where.
+            UnsupportedValueError: If a value cannot be stored; the error has its path.
         """
         if storage_options is not None:
-            raise UsageError("HoldfastCheckpointIO takes no storage_options", hint="Leave them out.")
+            raise UsageError("HoldfastCheckpointIO does not support storage_options", hint="Leave them out.")
         self._wait()  # One save at a time: the next one has the memory of this one.
         replaced = Path(path).with_name(Path(path).name + ".replaced")
         if Path(path).is_file():
@@ -79,7 +79,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         """**Blocks.** Reads a checkpoint and checks every byte of it; a file is read as Lightning would.
 
         Raises:
-            FileNotFoundError: If nothing is there, or nothing that is whole.
+            FileNotFoundError: If there is no whole checkpoint.
             HoldfastError: If it is damaged.
         """
         self._wait()
@@ -97,14 +97,14 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint in the background, once all saves before are durable; not if one has failed."""
+        """Removes a checkpoint in the background, once all earlier saves are durable; not if one has failed."""
         self._submit(lambda: _remove(Path(path)))
 
     def teardown(self) -> None:
-        """**Blocks.** Waits for what is being written.
+        """**Blocks.** Waits for the saves in progress.
 
         Raises:
-            HoldfastError: If that has failed.
+            HoldfastError: If one has failed.
         """
         thread, self._thread = self._thread, None
         try:
@@ -140,23 +140,23 @@ def _open(path: str | os.PathLike[str], tree: KeptTree) -> CheckpointManager:
 
 
 def _leave_out(checkpoint: dict[str, Any], error: UnsupportedValueError) -> dict[str, Any]:
-    """The checkpoint without the hyperparameter that cannot be stored.
+    """Returns the checkpoint without the hyperparameter that cannot be stored.
 
     Raises:
-        UnsupportedValueError: If it is something else that cannot be stored.
+        UnsupportedValueError: If something else cannot be stored.
     """
     from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
     parts = str(error.path).split("/")
     for key in _HYPERPARAMETERS:
         if key in parts[:-1] and (name := parts[parts.index(key) + 1]) in checkpoint.get(key, {}):
-            rank_zero_warn(f"the hyperparameter {name!r} is no plain value, and is left out of the checkpoint")
+            rank_zero_warn(f"the hyperparameter {name!r} is not a plain value and is not saved")
             return {**checkpoint, key: {each: value for each, value in checkpoint[key].items() if each != name}}
     raise error
 
 
 def _remove(path: Path) -> None:
-    """The manifests go first: what is left of a removal that was cut short is no checkpoint."""
+    """Removes the manifests first, so the remains of an interrupted removal are not a checkpoint."""
     for manifest in path.glob(f"*/{_MANIFEST}"):
         manifest.unlink()
     if path.is_dir():

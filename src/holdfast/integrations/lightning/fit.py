@@ -1,4 +1,4 @@
-"""One `trainer.fit` that is kept: when it restores, where a step ends, and what Lightning does otherwise meanwhile."""
+"""One `trainer.fit` that is saved: when it restores, where a step ends, and which Lightning methods it replaces."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Fit:
     methods of this Trainer's loops and connectors are replaced until the fit ends.
 
     Attributes:
-        run: Saves, once training is about to begin; None before.
-        has_validated: Whether validation has logged figures that no save has yet.
+        run: The run that saves, once training is about to begin; None before.
+        has_validated: True if validation has logged metrics that no save has stored yet.
     """
 
     def __init__(self, trainer: Any, directory: str | os.PathLike[str] | Storage, options: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Fit:
         self._replace(loop.epoch_loop.val_loop._data_source, "dataloader", partial(self._make_loaders, "validation"))
 
     def end(self, error: BaseException | None) -> None:
-        """**Blocks.** Leaves the run, unless training has left it already, and puts Lightning's methods back.
+        """**Blocks.** Leaves the run, unless training has left it already, and restores Lightning's methods.
 
         Raises:
             HoldfastError: If the last save has failed.
@@ -122,12 +122,12 @@ class Fit:
             run.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
 
     def forget(self) -> None:
-        """Puts Lightning's methods back."""
+        """Restores Lightning's methods."""
         while self._undo:
             self._undo.pop()()
 
     def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Has `call` called in the place of a method, with that method before all other arguments."""
+        """Replaces a method by `call`, which gets that method before all other arguments."""
         original = getattr(owner, name)
         setattr(owner, name, MethodType(lambda _, *args, **options: call(original, *args, **options), owner))
 
@@ -199,9 +199,9 @@ class Fit:
         combined.flattened = [_copy_plain(loader) for loader in combined.flattened]
         if len(combined.flattened) > 1 and combined._mode == "max_size_cycle" and _has_no_length(combined):
             self._warn(
-                "one of several loaders does not say how many batches it has, and Lightning begins the shorter ones "
-                "again until all have ended: after a restart within an epoch, that one may have more batches than it "
-                "would have had. Give that loader's dataset a __len__, or set limit_train_batches"
+                "one of several loaders has no length, and Lightning restarts the shorter loaders until all have "
+                "ended. After a restart within an epoch, that loader may give more batches than it would have. "
+                "Give its dataset a __len__, or set limit_train_batches"
             )
         self._followed = [self._follow(loader, combined) for loader in combined.flattened]
         for loader, place, state in zip(combined.flattened, self._followed, stored, strict=False):
@@ -211,13 +211,13 @@ class Fit:
                 loader.load_state_dict(state)
 
     def _follow(self, loader: Any, combined: Any) -> DataPlace | None:
-        """Returns what keeps the place in a loader; None if the loader does so by itself, or cannot."""
+        """Returns an object that saves the position of a loader; None if the loader does so itself, or cannot."""
         if has_state(loader):
             return None
         if not isinstance(loader, DataLoader):
             self._warn(
-                f"{type(loader).__name__} has no state_dict and load_state_dict, so its place cannot be kept: after a "
-                "restart within an epoch, its data begin anew. Use a DataLoader"
+                f"{type(loader).__name__} has no state_dict and load_state_dict, so its position cannot be saved: "
+                "after a restart within an epoch, its data starts from the beginning. Use a DataLoader"
             )
             return None
         # Lightning takes a batch ahead where it does not know how many there are. If a loader has a state of its own,
@@ -290,7 +290,7 @@ class Fit:
                 del loop._should_check_val_fx
 
     def _settle(self) -> None:
-        """Applies what hooks, loaders and Lightning's own restart may have disturbed, last of all the generators."""
+        """Restores what hooks, loaders and Lightning's own restart may have changed; the generators last."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         assert self._progress is not None
         load_progress(trainer, self._progress)
@@ -346,10 +346,10 @@ class Fit:
             self._evaluation = self._before = None
 
     def begin_validation_batch(self) -> None:
-        """Leaves from within the validation, if the job is to leave: a restart validates anew.
+        """Exits from within the validation if the job was asked to stop: a restart validates again.
 
         Raises:
-            SystemExit: When the job leaves.
+            SystemExit: When the job exits.
         """
         evaluation, run, trainer = self._evaluation, self.run, self._trainer
         if evaluation is None or run is None or not evaluation.is_to_leave():
@@ -363,14 +363,14 @@ class Fit:
             self._is_counted = True
         else:
             run._loop.warn(
-                "the job is to leave, and waits for the end of the validation: that has changed the weights, to "
-                "average them, say, and puts them back itself"
+                "the job was asked to stop, but waits until the validation ends: the validation has changed the "
+                "weights (to average them, for example) and restores them itself"
             )
         # The job stays.
         self._exchange(averages, "start")
 
     def _exchange(self, averages: list[Any], moment: str) -> None:
-        """Has callbacks exchange the weights with the averaged ones, or put them back."""
+        """Lets callbacks swap the weights with the averaged ones, or swap them back."""
         for callback in averages:
             getattr(callback, f"on_validation_epoch_{moment}")(self._trainer, self._trainer.lightning_module)
 
@@ -419,7 +419,7 @@ class Fit:
         return [] if combined is None else combined.flattened
 
     def _load_validation(self, own: dict[str, Any]) -> None:
-        """Has the loaders of validation made, if they were, and puts back their generators and what samplers count."""
+        """Creates the validation loaders if they existed, and restores their generators and their samplers' counts."""
         if "validation" not in own["made_with"]:
             return
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
@@ -446,12 +446,12 @@ def _read_epoch(stored: float | None) -> float:
 
 
 def _has_no_length(combined: Any) -> bool:
-    """Whether it is not known before its end how many batches an epoch has."""
+    """Returns True if the number of batches of an epoch is not known before its end."""
     return sized_len(_SUPPORTED_MODES[combined._mode]["iterator"](combined.flattened, combined.limits)) is None
 
 
 def _check_statistics(trainer: Any) -> None:
-    """Makes sure that no worker has statistics of its own within the model.
+    """Checks that no worker has statistics of its own within the model.
 
     Raises:
         UsageError: If one has.
@@ -461,28 +461,28 @@ def _check_statistics(trainer: Any) -> None:
     for name, module in trainer.lightning_module.named_modules():
         if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm) and module.track_running_stats:
             raise UsageError(
-                f"{name} is a {type(module).__name__}, whose statistics are others on each worker with "
-                "ModelParallelStrategy, so they cannot be kept as one",
+                f"{name} is a {type(module).__name__}: with ModelParallelStrategy its statistics differ between "
+                "workers, so they cannot be saved as one",
                 hint="Use LayerNorm, GroupNorm or torch.nn.SyncBatchNorm; or DDP.",
             )
 
 
 def _copy_plain(loader: Any) -> Any:
-    """A copy of a plain loader, since one that is followed is changed; others as they are.
+    """Returns a copy of a plain loader, because following changes a loader; other loaders are returned unchanged.
 
     Raises:
-        UsageError: If its sampler counts by itself.
+        UsageError: If its sampler counts epochs itself.
     """
     if not isinstance(loader, DataLoader) or has_state(loader):
         return loader
     if isinstance(loader.batch_sampler, ResumableSampler):
         raise UsageError(
-            "a DataLoader over a ResumableSampler counts its epochs by itself, and Lightning's Trainer does, too",
-            hint="Give the Trainer a plain DataLoader, which Resumable makes resumable, or a ResumableDataLoader.",
+            "a DataLoader with a ResumableSampler counts its epochs itself, and so does Lightning's Trainer",
+            hint="Pass a plain DataLoader, which Resumable makes resumable, or a ResumableDataLoader.",
         )
     return copy.copy(loader)
 
 
 def _name_all(name: str, objects: list[Any]) -> dict[str, Any]:
-    """By name: the first one is called so, the others have a number as well."""
+    """Returns the objects by name; after the first, names get a number."""
     return {f"{name}_{number}" if number else name: obj for number, obj in enumerate(objects)}

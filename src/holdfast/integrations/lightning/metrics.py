@@ -1,4 +1,4 @@
-"""Figures that accumulate over an epoch: what `self.log` has gathered, and the metrics within a module."""
+"""Metrics that accumulate over an epoch: what `self.log` has gathered, and the torchmetrics of a module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchmetrics import Metric, MetricCollection
 
 
 def read_logged(trainer: Any) -> dict[str, Any]:
-    """Returns what `self.log` has gathered in this epoch, and the newest figures by name."""
+    """Returns what `self.log` has gathered in this epoch, and the newest metrics by name."""
     results, connector = trainer.fit_loop.epoch_loop._results, trainer._logger_connector
     return {
         "gathered": [_read_result(key, result) for key, result in results.items()],
@@ -25,7 +25,7 @@ def read_logged(trainer: Any) -> dict[str, Any]:
 
 
 def load_logged(trainer: Any, state: dict[str, Any]) -> None:
-    """Puts back what `read_logged` returned."""
+    """Restores what `read_logged` returned."""
     results, connector = trainer.fit_loop.epoch_loop._results, trainer._logger_connector
     device = trainer.strategy.root_device
     results.clear()
@@ -71,7 +71,7 @@ def _make_result(trainer: Any, stored: dict[str, Any]) -> Any:
 
 
 def read_metrics(module: Any) -> dict[str, Any]:
-    """Returns the states of all metrics of torchmetrics within a module that have been updated."""
+    """Returns the states of all torchmetrics in a module that have been updated."""
     for part in module.modules():
         if isinstance(part, MetricCollection) and getattr(part, "_groups_checked", False):
             part._compute_groups_create_state_ref()
@@ -83,7 +83,7 @@ def read_metrics(module: Any) -> dict[str, Any]:
 
 
 def load_metrics(module: Any, states: dict[str, Any]) -> None:
-    """Puts back what `read_metrics` returned; metrics that had not been updated are reset."""
+    """Restores what `read_metrics` returned; metrics that had not been updated are reset."""
     for name, metric in module.named_modules():
         if not isinstance(metric, Metric):
             continue

@@ -1,4 +1,4 @@
-"""What a Trainer keeps beside modules, optimizers and schedulers: progress, callbacks, precision, the user's own."""
+"""The Trainer's state apart from modules, optimizers and schedulers: progress, callbacks, precision, the user's own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning.pytorch.trainer import call
 _OWN_KEYS: Final = frozenset(
     {"epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "optimizer_states", "lr_schedulers"}
 )
-"""What Lightning itself puts into a checkpoint, but for `state_dict`, which callbacks may replace."""
+"""The entries that Lightning itself puts into a checkpoint, except `state_dict`, which callbacks may replace."""
 
 
 def read_trainer(trainer: Any, *, is_in_epoch: bool) -> dict[str, Any]:
-    """Returns what all workers share. Collective, if a callback's hooks are."""
+    """Returns the state that all workers share. Collective, if a callback's hooks are."""
     progress = _read_progress(trainer)
     checkpoint = _make_checkpoint(trainer, progress, call._call_callbacks_state_dict(trainer))
     model_state = checkpoint["state_dict"]
@@ -40,7 +40,7 @@ def read_trainer(trainer: Any, *, is_in_epoch: bool) -> dict[str, Any]:
 
 
 def load_trainer(trainer: Any, state: dict[str, Any]) -> None:
-    """Puts back what `read_trainer` returned, but for the progress; model and optimizers are restored already."""
+    """Restores what `read_trainer` returned, except the progress; model and optimizers are restored already."""
     checkpoint = _make_checkpoint(trainer, state["progress"], state["callbacks"])
     model_state = checkpoint.pop("state_dict")
     checkpoint.update(state["extra"])
@@ -61,13 +61,14 @@ def load_trainer(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def load_progress(trainer: Any, progress: dict[str, Any]) -> None:
-    """Has all loops of a fit stand where they stood."""
+    """Restores the progress of all loops of a fit."""
     trainer.fit_loop.load_state_dict(progress)
 
 
 def end_restart(loop: Any) -> None:
-    """Has a loop and those within it go on as if nothing had been restored: what Lightning redoes at a restart, it has
-    done before the save.
+    """Makes a loop and its inner loops continue as if nothing had been restored: what Lightning repeats at a restart
+    was done before
+    the save.
     """
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     loop.reset_restart_stage()
@@ -77,12 +78,12 @@ def end_restart(loop: Any) -> None:
 
 
 def read_gradients(module: Any) -> dict[str, torch.Tensor]:
-    """Returns the gradients that a module's parameters have now."""
+    """Returns the current gradients of a module's parameters."""
     return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
 
 
 def load_gradients(module: Any, gradients: dict[str, torch.Tensor]) -> None:
-    """Puts back what `read_gradients` returned."""
+    """Restores what `read_gradients` returned."""
     for name, parameter in module.named_parameters():
         found = gradients.get(name)
         parameter.grad = None if found is None else found.to(parameter.device)
@@ -99,7 +100,7 @@ def _read_progress(trainer: Any) -> dict[str, Any]:
 
 
 def _make_checkpoint(trainer: Any, progress: dict[str, Any], callbacks: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as callbacks and modules expect it in their hooks; its tensors are the live ones."""
+    """Returns a checkpoint as callbacks and modules expect it in their hooks; its tensors are the live ones."""
     return {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,

@@ -1,4 +1,4 @@
-"""Trees of values that are kept with a run and handed back as they were stored, whatever the live ones look like."""
+"""Trees of values that are saved with a run and given back as stored, regardless of the live ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from holdfast.state.registry import register_adapter
 
 
 class KeptTree:
-    """A tree that is read when it is saved. A restore puts the stored one into `loaded`, and applies nothing.
+    """A tree that is read when it is saved. A restore puts the stored tree into `loaded`, and applies nothing.
 
     Attributes:
         read: Returns the tree. Its arrays may be live: they are copied at once.
-        loaded: The tree that was restored; None before that, or if none was.
+        loaded: The restored tree; None before a restore, or if it had none.
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:
@@ -26,7 +26,7 @@ class KeptTree:
 
 
 class OwnTree(KeptTree):
-    """A tree that is each worker's own."""
+    """A tree of which each worker has its own."""
 
 
 def _put(tree: KeptTree, loaded: Any) -> None:
@@ -34,7 +34,7 @@ def _put(tree: KeptTree, loaded: Any) -> None:
 
 
 class _TreeAdapter(StateAdapter):
-    """Workers may have different values: figures that each of them logs for itself, say. Those of rank 0 are kept."""
+    """Workers may have different values, such as metrics that each logs for itself. Those of rank 0 are saved."""
 
     def replication_of(self, obj: Any) -> Replication:
         return Replication(trained=())

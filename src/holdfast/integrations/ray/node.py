@@ -1,4 +1,4 @@
-"""What runs in Ray's actors: a node of a session, and the key-value store through which nodes agree."""
+"""The code that runs in Ray's actors: a node of a session, and the key-value store that the nodes share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.storage import open_storage
 
 
 class StoreActor:
-    """Values and counters in the memory of one process. An actor does one call after the other, so each is atomic."""
+    """Values and counters in the memory of one process. An actor executes one call at a time, so each is atomic."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -86,7 +86,7 @@ class RayStore:
 
 
 def connect_to(actor: Any) -> Connect:
-    """How a process of a session reaches the store."""
+    """Returns how a process of a session connects to the store."""
     return partial(_connect, actor)
 
 
@@ -96,12 +96,12 @@ def _connect(actor: Any, timeout_seconds: float) -> RayStore:
 
 @dataclass(frozen=True, slots=True)
 class NodeCall:
-    """A task, as it travels to its node.
+    """A task, as it is sent to its node.
 
     Attributes:
-        place: Its place in the group.
-        name: What it is called.
-        function: What it does.
+        place: Its position in the group.
+        name: Its name.
+        function: Its function.
     """
 
     place: int
@@ -111,13 +111,13 @@ class NodeCall:
 
 @dataclass(frozen=True, slots=True)
 class NodeAnswer:
-    """What became of the tasks of a node.
+    """The results of a node's tasks.
 
     Attributes:
-        outputs: By the place in the group, what each returned.
+        outputs: By the position in the group, what each returned.
         task: The one that failed; empty if none did.
-        text: How.
-        trace: Where.
+        text: The error.
+        trace: Its traceback.
     """
 
     outputs: dict[int, Any]
@@ -127,20 +127,20 @@ class NodeAnswer:
 
 
 Reply: TypeAlias = tuple[NodeOutcome, list[bytes]]
-"""How a call ended, and what has happened: events as lines of JSON."""
+"""The result of a call, and the events that happened, as lines of JSON."""
 
 
 class NodeActor:
-    """One node. An actor does one call after the other."""
+    """One node. An actor executes one call at a time."""
 
     def __init__(self, nodes: Sequence[str], rank: int, store: Any, scope: str) -> None:
-        """Makes the node.
+        """Creates the node.
 
         Args:
             nodes: All nodes of the session.
-            rank: Which of them this is.
-            store: The actor through which they agree.
-            scope: Tells this start of the nodes from all others.
+            rank: The index of this one.
+            store: The actor that the nodes share.
+            scope: Identifies this start of the nodes.
         """
         self._nodes = tuple(nodes)
         self._rank = rank
@@ -177,16 +177,16 @@ class NodeActor:
         timeout_seconds: float,
         threads: int,
     ) -> Reply:
-        """Joins the other nodes, if that was not done yet, and makes this node's part of what saves and restores.
+        """Joins the other nodes, if that was not done yet, and creates this node's part of saving and restoring.
 
         Args:
-            number: What the other calls name it by.
-            kept: The nodes whose state is kept.
-            directory: Where the checkpoints lie.
+            number: The number by which the other calls refer to it.
+            kept: The nodes whose state is saved.
+            directory: The directory of the checkpoints.
             keep: Which to keep.
-            begin_anew: Whether to begin from nothing although there may be checkpoints.
+            begin_anew: True to start from the beginning even if there are checkpoints.
             timeout_seconds: The deadline of each wait.
-            threads: How many threads write, and read.
+            threads: The number of threads that write, and read.
         """
 
         def open_it() -> None:
@@ -200,7 +200,7 @@ class NodeActor:
         return self._try(open_it)
 
     def call_part(self, number: int, method: str, *arguments: Any) -> Reply:
-        """Calls a method of this node's part, which ends with `close`."""
+        """Calls a method of this node's part; `close` is the last."""
 
         def call() -> NodeOutcome | None:
             part = self._parts.pop(number) if method == "close" else self._parts[number]

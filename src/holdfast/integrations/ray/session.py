@@ -1,4 +1,4 @@
-"""`RaySession`: nodes are actors of Ray, and this process drives them."""
+"""`RaySession`: nodes are Ray actors, and this process drives them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _numbers: Final = itertools.count()
 
 
 class RaySession(Session):
-    """Every node is an actor, with a process of its own, where Ray finds room for it. This process is the master.
+    """Runs every node as an actor, in its own process, wherever Ray has room for it. This process is the master.
 
-    Functions of tasks and objects travel to the nodes as Ray sends them, so they must not hold on to what cannot be
-    sent; outputs travel back. The state of all nodes is one commit, and each node writes its own part: the directory of
-    the checkpoints has to be one that all of them see.
+    Functions and objects of tasks are sent to the nodes by Ray, so they must not hold anything that cannot be sent;
+    outputs are sent back. The state of all nodes is one commit, and each node writes its own part: all of them must see
+    the directory of the checkpoints.
 
-    A node that dies is replaced, with all others, and the job goes on from the last epoch that all nodes have.
+    If a node dies, all nodes are replaced, and the job resumes from the last epoch that all nodes have.
 
     Attributes:
         start: How often the nodes have been started.
@@ -61,12 +61,12 @@ class RaySession(Session):
 
         Args:
             nodes: The names of the nodes.
-            actor_options: Options of each actor for Ray (`num_cpus`, `num_gpus`, `resources`), or such options by node.
+            actor_options: Ray's options for each actor (`num_cpus`, `num_gpus`, `resources`), or such options by node.
             address: The Ray cluster to join, if this process has joined none; None for one on this machine, or the one
                 that the environment names.
-            replacements_allowed: How often the nodes are replaced, over the life of the session.
-            grace_seconds: How long the other tasks of a group may go on when one has failed.
-            start_seconds: How long Ray may take to find room for all nodes.
+            replacements_allowed: How often the nodes may be replaced, over the life of the session.
+            grace_seconds: How long the other tasks of a group may continue after one has failed.
+            start_seconds: How long Ray may take to place all nodes.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -75,7 +75,9 @@ class RaySession(Session):
         super().__init__(() if nodes is None else nodes)
         names = self.nodes
         if not isinstance(actor_options, Mapping | None):
-            raise UsageError(f"actor_options={actor_options!r} is no mapping", hint='Write {"num_cpus": 2}, say.')
+            raise UsageError(
+                f"actor_options must be a mapping, got {actor_options!r}", hint='For example, {"num_cpus": 2}.'
+            )
         check_whole("replacements_allowed", replacements_allowed)
         check_seconds("grace_seconds", grace_seconds, least=0)
         check_seconds("start_seconds", start_seconds)
@@ -101,9 +103,9 @@ class RaySession(Session):
         """**Blocks.** Runs tasks on their nodes; see `Session`.
 
         Raises:
-            TaskFailedError: If one raised an error.
+            TaskFailedError: If a task raised an error.
             NodeLostError: If a node is gone.
-            UsageError: If a task cannot be sent to its node, or what it returns cannot be sent back.
+            UsageError: If a task cannot be sent to its node, or its result cannot be sent back.
         """
         calls: dict[str, list[NodeCall]] = {node: [] for node in self.nodes}
         for place, one in enumerate(placed):
@@ -113,7 +115,7 @@ class RaySession(Session):
         except TypeError as error:
             raise UsageError(
                 f"a task of the group {group} cannot be sent to its node: {str(error).strip().splitlines()[0]}",
-                hint="Functions of tasks and objects cannot hold on to locks, open files or devices.",
+                hint="The functions and objects of a task must not hold locks, open files or devices.",
             ) from error
         # Those without tasks hear of the epoch too.
         refs = {
@@ -130,11 +132,11 @@ class RaySession(Session):
         return {one: answers[one.node].outputs[place] for place, one in enumerate(placed)}
 
     def _make_store(self, nodes: Sequence[str], options: NodeStoreOptions) -> WorkerNodeStore:
-        """What saves and restores the workspaces: each node its own, in one commit."""
+        """Creates what saves and restores the workspaces: each node its own, in one commit."""
         return _RayNodeStore(self, nodes, options)
 
     def try_replace(self, lost: NodeLostError) -> bool:
-        """**Blocks.** Starts all nodes anew, with empty workspaces, unless that was done as often as it may be."""
+        """**Blocks.** Starts all nodes again with empty workspaces, unless the allowed replacements are used up."""
         if self._replacements_left <= 0:
             return False
         self._replacements_left -= 1
@@ -143,7 +145,7 @@ class RaySession(Session):
         return True
 
     def call_all(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """**Blocks.** Calls a method of the nodes, all at the same time, and gives what each returned.
+        """**Blocks.** Calls a method of the nodes, all at the same time, and returns their results.
 
         Raises:
             NodeLostError: If a node is gone.
@@ -154,7 +156,7 @@ class RaySession(Session):
         return answers
 
     def check_store(self) -> None:
-        """**Blocks** for moments. Makes sure that the actor lives through which the nodes agree.
+        """**Blocks** for moments. Checks that the actor that the nodes share is alive.
 
         Raises:
             NodeLostError: If it is gone; then the nodes are of no use either.
@@ -163,15 +165,15 @@ class RaySession(Session):
             ray.get(self._store.try_get.remote(""), timeout=_STORE_SECONDS)
         except RayActorError as error:
             raise NodeLostError(
-                "the actor through which the nodes agree is gone: its process has ended",
+                "the actor that coordinates the nodes is gone: its process has ended",
                 nodes=self.nodes,
-                hint="The log of Ray says why: out of memory, for instance, or a machine that was taken away.",
+                hint="Ray's log has the cause, such as lack of memory or a lost machine.",
             ) from error
         except GetTimeoutError:
             return  # One that is slow lives.
 
     def close(self) -> None:
-        """**Blocks.** Ends the nodes, and Ray if this session has started it; harmless twice."""
+        """**Blocks.** Ends the nodes, and Ray if this session started it; a second call does nothing."""
         if self._closed:
             return
         try:
@@ -199,9 +201,9 @@ class RaySession(Session):
         if late:
             self._stop()
             raise NodeLostError(
-                f"Ray has found no place for {', '.join(late)} within {self._start_seconds:g} s",
+                f"Ray did not place {', '.join(late)} within {self._start_seconds:g} s",
                 nodes=late,
-                hint="Ask for less in actor_options, or give the Ray cluster more; `ray status` says what it has.",
+                hint=("Ask for fewer resources in actor_options, or enlarge the Ray cluster; see `ray status`."),
             )
 
     def _stop(self) -> None:
@@ -222,7 +224,7 @@ class RaySession(Session):
                 ray.kill(self._actors[node])
 
     def _collect(self, refs: Mapping[str, Any], answers: dict[str, Any]) -> None:
-        """Adds what each node gives back. Once one has failed, the others have some time to end."""
+        """Adds the results of each node. After one has failed, the others have some time to end."""
         nodes = {ref: node for node, ref in refs.items()}
         lost: list[str] = []
         unsent: list[tuple[str, RayTaskError]] = []
@@ -245,13 +247,13 @@ class RaySession(Session):
             raise NodeLostError(
                 f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} gone: the process has ended",
                 nodes=tuple(lost),
-                hint="The log of Ray says why: out of memory, for instance, or a machine that was taken away.",
+                hint="Ray's log has the cause, such as lack of memory or a lost machine.",
             )
         for node, error in unsent:
             text = str(error.cause).strip().splitlines()
             raise UsageError(
-                f"{node} cannot send back what a task returned: {text[0] if text else repr(error.cause)}",
-                hint="What tasks return travels to this process: return plain values or arrays.",
+                f"{node} cannot send a task's result: {text[0] if text else repr(error.cause)}",
+                hint="Task results are sent to this process: return plain values or arrays.",
             ) from error
 
     def _raise_failure(self, group: str, answers: Mapping[str, NodeAnswer]) -> None:
@@ -265,23 +267,23 @@ class RaySession(Session):
             error.add_note(f"{also.task} on {other} failed too: {also.text}")
         for silent in self.nodes:
             if silent not in answers:
-                error.add_note(f"{silent} is still at work after {self._grace_seconds:g} s, and is ended")
+                error.add_note(f"{silent} was still running after {self._grace_seconds:g} s and is terminated")
         raise error
 
 
 class _RayNodeStore(WorkerNodeStore):
-    """The parts are with the nodes' actors; this process has none of its own."""
+    """The parts are in the nodes' actors; this process has none of its own."""
 
     def __init__(self, session: RaySession, nodes: Sequence[str], options: NodeStoreOptions) -> None:
-        """**Blocks.** Has the actors join each other, and make their managers.
+        """**Blocks.** Lets the actors join each other, and create their managers.
 
         Raises:
-            UsageError: If the checkpoints are to lie where not all actors see them.
+            UsageError: If the checkpoints are to be in a directory that not all actors see.
         """
         if find_location(options.storage) is None:
             raise UsageError(
-                f"{options.storage.url} cannot be seen by other processes",
-                hint="Give the path of a directory that all nodes see.",
+                f"other processes cannot see {options.storage.url}",
+                hint="Pass the path of a directory that all nodes can see.",
             )
         self._session = session
         self._start = session.start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -14,13 +15,18 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, row_major
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.leaves import ArraySpec, LocalBox, Sharding, part_of, spec_like
+from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, Sharding, part_of, spec_like
 from holdfast.state.registry import register_sharder
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Places along one dimension: where each run of them begins and ends, in the order in which they lie locally."""
 
 _BACKEND: Final = TorchBackend()
+_local = attrgetter("_local_tensor")
+_spec = attrgetter("_spec")
+_mesh = attrgetter("mesh")
+_placements = attrgetter("placements")
+_shape = attrgetter("shape")
 
 
 class MeshSharder:
@@ -39,9 +45,16 @@ class MeshSharder:
         memory = (_BACKEND.alias_key(local), shape, placements, array.device_mesh)
         is_one = len(part.boxes) == 1
         boxes = tuple(
-            LocalBox(box, local if is_one else part_of(local, place), part.holders) for box, place in part.boxes
+            LocalBox(box, local, part.holders) if is_one else LocalBox(box, part_of(local, place), part.holders, place)
+            for box, place in part.boxes
         )
         return Sharding(spec_like(own, shape), _BACKEND, boxes, memory, part.workers)
+
+    def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object]:
+        """Meshes, placements and shapes."""
+        specs = list(map(_spec, arrays))
+        marks = list(map(_mesh, specs)), list(map(_placements, specs)), list(map(_shape, arrays))
+        return _BACKEND, list(map(_local, arrays)), marks
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """A tensor on the same mesh, placed in the same way."""
@@ -56,10 +69,10 @@ class MeshSharder:
 
 def mesh_ranks(tensors: Sequence[Any]) -> tuple[int, ...] | None:
     """The ranks of all workers in the largest mesh that some tensors lie on; None if none lies on a mesh."""
-    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    meshes = {id(mesh): mesh for mesh in (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))}
     if not meshes:
         return None
-    return _all_ranks(max(meshes, key=lambda mesh: int(mesh.mesh.numel())))
+    return _all_ranks(max(meshes.values(), key=lambda mesh: int(mesh.mesh.numel())))
 
 
 class _MeshPart(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from holdfast.errors import UsageError
+from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.integrations.torch.module_walks import list_modules, list_parameters, read_state
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import (
     OWNED,
@@ -73,14 +74,20 @@ class ModuleAdapter(Adapter):
 
     def check(self, obj: Any, path: str) -> None:
         """Looks at the modules within it too."""
-        for name, module in obj.named_modules():
-            refuse_type(type(module), f"{path}/{name}" if name else path)
+        try:
+            for cls in set(map(type, list_modules(obj))):
+                refuse_type(cls, path)
+        except UnsupportedValueError:
+            for name, module in obj.named_modules():
+                refuse_type(type(module), f"{path}/{name}" if name else path)
 
     def prepare(self, obj: Any) -> None:
         """Calls `prepare_for_checkpoint` of the module and of those within it."""
-        for module in obj.modules():
-            if hasattr(type(module), "prepare_for_checkpoint"):
-                module.prepare_for_checkpoint()
+        modules = list_modules(obj)
+        if any(hasattr(cls, "prepare_for_checkpoint") for cls in set(map(type, modules))):
+            for module in modules:
+                if hasattr(type(module), "prepare_for_checkpoint"):
+                    cast(Any, module).prepare_for_checkpoint()
 
     def readable(self, obj: Any) -> Readable:
         """See `Adapter`. A lazy module gets its shapes, and one on the meta device its memory, before it is used."""
@@ -106,9 +113,9 @@ class ModuleAdapter(Adapter):
 
         The parameters are kept equal. Each worker may have buffers of its own, such as the statistics of batch norm.
         """
-        settle(obj)
-        parameters = list(obj.parameters())
-        return Replication(holders_of(parameters), parameters, is_trained=True, renewed=_renewed_buffers(obj))
+        modules = settle(obj)
+        parameters = list_parameters(modules)
+        return Replication(holders_of(parameters), parameters, is_trained=True, renewed=_renewed_buffers(modules))
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """Values by name."""
@@ -250,16 +257,16 @@ def _finish(
         _load(module, values, made)
 
 
-def _renewed_buffers(module: nn.Module) -> list[torch.Tensor]:
+def _renewed_buffers(modules: list[nn.Module]) -> list[torch.Tensor]:
     """The buffers that are expected to differ between workers: DDP copies those of the first one to all, every step.
 
     Where the module itself is named and not its wrapper, these are the statistics of batch norm, unless DDP within it
     was told to leave buffers alone.
     """
-    wrappers = [one for one in module.modules() if type(one).__name__ == "DistributedDataParallel"]
+    wrappers = [one for one in modules if type(one).__name__ == "DistributedDataParallel"]
     if wrappers:
         return [buffer for one in wrappers if getattr(one, "broadcast_buffers", False) for buffer in one.buffers()]
-    norms = (one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm))
+    norms = (one for one in modules if isinstance(one, nn.modules.batchnorm._BatchNorm))
     return [buffer for one in norms for buffer in one.buffers(recurse=False)]
 
 
@@ -274,8 +281,15 @@ def holders_of(tensors: Sequence[Any]) -> Sequence[int] | None:
 
 def renaming(module: nn.Module) -> Callable[[str], str]:
     """What turns a name that the module gives into one that wrappers have no part in."""
-    cuts = []
-    for path, child in module.named_modules(remove_duplicate=False):
+    return _renaming(list_modules(module))
+
+
+def _renaming(modules: list[nn.Module]) -> Callable[[str], str]:
+    kinds = set(map(type, modules))
+    if not any(f"{cls.__module__}.{cls.__qualname__}" in _WRAPPERS for kind in kinds for cls in kind.__mro__):
+        return _same
+    cuts: list[tuple[str, str]] = []
+    for path, child in modules[0].named_modules(remove_duplicate=False):
         for cls in type(child).__mro__:
             part = _WRAPPERS.get(f"{cls.__module__}.{cls.__qualname__}")
             if part is not None:
@@ -289,30 +303,38 @@ def renaming(module: nn.Module) -> Callable[[str], str]:
                 name = prefix + name[len(prefix) + len(part) :]
         return name
 
-    return rename if cuts else _same
+    return rename
 
 
 def _same(name: str) -> str:
     return name
 
 
-def settle(module: nn.Module) -> None:
+def settle(module: nn.Module) -> list[nn.Module]:
     """Brings a module's parameters into the form that they are saved in: those of its optimizer, divided over its mesh.
 
     FSDP2 leaves some gathered after a forward pass that no backward one follows, and those are other tensors.
+
+    Returns:
+        All modules in it, itself first.
 
     Raises:
         UsageError: If the module hides which tensors its parameters are.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     divided = getattr(fsdp, "FSDPModule", None)
-    for child in module.modules():
-        if divided is not None and isinstance(child, divided):
-            child.reshard()
-        if any(getattr(hook, "__name__", "") == "_localize_dtensor" for hook in child._forward_hooks.values()):
+    modules = list_modules(module)
+    kinds = {kind for kind in set(map(type, modules)) if divided is not None and issubclass(kind, divided)}
+    for child in modules:
+        if type(child) in kinds:
+            cast(Any, child).reshard()
+        if child._forward_hooks and any(
+            getattr(hook, "__name__", "") == "_localize_dtensor" for hook in child._forward_hooks.values()
+        ):
             refuse_localized(child.parameters())
             if _hides_parameters(child):
                 raise _localized()
+    return modules
 
 
 def refuse_localized(parameters: Iterable[Any]) -> None:
@@ -344,9 +366,10 @@ def _hides_parameters(module: nn.Module) -> bool:
 
 
 def _read(module: nn.Module) -> dict[str, Any]:
-    settle(module)
-    rename = renaming(module)
-    return {rename(name): value for name, value in module.state_dict(keep_vars=True).items()}
+    modules = settle(module)
+    rename = _renaming(modules)
+    state = read_state(modules)
+    return state if rename is _same else {rename(name): value for name, value in state.items()}
 
 
 def _load(module: nn.Module, values: dict[str, Any], made: dict[str, str]) -> None:
@@ -363,6 +386,14 @@ def _load(module: nn.Module, values: dict[str, Any], made: dict[str, str]) -> No
     module.load_state_dict(state)
 
 
+_FSDP_HOOKS: Final = frozenset(
+    {
+        "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook",
+        "FSDPParam.__init__.<locals>.<lambda>",
+    }
+)
+
+
 def _special_prefixes(module: nn.Module) -> tuple[str, ...]:
     """Where modules stand that change what they load."""
     rename = renaming(module)
@@ -370,12 +401,15 @@ def _special_prefixes(module: nn.Module) -> tuple[str, ...]:
         rename(f"{path}." if path else "")
         for path, child in module.named_modules(remove_duplicate=False)
         if any(map(_changes_values, child._load_state_dict_pre_hooks.values()))
-        or child._load_state_dict_post_hooks
+        or any(map(_changes_values, child._load_state_dict_post_hooks.values()))
         or type(child)._load_from_state_dict not in _PLAIN_LOADERS
     )
 
 
 def _changes_values(hook: Any) -> bool:
-    """Whether a hook may have to do with what is loaded. That of FSDP2 frees the parameters that it had gathered."""
-    called = getattr(hook, "hook", hook)
-    return getattr(called, "__qualname__", "") != "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"
+    """Whether a hook may have to do with what is loaded; those of FSDP2 have not.
+
+    One frees the parameters that it had gathered. The other takes notice of parameters that have got other memory, as
+    none has that was filled where it is.
+    """
+    return getattr(getattr(hook, "hook", hook), "__qualname__", "") not in _FSDP_HOOKS

@@ -18,11 +18,12 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
 
 from holdfast.format.decoding import Decoder, malformed
+from holdfast.integrations.torch.module_walks import list_named_parameters
 from holdfast.integrations.torch.modules import holders_of, refuse_localized, renaming, settle
 from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
 from holdfast.integrations.torch.tensors import is_capturing
@@ -306,9 +307,9 @@ def parameter_names(context: CaptureContext) -> dict[int, str]:
     taken: set[str] = set()
     for path, member in context.members:
         if isinstance(member, nn.Module):
-            settle(member)
+            modules = settle(member)
             rename = renaming(member)
-            for name, parameter in member.named_parameters():
+            for name, parameter in list_named_parameters(modules):
                 full = f"{path}.{rename(name)}"
                 if id(parameter) not in names and full not in taken:
                     names[id(parameter)] = full
@@ -378,7 +379,13 @@ def _wanted(node: Skeleton, loading: Loading, *at: str) -> bool:
 def _shapes_of(layout: _Layout) -> dict[str, list[int]]:
     """Of each parameter that has a shape yet."""
     parameters = zip(layout.names, layout.parameters, strict=True)
-    return {name: list(parameter.shape) for name, parameter in parameters if not is_lazy(parameter)}
+    if any(map(_is_lazy_type, set(map(type, layout.parameters)))):
+        return {name: list(parameter.shape) for name, parameter in parameters if not is_lazy(parameter)}
+    return {name: list(parameter.shape) for name, parameter in parameters}
+
+
+def _is_lazy_type(cls: type) -> bool:
+    return issubclass(cls, UninitializedParameter | UninitializedBuffer)
 
 
 def _stored_shapes(stored: Skeleton, loading: Loading) -> dict[str, list[int]]:

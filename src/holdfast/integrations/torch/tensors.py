@@ -19,7 +19,7 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events.sinks import logger
 from holdfast.format.dtypes import Quantizer, find_quantizer_problem, names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, row_major
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Pin, Plain, spec_of
+from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Pin, Plain, spec_of
 
 Items: TypeAlias = list[tuple[torch.Tensor, int]]
 """Tensors, each with the byte of the image where its values go."""
@@ -224,10 +224,15 @@ _DEVICES: Final = TorchDevices()
 _dtype = attrgetter("dtype")
 _shape = attrgetter("shape")
 _is_cpu = attrgetter("is_cpu")
+_layout = attrgetter("layout")
+_device = attrgetter("device")
+_STRIDED: Final = {torch.strided}
 _address = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
 _is_conj = torch.Tensor.is_conj
 _is_neg = torch.Tensor.is_neg
+_is_inference = torch.Tensor.is_inference
+_version = attrgetter("_version")
 _nbytes = attrgetter("nbytes")
 _offset = torch.Tensor.storage_offset
 _stride = torch.Tensor.stride
@@ -293,30 +298,46 @@ class TorchBackend:
         item_bytes = array.itemsize
         return extent_of(address, array.shape, [stride * item_bytes for stride in array.stride()], item_bytes)
 
-    def fingerprint(self, arrays: Sequence[Any]) -> object:
-        """Address, shape, type and strides of each, if all lie as they are stored."""
+    def glance(self, arrays: Sequence[Any]) -> Glance | None:
+        """Shape, type, strides and device of each, if each has its memory."""
         addresses: list[int] = []
         shapes: list[torch.Size] = []
         dtypes: list[torch.dtype] = []
-        strides: list[tuple[int, ...]] = []
+        others: list[object] = []
         for first in range(0, len(arrays), _LOOKED_AT):
             some = arrays[first : first + _LOOKED_AT]
             kinds = list(map(_dtype, some))
-            if not all(map(_is_contiguous, some)) or any(map(_is_neg, some)):
+            distinct = set(kinds)
+            if not _PLAIN_TYPES.issuperset(map(type, some)) or not _PLAIN_DTYPES.keys() >= distinct:
                 return None
-            if any(kind.is_complex for kind in set(kinds)) and any(map(_is_conj, some)):
+            if set(map(_layout, some)) != _STRIDED or any(map(_is_neg, some)):
+                return None
+            if any(kind.is_complex for kind in distinct) and any(map(_is_conj, some)):
+                return None
+            own = list(map(_shape, some))
+            lengths = set(chain.from_iterable(own))
+            is_contiguous = all(map(_is_contiguous, some))
+            # What is contiguous may have any stride where a length is 0 or 1.
+            others.append(list(map(_stride, some)) if not is_contiguous or 1 in lengths or 0 in lengths else None)
+            if not all(map(_is_cpu, some)):
+                devices = list(map(_device, some))
+                if any(device.type not in ("cpu", "cuda") for device in set(devices)):
+                    return None
+                others.append(devices)
+            if any(map(gt, map(_nbytes, some), map(_storage_bytes, map(_storage, some)))):
+                return None
+            if (not is_contiguous or any(map(_offset, some))) and any(map(_lacks_memory, some)):
                 return None
             addresses += map(_address, some)
-            own = list(map(_shape, some))
-            if 1 in chain.from_iterable(own):  # What is contiguous may have any stride where a length is 1.
-                strides += map(_stride, some)
             shapes += own
             dtypes += kinds
-        return addresses, shapes, dtypes, strides
+        return Glance(addresses, (shapes, dtypes, others))
 
-    def version(self, array: Any) -> int | None:
-        """What autograd counts for the tensor and all its views."""
-        return None if array.is_inference() else int(array._version)
+    def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
+        """What autograd counts for each tensor and all its views."""
+        if any(map(_is_inference, arrays)):
+            return [None if array.is_inference() else int(array._version) for array in arrays]
+        return list(map(_version, arrays))
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """Types, shapes and addresses, if all lie as they are stored in host memory."""

@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face: `hf.transformers.Resumable`."""
+"""`hf.transformers.Resumable`: resumable training with the Hugging Face Trainer."""
 
 from __future__ import annotations
 

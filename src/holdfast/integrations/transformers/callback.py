@@ -1,4 +1,4 @@
-"""`Resumable`: what makes the Trainer of Hugging Face begin where the last process stopped."""
+"""`Resumable`: makes the Hugging Face Trainer continue where the last process stopped."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _LOADING: Final = (
     "_load_rng_state",
     "_load_callback_state",
 )
-"""By what methods the Trainer loads a checkpoint of its own. There is none where holdfast has restored."""
+"""The methods by which the Trainer loads its own checkpoints. They are replaced if holdfast has restored."""
 
 _OF_A_READER: Final = ("cluster", "liveness_seconds", "timeout_seconds", "threads")
-"""The options that a look at the newest checkpoint needs as well."""
+"""The options that are also needed to read the newest checkpoint."""
 
 _BEYOND_ANY: Final = 10**15
-"""A step that is in no epoch of any training: the Trainer trains no more, and ends as it does after the last one."""
+"""A step beyond every epoch: the Trainer trains no more, and ends as it does after the last step."""
 
 
 class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Saves a `Trainer` in the background, and has `trainer.train()` begin where the last process stopped.
+    """Saves a `Trainer` in the background, and makes `trainer.train()` continue where the last process stopped.
 
     Example:
         ```python
@@ -61,9 +61,9 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         trainer.train()
         ```
 
-    A step is one of the Trainer's: `state.global_step`. What `trainer.log` reports goes along with the checkpoint, for
-    `hf.Best("eval_loss")`. Objects of the program's own are kept by name, as by `hf.resumable`: `Resumable("runs/a",
-    average=average)`; and so are callbacks that have `state_dict` and `load_state_dict`.
+    A step is one of the Trainer's: `state.global_step`. Metrics that `trainer.log` reports are stored with the
+    checkpoint, for `hf.Best("eval_loss")`. Your own objects are saved by name, as in `hf.resumable`:
+    `Resumable("runs/a", average=average)`; and so are callbacks that have `state_dict` and `load_state_dict`.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         keep: RetentionPolicy | None = None,
         **options: Any,
     ) -> None:
-        """Takes note of what to do; nothing is looked at before `trainer.train()`.
+        """Stores the settings; nothing is read before `trainer.train()`.
 
         Args:
             directory: The run's directory, a URL, or an open storage.
-            save_every: When to save; None for `hf.Auto()`, which measures what a save costs.
-            keep: What to keep; None for `hf.Latest(3)`.
-            **options: Others of `hf.resumable`, and further objects to keep, by name. `on_resize` is "refuse" here.
+            save_every: When to save; None for `hf.Auto()`, which measures the cost of a save.
+            keep: Which checkpoints to keep; None for `hf.Latest(3)`.
+            **options: Other options of `hf.resumable`, and further objects to save. `on_resize` is "refuse" here.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -96,10 +96,10 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._session: _Session | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Takes hold of the Trainer that is being made.
+        """Finds the Trainer that is being created.
 
         Raises:
-            UnsupportedValueError: If it trains in a way that cannot be kept.
+            UnsupportedValueError: If it trains in a way that cannot be saved.
             UsageError: If its arguments contradict this callback.
         """
         trainer = self._trainer = _find_trainer(self)
@@ -115,7 +115,7 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
             nonlocal is_used
             if is_used:
                 trainer_module.logger.warning(
-                    "holdfast: the second train() in this process is left alone, and nothing of it is saved"
+                    "holdfast: this is the second train() in this process; holdfast does not save it"
                 )
                 return begin(*positional, **named)
             result = self._train(begin, *positional, **named)
@@ -128,36 +128,36 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Restores.
 
         Raises:
-            UsageError: If the callback was added to a Trainer that was there already.
+            UsageError: If the callback was added to a Trainer that already existed.
         """
         if self._trainer is None:
             raise UsageError(
-                "hf.transformers.Resumable was added after the Trainer was made",
+                "hf.transformers.Resumable was added after the Trainer was created",
                 hint="Write Trainer(..., callbacks=[hf.transformers.Resumable(...)]).",
             )
         if self._session is not None:
             self._session.enter()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Takes note of it."""
+        """Notes the epoch."""
         if self._session is not None:
             self._session.begin_epoch()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Takes note of it."""
+        """Notes the epoch's end."""
         if self._session is not None:
             self._session.is_epoch_over = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Notes figures for the next save."""
+        """Records metrics for the next save."""
         if self._session is not None:
             self._session.report(logs or {})
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leaves from within an evaluation, if the job is to leave: a restart evaluates anew.
+        """Exits from within an evaluation if the job was asked to stop: a restart evaluates again.
 
         Raises:
-            SystemExit: When the job leaves.
+            SystemExit: When the job exits.
         """
         if self._session is not None:
             self._session.end_evaluation_batch()
@@ -182,7 +182,7 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._session = None
 
     def _peek(self, step: int | None) -> TrainerProgress | None:
-        """How far the newest checkpoint that is whole has come; None if there is none."""
+        """Returns the progress of the newest whole checkpoint; None if there is none."""
         if self._options.get("begin_anew"):
             return None
         progress = TrainerProgress()
@@ -193,12 +193,12 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _open_run(self, objects: dict[str, Any]) -> Run:
         for name in self._objects:
             if name in objects:
-                raise UsageError(f"{name} is an object of the Trainer's, and is kept already")
+                raise UsageError(f"{name} is an object of the Trainer, and is saved already")
         return holdfast.run.resumable(self._directory, Checkpoint(**objects, **self._objects), **self._options)
 
 
 class _BeginAgain(Exception):  # noqa: N818 - no error
-    """The Trainer's loop has begun at another step than the one that was restored, and is begun again there."""
+    """The Trainer's loop began at another step than the restored one, and is started again there."""
 
     def __init__(self, step: int, *, is_finished: bool, is_stopped: bool = False) -> None:
         super().__init__(step)
@@ -206,7 +206,7 @@ class _BeginAgain(Exception):  # noqa: N818 - no error
 
 
 class _Session:
-    """One call of `train()`: what is hooked into the Trainer meanwhile, and the run."""
+    """One call of `train()`: the methods that are replaced in the Trainer meanwhile, and the run."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class _Session:
         self.is_epoch_over = False
 
     def prepare(self, given: str | None) -> str | None:
-        """Hooks in. Returns the folder from which the Trainer is to read its state, if it is to begin in the middle."""
+        """Replaces the methods. Returns the folder from which the Trainer reads its state, if any."""
         trainer, stack, progress = self._trainer, self._stack, self._progress
         stack.enter_context(_replaced(trainer, "get_train_dataloader", self._get_loader))
         stack.enter_context(_replaced(trainer, "_maybe_log_save_evaluate", self._end_step))
@@ -245,7 +245,7 @@ class _Session:
             return given
         if given is not None:
             trainer_module.logger.warning(
-                f"holdfast: goes on from its own checkpoint of step {progress.global_step}, not from {given}"
+                f"holdfast: resuming from its own checkpoint of step {progress.global_step}, not from {given}"
             )
         for name in _LOADING:
             hook = self._put_generators_back if name == "_load_rng_state" else _do_nothing
@@ -263,7 +263,7 @@ class _Session:
         return folder
 
     def enter(self) -> None:
-        """Restores, when all that is restored is there; the Trainer is about to begin its first epoch."""
+        """Restores, once everything to restore exists; the Trainer is about to begin its first epoch."""
         trainer, progress = self._trainer, self._live
         run = self._run = self._open_run(self._list_objects(progress))
         if self._place is not None and self._place.caveat:
@@ -290,14 +290,14 @@ class _Session:
         self._counted = state.global_step
 
     def begin_epoch(self) -> None:
-        """The Trainer has begun an epoch; its loader begins soon."""
+        """Called when the Trainer has begun an epoch; its loader begins soon."""
         self.is_epoch_over = False
         if self._place is not None:
             # The Trainer says by `skip_first_batches` whether it goes on in the middle of an epoch.
             self._is_place_kept, self._place.resumes = self._place.resumes, False
 
     def report(self, logs: Mapping[str, Any]) -> None:
-        """Notes figures for the next save."""
+        """Records metrics for the next save."""
         if self._run is not None:
             figures = {
                 name: value
@@ -340,9 +340,9 @@ class _Session:
             self._generators = None
 
     def _end_step(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
-        """After each step, and once more at the end of an epoch: logs and evaluates, then counts and saves.
+        """Called after each step, and once more at the end of an epoch: logs and evaluates, then counts and saves.
 
-        The last step of an epoch counts when the epoch has ended, so that what is done there belongs to it.
+        The last step of an epoch counts after the epoch has ended, so that its end belongs to it.
         """
         self._bind = lambda: dict(inspect.signature(original).bind(*positional, **named).arguments)
         self._worker.see_loss(named["tr_loss"] if "tr_loss" in named else positional[0])
@@ -390,10 +390,10 @@ class _Session:
         self._worker.end_evaluation()
 
     def end_evaluation_batch(self) -> None:
-        """Leaves, if the job is to leave, with the step as it was before its evaluation.
+        """Exits if the job was asked to stop, with the step as it was before its evaluation.
 
         Raises:
-            SystemExit: When the job leaves.
+            SystemExit: When the job exits.
         """
         evaluation, run = self._evaluation, self._run
         if evaluation is None or run is None or not evaluation.is_to_leave():
@@ -401,7 +401,7 @@ class _Session:
         self._evaluation = None
         if not evaluation.has_own_weights():
             run._loop.warn(
-                "the job is to leave, and waits for the end of the evaluation, which has changed the weights"
+                "the job was asked to stop, but waits until the evaluation ends, which has changed the weights"
             )
             return
         self._counted = self._trainer.state.global_step
@@ -410,7 +410,7 @@ class _Session:
         self._end_evaluation()  # The job stays.
 
     def _end_restored_step(self, trial: Any, ignored: Any) -> None:
-        """Ends the step that was restored: evaluates, and ends its epoch if it was the last one of that."""
+        """Ends the restored step: evaluates, and ends its epoch if it was the last one."""
         trainer, ending = self._trainer, self._live.unfinished
         assert ending is not None  # Asked by the caller.
         ends_epoch = ending.pop("ends_epoch")
@@ -438,7 +438,7 @@ class _Session:
 
 @contextmanager
 def _replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Calls `replacement` in the place of a method of that one object, with the original first."""
+    """Replaces a method of that one object by `replacement`, which gets the original first."""
     original, is_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, lambda *positional, **named: replacement(original, *positional, **named))
     try:
@@ -451,11 +451,11 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterato
 
 
 def _do_nothing() -> None:
-    """What the Trainer would load is restored already."""
+    """Does nothing: what the Trainer would load is restored already."""
 
 
 def _find_trainer(callback: TrainerCallback) -> Any:
-    """The Trainer that calls its callbacks just now. It hands itself to none, so it is looked for among the callers."""
+    """Returns the Trainer that is calling its callbacks. It is not passed to them, so the callers' frames have it."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -463,12 +463,12 @@ def _find_trainer(callback: TrainerCallback) -> Any:
             return found
         frame = frame.f_back  # type: ignore[assignment]
     raise UsageError(
-        "hf.transformers.Resumable finds no Trainer", hint="Write Trainer(..., callbacks=[Resumable(...)])."
+        "hf.transformers.Resumable cannot find its Trainer", hint="Write Trainer(..., callbacks=[Resumable(...)])."
     )
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Makes sure that the Trainer trains in a way that can be kept."""
+    """Checks that the Trainer trains in a way that can be saved."""
     args = trainer.args
     if sum(isinstance(each, Resumable) for each in trainer.callback_handler.callbacks) > 1:
         raise UsageError(
@@ -480,23 +480,23 @@ def _check_trainer(trainer: Any) -> None:
         "sagemaker_model_parallel",
     ):
         raise UnsupportedValueError(
-            f"training of the kind {args.parallel_mode.value} cannot be saved",
+            f"training with parallel mode {args.parallel_mode.value} cannot be saved",
             path="trainer",
             hint="Use one process, or DDP.",
         )
     if args.auto_find_batch_size:
         raise UsageError(
-            "auto_find_batch_size=True begins the training again with another batch size, so a step means nothing",
+            "auto_find_batch_size=True restarts the training with another batch size, so step numbers have no meaning",
             hint="Find the batch size once, and set it.",
         )
     if getattr(args, "enable_jit_checkpoint", False):
         raise UsageError(
-            "enable_jit_checkpoint=True hears SIGTERM too, and saves in a way of its own",
-            hint="Leave it away: Resumable hears SIGTERM, saves and leaves.",
+            "enable_jit_checkpoint=True also handles SIGTERM, and saves in its own way",
+            hint="Remove it: Resumable handles SIGTERM, saves and exits.",
         )
     if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.load_best_model_at_end:
         trainer_module.logger.warning(
-            f"holdfast: the Trainer saves as well, to {args.output_dir}, while training waits "
-            f'(save_strategy="{getattr(args.save_strategy, "value", args.save_strategy)}"). Set save_strategy="no" to '
-            "leave that to Resumable"
+            f"holdfast: the Trainer saves as well, to {args.output_dir}, and blocks training meanwhile "
+            f'(save_strategy="{getattr(args.save_strategy, "value", args.save_strategy)}"). Set '
+            'save_strategy="no" to save with Resumable alone'
         )

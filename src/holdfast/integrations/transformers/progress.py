@@ -1,4 +1,4 @@
-"""How far a Trainer has come: what its own checkpoint keeps as JSON, and what that leaves out."""
+"""The progress of a Trainer: what its own checkpoint stores as JSON, and what that leaves out."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _APPLIED: Final = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
     *("best_metric", "best_global_step", "best_model_checkpoint"),
 )
-"""What of the state training changes; all else follows from the arguments of the program."""
+"""The part of the state that training changes; the rest follows from the program's arguments."""
 
 _COUNTERS: Final = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 
 
 class TrainerProgress:
-    """What all workers have alike: the state, and that of callbacks; the files that describe the model go along.
+    """The state that all workers share: the Trainer's, that of callbacks, and the files that describe the model.
 
     Attributes:
         fields: The fields of `TrainerState`.
-        unfinished: While the step ends with an evaluation, what a restart needs in order to end it; else None.
+        unfinished: While the step ends with an evaluation, what a restart needs to end it; else None.
     """
 
     def __init__(self, trainer: Any = None) -> None:
-        """Of a Trainer, or of none: then it is only read."""
+        """Creates it for a Trainer, or for none: then it can only be read."""
         self._trainer = trainer
         self._stored: dict[str, Any] = {}
         self._files = {} if trainer is None else describe_model(trainer.model)
@@ -46,12 +46,12 @@ class TrainerProgress:
         return int(self.fields["global_step"])
 
     def is_finished(self, max_steps: int) -> bool:
-        """Whether all of so many steps are done, or a callback had ended the training early."""
+        """Returns True if that many steps are done, or a callback ended the training early."""
         has_stopped = bool(self._stored["control"]["args"]["should_training_stop"])
         return self.global_step >= max_steps or (has_stopped and self.global_step < int(self.fields["max_steps"]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The progress as JSON, whose numbers are read as they were written."""
+        """Returns the progress as JSON, whose numbers are read as they were written."""
         if self._held is not None:
             return self._held
         trainer = self._trainer
@@ -70,18 +70,18 @@ class TrainerProgress:
         return {"progress": dump(progress), "files": self._files}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes note of it; `apply` puts it into the Trainer."""
+        """Stores it; `apply` puts it into the Trainer."""
         self._stored = json.loads(state["progress"])
         self.fields = self._stored["fields"]
         self.unfinished = self._stored.get("unfinished")
 
     def begin_evaluation(self, unfinished: dict[str, Any]) -> None:
-        """An evaluation ends the step: what is saved until it is over is what there is now."""
+        """Begins an evaluation at the end of a step: until it is over, saves store the present state."""
         self.unfinished = unfinished
         self._held = self.state_dict()
 
     def end_evaluation(self) -> None:
-        """The evaluation is over."""
+        """Ends the evaluation."""
         self.unfinished = self._held = None
 
     def apply(self, trainer: Any) -> None:
@@ -103,17 +103,17 @@ class TrainerProgress:
         trainer.state.stateful_callbacks = _read_callbacks(trainer)
 
     def apply_control(self, trainer: Any) -> None:
-        """Has the Trainer do what it was about to do when it began the evaluation."""
+        """Makes the Trainer do what it was about to do when it began the evaluation."""
         for name, value in self._stored["control"]["args"].items():
             setattr(trainer.control, name, value)
 
 
 class TrainerWorker:
-    """What each worker has of its own: its place in the data, its part of the loss, the log with its times.
+    """The state of each worker: its position in the data, its part of the loss, the log with its times.
 
     Attributes:
-        loss: After a restart, the loss that is not logged yet, where the Trainer itself has no place for it.
-        place: The place in the data; None before the loader is made.
+        loss: After a restart, the loss that is not logged yet, if the Trainer itself has no place for it.
+        place: The position in the data; None before the loader is created.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -126,11 +126,11 @@ class TrainerWorker:
         self.place: DataPlace | None = None
 
     def see_loss(self, loss: Any) -> None:
-        """Takes note of the loss that is logged next: the Trainer of version 4 has it in its loop alone."""
+        """Records the loss that is logged next: version 4 of the Trainer has it in its loop only."""
         self._seen_loss = loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The progress of this worker."""
+        """Returns the progress of this worker."""
         if self._held is not None:
             return self._held
         trainer = self._trainer
@@ -143,17 +143,17 @@ class TrainerWorker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes note of it; the place in the data is that of the next epoch."""
+        """Stores it; the position in the data is that of the next epoch."""
         self._stored = state
         if self.place is not None and state["place"] is not None:
             self.place.load_state_dict(state["place"])
 
     def begin_evaluation(self) -> None:
-        """An evaluation ends the step: what is saved until it is over is what there is now."""
+        """Begins an evaluation at the end of a step: until it is over, saves store the present state."""
         self._held = self.state_dict()
 
     def end_evaluation(self) -> None:
-        """The evaluation is over."""
+        """Ends the evaluation."""
         self._held = None
 
     def apply(self) -> None:
@@ -169,7 +169,7 @@ class TrainerWorker:
             self.loss = torch.tensor(state["loss"])
 
     def apply_loss(self, *, is_finished: bool) -> None:
-        """Hands the loss to the loop of version 4, which is about to take a step, or to end at once."""
+        """Passes the loss to the loop of version 4, which is about to take a step, or to end at once."""
         trainer, loss = self._trainer, self.loss
         if loss is None:
             return
@@ -188,7 +188,7 @@ class TrainerWorker:
 
 
 class _Log:
-    """The log as lines of JSON, of which a save writes those that are new: a log of days takes a second to write."""
+    """The log as lines of JSON, of which a save encodes only the new ones: a log of days takes a second to encode."""
 
     def __init__(self) -> None:
         self._begin(np.empty(0, np.uint8), [])
@@ -198,7 +198,7 @@ class _Log:
         self._count, self._newest = len(history), history[-1] if history else None
 
     def write(self, history: list[Any]) -> np.ndarray[Any, Any]:
-        """The lines of all entries."""
+        """Returns the lines of all entries."""
         if len(history) < self._count or (self._count and history[self._count - 1] is not self._newest):
             self._begin(np.empty(0, np.uint8), [])  # It is another log.
         new = "".join(f"{dump(entry)}\n" for entry in history[self._count :]).encode()
@@ -210,14 +210,14 @@ class _Log:
         return self._lines[:end]
 
     def read(self, lines: np.ndarray[Any, Any]) -> list[Any]:
-        """The entries."""
+        """Returns the entries."""
         history = [json.loads(line) for line in lines.tobytes().splitlines()]
         self._begin(lines, history)
         return history
 
 
 def describe_model(model: Any) -> dict[str, str]:
-    """The files that lie beside the weights in a folder of `save_pretrained`, by name: what makes the model."""
+    """Returns the files next to the weights in a folder of `save_pretrained`, by name: they define the model."""
     files: dict[str, str] = {}
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, Mapping) and hasattr(model, "get_base_model"):
@@ -240,7 +240,7 @@ def describe_model(model: Any) -> dict[str, str]:
 
 
 def dump(value: object) -> str:
-    """JSON, in which what a metric may be (a number of NumPy or torch) is a plain number."""
+    """Encodes JSON; a metric that is a number of NumPy or torch becomes a plain number."""
     return json.dumps(value, default=_plain)
 
 

@@ -1,1 +1,1 @@
-"""How the workers of a job agree on the step at which all of them save and stop, and learn that one has failed."""
+"""The agreement of workers on the step at which all save and stop, and the news that one has failed."""

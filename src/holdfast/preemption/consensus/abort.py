@@ -1,6 +1,6 @@
-"""Brings the training thread back from what it is in, when another worker has failed and it may wait for that one.
+"""Interrupts a training thread that may be waiting for a worker that has failed.
 
-Mostly that is a collective of a framework: how many were begun, and whether the thread is in one, is found out here.
+Usually it is in a collective of a framework: how many were begun, and whether the thread is in one, is found out here.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from holdfast.save.say import say
 _INTERRUPT_SECONDS: Final = 1.0
 _ABORT_SECONDS: Final = 1.5
 _END_SECONDS: Final = 4.0
-"""How long after the news the training thread is interrupted, its collectives are aborted, and the process is ended."""
+"""The times after the news of interrupting the training thread, aborting its collectives, and ending the process."""
 
 _LOOKS: Final = 8
-"""So often it was looked at by then, at the least: the whole machine may have stood still."""
+"""How many looks there must have been by then: the whole machine may have been suspended."""
 
 _CLEAN_UP_SECONDS: Final = 30.0
-"""How long it may take instead while the program deals with the error, in `finally` say."""
+"""How long it may take instead while the program handles the error, for example in `finally`."""
 
 _RAISES: Final = 3
 _RAISE_SECONDS: Final = 5.0
-"""After so many errors between two steps, and so long, a program counts as one that does not end by them."""
+"""After that many errors between two steps, and that time, a program counts as one that errors do not end."""
 
 _DRAIN_SECONDS: Final = 10.0
-"""How long a save in flight may take to end before that."""
+"""How long a save in progress may take to end before that."""
 
 _SIGNAL: Final = signal.SIGURG
-"""It does nothing where it is not handled, and is hardly used."""
+"""A signal that does nothing if it is not handled, and is hardly used."""
 
 _COLLECTIVES: Final = {"torch.distributed": "holdfast.integrations.torch.cluster"}
-"""By framework; imported by name, and only where the framework is in use."""
+"""By framework; imported by name, and only if the framework is in use."""
 
 _LIBRARY: Final = f"{os.sep}torch{os.sep}"
-"""What the paths of the library's files have in common."""
+"""A part of the paths of all of the library's files."""
 
 _FRAMES: Final = 3
 _MOST_CONTEXTS: Final = 100
@@ -55,11 +55,11 @@ _EXIT_FAILED: Final = 1
 class StuckThreadAborter:
     """Interrupts the training thread, aborts its collectives and ends the process, until an error has come out of it.
 
-    An error that is raised in the middle of anything may be swallowed there, by `except Exception` or in a `__del__`.
-    So as long as the loop does not come to its end it is raised again, and the process is ended all the same.
+    An error that is raised at an arbitrary point may be swallowed there, by `except Exception` or in a `__del__`. So
+    until the loop ends the error is raised again, and in the end the process is ended.
 
     Attributes:
-        is_raised: Whether an error has come out of the training loop, or comes out of it now.
+        is_raised: True if an error has come out of the training loop, or comes out of it now.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class StuckThreadAborter:
         self._raised_at: list[float] = []
 
     def open(self) -> None:
-        """Makes ready to interrupt, if this is the main thread: Python interrupts no other."""
+        """Prepares interrupts, if this is the main thread: Python interrupts no other."""
         self._thread = threading.get_ident()
         if threading.current_thread() is threading.main_thread():
             self._before = signal.getsignal(_SIGNAL)
@@ -85,20 +85,20 @@ class StuckThreadAborter:
                 self._has_handler = True
 
     def close(self) -> None:
-        """Interrupts no more."""
+        """Stops interrupting."""
         if self._has_handler and threading.current_thread() is threading.main_thread():
             self._has_handler = False
             if signal.getsignal(_SIGNAL) == self._interrupt:
                 signal.signal(_SIGNAL, self._before)
 
     def escalate(self, error: Exception, erred_at: float) -> None:
-        """Called again and again while the error, heard of at `erred_at`, has not come out of the training loop."""
+        """Called repeatedly while the error, received at `erred_at`, has not come out of the training loop."""
         self._error = error
         now = time.monotonic()
         waited_seconds = now - erred_at
         thrown_at = self._thrown_at
         if thrown_at is not None and waited_seconds >= _CLEAN_UP_SECONDS:
-            self._end(error, "does not come to its end")
+            self._end(error, "did not finish in time")
         if thrown_at is not None and self._is_handled(error):
             return
         # On its way from one frame to the next an error is not handled for a moment.
@@ -112,13 +112,18 @@ class StuckThreadAborter:
             for collectives in _find_collectives():
                 start_thread(collectives.abort, "holdfast-abort")
         if waited_seconds >= _END_SECONDS and self._unhandled_looks >= _LOOKS:
-            self._end(error, "does not come back from what it is in" if thrown_at is None else "goes on all the same")
+            self._end(
+                error,
+                "did not return from the call that it is in"
+                if thrown_at is None
+                else "continued in spite of the error",
+            )
 
     def count_raise(self, error: Exception) -> None:
-        """The error is about to be raised between two steps. Ends a program that asks for steps again and again."""
+        """Counts an error that is about to be raised between two steps. Ends a program that keeps asking for steps."""
         self._raised_at.append(time.monotonic())
         if len(self._raised_at) > _RAISES and self._raised_at[-1] - self._raised_at[0] >= _RAISE_SECONDS:
-            self._end(error, "goes on all the same")
+            self._end(error, "continued in spite of the error")
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
@@ -130,7 +135,7 @@ class StuckThreadAborter:
             raise self._error
 
     def _is_handled(self, error: Exception) -> bool:
-        """Whether the training thread is where the error was caught, or is on its way through `finally` and `with`."""
+        """Returns True if the training thread handles the error, or is on its way through `finally` and `with`."""
         found: Any = sys._current_exceptions().get(self._thread)
         # Before Python 3.12 with its type and its traceback.
         handled = found[1] if isinstance(found, tuple) else found
@@ -145,8 +150,8 @@ class StuckThreadAborter:
         where = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else ""
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         text = (
-            f"holdfast: another worker has failed, and this one {why}: it ends.\n"
-            f"{error}{notes}\nThis worker was in:\n{where}"
+            f"holdfast: another worker failed, and this one {why}: its process is ended.\n{error}{notes}\nThis "
+            f"worker was in:\n{where}"
         )
         try:
             say(text.rstrip())
@@ -157,15 +162,15 @@ class StuckThreadAborter:
 
 
 def count_begun() -> int | None:
-    """How many collectives among all workers this process has begun; None if that is not known."""
+    """Returns how many collectives among all workers this process has begun; None if that is not known."""
     counts = [count for each in _find_collectives() if (count := each.count_begun()) is not None]
     return sum(counts) if counts else None
 
 
 def find_library_call(thread: int) -> list[tuple[int, CodeType, int]] | None:
-    """Where a thread is, if the innermost function that it is in is one of the library's: as long as it is, the same.
+    """Returns the position of a thread, if its innermost function is one of the library's: equal while it stays there.
 
-    Each frame is named by its address, so as not to be kept, its code, and the instruction that it is at.
+    Each frame is identified by its address, so as not to be kept alive, its code, and its current instruction.
     """
     frame = sys._current_frames().get(thread)
     if frame is None or _LIBRARY not in frame.f_code.co_filename:

@@ -1,17 +1,17 @@
-"""One worker's part in what all agree on: the step at which they save, or save and leave.
+"""One worker's part in what all agree on: the step at which they save, or save and exit.
 
-The mailbox's thread speaks with the others. The training thread says between two steps how far it is, by setting plain
-numbers, and looks at one plain flag. Only when that is up it takes a lock, and waits.
+The mailbox's thread communicates with the others. Between two steps, the training thread publishes its progress by
+setting plain numbers, and reads one plain flag. Only if the flag is set does it take a lock and wait.
 
-    call/ROUND             a `CallRecord`: what all are to do, save, or save and leave
+    call/ROUND             a `CallRecord`: what all should do, save, or save and exit
     pledge/ROUND/RANK      a `Pledge`: up to where a worker trains while the stop step is not known
     stop/ROUND             a `StopRecord`: the stop step
     outcome/ROUND/RANK     a `SaveOutcome`: the result of the save there
     verdict/ROUND          a `SaveOutcome`: the result of it on all workers
     heard/ROUND            how many have read that; heard/ROUND/RANK: this one has
-    news                   counts up whenever there is something new
+    news                   is incremented whenever there is something new
 
-What was written first under a name stays, but for the counters. `peer_failures.py` has further records.
+The first record under a name stays, except for the counters. `peer_failures.py` has further records.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, 
 from holdfast.preemption.sources.protocol import Demand, Hear, Notice
 
 _SETTLE_SECONDS: Final = 3.0
-"""How long one that cannot wait for the others any more waits until its verdict is written down."""
+"""How long a worker that cannot wait for the others any more waits until its verdict is written."""
 
 _WARN_SECONDS: Final = 10.0
-"""After how long a wait for the others is warned of."""
+"""How long a wait for the others lasts before a warning."""
 
 
 class StopCoordinator:
-    """**Thread-safe**, but for `begun`, which belongs to the training thread. See `SingleConsensus`.
+    """**Thread-safe**, except `begun`, which belongs to the training thread. See `SingleConsensus`.
 
     Attributes:
         begun: How many steps the training thread has begun, or may have.
@@ -97,19 +97,19 @@ class StopCoordinator:
         self._outcomes: dict[int, SaveOutcome] = {}
 
     def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
-        """Begins, as `SingleConsensus` says."""
+        """Starts, as in `SingleConsensus`."""
         self._hear, self._wake = hear, wake
         self._peers.set_end_of_job(lambda: to_spare(find_left()))
         self.failures.open()
         self._mailbox.watch(self._watch)
 
     def close(self) -> None:
-        """Ends; harmless twice."""
+        """Ends; a second call does nothing."""
         self.failures.close()
         self._mailbox.unwatch(self._watch)
 
     def begin_step(self, step: int, *, is_asked: bool, is_tentative: bool) -> bool:
-        """The training thread goes on; False if it has to ask before."""
+        """Called when the training thread continues; returns False if it must ask first."""
         failures = self.failures
         failures.step = step
         if not is_asked:
@@ -123,14 +123,14 @@ class StopCoordinator:
         return True
 
     def pause(self, step: int, *, begins: bool) -> None:
-        """The training thread takes no steps for a while."""
+        """Called when the training thread pauses."""
         if begins:
             self._begun_before = self.begun
         self.begun = self.failures.step = step
         self.failures.certain = max(self.failures.certain, step)
 
     def try_resume(self, step: int) -> bool:
-        """Whether the training thread may go on with the step that it had begun."""
+        """Returns True if the training thread may continue with the step that it had begun."""
         step = max(self._begun_before, step)
         with self._lock:
             pledge, stop = self._agreement.pledge, self._agreement.stop
@@ -140,14 +140,14 @@ class StopCoordinator:
             return may or self.failures.error is not None
 
     def should_stop(self, is_to_leave: Callable[[], bool]) -> bool:
-        """Whether the loop would leave if a step ended now. This worker does not decide that alone."""
+        """Returns True if the loop would exit if a step ended now. This worker does not decide that alone."""
         call, stop = self.call, self.stop
         if call is None or stop is None or call.wanted != Wanted.LEAVE:
             return self.failures.error is not None
         return self.begun >= stop.step
 
     def propose(self, outlook: Outlook, verdict: Verdict, text: str, *, by_hand: bool) -> bool:
-        """Calls for it at once, or in the next round. Without the others only an exit is waited for."""
+        """Makes the call at once, or in the next round. Without the others only an exit is waited for."""
         if verdict.action is Action.SAVE and self._mailbox.trouble:
             return False
         call = make_call(self._peers.rank, outlook, verdict, make_brief(text), by_hand=by_hand)
@@ -171,7 +171,7 @@ class StopCoordinator:
         is_over: bool = False,
         is_paused: bool = False,
     ) -> Turn:
-        """What to do when so many steps are complete."""
+        """Returns what to do when that many steps are complete."""
         is_at_end = is_paused and self._is_over
         if is_at_end:
             # The others hear of it, and this worker leaves with them when all is saved.
@@ -190,7 +190,7 @@ class StopCoordinator:
     def share_outcome(
         self, outcome: SaveOutcome, end_at: float | None, told: Callable[[], object] | None
     ) -> SaveOutcome:
-        """**Blocks.** Tells the result of the last save here, and gives that on all workers."""
+        """**Blocks.** Reports the result of the last save here, and returns that on all workers."""
         if outcome.is_cause:
             mistake = Failure.of(self._peers.rank, *outcome.error.split(": ", 1))
             outcome = replace_fields(outcome, error=self._peers.failures.make_error(mistake).message)
@@ -225,11 +225,11 @@ class StopCoordinator:
         return verdict
 
     def end_round(self, provisional: int | None) -> int | None:
-        """What was called for is done here.
+        """Called when this worker has done what was called for.
 
         Returns:
-            The step that was saved, if all were there. Some may have saved it in a pause that goes on, so that all have
-            to save it anew if any has to.
+            The step that was saved, if all were there. Some may have saved it in a pause that continues, so all must
+            save again if one must.
         """
         stop = self.stop
         with self._lock:
@@ -243,7 +243,7 @@ class StopCoordinator:
         return None if stop is None or stop.done else stop.step
 
     def find_last_call(self) -> CallRecord | None:
-        """**Blocks** for a moment. What was called for when this worker had come to its end."""
+        """**Blocks** for a moment. Returns the call that was made when this worker had finished, if any."""
         number = self._agreement.round
         return self._mailbox.ask(lambda: self._records.read(CallRecord, "call", number))
 
@@ -280,7 +280,7 @@ class StopCoordinator:
         return is_settling or (self._outcome is not None and self._verdict is None)
 
     def _do(self, deed: Deed) -> None:
-        """Writes something down, and hears what is in the store then."""
+        """Writes a record, and processes what is in the store then."""
         match deed:
             case WriteCall(number):
                 if self._asked is not None:
@@ -303,7 +303,7 @@ class StopCoordinator:
                     self._delete_round(number - 1)
 
     def _hear_pledge(self, rank: int, pledge: Pledge | None) -> None:
-        """Takes note of a pledge; None for a worker that is dead and has made none."""
+        """Processes a pledge; None for a worker that is dead and has made none."""
         with self._lock:
             known = self._agreement
             self._agreement, deeds = known.fence(rank) if pledge is None else known.hear_pledge(rank, pledge)
@@ -370,9 +370,9 @@ class StopCoordinator:
             self._mailbox.wake()
 
     def _is_collector(self) -> bool:
-        """Whether all before this worker are gone, or at their end and deaf to calls.
+        """Returns True if all lower ranks are gone, or have finished and no longer read calls.
 
-        The lowest one that is neither looks at what the others write. The result is the same, whichever looks.
+        The lowest remaining rank reads what the others write. The result is the same, whichever worker reads.
         """
         dead = self._peers.failures.dead
         before = (rank for rank in range(self._peers.rank) if rank not in dead)
@@ -405,7 +405,9 @@ class StopCoordinator:
             for rank in sorted(missing):
                 outcome = self._records.read(SaveOutcome, "outcome", number, rank)
                 if outcome is None and rank in dead:
-                    outcome = SaveOutcome(f"rank {rank} was gone before it had said that all is saved", True, False)
+                    outcome = SaveOutcome(
+                        f"rank {rank} was gone before it reported that its state was saved", True, False
+                    )
                 if outcome is not None:
                     outcomes[rank] = outcome
                     missing.discard(rank)
@@ -425,7 +427,7 @@ class StopCoordinator:
             self._notify()
 
     def _delete_round(self, number: int) -> None:
-        """Deletes what was written in a round that all have ended."""
+        """Deletes the records of a round that all have ended."""
         names: list[tuple[object, ...]] = [(name, number) for name in ("call", "stop", "verdict", "heard")]
         for rank in range(self._peers.world_size):
             names += [(name, number, rank) for name in ("pledge", "outcome", "heard")]
@@ -433,7 +435,7 @@ class StopCoordinator:
 
 
 class ConsensusTimeout:
-    """How long one worker waits for the others to say at which step all can stop. One thread uses it at a time."""
+    """How long one worker waits for the others to tell at which step all can stop. One thread uses it at a time."""
 
     def __init__(self, peers: Peers, emit: Callable[[Event], object]) -> None:
         self._peers = peers
@@ -442,13 +444,13 @@ class ConsensusTimeout:
         self._is_told = False
 
     def find_objection(self, turn: Turn, left_seconds: float | None, trouble: str, *, is_behind: bool) -> str:
-        """Why the others are not waited for any longer; an empty string if they are, or need not be: that ends a wait.
+        """Returns why to stop waiting for the others; an empty string to wait on, or if no wait is needed.
 
         Args:
             turn: What this worker is to do.
-            left_seconds: The time that is left; None if that is not known.
+            left_seconds: The remaining time; None if it is not known.
             trouble: Why the others cannot be reached; empty if they can.
-            is_behind: Whether all stop at a step that this worker, which is paused, has not begun.
+            is_behind: True if all stop at a step that this worker, which is paused, has not begun.
         """
         if turn is Turn.STOP or (turn is Turn.GO and not is_behind):
             self._waiting_since, self._is_told = None, False
@@ -457,13 +459,15 @@ class ConsensusTimeout:
         self._waiting_since = self._waiting_since or now
         waited_seconds = now - self._waiting_since
         if turn is Turn.OUT:
-            return "the other workers have taken this one for dead, and go on without it"
+            return "the other workers took this one for dead and continued without it"
         if trouble:
             return trouble
         is_late = left_seconds is not None and left_seconds <= MARGIN_SECONDS / 2
-        what = "not all workers have said {} {:.0f} s at which step they can stop"
+        what = "not all workers reported {} {:.0f} s at which step they can stop"
         if is_behind:
-            what = "the loop has not gone on {} {:.0f} s to the step at which all stop, which others have begun"
+            what = (
+                "the loop did not reach, {} {:.0f} s, the step at which all workers stop, and which others have begun"
+            )
         if (is_late and waited_seconds >= LEAST_SECONDS) or waited_seconds > self._peers.timeout_seconds:
             return what.format("within", waited_seconds)
         if waited_seconds > _WARN_SECONDS and not self._is_told:
@@ -473,11 +477,13 @@ class ConsensusTimeout:
 
 
 def merge(outcomes: list[SaveOutcome], *, is_complete: bool) -> SaveOutcome:
-    """**Pure.** The result of a save on all workers, from those of some; `is_complete` if these are all."""
+    """**Pure.** Returns the result of a save on all workers, from those of some; `is_complete` if these are all."""
     by_hand = all(outcome.by_hand for outcome in outcomes)
     if any(outcome.is_proof for outcome in outcomes):
         return SaveOutcome("", by_hand, True)
     failed = sorted((outcome for outcome in outcomes if outcome.error), key=lambda outcome: not outcome.is_cause)
     if failed:
         return SaveOutcome(failed[0].error, by_hand, False, failed[0].is_cause)
-    return SaveOutcome("" if is_complete else "the others have not said whether their state is saved", by_hand, False)
+    return SaveOutcome(
+        "" if is_complete else "the other workers did not report whether their state is saved", by_hand, False
+    )

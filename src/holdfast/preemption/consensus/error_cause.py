@@ -9,18 +9,18 @@ from typing import Final
 from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError, SaveFailedError
 
 _KINDS: Final = {("torch.distributed", "DistError")}
-"""What frameworks call the errors of their collectives, by module and name: none is imported for it."""
+"""The error types of frameworks' collectives, by module and name, so that no framework is imported."""
 
 _WORDS: Final = re.compile(
     r"gloo|nccl|rccl|xccl|hccl|\bmpi_|process ?group|connection (closed|reset) by peer", re.IGNORECASE
 )
-"""What stands in the others, which are plain `RuntimeError`s."""
+"""Words in the other errors, which are plain `RuntimeError`s."""
 
 _MOST_CAUSES: Final = 100
 
 
 class EarlyExit(SystemExit):
-    """The exit of a worker that was asked to leave while its run was made; the others hear of it by this name."""
+    """The exit of a worker that was asked to stop while its run was being created; the others see it by this name."""
 
     def __init__(self, code: object, text: str) -> None:
         super().__init__(code)
@@ -31,33 +31,33 @@ class EarlyExit(SystemExit):
 
 
 def describe_early_exit(error: BaseException | None) -> str:
-    """**Pure.** Which other worker has left before its run was made, and why, if the error says so; else empty.
+    """**Pure.** Describes which other worker left before its run was created, and why, if the error tells; else empty.
 
-    No worker has trained by then, so that all may leave.
+    No worker has trained by then, so all may exit.
     """
     is_early = isinstance(error, PeerError) and error.kind == EarlyExit.__name__
-    return f"rank {error.rank} leaves: {error.text}" if is_early and isinstance(error, PeerError) else ""
+    return f"rank {error.rank} is leaving: {error.text}" if is_early and isinstance(error, PeerError) else ""
 
 
 def find_missing(error: BaseException) -> PeerError | None:
-    """**Pure.** The error that says that a worker is missing, if this one results from it, as a failed save may."""
+    """**Pure.** Returns the error that a worker is missing, if this one results from it, as a failed save may."""
     found = (each for each in _causes(error) if isinstance(each, PeerError))
     return next((each for each in found if each.kind == AbsentError.__name__), None)
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """**Pure.** Whether it was raised by a collective, or because of such an error: it does not say who has failed."""
+    """**Pure.** Returns True if it was raised by a collective, or because of one: it does not tell who failed."""
     return any(map(_is_raised_by_collective, _causes(error)))
 
 
 def tells_of_collective(error: PeerError) -> bool:
-    """**Pure.** Whether it is what a collective has raised on another worker, and does not say which one is missing."""
+    """**Pure.** Returns True if a collective raised it on another worker, and it does not tell which is missing."""
     is_such = error.kind == RuntimeError.__name__ or error.kind.startswith("Dist")
     return is_such and _WORDS.search(error.text) is not None
 
 
 def may_follow(error: BaseException, kind: str) -> bool:
-    """**Pure.** Whether it may come of another worker's error of that kind."""
+    """**Pure.** Returns True if it may result from another worker's error of that kind."""
     if isinstance(error, HoldfastError | ConnectionError):
         # What is the same everywhere, as when a save fails, comes on each worker by itself.
         return type(error).__name__ != kind
@@ -65,21 +65,21 @@ def may_follow(error: BaseException, kind: str) -> bool:
 
 
 def is_cause(error: ClusterError) -> bool:
-    """**Pure.** Whether it says why that worker has failed: more than that one is missing, or that a save was."""
+    """**Pure.** Returns True if it tells why that worker failed: more than a missing worker or a failed save."""
     if not isinstance(error, PeerError) or error.kind == AbsentError.__name__:
         return False
     return not is_of_save(error) and not tells_of_collective(error)
 
 
 def is_of_save(error: ClusterError) -> bool:
-    """**Pure.** Whether it is a failed save, which every worker learns of by itself."""
+    """**Pure.** Returns True if it is a failed save, which every worker learns of by itself."""
     return isinstance(error, PeerError) and error.kind == SaveFailedError.__name__
 
 
 def find_loss(error: BaseException) -> str:
-    """**Pure.** What the error says, if that is only that a worker is missing or a save has failed; else empty.
+    """**Pure.** Returns the message, if it only tells that a worker is missing or a save has failed; else empty.
 
-    Which one is missing is not known where there was no time left to find out: then it is what a collective has raised.
+    If there was no time to find out which worker is missing, it is what a collective raised.
     """
     if isinstance(error, ClusterError):
         return "" if is_cause(error) else error.message
@@ -87,7 +87,7 @@ def find_loss(error: BaseException) -> str:
 
 
 def name_dead(error: ClusterError | None) -> str:
-    """**Pure.** What the error says, if that is that a worker is dead; else empty."""
+    """**Pure.** Returns the message, if it tells that a worker is dead; else empty."""
     # Another worker may have reported it before this one could see it.
     is_dead = isinstance(error, PeerError) and error.kind == AbsentError.__name__ and error.text.startswith("has ")
     return error.message if is_dead and error is not None else ""
@@ -105,7 +105,7 @@ def _is_raised_by_collective(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those from which it results."""
+    """Yields the error and those from which it results."""
     found: BaseException | None = error
     for _ in range(_MOST_CAUSES):
         if found is None:

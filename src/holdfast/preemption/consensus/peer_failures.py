@@ -1,10 +1,10 @@
-"""Failures of peers: that a worker has failed, has vanished, or has ended its training before the others.
+"""Failures of peers: a worker failed, vanished, or ended its training before the others.
 
 done/RANK              a `TrainingEnd`: where a worker's training has ended for good
-end                    a `TrainingEnd`: where the first one's has
+end                    a `TrainingEnd`: where the first worker's training has ended
 failure                a `Failure`: the first error that has ended a worker's training
 failure-heard          how many have read that; failure-heard/RANK: this one has
-news                   counts up whenever there is something new
+news                   is incremented whenever there is something new
 """
 
 from __future__ import annotations
@@ -37,21 +37,24 @@ from holdfast.preemption.consensus.single import FailureReport
 
 _HOLD_SHARE: Final = 1.5
 _HOLD_LOOKS: Final = 150
-"""What a collective has raised is held back for so much longer than it takes until a dead worker is missed. Looks are
-counted, and not the time: where this process stands still, it does not miss anybody either."""
+"""How much longer than the detection of a dead worker takes a collective's error is held back. Looks are
+counted, and not the time: while this process is suspended, it does not detect anything either.
+"""
 
 _VAIN_SECONDS: Final = 2.0
-"""How long a worker waits in a collective which one that has ended its training never began."""
+"""How long a worker waits in a collective which a worker that has ended its training never began."""
 
-_STORE_HINT: Final = "Look whether the process that hosts the job's store still runs, and can be reached from here."
-_EARLY_HINT: Final = "All workers have to take the same steps; a `break` counts the step that it leaves as taken."
+_STORE_HINT: Final = (
+    "Check whether the process that hosts the job's store is still running and can be reached from here."
+)
+_EARLY_HINT: Final = "All workers must take the same steps; a `break` counts the step that it leaves as taken."
 
 
 class TrainingEnd(msgspec.Struct, frozen=True):
     """Where a worker's training has ended.
 
     Attributes:
-        rank: Which worker.
+        rank: The worker.
         step: How many steps it has completed.
         collectives: How many collectives among all workers it has begun; None if that is not known.
     """
@@ -62,10 +65,10 @@ class TrainingEnd(msgspec.Struct, frozen=True):
 
 
 class PeerFailures:
-    """**Thread-safe**, but for `certain`, which belongs to the training thread. See `NoFailures`.
+    """**Thread-safe**, except `certain`, which belongs to the training thread. See `NoFailures`.
 
     Attributes:
-        certain: How many steps the training thread has begun for certain.
+        certain: How many steps the training thread has certainly begun.
         step: How many steps are complete here.
         error: That another worker has failed, or that none can be reached any more; None if all is well.
         done: The workers that are known to have ended for good.
@@ -100,16 +103,16 @@ class PeerFailures:
         self._waits_since: float | None = None
 
     def open(self) -> None:
-        """Makes ready; from now on the others are told what fails here. Called in the training thread."""
+        """Prepares; from now on failures here are reported to the others. Called in the training thread."""
         self._aborter.open()
         self._is_open = True
 
     def close(self) -> None:
-        """Harmless twice."""
+        """Ends; a second call does nothing."""
         self._aborter.close()
 
     def take_error(self) -> ClusterError | None:
-        """The error, which is raised in the training loop now."""
+        """Returns the error, which is raised in the training loop now."""
         error = self.error
         if error is not None:
             self._aborter.is_raised = True
@@ -118,11 +121,11 @@ class PeerFailures:
         return error
 
     def postpone(self) -> None:
-        """The error that was taken is still to be raised in the training thread."""
+        """Puts back the error that was taken: it is still to be raised in the training thread."""
         self._aborter.is_raised = False
 
     def escalate(self) -> None:
-        """Presses ever harder for an error that was not raised yet; called again and again beside the loop."""
+        """Enforces an error that was not raised yet, with ever stronger means; called repeatedly beside the loop."""
         if self.error is not None:
             self._log(self.error)
             if not self._aborter.is_raised:
@@ -131,7 +134,7 @@ class PeerFailures:
     def report(
         self, error: BaseException, left_seconds: float | None = None, *, is_exit: bool = False
     ) -> FailureReport | None:
-        """**Blocks** for a moment. Tells the others of an error that ends training here; None if they know."""
+        """**Blocks** for a moment. Tells the others of an error that ends training here; returns None if they know."""
         if is_exit:
             self._tell(error, left_seconds)
         if is_exit or self._is_told or not self._is_open:
@@ -143,7 +146,7 @@ class PeerFailures:
         return FailureReport(cause, blamed, find_loss(blamed or error))
 
     def find_cause(self) -> ClusterError | None:
-        """**Blocks** for a moment. The failure of another worker that explains why nothing can be saved, if any."""
+        """**Blocks** for a moment. Returns the failure of another worker that prevents all saves, if any."""
         self._peers.mailbox.ask(self._look_for_failure)
         error = self.error
         if error is None or not is_cause(error):
@@ -152,11 +155,11 @@ class PeerFailures:
         return error
 
     def describe_losses(self, ranks: Iterable[int]) -> list[PeerError]:
-        """What is known of workers that are lost."""
+        """Describes what is known about lost workers."""
         return [self._peers.failures.make_error(self._peers.failures.describe_loss(rank)) for rank in ranks]
 
     def finish(self, step: int) -> None:
-        """**Blocks** for a moment. Training has ended here for good, as it should."""
+        """**Blocks** for a moment. Called when training has ended here for good, as it should."""
         self._is_over = True
         end = TrainingEnd(self._peers.rank, step, count_begun())
 
@@ -173,14 +176,14 @@ class PeerFailures:
     # What the coordinator asks, in the mailbox's thread.
 
     def look(self, *, is_new: bool, is_settling: bool) -> bool:
-        """Looks whether there is something to be heard.
+        """Checks for news.
 
         Args:
-            is_new: Whether something was written since the last look.
-            is_settling: Whether a stop step is being agreed on, which takes note of the lost in its own way.
+            is_new: True if something was written since the last look.
+            is_settling: True while a stop step is being agreed on, which handles lost workers in its own way.
 
         Returns:
-            Whether there is an error that was not there before.
+            True if there is an error that was not there before.
         """
         before = self.error
         if is_new:
@@ -199,10 +202,10 @@ class PeerFailures:
         return self.error is not before
 
     def note_silence(self, seconds: float, what: str) -> None:
-        """The store of the job does not answer.
+        """Called when the store of the job does not respond.
 
-        Whether it is the machine of the store that is gone or the way to it, no worker can be heard any more. So it
-        counts as the loss of a worker does, and after the same time.
+        Whether the store's machine is gone or unreachable, no worker can be reached any more. So it counts like the
+        loss of a worker, and after the same time.
         """
         if self._peers.failures.leader_failure is not None:
             # The store has gone with the leader.
@@ -212,20 +215,19 @@ class PeerFailures:
             self._err(self._peers.failures.describe_loss(LEADER))
         if self.error is None and not self._is_over and seconds >= self._peers.liveness_seconds:
             self._erred_at = time.monotonic()
-            self.error = ClusterError(f"for {seconds:.0f} s no other worker could be reached: {what}", hint=_STORE_HINT)
+            self.error = ClusterError(f"no other worker could be reached for {seconds:.0f} s: {what}", hint=_STORE_HINT)
 
     def find_end(self, rank: int) -> TrainingEnd | None:
-        """**Blocks.** Where another worker's training has ended for good, if it has."""
+        """**Blocks.** Returns where another worker's training has ended for good, if it has."""
         end = self._records.read(TrainingEnd, "done", rank)
         if end is not None:
             self.done.add(rank)
         return end
 
     def _tell(self, error: BaseException, left_seconds: float | None = None) -> ClusterError | None:
-        """**Blocks** for a moment. This worker's training is ended by an error; the others are told.
+        """**Blocks** for a moment. Tells the others of an error that ends this worker's training.
 
-        What a collective raises says only that some worker is not there. So it is held back until it is known which
-        one, and that is told in its stead.
+        A collective's error only tells that some worker is missing. So it is held back until it is known which one.
 
         Returns:
             The error of another worker from which this one results, as far as that can be known.
@@ -255,14 +257,14 @@ class PeerFailures:
             wait_counted(self._peers.cluster, heard, lambda: self._peers.failures.dead, end_at)
         if found is None and cause is None and error is not self.error:
             trouble = self._peers.mailbox.trouble or "the store of the job is slow"
-            _note(error, f"The other workers could not be told: {trouble}")
+            _note(error, f"The failure could not be reported to the other workers: {trouble}")
         # The others may have found this worker gone from the loop before it came to its end.
         if found is None or found == failure or (found.rank == self._peers.rank and not self._is_over):
             return cause
         first = self._peers.failures.make_error(found)
         if may_follow(error, first.kind):
             return first
-        _note(error, f"Another worker has failed, too: {first.message}")
+        _note(error, f"Another worker failed too: {first.message}")
         return None
 
     def _log(self, error: BaseException) -> None:
@@ -276,9 +278,9 @@ class PeerFailures:
         self._emit(Failed(stage="training", error=text, step=step, rank=failure.rank, path=self._url))
 
     def _await_cause(self) -> ClusterError | None:
-        """**Blocks** until another worker has failed or is missed; None if all live on, for longer than that takes.
+        """**Blocks** until another worker has failed or is missed; None if all stay alive for longer than that takes.
 
-        No longer than the job has time, if it is to leave.
+        It waits no longer than the job's remaining time, if it is to exit.
         """
         begun_at = time.monotonic()
         self._is_holding = True
@@ -300,14 +302,14 @@ class PeerFailures:
                 self._err(self._failure)
 
     def _note_heard(self) -> None:
-        """The leader waits for the others before it takes the store along."""
+        """Makes the leader wait for the others before its process, and perhaps the store, is gone."""
         if not self._peers.is_leader:
             self._records.count_read("failure-heard")
 
     def _look_for_vain_wait(self, end: TrainingEnd) -> None:
-        """Whether this worker is in a collective of the step in which another one has left its loop.
+        """Checks whether this worker is in a collective of the step in which another one has left its loop.
 
-        The counts alone do not say so: where workers send to each other, those in the middle count more.
+        The counts alone do not tell: if workers send to each other, those in the middle count more.
         """
         begun = None if self.error is not None or self._is_over or end.collectives is None else count_begun()
         if begun is None or end.collectives is None or begun <= end.collectives:
@@ -336,7 +338,7 @@ class PeerFailures:
                 self._err(failure)
 
     def _err(self, failure: Failure, since: float | None = None) -> None:
-        """Takes note of a failure, and tells the others at once: all of them name the failure that comes first.
+        """Records a failure, and tells the others at once: all of them name the failure that comes first.
 
         `since` is when the training thread began to wait in vain, by the monotonic clock.
         """
@@ -361,9 +363,9 @@ def _note(error: BaseException, text: str) -> None:
 
 
 def _describe_end(end: TrainingEnd, step: int | None = None) -> Failure:
-    """The failure of a worker that has ended too early for another one, which is at `step` or in a collective."""
-    what = "without a collective in which another worker is"
+    """Returns the failure of a worker that ended too early for another one, which is at `step` or in a collective."""
+    what = "but another worker is still in a collective with it"
     if step is not None:
-        what = f"that of another worker has come to step {step}"
-    text = f"its training has ended after step {end.step}, {what}"
+        what = f"but another worker is at step {step}"
+    text = f"its training ended after step {end.step}, {what}"
     return replace(Failure.of(end.rank, "AbsentError", text, _EARLY_HINT), step=end.step)

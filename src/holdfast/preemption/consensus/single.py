@@ -1,6 +1,6 @@
-"""When all workers save and leave: what a guard asks, and what a process without others answers.
+"""Decides when all workers save and exit: the interface for a guard, and its implementation for a single process.
 
-`coordinator.py` and `peer_failures.py` answer the same for several workers.
+`coordinator.py` and `peer_failures.py` implement the same for several workers.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from holdfast.preemption.sources.protocol import Demand, Hear
 
 
 class CallRecord(msgspec.Struct, frozen=True):
-    """What all workers are to do, and why.
+    """A request to all workers, with the reason.
 
     Attributes:
         rank: The worker that calls.
         wanted: `Wanted`, as a number.
-        demand: The demand of what was heard, as a number.
-        text: What was heard.
+        demand: The demand of the notice, as a number.
+        text: The notice.
         reason: Why now.
-        left_seconds: The time that was left then; None if that is not known.
-        by_hand: Whether it was a person at a terminal.
-        saves: Whether there is time to save, if a save was made since the notice.
+        left_seconds: The remaining time then; None if it is not known.
+        by_hand: True if a person at a terminal asked.
+        saves: True if there is time to save, if a save was made since the notice.
     """
 
     rank: int
@@ -45,8 +45,8 @@ class StopRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         step: The step.
-        absent: Who did not pledge, being dead.
-        done: Whose training had ended before.
+        absent: Workers that did not pledge because they are dead.
+        done: Workers whose training had ended before.
     """
 
     step: int
@@ -55,13 +55,13 @@ class StopRecord(msgspec.Struct, frozen=True):
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
-    """The result of the last save: on one worker, or of all.
+    """The result of the last save: on one worker, or on all.
 
     Attributes:
-        error: What went wrong; empty if nothing did.
-        by_hand: Whether it was a person at a terminal that asked to leave, and no other source.
-        is_proof: Whether a checkpoint of all workers is known to be committed, or there was nothing to be saved.
-        is_cause: Whether what went wrong began on that worker, and is no consequence of what others have met with.
+        error: The error; empty if there was none.
+        by_hand: True if a person at a terminal asked to exit, and no other source.
+        is_proof: True if a checkpoint of all workers is known to be committed, or there was nothing to save.
+        is_cause: True if the error began on that worker, and is not a consequence of another worker's.
     """
 
     error: str
@@ -71,12 +71,12 @@ class SaveOutcome(msgspec.Struct, frozen=True):
 
 
 class FailureReport(msgspec.Struct, frozen=True):
-    """What is known of an error that has ended training here, once the others have been told.
+    """The knowledge about an error that has ended training here, once the others know it.
 
     Attributes:
         cause: The error of another worker from which it results; None if it is this worker's own.
-        blamed: What says which worker is missing; None if nothing does.
-        loss: What the error says, if that is only that a worker is missing or a save has failed; else empty.
+        blamed: The error that tells which worker is missing; None if none does.
+        loss: The message, if it only tells that a worker is missing or a save has failed; else empty.
     """
 
     cause: ClusterError | None
@@ -85,7 +85,7 @@ class FailureReport(msgspec.Struct, frozen=True):
 
 
 class NoFailures:
-    """Failures of other workers, for a process without others. `PeerFailures` has the same for those with some.
+    """Failures of other workers, for a process without others. `PeerFailures` has the same interface for several.
 
     Attributes:
         error: The error to raise here because of one; None if there is none.
@@ -94,37 +94,37 @@ class NoFailures:
     error: ClusterError | None = None
 
     def take_error(self) -> ClusterError | None:
-        """The error, which is raised in the training loop now."""
+        """Returns the error, which is raised in the training loop now."""
         return None
 
     def postpone(self) -> None:
-        """The error that was taken is still to be raised in the training thread."""
+        """Puts back the error that was taken: it is still to be raised in the training thread."""
 
     def escalate(self) -> None:
-        """Presses ever harder for an error that was not raised yet; called again and again beside the loop."""
+        """Enforces an error that was not raised yet, with ever stronger means; called repeatedly beside the loop."""
 
     def report(
         self, error: BaseException, left_seconds: float | None = None, *, is_exit: bool = False
     ) -> FailureReport | None:
-        """**Blocks** for a moment. Tells the others of an error that ends training here; None if they know.
+        """**Blocks** for a moment. Tells the others of an error that ends training here; returns None if they know.
 
         Args:
             error: The error.
-            left_seconds: The time that is left; None if that is not known.
-            is_exit: Whether it is an exit in which the others take no part. Then it is reported in any case.
+            left_seconds: The remaining time; None if it is not known.
+            is_exit: True if it is an exit in which the others take no part. Then it is reported in any case.
         """
         return None
 
     def find_cause(self) -> ClusterError | None:
-        """**Blocks** for a moment. The failure of another worker that explains why nothing can be saved, if any."""
+        """**Blocks** for a moment. Returns the failure of another worker that prevents all saves, if any."""
         return None
 
     def describe_losses(self, ranks: Iterable[int]) -> list[PeerError]:
-        """What is known of workers that are lost."""
+        """Describes what is known about lost workers."""
         return []
 
     def finish(self, step: int) -> None:
-        """**Blocks** for a moment. Training has ended here for good, as it should.
+        """**Blocks** for a moment. Called when training has ended here for good, as it should.
 
         Raises:
             PeerError: If another worker's training has ended at another step.
@@ -132,20 +132,20 @@ class NoFailures:
 
 
 class SingleConsensus:
-    """Decides when to save and when to leave, for a process without others: at once, and as its notices ask for.
+    """Decides when to save and when to exit, for a process without others: at once, and as its notices ask.
 
-    `StopCoordinator` has the same for those with some.
+    `StopCoordinator` has the same interface for several workers.
 
     Attributes:
-        has_peers: Whether other workers take part.
+        has_peers: True if other workers take part.
         failures: The failures of the others.
         call: What was called for in this round; None before a call.
-        stop: The stop step of this round; None before it is known, and where there is no other worker.
+        stop: The stop step of this round; None before it is known, and without other workers.
         changed: Opened when there is something new; another latch has taken its place by then.
-        is_alarmed: Whether the training thread has to ask before it begins another step.
-        is_outcome_known: Whether the result of the last save on all workers is known.
-        is_cut_short: Whether it was too late to wait until all had told the result of the last save.
-        objection: Why the others are not waited for any longer, as the last `arrive` has found; else empty.
+        is_alarmed: True if the training thread must ask before it begins another step.
+        is_outcome_known: True if the result of the last save on all workers is known.
+        is_cut_short: True if there was no time to wait until all had reported the result of the last save.
+        objection: Why to stop waiting for the others, as the last `arrive` found; else empty.
     """
 
     has_peers = False
@@ -159,46 +159,46 @@ class SingleConsensus:
         self.objection = ""
 
     def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
-        """Begins to speak with the others; waits for nothing.
+        """Starts communicating with the others; waits for nothing.
 
         Args:
-            hear: Takes notices that other workers have heard.
+            hear: Receives notices of other workers.
             wake: Called when there is something new.
-            find_left: Gives the time until this process must be gone; None if that is not known.
+            find_left: Returns the time until this process must be gone; None if it is not known.
         """
 
     def close(self) -> None:
-        """**Blocks** for a moment. Ends; harmless twice."""
+        """**Blocks** for a moment. Ends; a second call does nothing."""
 
     def begin_step(self, step: int, *, is_asked: bool, is_tentative: bool) -> bool:
-        """The training thread goes on after so many complete steps; False if it has to ask before (`arrive`).
+        """Called when training continues after that many complete steps; returns False if it must ask first (`arrive`).
 
         Args:
-            step: How many.
-            is_asked: Whether this worker has a notice to deal with.
-            is_tentative: Whether it is not known if another step comes: the loop is the user's own.
+            step: How many steps.
+            is_asked: True if this worker has a notice to handle.
+            is_tentative: True if it is not known whether another step comes: the loop is the user's own.
         """
         return not is_asked
 
     def pause(self, step: int, *, begins: bool) -> None:
-        """The training thread takes no steps for a while; `begins` if it took some until now."""
+        """Called when the training thread pauses; `begins` if it was not paused until now."""
 
     def try_resume(self, step: int) -> bool:
-        """Whether the training thread may go on with the step that it had begun before it paused."""
+        """Returns True if the training thread may continue with the step that it had begun before the pause."""
         return True
 
     def should_stop(self, is_to_leave: Callable[[], bool]) -> bool:
-        """Whether the loop would leave if a step ended now; `is_to_leave` says if this worker would."""
+        """Returns True if the loop would exit if a step ended now; `is_to_leave` tells if this worker would."""
         return is_to_leave()
 
     def propose(self, outlook: Outlook, verdict: Verdict, text: str, *, by_hand: bool) -> bool:
-        """Calls for what this worker is to do because of its notices; False if it does not wait for that.
+        """Calls for what this worker should do because of its notices; returns False if it does not wait for that.
 
         Args:
             outlook: What this worker knows.
-            verdict: What it is to do.
-            text: What it has heard.
-            by_hand: Whether a person at a terminal has asked for it, and no other source.
+            verdict: What it should do.
+            text: The notice.
+            by_hand: True if a person at a terminal asked for it, and no other source.
         """
         self.call = make_call(0, outlook, verdict, text, by_hand=by_hand)
         return True
@@ -213,15 +213,15 @@ class SingleConsensus:
         is_over: bool = False,
         is_paused: bool = False,
     ) -> Turn:
-        """What to do when so many steps are complete.
+        """Returns what to do when that many steps are complete.
 
         Args:
-            step: How many.
-            holds: Whether the loop does not go on before something was called for.
-            left_seconds: The time that is left; None if that is not known.
-            ends: Whether it does not go on to another step at once.
-            is_over: Whether it never will. If there is nothing to do, nothing more can be called for here then.
-            is_paused: Whether the guard's thread asks, and the training thread is paused.
+            step: How many steps.
+            holds: True if the loop does not continue before something was called for.
+            left_seconds: The remaining time; None if it is not known.
+            ends: True if it does not continue with another step at once.
+            is_over: True if it never will. If there is nothing to do, nothing more can be called for here then.
+            is_paused: True if the guard's thread asks, and the training thread is paused.
         """
         if not holds:
             self.call = None
@@ -234,12 +234,12 @@ class SingleConsensus:
     def share_outcome(
         self, outcome: SaveOutcome, end_at: float | None, told: Callable[[], object] | None
     ) -> SaveOutcome:
-        """**Blocks.** Tells the result of the last save here.
+        """**Blocks.** Reports the result of the last save here.
 
         Args:
-            outcome: The result; one that is a cause names the error's type first, as `ValueError: ...`.
+            outcome: The result; an error that is a cause begins with its type, as `ValueError: ...`.
             end_at: Until when to wait for the others, by the monotonic clock; None if the job's end is not known.
-            told: Called once that is written down.
+            told: Called once the result is written.
 
         Returns:
             The result on all workers, as far as that could be found out.
@@ -247,18 +247,18 @@ class SingleConsensus:
         return outcome
 
     def end_round(self, provisional: int | None) -> int | None:
-        """What was called for is done here. Takes and gives the step whose save may not hold all of it, if any."""
+        """Called when this worker has done what was called for. Passes on the step whose save may be incomplete."""
         self.call = None
         return provisional
 
     def find_last_call(self) -> CallRecord | None:
-        """**Blocks** for a moment. What was called for when this worker had come to its end, if anything was."""
+        """**Blocks** for a moment. Returns the call that was made when this worker had finished, if any."""
         call, self.call = self.call, None
         return call
 
 
 def make_call(rank: int, outlook: Outlook, verdict: Verdict, text: str, *, by_hand: bool) -> CallRecord:
-    """**Pure.** What a worker calls for; the arguments are those of `Consensus.propose`."""
+    """**Pure.** Returns the call of a worker; the arguments are those of `propose`."""
     leaves = verdict.action is Action.LEAVE
     return CallRecord(
         rank=rank,

@@ -1,1 +1,1 @@
-"""Where notices come from: signals, schedulers, clouds, a file, a function. Each source is one small class."""
+"""Sources of preemption notices: signals, schedulers, clouds, a file, a function. Each source is one small class."""

@@ -1,4 +1,4 @@
-"""Notices of Amazon's cloud."""
+"""Preemption notices on Amazon EC2."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _ACTION_PATH: Final = "/latest/meta-data/spot/instance-action"
 _REBALANCE_PATH: Final = "/latest/meta-data/events/recommendations/rebalance"
 _TOKEN_LASTS_SECONDS: Final = 21600
 _NOTICE_SECONDS: Final = 120.0
-"""How long before its end a spot instance has its notice."""
+"""How long before its end a spot instance gets its notice."""
 
 _TOKEN: Final = re.compile(r"[!-~]{1,1024}")
-"""What can be sent as a header. What else a proxy may say in the service's place is no token."""
+"""Matches a token that can be sent as a header; a proxy's error page does not match."""
 
 
 class AWS(MetadataSource):
-    """Hears that a spot instance is taken away, and that one is at risk; with a session token (IMDSv2).
+    """Notices that a spot instance is about to be interrupted, or is at risk; uses a session token (IMDSv2).
 
-    A rebalance recommendation says that an interruption has become likely: the state is saved, and training goes on.
-    So it does when the instance is to be hibernated, since it comes back then.
+    A rebalance recommendation means that an interruption has become likely: the state is saved, and training continues.
+    The same holds for hibernation, because a hibernated instance comes back.
     """
 
     name = "aws"
@@ -38,13 +38,13 @@ class AWS(MetadataSource):
     def __init__(
         self, *, base_url: str = DEFAULT_URL, interval_seconds: float = 5.0, timeout_seconds: float = 5.0
     ) -> None:
-        """Takes note of what to ask; nothing is sent.
+        """Stores the settings; sends no request.
 
         Args:
             base_url: The metadata server.
             interval_seconds: How often to ask.
-            timeout_seconds: How long one request may take. In a container the instance's hop limit has to be 2 or
-                more, or the server stays silent.
+            timeout_seconds: How long one request may take. In a container, the instance's hop limit must be at least 2,
+                or the server does not answer.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -56,9 +56,9 @@ class AWS(MetadataSource):
         self._told: set[str] = set()
 
     def look(self) -> Iterable[Notice]:
-        """**Blocks.** Asks whether the instance is to end, and if not, whether that has become likely.
+        """**Blocks.** Asks whether the instance will be interrupted, or else whether that has become likely.
 
-        The second is advice: if the server fails at it alone, nothing is heard of it, and nothing else is held up.
+        The second is only advice: if the server fails there alone, the failure is ignored.
 
         Raises:
             OSError: If the server fails.
@@ -79,14 +79,14 @@ class AWS(MetadataSource):
         if not isinstance(action, str):
             raise OSError(f"{self._url(_ACTION_PATH)} names no action: {str(record)[:200]}")
         if action == "hibernate":
-            return Notice(source=self.name, text="this spot instance is hibernated", demand=Demand.SAVE)
-        text = f"this spot instance is to {action} at {record.get('time')}"
+            return Notice(source=self.name, text="this spot instance is being hibernated", demand=Demand.SAVE)
+        text = f"this spot instance will {action} at {record.get('time')}"
         return Notice(
             source=self.name, text=text, demand=Demand.LEAVE_BY, left_seconds=_left_seconds(record.get("time"))
         )
 
     def _read(self, path: str) -> dict[str, Any] | None:
-        """A record, or None if there is none."""
+        """Returns a record, or None if there is none."""
         try:
             answer = self._ask(path)
             if answer.status == 401:
@@ -110,7 +110,7 @@ class AWS(MetadataSource):
 
 
 def _left_seconds(time_text: object) -> float:
-    """Until that time by the wall clock; what a notice gives if the time cannot be read."""
+    """Returns the seconds until that time by the wall clock; the usual notice period if the time cannot be read."""
     try:
         return datetime.fromisoformat(str(time_text)).timestamp() - time.time()
     except (ValueError, OverflowError):

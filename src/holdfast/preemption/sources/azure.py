@@ -1,4 +1,4 @@
-"""Notices of Microsoft's cloud."""
+"""Preemption notices on Microsoft Azure."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _EVENTS_PATH: Final = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME_PATH: Final = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 _HEADERS: Final = {"Metadata": "true"}
 _FIRST_ANSWER_SECONDS: Final = 150.0
-"""The first request of a machine switches the service on, which may take two minutes."""
+"""The first request of a machine starts the service, which may take two minutes."""
 
 _PREEMPT_SECONDS: Final = 30.0
 _ENDING: Final = {
-    "Preempt": "this spot machine is taken away",
-    "Terminate": "this machine is deleted",
-    "Reboot": "this machine is rebooted",
-    "Redeploy": "this machine is moved to another host, and its memory is lost",
+    "Preempt": "this spot machine is being evicted",
+    "Terminate": "this machine is being deleted",
+    "Reboot": "this machine is being rebooted",
+    "Redeploy": "this machine is being moved to another host, which loses its memory",
 }
 
 _NAME: Final = re.compile(r"(?!(?:null|true|false)$)[\w.-]{1,256}")
-"""What a machine may be called, and no page of a proxy is, and no JSON."""
+"""Matches the name of a machine, but neither a proxy's error page nor JSON."""
 
 
 class _Event(msgspec.Struct, frozen=True, rename="pascal"):
-    """A scheduled event. Those of its fields that may be missing only say how much time is left."""
+    """A scheduled event. The optional fields only say how much time remains."""
 
     event_id: str
     event_type: str
@@ -45,10 +45,10 @@ class _Event(msgspec.Struct, frozen=True, rename="pascal"):
 
 
 class Azure(MetadataSource):
-    """Hears the scheduled events that concern this machine.
+    """Notices the scheduled events that concern this machine.
 
-    A freeze, after which everything goes on, makes it save and go on. Events are not acknowledged unless
-    that is asked for: it lets them begin at once, for all machines that they name.
+    A freeze, after which the machine continues, makes the job save and continue. Events are not acknowledged unless
+    `acknowledge` is set: acknowledging lets them begin at once, for all machines that they name.
     """
 
     name = "azure"
@@ -62,14 +62,14 @@ class Azure(MetadataSource):
         interval_seconds: float = 1.0,
         timeout_seconds: float = 5.0,
     ) -> None:
-        """Takes note of what to ask; nothing is sent.
+        """Stores the settings; sends no request.
 
         Args:
-            machine: The machine's name as events have it; None to ask for it.
-            acknowledge: Whether events that end this machine are acknowledged when the job has saved and leaves.
+            machine: The machine's name in events; None to ask for it.
+            acknowledge: True to acknowledge events that end this machine once the job has saved and exits.
             base_url: The metadata server.
             interval_seconds: How often to ask.
-            timeout_seconds: How long one request may take; the first one for events may take 150 s in any case.
+            timeout_seconds: How long one request may take; the first one for events may always take 150 s.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -85,7 +85,7 @@ class Azure(MetadataSource):
         self._ending: set[str] = set()
 
     def look(self) -> Iterable[Notice]:
-        """**Blocks.** Asks for the events; one that cannot be understood is passed over.
+        """**Blocks.** Asks for the events; events that cannot be understood are skipped.
 
         Raises:
             OSError: If the server fails.
@@ -111,7 +111,7 @@ class Azure(MetadataSource):
         return notices
 
     def note_leaving(self) -> None:
-        """**Blocks.** If that was asked for, lets the events begin that end this machine.
+        """**Blocks.** Acknowledges the events that end this machine, if `acknowledge` is set.
 
         Raises:
             OSError: If the server fails.
@@ -134,21 +134,21 @@ class Azure(MetadataSource):
     def _notice(self, event: _Event) -> Notice:
         kind = event.event_type
         if kind not in _ENDING:
-            return Notice(source=self.name, text=f"this machine has a {kind} ahead of it", demand=Demand.SAVE)
+            return Notice(source=self.name, text=f"this machine has a scheduled {kind}", demand=Demand.SAVE)
         self._ending.add(event.event_id)
         left_seconds = _left_seconds(event.not_before, kind, event.event_status)
         return Notice(source=self.name, text=_ENDING[kind], demand=Demand.LEAVE_BY, left_seconds=left_seconds)
 
 
 def _shown(event: _Event) -> tuple[str, ...]:
-    """What tells an event from one that was reported: one that ends this machine may begin early, or be moved."""
+    """Returns what identifies a reported event: an event that ends this machine may begin early, or be moved."""
     if event.event_type not in _ENDING:
         return event.event_id, event.event_type
     return event.event_id, event.event_type, str(event.event_status), str(event.not_before)
 
 
 def _left_seconds(not_before: object, kind: str, status: object) -> float | None:
-    """Until the event may begin, by the wall clock. An event that has begun names no time."""
+    """Returns the seconds until the event may begin, by the wall clock. An event that has begun names no time."""
     if not not_before:
         return 0.0 if status == "Started" else (_PREEMPT_SECONDS if kind == "Preempt" else None)
     from email.utils import parsedate_to_datetime

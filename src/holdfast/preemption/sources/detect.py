@@ -1,4 +1,4 @@
-"""Which sources of notices fit where the process runs. No request is sent to find out."""
+"""Chooses the sources of notices that fit the machine, without sending a request."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _DMI_FILES: Final = ("product_name", "sys_vendor", "bios_version", "chassis_asse
 _MAX_DMI_BYTES: Final = 4096
 
 _AZURE_ASSET_TAG: Final = "7783-7084-3265-9085-8269-3286-77"
-"""Machines of Azure have it; others that run on Hyper-V name the same vendor."""
+"""Machines of Azure have this tag; other machines on Hyper-V name the same vendor."""
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """What a process can see of where it runs; `dmi` is what the machine's firmware says, by file."""
+    """The machine as a process sees it; `dmi` has the firmware's texts, by file."""
 
     environment: Mapping[str, str]
     dmi: Mapping[str, str]
@@ -31,12 +31,12 @@ class Surroundings(msgspec.Struct, frozen=True):
 
 
 def look_around() -> Surroundings:
-    """What this process can see: reads a few small files of the kernel's."""
+    """Returns what this process can see; reads a few small files of the kernel."""
     return Surroundings(os.environ, read_dmi(_DMI), threading.current_thread() is threading.main_thread())
 
 
 def read_dmi(directory: Path) -> dict[str, str]:
-    """What the files of that directory say that can be read."""
+    """Returns the contents of the readable files of that directory."""
     found = {}
     for name in _DMI_FILES:
         try:
@@ -48,9 +48,9 @@ def read_dmi(directory: Path) -> dict[str, str]:
 
 
 def choose_sources(seen: Surroundings) -> list[NoticeSource]:
-    """**Pure.** The sources that `"auto"` stands for.
+    """**Pure.** Returns the sources for `"auto"`.
 
-    A cloud's server is asked only on a machine that says that it is that cloud's.
+    A cloud's server is queried only on a machine whose firmware names that cloud.
     """
     sources: list[NoticeSource] = []
     if seen.in_main_thread:
@@ -69,7 +69,7 @@ def choose_sources(seen: Surroundings) -> list[NoticeSource]:
 
 
 def choose_cloud(dmi: Mapping[str, str]) -> str:
-    """**Pure.** Whose machine this is: `gcp`, `aws`, `azure`, or an empty string."""
+    """**Pure.** Returns the cloud of this machine: `gcp`, `aws`, `azure`, or an empty string."""
     if dmi.get("product_name") == "Google Compute Engine":
         return "gcp"
     if dmi.get("sys_vendor") == "Amazon EC2" or "amazon" in dmi.get("bios_version", "").lower():

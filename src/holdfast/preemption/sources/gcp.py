@@ -1,4 +1,4 @@
-"""Notices of Google's cloud."""
+"""Preemption notices on Google Compute Engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MAINTENANCE: Final = "maintenance-event"
 
 
 class GCP(MetadataSource):
-    """Hears that a spot machine is taken away, and that the host goes into maintenance.
+    """Notices that a spot machine is about to be preempted, or that its host goes into maintenance.
 
-    One of the two attributes is waited for with a long poll, the other is asked for at each turn: `preempted` by the
-    source `GCP()`, and `maintenance-event` by `GCP("maintenance-event")`. Use both.
+    A source waits for one attribute with a long poll: `GCP()` for `preempted`, and `GCP("maintenance-event")` for
+    `maintenance-event`. Use both.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class GCP(MetadataSource):
         wait_seconds: float = 60.0,
         timeout_seconds: float = 5.0,
     ) -> None:
-        """Takes note of what to ask for; nothing is sent.
+        """Stores the settings; sends no request.
 
         Args:
             attribute: `preempted` or `maintenance-event`.
             base_url: The metadata server.
-            left_seconds: The time from the notice until the machine is gone; None for 30 s of a preemption, and 60 s
-                before maintenance. Machines with GPUs hear of maintenance an hour before: 3600 then.
+            left_seconds: The time from the notice until the machine is gone; None for 30 s after a preemption notice,
+                and 60 s before maintenance. Machines with GPUs get notice an hour before: use 3600 there.
             wait_seconds: How long one request waits for a change.
             timeout_seconds: How long one request may take beyond that.
 
@@ -49,7 +49,7 @@ class GCP(MetadataSource):
             UsageError: If an argument is wrong.
         """
         if attribute not in (_PREEMPTED, _MAINTENANCE):
-            raise UsageError(f"{attribute!r} is none of {_PREEMPTED!r} and {_MAINTENANCE!r}")
+            raise UsageError(f"the attribute must be {_PREEMPTED!r} or {_MAINTENANCE!r}, got {attribute!r}")
         super().__init__(base_url, timeout_seconds)
         self.name = f"gcp {attribute}"
         self.interval_seconds = 0.0
@@ -82,8 +82,8 @@ class GCP(MetadataSource):
             raise unexpected(self._url(path), answer)
         if answer.headers.get("metadata-flavor") != "Google":
             raise OSError(
-                f"{unexpected(self._url(path), answer)}, without the header 'Metadata-Flavor: Google': "
-                "it is not Google's metadata server that answers, but a proxy, say"
+                f"{unexpected(self._url(path), answer)}, without the header 'Metadata-Flavor: Google': this is "
+                "not Google's metadata server (perhaps a proxy)"
             )
         waited_seconds = time.monotonic() - asked_at
         before, self._value = self._value, answer.body.strip()
@@ -98,9 +98,9 @@ class GCP(MetadataSource):
             case "preempted", "TRUE":
                 text, demand = "this machine is being preempted", Demand.LEAVE_BY
             case "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE":
-                text, demand = "this machine is stopped for maintenance of its host", Demand.LEAVE_BY
+                text, demand = "this machine is being stopped for maintenance of its host", Demand.LEAVE_BY
             case "maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE":
-                text, demand = "this machine is moved to another host", Demand.SAVE
+                text, demand = "this machine is being moved to another host", Demand.SAVE
             case _:
                 return ()
         left_seconds = self._left_seconds if demand is Demand.LEAVE_BY else None

@@ -1,4 +1,4 @@
-"""Asks the server that a cloud's machine has for what concerns the machine itself."""
+"""Queries the metadata server of a cloud machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_BODY_BYTES: Final = 1 << 20
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the server said; `headers` by name in lower case."""
+    """An answer of the server; `headers` by name in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -28,15 +28,15 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def unexpected(url: str, answer: Answer) -> OSError:
-    """**Pure.** What to raise when the server says what it should not; it is asked again later."""
+    """**Pure.** Returns the error for an unexpected answer; the server is asked again later."""
     return OSError(f"{url} answered {answer.status}: {answer.body[:200]!r}")
 
 
 def parse_record(url: str, answer: Answer) -> dict[str, Any]:
-    """**Pure.** The JSON object that an answer is.
+    """**Pure.** Returns the answer as a JSON object.
 
     Raises:
-        OSError: If it is none.
+        OSError: If it is not one.
     """
     try:
         record = json.loads(answer.body) if answer.status == 200 else None
@@ -48,17 +48,17 @@ def parse_record(url: str, answer: Answer) -> dict[str, Any]:
 
 
 class MetadataSource(PolledSource):
-    """A source that asks one server, in one thread at a time; another may close it. It uses no proxy."""
+    """A source that queries one server, from one thread at a time; another thread may close it. It uses no proxy."""
 
     def __init__(self, base_url: str, timeout_seconds: float) -> None:
-        """Takes note of the place; nothing is sent.
+        """Stores the settings; sends no request.
 
         Args:
-            base_url: Such as `http://169.254.169.254`; a path in it stands before those that are asked for.
+            base_url: For example `http://169.254.169.254`; a path in it is put before those that are requested.
             timeout_seconds: How long the server may be silent.
 
         Raises:
-            UsageError: If that is no such place, or no time.
+            UsageError: If the URL or the time is not valid.
         """
         check_seconds("timeout_seconds", timeout_seconds)
         parts = urlsplit(base_url)
@@ -68,7 +68,7 @@ class MetadataSource(PolledSource):
             port = 0
         if parts.scheme != "http" or not parts.hostname or not port or parts.query or parts.fragment:
             raise UsageError(
-                f"{base_url!r} is no URL of a metadata server", hint="Write http://HOST or http://HOST:PORT."
+                f"{base_url!r} is not the URL of a metadata server", hint="Write http://HOST or http://HOST:PORT."
             )
         self._host, self._port, self._base = parts.hostname, port, parts.path.rstrip("/")
         self._timeout_seconds = timeout_seconds
@@ -86,10 +86,10 @@ class MetadataSource(PolledSource):
         body: str | None = None,
         timeout_seconds: float | None = None,
     ) -> Answer:
-        """**Blocks.** Sends one request on a connection of its own.
+        """**Blocks.** Sends one request on its own connection.
 
         Raises:
-            OSError: If the server cannot be reached, does not answer in time, or says what is no HTTP.
+            OSError: If the server cannot be reached, does not answer in time, or does not answer in HTTP.
         """
         from http.client import HTTPConnection, HTTPException
 
@@ -106,7 +106,7 @@ class MetadataSource(PolledSource):
                 self._refuse_closed()  # What was cut off then may look whole.
                 return Answer(reply.status, {name.lower(): value for name, value in reply.getheaders()}, text)
         except TimeoutError:
-            raise TimeoutError(f"{self._url(path)} has not answered within {limit_seconds:g} s") from None
+            raise TimeoutError(f"{self._url(path)} did not answer within {limit_seconds:g} s") from None
         except HTTPException as error:
             raise OSError(f"{self._url(path)}: {type(error).__name__}: {error}") from error
         finally:
@@ -118,12 +118,12 @@ class MetadataSource(PolledSource):
         return f"http://{self._host}:{self._port}{self._base}{path}"
 
     def open(self, hear: Hear) -> None:
-        """Nothing is asked before the first look."""
+        """Does nothing: the first request is sent by the first look."""
         with self._lock:
             self._is_closed = False
 
     def close(self) -> None:
-        """Ends a request under way, which fails then."""
+        """Ends a request in progress, which then fails."""
         with self._lock:
             self._is_closed = True
             if self._connection is not None:

@@ -1,4 +1,4 @@
-"""Listens to all sources at once, each in a thread of its own."""
+"""Listens to all sources at once, each in its own thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _END_SECONDS: Final = 2.0
 
 
 class SourcePoller:
-    """Opens sources, looks at those that have to be looked at, and closes them.
+    """Opens sources, polls those that need polling, and closes them.
 
-    A source that raises is looked at again, ever more seldom, and warned of once. None takes another down. Notices are
-    told on the thread on which they were heard; that may be within a signal handler.
+    A source that raises is polled again at growing intervals, with one warning, and does not affect the others. Notices
+    are passed on from the thread in which they arrive, which may be inside a signal handler.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class SourcePoller:
         self._closing = Latch()
 
     def open(self) -> None:
-        """Begins to listen; waits for nothing.
+        """Starts listening; waits for nothing.
 
         Raises:
-            UsageError: If a source cannot be used here. None listens then.
+            UsageError: If a source cannot be used here. Then none listens.
         """
         try:
             for source in self._sources:
@@ -56,15 +56,15 @@ class SourcePoller:
                 self._ended.append(start_thread(partial(self._look_on, source), name))
 
     def note_leaving(self) -> None:
-        """**Blocks.** Tells the sources that all is saved and the process leaves."""
+        """**Blocks.** Notifies the sources that everything is saved and the process exits."""
         for source in self._opened:
             try:
                 source.note_leaving()
             except Exception as error:  # noqa: BLE001  A source can be of the user's, and leaving goes on.
-                self._emit(Warned(text=f"{source.name} could not be told that the job leaves: {_say(error)}"))
+                self._emit(Warned(text=f"{source.name} could not be notified that the job is leaving: {_say(error)}"))
 
     def close(self) -> None:
-        """**Blocks** for a moment at most: a look that does not end is left behind."""
+        """**Blocks** for a moment at most: a poll that does not end is abandoned."""
         self._closing.open()
         opened, self._opened = self._opened, []
         for source in reversed(opened):
@@ -85,7 +85,7 @@ class SourcePoller:
                     self._hear(notice)
                 wait_seconds = source.interval_seconds or 0.0
                 if not wait_seconds >= 0:
-                    raise ValueError(f"interval_seconds={wait_seconds!r} is no time")
+                    raise ValueError(f"interval_seconds={wait_seconds!r} is not a number of seconds")
                 self._closing.wait(wait_seconds)
                 pause_seconds = self._pause_seconds
             except BaseException as error:  # noqa: BLE001  A source can be of the user's, and this thread is ours.
@@ -94,7 +94,7 @@ class SourcePoller:
                 # One that is closed meanwhile fails for that reason.
                 if not is_warned and not self._closing.is_open:
                     is_warned = True
-                    text = f"{source.name} cannot be asked for notices, and is asked again later: {_say(error)}"
+                    text = f"{source.name} cannot be queried for notices; it will be tried again: {_say(error)}"
                     self._emit(Warned(text=text))
                 self._closing.wait(wait_seconds)
 

@@ -1,4 +1,4 @@
-"""What a source of notices says, and what a source is."""
+"""`NoticeSource` and `Notice`: the interface of sources, and what they report."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from holdfast.numbers import check_seconds
 
 
 class Demand(enum.IntEnum):
-    """What a notice asks for; the larger the number, the more it asks."""
+    """The demand of a notice; a larger number asks for more."""
 
     SAVE = 1
-    """Save and go on: the machine may be taken away soon, or is moved."""
+    """Save and continue: the machine may be taken away soon, or is being moved."""
     LEAVE_BY = 2
-    """Be gone at a known time; until then training may go on."""
+    """Exit by a known time; until then training may continue."""
     LEAVE = 3
-    """Save and leave after the step in progress."""
+    """Save and exit after the current step."""
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """That this process, or the machine that it runs on, is about to be taken away.
+    """A notice that this process, or its machine, is about to be taken away.
 
     Attributes:
-        source: The name of the source that heard it.
-        text: What was heard, for people.
+        source: The name of the source that reports it.
+        text: The notice in words.
         demand: What it asks for.
-        left_seconds: The time from when it was heard until the process must be gone, at least 0; None if that is not
-            known.
-        insists: Whether a second one of this kind means more than the first: signals do.
-        by_hand: Whether a person at a terminal asked, who does not want the job to be started again by itself.
-        advice: How the job is started again where this source speaks, for people; or an empty string.
+        left_seconds: The time from the notice until the process must be gone, at least 0; None if it is not known.
+        insists: True if a second notice of this kind means more than the first, as with signals.
+        by_hand: True if a person at a terminal asked, and does not want the job to be restarted automatically.
+        advice: How to restart the job in this environment, in words; or an empty string.
 
     Raises:
-        UsageError: If one of them is not what it has to be: `left_seconds` no real number, say.
+        UsageError: If a value is not valid.
     """
 
     source: str
@@ -54,14 +53,14 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("source", "text"):
             if not isinstance(getattr(self, name), str):
-                raise UsageError(f"{name}={getattr(self, name)!r} is no text", hint="Give a str.")
+                raise UsageError(f"{name} must be text, got {getattr(self, name)!r}", hint="Pass a str.")
         if not isinstance(self.demand, Demand):
-            raise UsageError(f"demand={self.demand!r} is no Demand", hint="Give Demand.LEAVE, say.")
+            raise UsageError(f"demand must be a Demand, got {self.demand!r}", hint="For example: Demand.LEAVE.")
         left: object = self.left_seconds
         if left is None:
             return
         # Compared with anything NaN is false: such a notice would be heard, and nothing done.
-        hint = "Give a number of seconds, or None if it is not known."
+        hint = "Pass a number of seconds, or None if it is not known."
         number = left if isinstance(left, bool) or not isinstance(left, Real) else float(left)
         left_seconds = check_seconds("left_seconds", number, least=-math.inf, most=math.inf, hint=hint)
         force_setattr(self, "left_seconds", max(left_seconds, 0.0))
@@ -72,26 +71,28 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Hear: TypeAlias = Callable[[Notice], bool]
-"""Takes a notice, from any thread and from a signal handler. False if it is not taken: what was heard then has the
-effect that it would have without holdfast."""
+"""Receives a notice, from any thread and from a signal handler. Returns False if it does not accept the notice, which
+then has the
+effect that it would have without holdfast.
+"""
 
 
 @runtime_checkable
 class NoticeSource(Protocol):
-    """A place where a notice may be heard. Sources are combined in a list; none of them has to know of the others."""
+    """A source of preemption notices. Sources are combined in a list and are independent of each other."""
 
     @property
     def name(self) -> str:
-        """What the source is called in notices and warnings."""
+        """The name of the source in notices and warnings."""
         ...
 
     @property
     def interval_seconds(self) -> float | None:
-        """How long to wait between two looks; None for a source that is never looked at, since it tells by itself."""
+        """How long to wait between two looks; None for a source that is not polled, because it reports by itself."""
         ...
 
     def open(self, hear: Hear) -> None:
-        """Begins to listen. Called in the thread that makes the handler, so it does not wait for anything.
+        """Starts listening. Called in the thread that creates the handler, so it must not wait.
 
         Raises:
             UsageError: If the source cannot be used here.
@@ -99,29 +100,29 @@ class NoticeSource(Protocol):
         ...
 
     def look(self) -> Iterable[Notice]:
-        """**Blocks.** What has been heard since the last look; called in a thread of its own, and may raise anything.
+        """**Blocks.** Returns the notices since the last look; called in its own thread, and may raise anything.
 
-        A look that has raised is tried again, ever more seldom.
+        A look that raised is tried again, at growing intervals.
         """
         ...
 
     def note_leaving(self) -> None:
-        """**Blocks.** Told when all is saved and the process leaves; it may raise anything."""
+        """**Blocks.** Called when everything is saved and the process exits; it may raise anything."""
         ...
 
     def close(self) -> None:
-        """Ends listening, also a look under way in another thread. Called in the thread that called `open`."""
+        """Stops listening, and ends a look in progress in another thread. Called in the thread that called `open`."""
         ...
 
 
 class PolledSource:
-    """What sources have in common that have to be looked at."""
+    """Base class of sources that are polled."""
 
     def open(self, hear: Hear) -> None:
-        """Nothing is done before the first look."""
+        """Does nothing."""
 
     def note_leaving(self) -> None:
-        """No one needs to know."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """There is nothing to be ended."""
+        """Does nothing."""

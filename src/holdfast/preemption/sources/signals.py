@@ -1,4 +1,4 @@
-"""Notices that come as signals."""
+"""Preemption notices that arrive as signals."""
 
 from __future__ import annotations
 
@@ -22,42 +22,44 @@ _MOST_CHAINED: Final = 100
 _STATUS: Final = Path("/proc/self/status")
 
 DEFAULT_GRACE_SECONDS: Final = 30.0
-"""Of a pod of Kubernetes that names no `terminationGracePeriodSeconds`."""
+"""The grace period of a Kubernetes pod that sets no `terminationGracePeriodSeconds`."""
 
 DEFAULT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals:
-    """Hears signals. Handlers that were there before are called as well, and put back at the end.
+    """Handles signals. Earlier handlers are called as well, and restored at the end.
 
-    One that is ignored when it is opened (`nohup`, a shell's background job) stays ignored. In a forked child, such as
-    a loader's worker, `SIGTERM` has the effect that it would have without holdfast, and the others have none: the
-    child serves until this process lets it go.
+    A signal that is ignored when the source is opened (`nohup`, a shell's background job) stays ignored. In a forked
+    child, such as a loader's worker, `SIGTERM` has the effect that it would have without holdfast, and the other
+    signals have none: the child works until this process ends it.
 
     Attributes:
-        foreign: Those that it does not hear, since they had a handler that was not set by Python.
+        foreign: Signals that are left alone, because their handler was not installed from Python.
     """
 
     name = "signal"
     interval_seconds = None
 
     def __init__(self, *numbers: int, left_seconds: float | None = None) -> None:
-        """Names the signals.
+        """Selects the signals.
 
         Args:
-            numbers: Which; none for SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
-            left_seconds: After `SIGTERM`, when the process is killed; None if that is not known.
+            numbers: The signals; none for SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
+            left_seconds: The time from `SIGTERM` until the process is killed; None if it is not known.
 
         Raises:
-            UsageError: If a number is that of no signal, or of one that cannot be handled.
+            UsageError: If a number is not a signal, or a signal that cannot be handled.
         """
         try:
             self.numbers = tuple(signal.Signals(number) for number in numbers or DEFAULT_SIGNALS)
         except ValueError as error:
-            raise UsageError(f"{numbers!r}: {error}", hint="Give numbers such as signal.SIGTERM.") from error
+            raise UsageError(f"{numbers!r}: {error}", hint="Pass numbers such as signal.SIGTERM.") from error
         for number in self.numbers:
             if number in (signal.SIGKILL, signal.SIGSTOP):
-                raise UsageError(f"{number.name} cannot be handled", hint="No process can do so; name another signal.")
+                raise UsageError(
+                    f"{number.name} cannot be handled", hint="No process can handle this signal; use another one."
+                )
         self._left_seconds = None if left_seconds is None else check_seconds("left_seconds", left_seconds, least=0)
         self._handle = _Handler(self, self._act)
         self._hear: Hear | None = None
@@ -68,15 +70,15 @@ class Signals:
         self.foreign: tuple[signal.Signals, ...] = ()
 
     def open(self, hear: Hear) -> None:
-        """Puts its handlers in place.
+        """Installs the handlers.
 
         Raises:
-            UsageError: If this is not the main thread, in which alone Python runs handlers.
+            UsageError: If this is not the main thread, the only one in which Python runs handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
-                "signals can be heard only by what is made in the main thread",
-                hint="Make it there, or name other sources: TerminationConfig(sources=[...]).",
+                "signals can be handled only by an object that was created in the main thread",
+                hint="Create it there, or use other sources: TerminationConfig(sources=[...]).",
             )
         self._process = os.getpid()
         self._hear = hear
@@ -99,15 +101,15 @@ class Signals:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is in use in this process."""
+        """True if the source is open in this process."""
         return self._hear is not None and os.getpid() == self._process
 
     def is_at_work(self, number: int) -> bool:
-        """Whether its handler does something of its own in this process."""
+        """True if its handler takes effect in this process."""
         return os.getpid() == self._process and (self._hear is not None or self._is_absorbed(number))
 
     def handles(self, number: int) -> bool:
-        """**Thread-safe.** Whether the handler that Python would call now is its own, or one that passes on to it."""
+        """**Thread-safe.** Returns True if Python would call its handler now, or one that forwards to it."""
         handler = signal.getsignal(number)
         for _ in range(_MOST_CHAINED):
             if handler == self._handle:
@@ -119,23 +121,22 @@ class Signals:
         return False
 
     def foretell(self, number: int, hear: Hear) -> Notice | None:
-        """**Thread-safe.** The notice that `hear` gets when Python runs the handler of that signal; None if nothing."""
+        """**Thread-safe.** Returns the notice that `hear` will get when Python runs that handler, or None."""
         if self._hear != hear or os.getpid() != self._process or self._is_absorbed(number) or not self.handles(number):
             return None
         return self._make_notice(number)
 
     def look(self) -> Iterable[Notice]:
-        """Signals tell by themselves."""
+        """Does nothing: signals report by themselves."""
         return ()
 
     def note_leaving(self) -> None:
-        """No one needs to know."""
+        """Does nothing."""
 
     def absorb(self, spared: Collection[int] = ()) -> None:
-        """From now on signals have no effect, until the process has ended: it is on its way out.
+        """Lets signals have no effect until the process has ended, because it is already exiting.
 
-        If it does not end, since the program has caught the exit, they have the effect again that they had before
-        holdfast, after a minute.
+        If the program catches the exit and stays, signals get their earlier effect back after a minute.
 
         Args:
             spared: Signals that keep their effect.
@@ -146,7 +147,7 @@ class Signals:
             atexit.register(self._ignore)
 
     def close(self) -> None:
-        """Puts the handlers from before back, unless another one was set since."""
+        """Restores the earlier handlers, unless another handler was installed since."""
         self._hear = None
         if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
             return
@@ -156,7 +157,7 @@ class Signals:
                 del self._before[number]
 
     def _ignore(self) -> None:
-        """The interpreter shuts down, and takes its handlers away before the process has ended."""
+        """Ignores signals, because the interpreter removes its handlers before the process has ended."""
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
             for number in self._absorbed:
                 if signal.getsignal(number) == self._handle:
@@ -203,10 +204,10 @@ class Signals:
 
 
 class _Handler:
-    """The handler of a source. It notices that a program puts it back: the signals before that were another one's.
+    """The handler of a source. It notices when a program reinstalls it: earlier signals then went to another handler.
 
-    `signal.signal` asks each handler for its number, as it may be `SIG_IGN`. That is not documented: should it end, a
-    signal that came right before counts as unhandled, and a test fails.
+    `signal.signal` asks each handler for its number, as it may be `SIG_IGN`. That is not documented: if it changes, a
+    signal that came just before counts as unhandled, and a test fails.
     """
 
     def __init__(self, source: Signals, act: Callable[[int, FrameType | None], None]) -> None:
@@ -219,32 +220,32 @@ class _Handler:
     def __int__(self) -> NoReturn:
         if threading.current_thread() is threading.main_thread():
             answer()
-        raise TypeError("a handler of signals is no number")
+        raise TypeError("a signal handler is not a number")
 
 
 class Kubernetes(Signals):
-    """Hears signals, as `Signals` does, and knows when `SIGTERM` is followed by `SIGKILL`.
+    """Handles signals like `Signals`, and knows the time between `SIGTERM` and `SIGKILL`.
 
-    A pod is not told its own grace period. It begins with the hook `preStop`, whose time is gone when `SIGTERM` comes.
+    A pod cannot read its own grace period, which begins with the hook `preStop` and is reduced by its duration.
     """
 
     name = "kubernetes"
 
     def __init__(self, grace_seconds: float = DEFAULT_GRACE_SECONDS) -> None:
-        """Takes note of the grace period.
+        """Stores the grace period.
 
         Args:
-            grace_seconds: `terminationGracePeriodSeconds` of the pod, less what `preStop` takes.
+            grace_seconds: `terminationGracePeriodSeconds` of the pod, less the duration of `preStop`.
 
         Raises:
-            UsageError: If that is no time.
+            UsageError: If it is not a valid time.
         """
         check_seconds("grace_seconds", grace_seconds)
         super().__init__(left_seconds=grace_seconds)
 
 
 def _find_live(handler: Any, number: int) -> Any:
-    """A handler, or what was there before it if it is that of a source which listens no more, or in another process."""
+    """Returns the handler, or the one before it if its source no longer listens or belongs to another process."""
     for _ in range(_MOST_CHAINED):
         owner = getattr(handler, "__self__", None)
         if not isinstance(owner, Signals) or owner.is_at_work(number):
@@ -254,7 +255,7 @@ def _find_live(handler: Any, number: int) -> Any:
 
 
 def _find_caught() -> frozenset[int]:
-    """Signals for which the process has a handler, also one unknown to Python; none if nothing says so."""
+    """Returns the signals for which the process has a handler, also one unknown to Python; none if that is unknown."""
     try:
         (mask,) = [line.split()[1] for line in _STATUS.read_bytes().splitlines() if line.startswith(b"SigCgt:")]
         bits = int(mask, 16)

@@ -1,4 +1,4 @@
-"""The end of a job's time under Slurm."""
+"""Notices the end of a Slurm job's time limit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DEFAULT_AHEAD_SECONDS: Final = 120.0
 
 
 class Slurm(PolledSource):
-    """Tells when the job's time limit comes near, from `SLURM_JOB_END_TIME`; and how the job is queued again.
+    """Notices that the job's time limit is near, from `SLURM_JOB_END_TIME`, and how to requeue the job.
 
-    Slurm's preemption itself comes as `SIGTERM`, and `--signal` as the signal that it names: `Signals` hears those.
+    Slurm's preemption itself arrives as `SIGTERM`, and `--signal` as the signal that it names: `Signals` handles those.
     """
 
     name = "slurm"
@@ -28,11 +28,11 @@ class Slurm(PolledSource):
         """Reads the environment.
 
         Args:
-            ahead_seconds: How long before the end to tell: enough for two saves and a step.
-            environment: Where to find the variables; None for the process's own.
+            ahead_seconds: How long before the end to report it: long enough for two saves and a step.
+            environment: The environment variables; None for the process's own.
 
         Raises:
-            UsageError: If `ahead_seconds` is no time.
+            UsageError: If `ahead_seconds` is not a valid time.
         """
         check_seconds("ahead_seconds", ahead_seconds)
         variables = os.environ if environment is None else environment
@@ -42,7 +42,7 @@ class Slurm(PolledSource):
         self._is_told = False
 
     def look(self) -> Iterable[Notice]:
-        """Tells once that the end is near."""
+        """Reports once that the end is near."""
         if self._is_told or self._end_at_unix_seconds is None:
             return ()
         left_seconds = self._end_at_unix_seconds - time.time()
@@ -61,7 +61,7 @@ class Slurm(PolledSource):
 
 
 def requeue_advice(environment: Mapping[str, str]) -> str:
-    """**Pure.** How this job is put back into the queue, for people; an empty string outside Slurm."""
+    """**Pure.** Returns how to requeue this job, in words; an empty string outside of Slurm."""
     job = environment.get("SLURM_ARRAY_JOB_ID")
     if job is not None and "SLURM_ARRAY_TASK_ID" in environment:
         job = f"{job}_{environment['SLURM_ARRAY_TASK_ID']}"
@@ -70,7 +70,7 @@ def requeue_advice(environment: Mapping[str, str]) -> str:
 
 
 def _read_seconds(text: str) -> float | None:
-    """A time that Slurm names, or None; 0 and what is no number stand for no limit."""
+    """Returns a time that Slurm sets, or None; 0 and text that is not a number mean no limit."""
     try:
         seconds = float(text)
     except ValueError:

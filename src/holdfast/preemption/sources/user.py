@@ -1,4 +1,4 @@
-"""Notices of the user's own: a file that appears, a function."""
+"""The user's own sources of notices: a file that appears, a function."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from holdfast.preemption.sources.protocol import Demand, Notice, PolledSource
 
 
 def check_function(what: str, function: object) -> None:
-    """**Pure.** Accepts what does its work when it is called.
+    """**Pure.** Checks that a function does its work when it is called.
 
     Args:
-        what: What it is called, for the error.
+        what: The name of the argument, for the error.
         function: The function.
 
     Raises:
         UsageError: If it cannot be called, or only returns a coroutine or a generator, which is always true.
     """
     if not callable(function):
-        raise UsageError(f"{what}={function!r} cannot be called", hint="Give a plain function.")
+        raise UsageError(f"{what} must be a function, got {function!r}", hint="Pass a plain function.")
     for each in (function, type(function).__call__):
         is_async = inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
         if is_async or inspect.isgeneratorfunction(each):
             kind = "async" if is_async else "a generator"
             raise UsageError(
-                f"{what}={function!r} is {kind}: to call it runs nothing of it",
-                hint="Give a plain function, without async, await and yield.",
+                f"{what}={function!r} is {kind}: calling it would not run it",
+                hint="Pass a plain function, without async, await and yield.",
             )
 
 
 class FileAppears(PolledSource):
-    """A notice is given when a file appears, or is touched again; one that was there before says nothing.
+    """Gives a notice when a file appears or is touched again; a file that existed before gives none.
 
     So the file that stopped one process does not stop the next.
     """
@@ -42,14 +42,14 @@ class FileAppears(PolledSource):
     name = "file"
 
     def __init__(self, path: str | os.PathLike[str], *, interval_seconds: float = 0.5) -> None:
-        """Looks at the file as it is now.
+        """Reads the file's current state.
 
         Args:
             path: The file.
             interval_seconds: How often to look.
 
         Raises:
-            UsageError: If that is no time.
+            UsageError: If the interval is not a valid time.
         """
         check_seconds("interval_seconds", interval_seconds)
         self.interval_seconds: float | None = interval_seconds
@@ -57,11 +57,11 @@ class FileAppears(PolledSource):
         self._seen = self._mark()
 
     def look(self) -> Iterable[Notice]:
-        """Whether it has appeared."""
+        """Returns a notice if the file has appeared."""
         seen, self._seen = self._seen, self._mark()
         if self._seen is None or self._seen == seen:
             return ()
-        return (Notice(source=self.name, text=f"{self._path} has appeared"),)
+        return (Notice(source=self.name, text=f"{self._path} appeared"),)
 
     def _mark(self) -> tuple[int, int] | None:
         try:
@@ -72,22 +72,22 @@ class FileAppears(PolledSource):
 
 
 class Watcher(PolledSource):
-    """Asks a function of the user's. It gives a notice when it begins to return something true.
+    """Calls a function of the user's, and gives a notice once it returns something true.
 
-    That may be a `Notice`, which says more.
+    It may also return a `Notice`, with more detail.
     """
 
     name = "watcher"
 
     def __init__(self, function: Callable[[], object], *, interval_seconds: float = 1.0) -> None:
-        """Takes note of the function.
+        """Stores the function.
 
         Args:
-            function: Called in a thread of its own, again and again. If it raises it is called again later.
+            function: Called repeatedly, in its own thread. If it raises, it is called again later.
             interval_seconds: How long to wait between two calls.
 
         Raises:
-            UsageError: If it cannot be called, or is an `async def` or a generator; or the interval is no time.
+            UsageError: If it cannot be called, or is an `async def` or a generator; or the interval is invalid.
         """
         check_function("function", function)
         check_seconds("interval_seconds", interval_seconds)
@@ -101,11 +101,11 @@ class Watcher(PolledSource):
         if inspect.isawaitable(answer) or inspect.isgenerator(answer) or inspect.isasyncgen(answer):
             if inspect.iscoroutine(answer):
                 answer.close()
-            raise TypeError(f"it returned {answer!r}, which is always true, in place of an answer")
+            raise TypeError(f"it returned {answer!r}, which is always true, instead of an answer")
         was_true, self._was_true = self._was_true, bool(answer)
         if not answer or was_true:
             return ()
         if isinstance(answer, Notice):
             return (answer,)
         name = getattr(self._function, "__qualname__", repr(self._function))
-        return (Notice(source=self.name, text=f"{name} says so", demand=Demand.LEAVE),)
+        return (Notice(source=self.name, text=f"{name} returned True", demand=Demand.LEAVE),)

@@ -1,4 +1,4 @@
-"""Wakes a thread: from other threads, and when a signal arrives while the main thread is busy in foreign code."""
+"""Wakes a thread, from other threads and when a signal arrives while the main thread is busy in foreign code."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import threading
 from typing import Final, NamedTuple
 
 ANSWERED: Final = 255
-"""Rings after the signals for which the main thread has run their handlers; no signal has this number."""
+"""Follows the signals whose handlers the main thread has run; no signal has this number."""
 
 
 class Wakeup:
     """A bell that one thread listens to.
 
-    Python runs the handler of a signal when its main thread is back in Python code, which a long kernel or a blocked
+    Python runs a signal's handler when its main thread is back in Python code, which a long kernel or a blocked
     collective may delay for minutes. The number of the signal is written to a file descriptor at once.
 
-    There may be several bells. Signals ring the newest, and the thread that listens to it rings the others, and what
-    other code had put there before the newest.
+    There may be several bells. Signals ring the newest one; its listener rings the others, and forwards to any
+    descriptor that other code had installed.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Wakeup:
         self._stranger: _Stranger | None = None
 
     def take_signals(self) -> None:
-        """Lets each signal that has a handler ring too, if this is the main thread."""
+        """Lets every signal that has a handler ring too, if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
             is_ours = any(before == bell._bell.fileno() for bell in _ringing)
@@ -46,7 +46,7 @@ class Wakeup:
         """**Blocks** until it rings or the time is over.
 
         Returns:
-            The numbers of the signals that rang, in their order; and `ANSWERED`, after those that were handled.
+            The numbers of the signals that rang, in order; and `ANSWERED` after those that were handled.
         """
         readable, _, _ = select.select([self._ear], [], [], max(timeout_seconds, 0.0))
         if not readable:
@@ -65,7 +65,7 @@ class Wakeup:
         return rung
 
     def close(self) -> None:
-        """Puts back what was there before, and is still there. No thread may listen any more."""
+        """Restores the earlier descriptor, if it is still valid. No thread may be listening."""
         if self in _ringing:
             _ringing.remove(self)
             if not self._try_put_back():
@@ -82,7 +82,7 @@ class Wakeup:
             return  # Full, so that it wakes in any case; or closed, so that no thread listens.
 
     def _try_put_back(self) -> bool:
-        """Lets signals ring the newest that is left; False if it is not known what they ring now."""
+        """Lets signals ring the newest remaining bell; returns False if it is not known what they ring now."""
         if threading.current_thread() is not threading.main_thread():
             return False
         before = -1
@@ -97,7 +97,7 @@ class Wakeup:
 
 
 class _Stranger(NamedTuple):
-    """A descriptor of other code, by what tells it from a later one of the same number."""
+    """A descriptor of other code, with what distinguishes it from a later one of the same number."""
 
     descriptor: int
     device: int
@@ -105,7 +105,7 @@ class _Stranger(NamedTuple):
 
 
 def answer() -> None:
-    """Called by the handlers of signals: says that the main thread has come to run them."""
+    """Reports that the main thread now runs the handlers; called by the handlers of signals."""
     for bell in _ringing[-1:]:
         bell._send(bytes([ANSWERED]))
 
@@ -119,7 +119,7 @@ def _recognize(descriptor: int) -> _Stranger | None:
 
 
 def _replace(descriptor: int) -> int:
-    """What was there before. What cannot be used is not put there."""
+    """Installs a descriptor if it is usable, and returns the earlier one."""
     try:
         return signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     except (OSError, ValueError):
@@ -138,13 +138,13 @@ _forking = threading.local()
 
 
 def _hold_before_fork() -> None:
-    """`SIGTERM` may reach a child as soon as there is one, as a pool that ends its workers sends it: it waits."""
+    """Holds `SIGTERM` back during a fork: a pool may send it to a child as soon as the child exists."""
     if _ringing:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def _let_go_in_child() -> None:
-    """Signals of a forked child would ring in its parent."""
+    """Stops signals of a forked child from ringing in its parent."""
     if _ringing and threading.current_thread() is threading.main_thread():
         ours = {bell._bell.fileno() for bell in _ringing}
         current = _replace(-1)

@@ -186,8 +186,7 @@ def drop_summaries(storage: Storage) -> None:
     Raises:
         StorageError: If one may still be there.
     """
-    names = [entry.name for entry in storage.list(GENERATIONS_DIRECTORY) if parse_summary_file(entry.name)]
-    for name in names:
-        storage.remove(f"{GENERATIONS_DIRECTORY}/{name}")
-    if names:
+    # The last one goes last, and is the only one by then: an older one may vouch for what has been removed since.
+    for summary in sorted(filter(None, (parse_summary_file(one.name) for one in storage.list(GENERATIONS_DIRECTORY)))):
+        storage.remove(summary_path(*summary))
         storage.sync_directory(GENERATIONS_DIRECTORY)

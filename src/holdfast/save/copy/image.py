@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,16 @@ from holdfast.errors import ChangedError, OutOfMemoryError
 from holdfast.format.index import Layout, plan_layout, relabel, round_up
 from holdfast.save.copy.plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.records import CopyProgress, Snapshot
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Pin, Transfer, alias_of
+from holdfast.state.leaves import (
+    ArrayBackend,
+    ArraySpec,
+    Captured,
+    DeviceCopier,
+    Pin,
+    Transfer,
+    aliases_of,
+    versions_of,
+)
 from holdfast.storage.buffers import batches
 from holdfast.storage.worker_pool import WorkerPool
 
@@ -52,8 +61,9 @@ class Stager:
         snapshot = Snapshot(layout, image, state, CopyProgress())
         staging = Staging(snapshot, captured, [copy.run for copy in moves.now], [copy.run for copy in moves.later])
         # What is held may be given other memory before it is copied: these keep the memory that it has now.
-        staging.kept = {place: alias_of(captured.arrays[place]) for place in captured.held}
-        staging.versions = [captured.backends[place].version(kept) for place, kept in staging.kept.items()]
+        held = list(captured.held)
+        staging.kept = dict(zip(held, aliases_of([captured.arrays[place] for place in held]), strict=True))
+        staging.versions = versions_of([captured.backends[place] for place in held], list(staging.kept.values()))
         if captured.compared:
             staging.moments = _record_moments(captured.compared)
         begins = [copy.begin - base for copy in moves.now]
@@ -109,7 +119,7 @@ class Staging:
     now: list[Job] = field(default_factory=list)
     later: list[Job] = field(default_factory=list)
     kept: dict[int, Any] = field(default_factory=dict)
-    versions: list[int | None] = field(default_factory=list)
+    versions: Sequence[int | None] = ()
     moments: dict[str, object] = field(default_factory=dict)
     _transfers: list[Transfer] = field(default_factory=list)
 
@@ -172,7 +182,7 @@ class Staging:
             captured.names[place]
             # None is kept once the save has ended.
             for (place, kept), version in zip(self.kept.items(), self.versions, strict=False)
-            if captured.backends[place].version(kept) != version
+            if captured.backends[place].versions([kept])[0] != version
             or captured.backends[place].address(kept) != captured.addresses[place]
         ]
         if changed:

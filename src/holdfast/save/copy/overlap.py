@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from holdfast.concurrency import Latch
 from holdfast.errors import ChangedError, DeadlineError
 from holdfast.state.adapters import Adapter
-from holdfast.state.leaves import Captured, Transfer
+from holdfast.state.leaves import Captured, Transfer, versions_of
 
 GIVING_UP: Final = (
     "From now on everything is copied before save() returns, as with overlap_copy=False, since something other than an "
@@ -229,11 +229,12 @@ class OptimizerStepBarrier:
 
 def keep_steady(captured: Captured, barrier: OptimizerStepBarrier) -> Captured:
     """Holds no more than what would be seen to change otherwise than by a step."""
-    steady = (
-        place
-        for place in captured.held
-        if not barrier.gives_up and captured.backends[place].version(captured.arrays[place]) is not None
-    )
+    places = [] if barrier.gives_up else list(captured.held)
+    backends, arrays = [captured.backends[place] for place in places], [captured.arrays[place] for place in places]
+    versions = versions_of(backends, arrays)
+    if places and None not in versions:
+        return captured
+    steady = (place for place, version in zip(places, versions, strict=True) if version is not None)
     return replace(captured, held=frozenset(steady))
 
 

@@ -1,17 +1,16 @@
-"""Whether all workers together have all objects, and all boxes of their leaves. Pure, but for `Coverage`.
+"""Checks that all workers together have all objects, and all boxes of their leaves. Pure, except `Coverage`.
 
-Workers tell each other the names of their objects when the managers are made. The stages of a
-pipeline have objects under names of their own: then each object is held by the workers that name it. A worker whose
-names are but a part of another's has no stage of its own, and lacks what the other has: it counts as one that should
-hold that, so that the save fails, and names it.
+When the managers are created, workers exchange the names of their objects. Pipeline stages have objects with different
+names: then each object is held by the workers that name it. A worker whose names are only a part of another's has no
+stage of its own, and lacks what the other has: it counts as one that should hold that, so the save fails, and names it.
 
-Who holds an array is compared leaf by leaf; see `save/joint/replicas.py`. An object without one, such as a counter, has
-no leaf. So those workers are compared that have the same objects with arrays.
+Which workers hold an array is compared leaf by leaf; see `save/joint/replicas.py`. An object without arrays, such as a
+counter, has no leaf. So for these, workers are compared only if they have the same objects with arrays.
 
-Of a shard that was made by hand only its user knows which part of its leaf it is. And where a leaf lies with some of
-the workers only, others may have one of that name too: a copy, or another stage of the model. Such leaves are *loose*.
-Each worker tells a digest of which boxes of them it has; when any of these is new, the leader reads the indexes, which
-are durable by then, and looks at them as `verify` does.
+Only the user knows which part of its leaf a hand-made shard is. And if only some workers have a leaf, others may have
+another one of the same name: a copy, or another stage of the model. Such leaves are *loose*. Each worker reports a
+digest of its boxes of them; if any of these is new, the leader reads the indexes, durable by then, and checks them like
+`verify`.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from holdfast.state.leaves import Skeleton
 from holdfast.storage.protocol import Storage
 
 _COVER_HINT: Final = (
-    "All boxes of a leaf together hold each of its elements once. Of a Shard, look at global_shape and offsets, and "
-    "whether all workers save. What is not the same leaf everywhere, as in the stages of a pipeline, needs a name of "
-    "its own on each worker or in each stage, or hf.PerWorker."
+    "The boxes of a leaf must cover each of its elements exactly once. Check global_shape and offsets of the "
+    "Shard, and whether all workers save. A leaf that differs between workers (pipeline stages, for example) "
+    "needs its own name on each worker or in each stage, or hf.PerWorker."
 )
 
 _VALUES_HINT: Final = (
-    "If these are different things, as in the stages of a pipeline, give them different names: "
-    "Checkpoint(**{f'stage{number}': model}). If they are copies, they have to be kept equal, as by the same start and "
-    "an all_reduce of the gradients: find out why they differ."
+    "If these are different things (pipeline stages, for example), give them different names: "
+    "Checkpoint(**{f'stage{number}': model}). If they are copies, they must stay equal (same initial values, and "
+    "an all_reduce of the gradients): find out why they differ."
 )
 
 
 def digest_shards(snapshot: Snapshot) -> str:
-    """**Pure.** Which boxes a worker has of its loose leaves, whatever their values; empty if it has no such leaves."""
+    """**Pure.** Returns a digest of the boxes of a worker's loose leaves, without their values; or empty."""
     state = snapshot.state
     if not state.loose:
         return ""
@@ -66,21 +65,20 @@ def digest_shards(snapshot: Snapshot) -> str:
 
 
 class Coverage:
-    """What the leader knows of the loose leaves of all workers. Not thread-safe."""
+    """The leader's knowledge of the loose leaves of all workers. Not thread-safe."""
 
     def __init__(self) -> None:
         # What was found to be well, so that boxes stand twice only with workers that say the same of all of them.
         self._covering: Sequence[str] = ()
 
     def check(self, storage: Storage, name: StepName, shards: Sequence[str], values: Sequence[str]) -> None:
-        """**Blocks.** Makes sure that the boxes of a step, whose files are all written, make up its leaves.
+        """**Blocks.** Checks that the boxes of a step, whose files are all written, make up its leaves.
 
-        Nothing is read if no worker has loose leaves, or all have those boxes that were found to be well before, and
-        with the same values where they are the same boxes. Where workers have some of their boxes in common, and not
-        all, indexes are read each time.
+        Nothing is read if no worker has loose leaves, or all have the boxes that were checked before, with equal values
+        in equal boxes. If workers have some boxes in common, but not all, indexes are read each time.
 
         Raises:
-            UsageError: If something is missing, or stands twice with different values; it names the leaf and ranks.
+            UsageError: If something is missing, or appears twice with different values; with the leaf and ranks.
         """
         if not any(shards):
             return
@@ -115,21 +113,22 @@ _DIGEST_CHARACTERS: Final = 16
 
 _MOST_NAMES: Final = 100
 _MOST_CHARACTERS: Final = 100
-"""How many objects, and how much of a name, one worker tells: a record has to fit into the store."""
+"""How many objects, and how much of a name, one worker reports: a record must fit into the store."""
 
 _NAMED_OBJECTS: Final = 3
 
 OBJECTS_HINT: Final = (
-    "All workers name the same objects. What only some of them have, such as a log on rank 0, is given as hf.PerWorker."
+    "All workers must name the same objects. If only some workers have an object, such as a log on rank 0, wrap "
+    "it in hf.PerWorker."
 )
 
 
 class ObjectSetDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Which objects one worker has.
+    """A digest of the objects of one worker.
 
     Attributes:
         stage: The digest of the names of those with arrays.
-        bare: The names of those without, but for what is its own.
+        bare: The names of those without, except per-worker ones.
     """
 
     stage: str = ""
@@ -137,19 +136,19 @@ class ObjectSetDigest(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest_objects(snapshot: Snapshot) -> ObjectSetDigest:
-    """**Pure.** Which objects the worker of a snapshot has."""
+    """**Pure.** Returns the digest of the objects of a snapshot's worker."""
     full = {name for name, skeleton in snapshot.state.objects.items() if _has_array(skeleton)}
     bare = sorted(map(make_sendable, snapshot.state.objects.keys() - full - snapshot.state.own))
     told = [
         name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}... {_digest([name])}" for name in bare
     ]
     if len(told) > _MOST_NAMES:
-        told[_MOST_NAMES:] = [f"{len(told) - _MOST_NAMES} objects more ({_digest(bare)})"]
+        told[_MOST_NAMES:] = [f"{len(told) - _MOST_NAMES} more objects ({_digest(bare)})"]
     return ObjectSetDigest(_digest(sorted(map(make_sendable, full))), tuple(told))
 
 
 def find_holders(named: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
-    """**Pure.** The workers that hold an object, or should, of those that not all of them do."""
+    """**Pure.** Returns the workers that hold an object, or should, for objects that not all of them have."""
     ranks_by_names: dict[frozenset[str], list[int]] = {}
     for rank, names in enumerate(named):
         ranks_by_names.setdefault(frozenset(names), []).append(rank)
@@ -171,7 +170,7 @@ def find_holders(named: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]
 
 
 def find_unlike(object_sets: Sequence[ObjectSetDigest]) -> tuple[int, str] | None:
-    """**Pure.** A worker whose objects are not those of the others, and what there is to say of it, or None."""
+    """**Pure.** Returns a worker whose objects differ from those of the others, and the message; or None."""
     stages: dict[str, dict[tuple[str, ...], list[int]]] = {}
     for rank, object_set in enumerate(object_sets):
         stages.setdefault(object_set.stage, {}).setdefault(object_set.bare, []).append(rank)
@@ -186,9 +185,9 @@ def find_unlike(object_sets: Sequence[ObjectSetDigest]) -> tuple[int, str] | Non
 def _tell(usual: Sequence[str], other: Sequence[str], most: Sequence[int], few: Sequence[int]) -> str:
     ending = "" if len(most) > 1 else "s"
     who = name_ranks(tuple(most))
-    told = [f"it lacks {name}, which {who} name{ending}" for name in usual if name not in other]
-    told += [f"it names {name}, which {who} lack{ending}" for name in other if name not in usual]
-    more = f"; and {len(told) - _NAMED_OBJECTS} objects more" if len(told) > _NAMED_OBJECTS else ""
+    told = [f"it lacks {name}, which {who} save{ending}" for name in usual if name not in other]
+    told += [f"it saves {name}, which {who} lack{ending}" for name in other if name not in usual]
+    more = f"; and {len(told) - _NAMED_OBJECTS} more objects" if len(told) > _NAMED_OBJECTS else ""
     also = f"; the same goes for {name_ranks(tuple(few[1:]))}" if len(few) > 1 else ""
     return f"{'; '.join(told[:_NAMED_OBJECTS])}{more}{also}"
 

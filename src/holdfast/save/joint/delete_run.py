@@ -1,4 +1,4 @@
-"""The end of a training of several workers: all come to it, and the leader removes what was kept until then."""
+"""The end of a training of several workers: all reach it, and then the leader removes the checkpoints."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _THE_REMOVAL: Final = "the removal of the checkpoints"
 
 
 class JointDelete:
-    """The workers of a job, as far as they end it together. Each makes as many of these, in the same order.
+    """The workers of a job that end it together. Each creates as many of these, in the same order.
 
     Attributes:
         cluster: The workers.
     """
 
     def __init__(self, choice: Choice, *, liveness_seconds: float, timeout_seconds: float) -> None:
-        """**Collective.** **Blocks.** Waits for the others, if there are any; as `open_participant`."""
+        """**Collective.** **Blocks.** Waits for the others, if there are any; like `open_participant`."""
         self.cluster: Cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
         self._is_own = self.cluster is not choice
         self._peers: Peers | None = None
@@ -34,28 +34,28 @@ class JointDelete:
             self._peers = Peers(self.cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
 
     def agree_to_clear(self, objection: str) -> str:
-        """**Collective.** **Blocks.** Waits until all workers want the checkpoints to go.
+        """**Collective.** **Blocks.** Waits until all workers agree to remove the checkpoints.
 
-        One that has not come may still need them: if it dies on the way, the job goes on from them. Gives the first
-        `objection` by rank, the same on all workers; empty if there is none.
+        A worker that has not come may still need them: if it dies on the way, the job resumes from them. Returns the
+        first `objection` by rank, the same on all workers; empty if there is none.
 
         Raises:
             AbsentError: If a worker does not come in time, or dies.
-            ClusterError: If the job's store does not answer.
+            ClusterError: If the job's store does not respond.
         """
         if self._peers is None:
             return objection
         return self._peers.gather_decide_broadcast(objection.encode(), _find_first, "the end of the training").decode()
 
     def clear(self, storage: Storage, known_generation: int, *, keeps_files: bool = False) -> Clearing:
-        """**Collective.** **Blocks.** Has the leader remove all checkpoints of a run; see `clear_run`.
+        """**Collective.** **Blocks.** Lets the leader remove all checkpoints of a run; see `clear_run`.
 
         Returns:
-            What came of it; nothing, on other workers than the leader.
+            The result on the leader; an empty one on other workers.
 
         Raises:
-            FencedError: On the leader, if another job saves there by now; nothing has been removed.
-            PeerError: On the others, if the leader has met with an error, could not remove everything, or dies.
+            FencedError: On the leader, if another job now saves there; nothing has been removed.
+            PeerError: On the others, if the leader had an error, could not remove everything, or dies.
         """
         peers = self._peers
         if peers is not None and not peers.is_leader:
@@ -72,7 +72,7 @@ class JointDelete:
         return clearing
 
     def close(self) -> None:
-        """**Blocks** for a moment. Says goodbye to the others; harmless twice."""
+        """**Blocks** for a moment. Signs off; a second call does nothing."""
         if self._peers is not None:
             self._peers.close()
         if self._is_own:

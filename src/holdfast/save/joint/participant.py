@@ -1,4 +1,4 @@
-"""How the training thread of one worker keeps step with the others, without waiting for any of them."""
+"""Chooses the step at which all workers save, without blocking the training thread."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from holdfast.save.joint.shared_storage_check import check_token, remove_token, 
 from holdfast.storage.protocol import Storage
 
 _NOTICE_LOOKS: Final = 3
-"""How many looks of the others before its step a plan is made, so that all have heard of it by then."""
+"""How many looks of the others before its step a plan is made, so that all know of it by then."""
 
 _MOST_NOTICES: Final = 64
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """A save that the leader has planned ahead.
+    """A save that the leader has planned in advance.
 
     Attributes:
-        number: Which plan, from 1.
+        number: The number of the plan, from 1.
         epoch: How often the run had been restored.
-        step: The save is made at this step, or the first one behind it.
+        step: The save is made at this step, or the first one after it.
         reason: Why, in the words of the policy.
     """
 
@@ -47,12 +47,12 @@ class _Plan(msgspec.Struct, frozen=True):
 
 
 class _Start(msgspec.Struct, frozen=True):
-    """What a worker says when its manager is made, and what the leader makes of that.
+    """A worker's report when its manager is created, and the leader's answer.
 
     Attributes:
-        url: Where the run lies for it.
-        token: What the file holds that the leader has made there; empty if it has made none.
-        names: The names of its objects; of those of all workers, or once if these are the same.
+        url: The URL of the run on that worker.
+        token: The content of the file that the leader has created there; empty if it has created none.
+        names: The names of its objects; in the answer those of all workers, or once if these are the same.
     """
 
     url: str
@@ -61,23 +61,23 @@ class _Start(msgspec.Struct, frozen=True):
 
 
 class JointParticipant:
-    """The others, as the training thread knows them.
+    """The other workers, as the training thread knows them.
 
-    A policy that looks at steps alone gives the same answer on all workers. One that looks at the clock does not: then
-    the leader's answer counts. It cannot be heard at once, so the leader plans the save for a step that lies some way
-    ahead, and each worker that has heard of it in time saves there. One that has not says so; then the save is left
-    out, and the next one is planned further ahead.
+    A policy that depends on steps alone gives the same answer on all workers. One that depends on the clock does not:
+    then the leader decides. Its answer takes time, so the leader plans the save for a later step, and each worker that
+    knows the plan in time saves there. If one learns of it too late, it reports that; then the save is skipped, and the
+    next one is planned further ahead.
 
     Attributes:
-        worker: Which worker this is.
-        peers: What they do together.
-        named: What the objects of all workers were called at the start, in order of rank; once if that was the same.
-        holders: The ranks of the workers that hold an object, of those that not all of them hold.
+        worker: The rank of this worker among all.
+        peers: The communication with the others.
+        named: The names of the objects of all workers at the start, in order of rank; once if they were the same.
+        holders: The ranks of the workers that hold an object, for objects that not all of them hold.
         left_behind: Saves that ended for the leader before they began, and not yet for all others.
     """
 
     def __init__(self, cluster: Cluster, *, closes: bool, liveness_seconds: float, timeout_seconds: float) -> None:
-        """Starts the threads that talk to the others, and give signs of life. `closes`: closes the cluster at last."""
+        """Starts the threads that communicate with the others, and give signs of life. `closes`: the cluster, too."""
         self.worker = Worker(cluster.rank, cluster.world_size)
         self.peers = peers = Peers(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._closes = closes
@@ -102,9 +102,9 @@ class JointParticipant:
         return self._places.count
 
     def start(self, storage: Storage, names: Collection[str], *, is_new: bool) -> None:
-        """**Collective.** **Blocks.** Begins the job: each hears what the others have, and all see one directory.
+        """**Collective.** **Blocks.** Begins the job: exchanges names of objects, and checks the common directory.
 
-        Where there is something to go on from (not `is_new`), what is there is compared when it is restored.
+        If there is something to resume from (not `is_new`), the directory is checked by the restore.
 
         Raises:
             AbsentError: If a worker does not come.
@@ -157,7 +157,7 @@ class JointParticipant:
             raise self.peers.failures.make_error(msgspec.json.decode(failed, type=Failure))
 
     def try_plan(self, policy: SavePolicy, moment: SaveMoment) -> str | None:
-        """Why to save at this step, or None, as far as it is not for each worker to decide. It does not block."""
+        """Returns why to save at this step, or None, if the workers must agree on that. It does not block."""
         with self._lock:
             self._step = moment.step
             plan = self._plan
@@ -182,13 +182,13 @@ class JointParticipant:
         return None
 
     def begin(self, step: int) -> CommitProtocol:
-        """The save of a step begins here, or would; it does not block."""
+        """Called when the save of a step begins here, or would; it does not block."""
         with self._lock:
             watched, self._watched = self._watched, ""
         return CommitProtocol(self.peers, self._places.take(step), watched)
 
     def try_cancel(self, protocol: CommitProtocol, error: BaseException) -> bool:
-        """**Blocks.** As `save.joint.protocol.try_cancel`."""
+        """**Blocks.** Like `save.joint.protocol.try_cancel`."""
         return try_cancel(protocol, error)
 
     def tell(self, protocol: CommitProtocol, error: BaseException) -> None:
@@ -200,28 +200,28 @@ class JointParticipant:
         self._send_end(protocol, lambda: protocol.leave_out(reason))
 
     def note_left_out(self, protocol: CommitProtocol) -> None:
-        """A save was left out; if that was since a plan came too late for somebody, the next one comes earlier."""
+        """Called when a save was skipped; if that was because a plan came too late, the next one comes earlier."""
         if protocol.was_missed:
             with self._lock:
                 self._notices = min(2 * self._notices, _MOST_NOTICES)
 
     def begin_epoch(self) -> None:
-        """The run has been restored, by all workers together: from now on steps may come again."""
+        """Called when all workers together have restored the run: from now on steps may come again."""
         self._places.begin_epoch()
         with self._lock:
             self._step, self._plan = -1, None
 
     def leave(self) -> None:
-        """Says goodbye to the others without waiting."""
+        """Signs off without waiting."""
         self.peers.mailbox.post(self.peers.leave)
 
     def fail(self, error: BaseException) -> None:
-        """**Blocks** for a moment. Tells the others why this worker leaves, and does."""
+        """**Blocks** for a moment. Tells the others why this worker leaves, and leaves."""
         self.peers.failures.explain(error)
         self.close()
 
     def close(self) -> None:
-        """**Blocks** for a moment. Says what there is to say, and goodbye, and ends the threads."""
+        """**Blocks** for a moment. Writes what was posted, signs off, and ends the threads."""
         self.peers.mailbox.close()
         self.peers.wait_heard()
         self.peers.close()
@@ -235,7 +235,7 @@ class JointParticipant:
             self.left_behind.put(protocol)
 
     def _look(self) -> None:
-        """Looks what the leader has planned; in the mailbox's thread."""
+        """Reads what the leader has planned; called in the mailbox's thread."""
         if self._step < 0:
             return  # Nobody has asked yet, and where each worker decides by itself, nobody will.
         data = self.peers.cluster.try_get(self.peers.key("plan"))
@@ -254,7 +254,7 @@ class JointParticipant:
         if is_missed:
             # Otherwise those who were there would seem to be as far as this worker is when it saves next.
             self._places.pass_by()
-            reason = f"rank {self.peers.rank} was at step {step} when it heard of a save at step {plan.step}"
+            reason = f"rank {self.peers.rank} was already at step {step} when it learned of a save at step {plan.step}"
             self.peers.cluster.set(self._key_of_missed(plan.number), reason.encode())
 
     def _key_of_missed(self, number: int) -> str:

@@ -1,17 +1,16 @@
-"""What the workers tell each other about one save, through the store of the job.
+"""The protocol of one save: what the workers tell each other through the store of the job.
 
-Workers do not communicate before a save begins, so each derives the same name for it: how often the run was
-restored, the step, and the number of the attempt at that step.
+Workers derive a save's id without communication: (restore count, step, attempt).
 
     save/PLACE/name           the directory, by the leader
     save/PLACE/part/RANK      what a worker has written
-    save/PLACE/question       what the leader asks some workers; see `save/joint/replicas.py`
-    save/PLACE/verdict        whether it is to be committed: written once, by the first that knows
-    save/PLACE/result         how the commit went, by the leader
-    save/PLACE/left/RANK      that a worker has done with this save
-    at/RANK                   where a worker is
-    plan                      the next save that the leader has planned ahead
-    plan-missed/NUMBER        that a worker had passed that step when it heard of the plan
+    save/PLACE/question       the leader's question to some workers; see `save/joint/replicas.py`
+    save/PLACE/verdict        whether to commit it: written once, by the first that knows
+    save/PLACE/result         the result of the commit, by the leader
+    save/PLACE/left/RANK      that a worker is done with this save
+    at/RANK                   the progress of a worker
+    plan                      the next save that the leader has planned in advance
+    plan-missed/NUMBER        that a worker had passed that step when it learned of the plan
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from holdfast.state.data.position import PositionRecord
 
 
 class SaveId(msgspec.Struct, frozen=True, array_like=True):
-    """One save, as all workers know it.
+    """The id of one save, the same on all workers.
 
     Attributes:
         epoch: How often the run had been restored.
         step: The step.
-        turn: The how manieth try at it in that epoch, from 1.
+        turn: The number of the attempt at it in that epoch, from 1.
     """
 
     epoch: int
@@ -51,18 +50,18 @@ class SaveId(msgspec.Struct, frozen=True, array_like=True):
     turn: int
 
     def key(self, name: str) -> str:
-        """The key of something about this save."""
+        """Returns the key of a record about this save."""
         return f"save/{self.epoch}.{self.step}.{self.turn}/{name}"
 
 
 class WorkerProgress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a worker is.
+    """The progress of a worker.
 
     Attributes:
         count: How many saves it has come to.
         place: The last of them.
-        has_ended: Whether all that was said about that one has been deleted.
-        was_committed: Whether it ended well; said with its end.
+        has_ended: True if all records of that one have been deleted.
+        was_committed: True if it was committed; written with its end.
     """
 
     count: int
@@ -71,12 +70,12 @@ class WorkerProgress(msgspec.Struct, frozen=True, array_like=True):
     was_committed: bool = False
 
     def is_beyond(self, other: WorkerProgress) -> bool:
-        """Whether a worker at this position will not come to that of another one any more."""
+        """Returns True if a worker at this position will no longer come to that of another one."""
         return self.place != other.place and self.count >= other.count
 
 
 class SaveIdAllocator:
-    """**Thread-safe.** Gives each save of this worker its place.
+    """**Thread-safe.** Gives each save of this worker its id.
 
     Attributes:
         epoch: How often the run has been restored.
@@ -91,18 +90,18 @@ class SaveIdAllocator:
         self._turns: dict[int, int] = {}
 
     def begin_epoch(self) -> None:
-        """The run has been restored: from now on steps may come again."""
+        """Called when the run has been restored: from now on steps may come again."""
         with self._lock:
             self.epoch += 1
             self._turns = {}
 
     def pass_by(self) -> None:
-        """A save was asked for that this worker could not come to: it is past it all the same."""
+        """Counts a save that this worker could not come to: it has passed it."""
         with self._lock:
             self.count += 1
 
     def take(self, step: int) -> WorkerProgress:
-        """Where the next save of a step has its place."""
+        """Returns the id of the next save of a step."""
         with self._lock:
             self.count += 1
             turn = self._turns[step] = self._turns.get(step, 0) + 1
@@ -110,14 +109,14 @@ class SaveIdAllocator:
 
 
 class NameRecord(msgspec.Struct, frozen=True):
-    """Where a save lies.
+    """The directory of a save.
 
     Attributes:
         generation: The generation of the job.
-        attempt: Which attempt at the step.
-        base: The checkpoint from which the generation began, as step, generation and attempt; None if anew.
-        opening: The digest of the record that opened the generation: by it a worker knows that it sees the same run.
-        url: Where the run lies for the leader.
+        attempt: The number of the attempt at the step.
+        base: The checkpoint from which the generation began, as step, generation and attempt; None for the beginning.
+        opening: The digest of the record that opened the generation: it proves to a worker that it sees the same run.
+        url: The URL of the run on the leader.
     """
 
     generation: int
@@ -133,18 +132,18 @@ class NameRecord(msgspec.Struct, frozen=True):
 
 
 class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker has made to last.
+    """The part of a step that a worker has made durable.
 
     Attributes:
         worker: Its record for the manifest.
         references: The earlier steps that it refers to.
-        features: What a reader has to understand to read its index.
-        groups: What it says of what it holds together with others.
-        shards: What it says of the boxes of its loose leaves; see `save/joint/coverage.py`.
-        values: What it says of their values.
-        check_replicas: At which saves it is to compare what workers hold alike.
-        positions: How far it has got in its data.
-        object_set: Which objects it has.
+        features: The features that a reader must know to read its index.
+        groups: Digests of what it holds together with others.
+        shards: The digest of the boxes of its loose leaves; see `save/joint/coverage.py`.
+        values: The digest of their values.
+        check_replicas: At which saves it compares replicated state.
+        positions: Its positions in the data.
+        object_set: The digest of its objects.
     """
 
     worker: WorkerRecord
@@ -159,11 +158,11 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A verdict or a result; well unless one of these says otherwise.
+    """A verdict or a result; a success unless one of these is set.
 
     Attributes:
         failure: Whose failure ends the save; None if there is none.
-        left_out: Why it is left out, which is no failure; empty if it is not.
+        left_out: Why it is skipped, which is not a failure; empty if it is not.
     """
 
     failure: Failure | None = None
@@ -171,7 +170,7 @@ class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_well(self) -> bool:
-        """Whether the save goes on, or has gone well."""
+        """True if the save continues, or has succeeded."""
         return self.failure is None and not self.left_out
 
 
@@ -182,28 +181,28 @@ _T = TypeVar("_T")
 
 
 class _CommittedError(Exception):
-    """The others have committed the save, and wait for this worker no more."""
+    """The others have committed the save, and no longer wait for this worker."""
 
 
 class CommitProtocol:
-    """One save as this worker speaks of it with the others. Not thread-safe.
+    """One save as this worker communicates about it with the others. Not thread-safe.
 
-    Whoever knows first how a save ends writes it down, create-only: the *verdict*. A failure on any worker is one. The
-    leader's, that the save is to be committed, comes when it has the parts of all; then no failure can come any more
-    but the leader's own, which is the *result*.
+    The first worker that knows how a save ends writes it, create-only: the *verdict*. A failure on any worker is one.
+    The leader's verdict, to commit the save, comes when it has the parts of all; after that only the leader itself can
+    fail, which is the *result*.
 
-    Each method raises `ClusterError` if the store does not answer. One that waits or agrees raises `PeerError` if
+    Each method raises `ClusterError` if the store does not respond. A method that waits or agrees raises `PeerError` if
     another worker has failed, is gone, or is late, and `LeftOutError` if one cannot take part.
 
     Attributes:
-        place: Which save it is.
-        count: The how manieth of this worker's saves.
-        was_missed: True once the leader has found that another worker had heard of it too late.
-        query: What the leader asks where workers do not hold the same.
+        place: The id of the save.
+        count: The number of this worker's save.
+        was_missed: True once the leader has found that another worker learned of it too late.
+        query: The leader's question if workers hold different leaves.
     """
 
     def __init__(self, peers: Peers, position: WorkerProgress, watched: str = "") -> None:
-        """`watched` is a key that comes to hold a reason if another worker cannot take part; or nothing."""
+        """`watched` is a key that gets a value, a reason, if another worker cannot take part; or nothing."""
         self._peers = peers
         self._position = position
         self._watched = watched
@@ -218,22 +217,22 @@ class CommitProtocol:
         self._is_committed = False
 
     def announce(self) -> None:
-        """Says that this worker is at this save."""
+        """Reports that this worker is at this save."""
         self._announce(self._position)
 
     def put_name(self, record: NameRecord) -> None:
-        """The leader says where to write."""
+        """On the leader, reports where to write."""
         self._put("name", record)
 
     def wait_name(self) -> NameRecord:
-        """**Blocks.** Where to write, as the leader says."""
+        """**Blocks.** Returns where to write, as the leader reports it."""
         return self._wait("name", NameRecord, (LEADER,), f"begin to save step {self.place.step}")
 
     def hand_in(self, record: PartRecord, holding: HeldReplicas) -> None:
-        """**Blocks.** Says what this worker has made to last, and waits until the step is committed.
+        """**Blocks.** Reports what this worker has made durable, and waits until the step is committed.
 
-        Meanwhile it answers the leader's question what it holds together with others. Raises `FencedError` if another
-        job has taken over.
+        Meanwhile it answers the leader's question about what it holds together with others. Raises `FencedError` if
+        another job has taken over.
         """
         part = f"part/{self._peers.rank}"
         self._has_handed_in = True
@@ -250,7 +249,7 @@ class CommitProtocol:
                 self._peers.delete([self._key(part)])
 
     def collect_parts(self) -> list[PartRecord]:
-        """**Blocks.** What all workers but the leader have made to last, in order of rank."""
+        """**Blocks.** Returns what all workers except the leader have made durable, in order of rank."""
         parts: dict[int, PartRecord] = {}
         others = range(1, self._peers.world_size)
         begun_at = time.monotonic()
@@ -270,21 +269,21 @@ class CommitProtocol:
         return [parts[rank] for rank in others]
 
     def agree(self) -> None:
-        """The leader says that the step is to be committed: from here on no other worker can end the save."""
+        """On the leader, writes that the step is to be committed: from here on no other worker can end the save."""
         self._raise_unless_well(self._decide(WELL))
 
     def tell_committed(self) -> None:
-        """The leader says that the step is committed; it is, whether the others hear of it or not."""
+        """On the leader, writes that the step is committed; it is, even if the others do not learn of it."""
         self._is_committed = True
         with suppress(HoldfastError):
             self._put("result", WELL)
 
     def leave_out(self, reason: str) -> None:
-        """Says that this worker cannot take part."""
+        """Reports that this worker cannot take part."""
         self._decide(EndRecord(left_out=f"rank {self._peers.rank} cannot take part: {reason}"))
 
     def tell(self, error: BaseException) -> None:
-        """Tells the others that the save has failed here, unless they know how it ends. Does what can be done."""
+        """Tells the others that the save has failed here, unless they know how it ends, as far as possible."""
         self._has_failed = True
         if self._is_over:
             return
@@ -296,7 +295,7 @@ class CommitProtocol:
             self._take_back(self._key("verdict"))
 
     def leave(self) -> None:
-        """Says that this worker has done with the save, whatever came of it. Does what can be done."""
+        """Reports that this worker is done with the save, as far as possible."""
         if self._is_over:
             return
         left = self._key(f"left/{self._peers.rank}")
@@ -306,7 +305,7 @@ class CommitProtocol:
                 self._take_back(left)
 
     def has_left(self, rank: int) -> bool:
-        """Whether another worker has done with the save, or has gone past it and will never come."""
+        """Returns True if another worker is done with the save, or has passed it and will never come."""
         if self._peers.cluster.try_get(self._key(f"left/{rank}")) is not None:
             return True
         # In a save that is committed all have taken part, and each will say so.
@@ -314,10 +313,10 @@ class CommitProtocol:
         return position is not None and position.is_beyond(self._position)
 
     def forget(self, *, is_newest: bool) -> None:
-        """The leader deletes all that was said: whoever lives reads it no more.
+        """On the leader, deletes all records: no live worker reads them any more.
 
-        If it has come to no other save since, a worker taken for dead that comes to this one after all learns that
-        it is too late, and how it ended.
+        If the leader has come to no other save since, a worker taken for dead that comes to this one after all learns
+        that it is too late, and how it ended.
         """
         if is_newest:
             # Before the keys go: who says something later takes it back.
@@ -330,7 +329,7 @@ class CommitProtocol:
         self._peers.delete([*keys, *([self._watched] if self._watched else [])])
 
     def _decide(self, end: EndRecord) -> EndRecord:
-        """Writes down how the save ends, unless that is known; gives what is written there."""
+        """Writes how the save ends, unless that is known; returns the stored verdict."""
         standing = self._peers.cluster.set_once(self._key("verdict"), msgspec.json.encode(end))
         return msgspec.json.decode(standing, type=EndRecord)
 
@@ -342,7 +341,7 @@ class CommitProtocol:
         failure = end.failure
         if failure.rank == self._peers.rank and failure.kind == AbsentError.__name__:
             # It knows that it lives, and not that it was silent.
-            told = f"{failure.text}, so the others gave up the save of step {self.place.step}"
+            told = f"{failure.text}, so the other workers abandoned the save of step {self.place.step}"
             failure = replace(failure, text=told, hint=_LATE_HINT)
         error = self._peers.failures.make_error(failure)
         if end.failure.kind == FencedError.__name__:
@@ -360,10 +359,10 @@ class CommitProtocol:
         begun_at: float | None = None,
         holding: HeldReplicas | None = None,
     ) -> _T:
-        """What is said under a name, unless the save ends otherwise before.
+        """Returns the record of a name, unless the save ends before.
 
-        `doers` say it. `ranks` gives all that are to do it, if that is more; they must live as well. A question of the
-        leader is answered with what this worker is `holding`; None if none can come yet.
+        `doers` write it. `ranks` returns all that must do it, if that is more; they must be alive as well. A question
+        of the leader is answered with what this worker is `holding`; None if none can come yet.
         """
         look_at = time.monotonic()
         awaited: list[str] = []
@@ -402,9 +401,9 @@ class CommitProtocol:
         return msgspec.json.decode(value, type=kind)
 
     def _check_way(self, rank: int, awaited: Collection[str] = ()) -> None:
-        """Makes sure that a worker has not gone on to another save without this one.
+        """Checks that a worker has not continued with another save without this one.
 
-        One that has said what was awaited of it, by one of those keys, may go on: it need not wait until it is heard.
+        A worker that has written what is awaited, under one of those keys, may continue.
         """
         position = self._find_position(rank)
         if position is None:
@@ -417,13 +416,13 @@ class CommitProtocol:
         if is_beyond:
             # The leader comes here no more, to read or to delete what is said.
             self._is_over = self._is_over or rank == LEADER
-            text = f"it saves step {position.place.step}, and not step {self.place.step} with rank {self._peers.rank}"
+            text = f"it saves step {position.place.step}, but rank {self._peers.rank} saves step {self.place.step}"
             raise self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))
         if position.has_ended and position.place == self.place and rank == LEADER:
             self._is_over = True
             if position.was_committed and self._has_handed_in:
                 raise _CommittedError
-            text = f"came to the save of step {self.place.step} when the others had given it up"
+            text = f"reached the save of step {self.place.step} after the others had abandoned it"
             raise self._peers.failures.make_error(Failure.of(self._peers.rank, AbsentError.__name__, text, _LATE_HINT))
 
     def _find_position(self, rank: int) -> WorkerProgress | None:
@@ -434,7 +433,7 @@ class CommitProtocol:
         self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(position))
 
     def _take_back(self, key: str) -> None:
-        """Deletes what was said if the leader has deleted all: one that was taken for dead may speak too late."""
+        """Deletes this worker's records if the leader has deleted all: a worker taken for dead may write too late."""
         position = self._find_position(LEADER)
         if position is not None and position.has_ended and position.place == self.place:
             self._peers.delete([key])
@@ -447,17 +446,17 @@ class CommitProtocol:
 
 
 def try_cancel(protocol: CommitProtocol, error: BaseException) -> bool:
-    """**Thread-safe.** **Blocks.** Ends a save with an error, unless all agreed to commit it; whether it has ended."""
+    """**Thread-safe.** **Blocks.** Ends a save with an error, unless all agreed to commit it; True if it has ended."""
     return not protocol._decide(EndRecord(failure=protocol._peers.failures.describe(error))).is_well
 
 
 def check_verdict(protocol: CommitProtocol) -> None:
-    """**Blocks.** Raises what the others have said of a save, if it has ended for them; see `hand_in`."""
+    """**Blocks.** Raises the verdict of the others about a save, if it has ended for them; see `hand_in`."""
     verdict = protocol._peers.cluster.try_get(protocol._key("verdict"))
     if verdict is not None:
         protocol._raise_unless_well(msgspec.json.decode(verdict, type=EndRecord))
     protocol._check_way(LEADER)
 
 
-_LATE_HINT: Final = "It was taken for dead: was it cut off from the others, or stopped for a while?"
-_WAY_HINT: Final = "All workers have to save the same steps, in the same order."
+_LATE_HINT: Final = "It was taken for dead: was it disconnected from the others, or stopped for a while?"
+_WAY_HINT: Final = "All workers must save the same steps, in the same order."

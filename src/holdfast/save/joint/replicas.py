@@ -1,9 +1,9 @@
-"""What several workers hold alike: whether all of them have it, and, if that is asked for, with the same values.
+"""Compares replicated state: whether all workers have it, and, if requested, with equal values.
 
-Each worker says little: for each set of workers with which it holds something, how many boxes these are, and a digest
-of their names, types and shapes, and one of their values. Only of those that differ more is asked.
+Each worker reports little: for each set of workers with which it shares boxes, their number, a digest of their names,
+dtypes and shapes, and one of their values. More is requested only if these differ.
 
-Values are digested where they lie, while training waits for its copy: a copy of all that a worker holds would take as
+Values are digested in place, while training waits for its copy: a copy of everything that a worker holds would take as
 much host memory again for each worker of a machine.
 """
 
@@ -31,40 +31,40 @@ from holdfast.storage.buffers import batches
 from holdfast.storage.worker_pool import WorkerPool
 
 _DIGEST_CHARACTERS: Final = 16
-"""How much of a digest is sent: enough to tell values apart that nobody has made equal on purpose."""
+"""How much of a digest is sent: enough to distinguish values that were not made equal on purpose."""
 
 _NAMED_LEAVES: Final = 3
 
 MOST_SIDES: Final = 16
-"""So many different sides are looked at. Where more workers differ, they have nothing in common."""
+"""How many different groups are examined. If more workers differ, they have nothing in common."""
 
 _PIECE_BYTES: Final = 8 << 20
-"""So much of an array that lies elsewhere than in host memory is digested at a time."""
+"""How much of an array outside of host memory is digested at a time."""
 
 LEAVES_HINT: Final = (
-    "State that not all workers have, or that has a form of its own on each, is given as hf.PerWorker, as hf.Shard, or "
-    "under a name of its own: Checkpoint(**{f'stage{number}': model}) for the stages of a pipeline. (Each stage needs "
-    "a name that the others lack: a worker that names less than another one seems to have forgotten something.)"
+    "If only some workers have a piece of state, or each has its own form of it, use hf.PerWorker, hf.Shard, or "
+    "a name of its own: Checkpoint(**{f'stage{number}': model}) for pipeline stages. (Each stage needs a name "
+    "that the others lack: a worker that names fewer objects than another is taken to have forgotten one.)"
 )
 
 VALUES_HINT: Final = (
-    "Of a plain tensor that all workers name, one copy is saved, and all get that back. If these are copies, they must "
-    "be equal: look whether DDP has the module, and whether all workers begin alike. If each worker has a tensor of "
-    "its own, give it a name of its own (Checkpoint(**{f'stage{number}': model}) for the stages of a pipeline), or "
-    "hf.PerWorker. check_replicas=False saves one of them all the same."
+    "If all workers name a plain tensor, one copy is saved and all workers get it back, so the copies must be "
+    "equal: check whether the module is wrapped in DDP, and whether all workers start with equal values. If each "
+    "worker has its own tensor, give it its own name (Checkpoint(**{f'stage{number}': model}) for pipeline "
+    "stages), or use hf.PerWorker. check_replicas=False turns the check off and saves one copy."
 )
 
 
 class ReplicaDigest(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker holds together with certain others.
+    """Digests of the boxes that one worker shares with certain others.
 
     Attributes:
-        holders: The digest of their ranks, this worker's among them.
+        holders: The digest of their ranks, including this worker's.
         size: How many they are.
         boxes: How many boxes it has.
-        names: The digest of what these are.
-        values: The digest of what is in them; empty if that is not to be compared.
-        may_differ: Whether the values may differ between workers that train alike.
+        names: The digest of their names.
+        values: The digest of their values; empty if those are not compared.
+        may_differ: True if the values may differ between data-parallel workers.
     """
 
     holders: str
@@ -80,9 +80,9 @@ class Disagreement(NamedTuple):
 
     Attributes:
         holders: The digest of their ranks.
-        sides: Those of them that agree together; the most first. Who has nothing of it is in none.
+        sides: The groups of them that agree; the largest first. A worker that has nothing of it is in none.
         are_named_alike: True if only values differ.
-        may_differ: Whether these may.
+        may_differ: True if these may.
     """
 
     holders: str
@@ -92,11 +92,11 @@ class Disagreement(NamedTuple):
 
 
 Boxes: TypeAlias = dict[str, list[tuple[str, str]]]
-"""What one worker has: by leaf, what each box of it is, and the digest of its values."""
+"""One worker's boxes: by leaf, a description of each, and the digest of its values."""
 
 
 class Detail(msgspec.Struct, frozen=True, array_like=True):
-    """All that one worker holds together with certain others.
+    """Everything that one worker holds together with certain others.
 
     Attributes:
         holders: Their ranks.
@@ -108,12 +108,12 @@ class Detail(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Divergence(NamedTuple):
-    """A leaf of which workers that should hold the same do not.
+    """A leaf that differs between workers that should hold the same.
 
     Attributes:
         leaf: Its name.
-        ranks: The workers, those that agree together; the most first.
-        may_differ: Whether it may differ between workers that train alike.
+        ranks: The groups of workers that agree; the largest first.
+        may_differ: True if it may differ between data-parallel workers.
     """
 
     leaf: str
@@ -122,11 +122,11 @@ class Divergence(NamedTuple):
 
 
 class HeldReplicas:
-    """What one worker holds together with others.
+    """The boxes that one worker shares with others.
 
     Attributes:
         replicas: The boxes.
-        groups: What it says of them.
+        groups: Their digests.
     """
 
     def __init__(self, replicas: Sequence[Replica], digests: Sequence[str]) -> None:
@@ -156,7 +156,7 @@ class HeldReplicas:
         self.groups = [_sum_up(holders, detail, holders in may_differ) for holders, detail in self._details.items()]
 
     def details(self, holders: Collection[str]) -> dict[str, Detail]:
-        """All that there is to say of these groups, in words that can be sent."""
+        """Returns all details of these groups, in records that can be sent."""
         return {
             one: Detail(
                 detail.holders,
@@ -171,7 +171,7 @@ class HeldReplicas:
 
 
 def sum_up_replicas(snapshot: Snapshot, last: HeldReplicas) -> HeldReplicas:
-    """What the worker of a snapshot holds together with others: as a rule the same as at the save before."""
+    """Returns what the worker of a snapshot holds together with others: usually the same as at the previous save."""
     has_values = any(group.values for group in last.groups)
     if not snapshot.state.digests and not has_values and snapshot.state.replicas == last.replicas:
         return last
@@ -179,7 +179,7 @@ def sum_up_replicas(snapshot: Snapshot, last: HeldReplicas) -> HeldReplicas:
 
 
 class _Piece(NamedTuple):
-    """A part of an array that is digested by itself: of which of the replicas, and where its bytes lie, if at all."""
+    """A part of an array that is digested by itself: its replica, and where its bytes are, if anywhere."""
 
     number: int
     backend: ArrayBackend
@@ -189,9 +189,9 @@ class _Piece(NamedTuple):
 
 
 def digest_values(captured: Captured, moments: Mapping[str, object], pool: WorkerPool) -> tuple[str, ...]:
-    """**Blocks.** What tells the values of each replica from others, as they are now; nothing if none are compared.
+    """**Blocks.** Returns digests of the current values of each replica; nothing if none are compared.
 
-    `moments` says, by library, what reading them has to wait for.
+    `moments` has, by library, what reading them must wait for.
     """
     pieces = list(_cut(captured))
     found = [""] * len(pieces)
@@ -217,7 +217,7 @@ def digest_values(captured: Captured, moments: Mapping[str, object], pool: Worke
 
 
 def _cut(captured: Captured) -> Iterator[_Piece]:
-    """What is compared, in pieces: on all workers alike, wherever the arrays lie."""
+    """Splits what is compared into pieces: the same way on all workers, wherever the arrays are."""
     for number, compared in enumerate(captured.compared):
         if compared is None:
             continue
@@ -237,7 +237,7 @@ def _cut(captured: Captured) -> Iterator[_Piece]:
 
 
 def find_disagreements(groups: Sequence[Sequence[ReplicaDigest]]) -> list[Disagreement]:
-    """**Pure.** The groups of workers that do not agree, by what each worker says, in order of rank."""
+    """**Pure.** Returns the groups of workers that do not agree, from each worker's report, in order of rank."""
     said: dict[str, dict[int, ReplicaDigest]] = {}
     for rank, own in enumerate(groups):
         for group in own:
@@ -258,13 +258,13 @@ def find_disagreements(groups: Sequence[Sequence[ReplicaDigest]]) -> list[Disagr
 
 
 def name_difference(disagreement: Disagreement, details: Mapping[int, Detail]) -> tuple[int, str]:
-    """**Pure.** A worker that has something else than most, and what there is to say of it.
+    """**Pure.** Returns a worker that differs from most, and the message.
 
     `details` are those of the first worker of a side, of some sides.
     """
     sides = [(side, details[side[0]]) for side in disagreement.sides if side[0] in details]
     if not sides:
-        return disagreement.sides[-1][0], "its leaves are not those of the others"
+        return disagreement.sides[-1][0], "its leaves differ from those of the others"
     holders = set(sides[0][1].holders)
     without = tuple(sorted(holders.difference(*disagreement.sides)))
     if without:
@@ -272,20 +272,20 @@ def name_difference(disagreement: Disagreement, details: Mapping[int, Detail]) -
     sides.sort(key=lambda side: (-len(side[0]), side[0]))
     (most, usual), (few, other) = sides[0], sides[-1]
     if len(sides) == 1:
-        return disagreement.sides[-1][0], f"its leaves are not those of {name_ranks(most)}"
+        return disagreement.sides[-1][0], f"its leaves differ from those of {name_ranks(most)}"
     differing = [
         leaf
         for leaf in [*usual.boxes, *(leaf for leaf in other.boxes if leaf not in usual.boxes)]
         if _kinds(usual, leaf) != _kinds(other, leaf)
     ]
     told = [_tell(leaf, _kinds(usual, leaf), _kinds(other, leaf), name_ranks(most)) for leaf in differing]
-    more = f"; and {len(told) - _NAMED_LEAVES} leaves more" if len(told) > _NAMED_LEAVES else ""
+    more = f"; and {len(told) - _NAMED_LEAVES} more leaves" if len(told) > _NAMED_LEAVES else ""
     also = f"; the same goes for {name_ranks(few[1:])}" if len(few) > 1 else ""
     return few[0], f"{'; '.join(told[:_NAMED_LEAVES])}{more}{also}"
 
 
 def name_divergences(disagreement: Disagreement, details: Mapping[int, Detail]) -> list[Divergence]:
-    """**Pure.** The leaves whose values differ; see `name_difference`."""
+    """**Pure.** Returns the leaves whose values differ; see `name_difference`."""
     sides = [(side, details[side[0]]) for side in disagreement.sides if side[0] in details]
     found = []
     for leaf in sides[0][1].boxes if sides else ():
@@ -300,10 +300,10 @@ def name_divergences(disagreement: Disagreement, details: Mapping[int, Detail]) 
 
 
 def find_refused(divergences: Sequence[Divergence], replicas: Sequence[Replica]) -> tuple[int, str] | None:
-    """**Pure.** A worker whose values are not those of the others and should be, and what there is to say of it.
+    """**Pure.** Returns a worker whose values differ from those of the others but should not, and the message.
 
-    None if all that differs may differ. Parameters and the state of optimizers may not. Of another object, such as a
-    dict with the best weights so far, a smaller part may: statistics of batch norm that were copied into it, say.
+    None if all that differs may differ. Parameters and the state of optimizers may not. In other objects, such as a
+    dict with the best weights so far, a smaller part may: copied batch norm statistics, for example.
     """
     tolerated = _find_tolerated(divergences, replicas)
     refused = [divergence for divergence in divergences if divergence.leaf not in tolerated]
@@ -311,14 +311,14 @@ def find_refused(divergences: Sequence[Divergence], replicas: Sequence[Replica])
         return None
     first = refused[0]
     leaves = ", ".join(divergence.leaf for divergence in refused[:_NAMED_LEAVES])
-    more = f" and {len(refused) - _NAMED_LEAVES} leaves more" if len(refused) > _NAMED_LEAVES else ""
+    more = f" and {len(refused) - _NAMED_LEAVES} more leaves" if len(refused) > _NAMED_LEAVES else ""
     others = tuple(sorted(rank for ranks in first.ranks[1:] for rank in ranks))
     who = f"{name_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from {name_ranks(first.ranks[0])}"
     return first.ranks[-1][0], f"the values of {leaves}{more} are not the same on all workers: {who}"
 
 
 def tell_apart(divergences: Sequence[Divergence], replicas: Sequence[Replica]) -> str:
-    """**Pure.** What to say of values that may differ, and do; empty if none do, or DDP makes them equal by itself."""
+    """**Pure.** Describes values that may differ, and do; empty if none do, or DDP makes them equal by itself."""
     renewed = {make_sendable(replica.leaf) for replica in replicas if replica.is_renewed}
     tolerated = _find_tolerated(divergences, replicas)
     found = [one for one in divergences if one.leaf in tolerated and one.leaf not in renewed]
@@ -326,13 +326,13 @@ def tell_apart(divergences: Sequence[Divergence], replicas: Sequence[Replica]) -
         return ""
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (
-        f"{found[0].leaf}{more} differ between workers. One worker's values are saved, and a restore gives them to "
-        "all. If each worker needs its own, keep them as hf.PerWorker"
+        f"{found[0].leaf}{more} differ between workers. One worker's values are saved, and a restore gives them "
+        "to all. If each worker needs its own, wrap them in hf.PerWorker"
     )
 
 
 def _find_tolerated(divergences: Sequence[Divergence], replicas: Sequence[Replica]) -> set[str]:
-    """The leaves that differ and do not fail a save: see `find_refused`."""
+    """Returns the leaves that differ and do not fail a save: see `find_refused`."""
     differing = {divergence.leaf for divergence in divergences}
     all_bytes: dict[str, int] = {}
     differing_bytes: dict[str, int] = {}
@@ -366,7 +366,7 @@ def _tell(leaf: str, usual: Sequence[str], other: Sequence[str], most: str) -> s
         return f"it lacks {leaf} ({', '.join(usual)}), which {most} hold{ending}"
     if not usual:
         return f"it holds {leaf} ({', '.join(other)}), which {most} lack{ending}"
-    return f"its {leaf} is {', '.join(other)}, and with {most} it is {', '.join(usual)}"
+    return f"its {leaf} is {', '.join(other)}, but on {most} it is {', '.join(usual)}"
 
 
 def _kinds(detail: Detail, leaf: str) -> list[str]:
@@ -392,24 +392,24 @@ def _digest(words: str) -> str:
 
 
 _MOST_PIECES: Final = 64
-"""So many values of the store may take what one worker has to say. Who would need more says nothing."""
+"""How many values of the store one worker's details may take. If it would need more, it sends nothing."""
 
 
 class _ReplicaQuestion(msgspec.Struct, frozen=True, array_like=True):
-    """Who is to say what is held, by which groups of workers."""
+    """The groups of workers that must send details."""
 
     ranks: tuple[int, ...]
     groups: tuple[str, ...]
 
 
 class ReplicaQuery:
-    """What is asked and answered in one save. Not thread-safe.
+    """The questions and answers of one save. Not thread-safe.
 
-    question                  the leader's: whom it asks about what
-    detail/RANK/NUMBER        what one of these holds, in pieces
-    detail/RANK               in how many
+    question                  the leader's question: which workers, about what
+    detail/RANK/NUMBER        the details of one of these, in pieces
+    detail/RANK               the number of pieces
 
-    Methods raise `ClusterError` if the store does not answer.
+    Methods raise `ClusterError` if the store does not respond.
     """
 
     def __init__(self, peers: Peers, key: Callable[[str], str]) -> None:
@@ -419,10 +419,10 @@ class ReplicaQuery:
         self.question = key("question")
 
     def compare(self, groups: Sequence[Sequence[ReplicaDigest]], own: HeldReplicas) -> list[Divergence]:
-        """**Blocks** where something differs. The leaves whose values differ, by what each worker has said.
+        """**Blocks** if something differs. Returns the leaves whose values differ, from each worker's report.
 
         Raises:
-            PeerError: If workers do not hold the same leaves; it names one of them.
+            PeerError: If workers do not hold the same leaves; the error names one of them.
         """
         disagreements = find_disagreements(groups)
         if not disagreements:
@@ -448,7 +448,7 @@ class ReplicaQuery:
         return found
 
     def answer(self, question: bytes, own: HeldReplicas) -> None:
-        """Says what this worker holds, if it is asked."""
+        """Sends what this worker holds, if it is asked."""
         asked = msgspec.msgpack.decode(question, type=_ReplicaQuestion)
         if self._peers.rank not in asked.ranks:
             return
@@ -461,7 +461,7 @@ class ReplicaQuery:
         self._peers.cluster.set(self._key(f"detail/{self._peers.rank}"), b"%d" % len(pieces))
 
     def forget(self) -> None:
-        """The leader deletes all that was said."""
+        """On the leader, deletes all records."""
         for rank in self._asked:
             pieces = int(self._peers.cluster.try_get(self._key(f"detail/{rank}")) or 0)
             self._peers.delete(self._key(f"detail/{rank}/{number}") for number in range(pieces))

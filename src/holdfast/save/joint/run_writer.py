@@ -1,7 +1,7 @@
-"""The line of checkpoints that several workers write together: each its own files, the leader the manifest.
+"""Writes checkpoints of several workers: each its own files, the leader the manifest.
 
-The leader opens the generation, names the attempt, waits for what each worker has made to last, and publishes. The
-others learn from it where to write, and how it went. All of this is behind training.
+The leader opens the generation, names the attempt, waits until each worker's files are durable, and publishes. The
+others learn from it where to write, and the result. All of this happens in the background.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
 
 _COURTESY_SECONDS: Final = 1.0
-"""How long to wait for the others where somebody will not come, or training is held up at its next save by that."""
+"""How long to wait for the others if one will not come, or training is blocked at its next save by that."""
 
 _MOST_TOLD: Final = 100
-"""So many tensors that differ are named in one save. Once replicas have drifted apart, everything differs."""
+"""How many differing tensors are named in one save. Once replicas have diverged, everything differs."""
 
 
 class _Ending(msgspec.Struct):
-    """A save that not all workers have done with.
+    """A save that not all workers are done with.
 
     Attributes:
-        protocol: What was said about it.
-        ranks: Who may still be at it.
-        debris: The directory that is to be removed behind them, or None.
+        protocol: Its records.
+        ranks: The workers that may still be at it.
+        debris: The directory to remove after them, or None.
     """
 
     protocol: CommitProtocol
@@ -80,7 +80,7 @@ class JointRunWriter(CheckpointWriter):
     """One worker's part in the checkpoints of all: a `CheckpointWriter` for several. Not thread-safe.
 
     Methods raise `PeerError` if another worker has failed or is gone, and `ClusterError` if the job's store does not
-    answer, beside what `RunWriter` raises.
+    respond, in addition to the errors of `RunWriter`.
     """
 
     writes_behind_copy = False
@@ -127,7 +127,7 @@ class JointRunWriter(CheckpointWriter):
         self._has_compared, self.compares = False, bool(self._check_replicas)
 
     def begin(self, protocol: CommitProtocol | None) -> None:
-        """Begins a save; `finish` ends it, whatever comes between. Nobody is asked yet."""
+        """Begins a save, without communication; `finish` ends it in any case."""
         self._protocol, self._debris, self._is_cut_off = protocol, None, False
 
     def digest(self, staging: Staging, pool: WorkerPool) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class JointRunWriter(CheckpointWriter):
         return digest_values(staging.captured, staging.moments, pool)
 
     def open(self, origin: Origin, step: int) -> tuple[StepName, Base | None]:
-        """**Blocks.** The leader opens a generation if there is none yet, chooses the place, and tells the others."""
+        """**Blocks.** The leader opens a generation if there is none, chooses the directory, and tells the others."""
         protocol = self._get_protocol()
         protocol.announce()
         if not self._peers.is_leader:
@@ -163,7 +163,7 @@ class JointRunWriter(CheckpointWriter):
         return name, base
 
     def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
-        """**Blocks.** Makes the files that this worker writes, and notes what the others hear of them."""
+        """**Blocks.** Creates the files that this worker writes, and prepares its report to the others."""
         self._holding = sum_up_replicas(snapshot, self._holding)
         self._is_compared = bool(snapshot.state.digests)
         self._shards = digest_shards(snapshot)
@@ -176,7 +176,7 @@ class JointRunWriter(CheckpointWriter):
     ) -> None:
         """**Blocks.** Commits what all have written: the leader publishes, the others wait until it has.
 
-        A crash of the leader after the publication leaves a whole checkpoint of which none has heard.
+        A crash of the leader after the publication leaves a whole checkpoint that no other worker knows of.
         """
         protocol, holding = self._get_protocol(), self._holding
         own = PartRecord(
@@ -215,18 +215,18 @@ class JointRunWriter(CheckpointWriter):
         self._note_compared()
 
     def check_standing(self) -> None:
-        """**Blocks.** Where it writes is gone: others may have taken this worker for dead, and swept the save away."""
+        """**Blocks.** Called if the directory is gone: others may have taken this worker for dead, and removed it."""
         self._own.check_standing()
         check_verdict(self._get_protocol())
 
     def give_up(self, name: StepName) -> None:
-        """The attempt has failed; the others may still be writing there, so that it is removed later."""
+        """Called when the attempt has failed; the others may still be writing there, so it is removed later."""
         self._debris = name
 
     def fail(self, error: BaseException) -> None:
         """**Blocks.** Tells the others of a failure here, unless they know how the save ends.
 
-        It does not block if it is the store that has failed: then they are told when it answers again, if it does.
+        It does not block if the store has failed: then they learn of it when it responds again, if it does.
         """
         if self._protocol is None:
             return
@@ -240,18 +240,17 @@ class JointRunWriter(CheckpointWriter):
             self._protocol.tell(error)
 
     def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning | None:
-        """**Blocks.** As `RunWriter.clean`, but for directories that others may be writing to. The leader does it."""
+        """**Blocks.** Like `RunWriter.clean`, except for directories that others may write to. The leader does it."""
         return self._own.clean(newest, protected, self._list_busy()) if self._peers.is_leader else None
 
     def _list_busy(self) -> list[StepName]:
-        """The directories of failed attempts that other workers may still be writing to."""
+        """Returns the directories of failed attempts that other workers may still be writing to."""
         return [ending.debris for ending in self._endings if ending.debris is not None]
 
     def finish(self) -> None:
-        """**Blocks.** The last act of a save; the leader waits a little until all others have done with it.
+        """**Blocks.** Ends a save; the leader waits a little until all others are done with it.
 
-        Then it removes what failed attempts have left where nothing writes any more: of the others, at the end of later
-        saves.
+        Then it removes the remains of failed attempts that no worker writes to any more; the rest after later saves.
         """
         protocol, self._protocol = self._protocol, None
         if protocol is None:
@@ -301,12 +300,12 @@ class JointRunWriter(CheckpointWriter):
         self.compares = not self._has_compared if self._check_replicas == "first" else self._check_replicas
 
     def _check_parts(self, parts: Sequence[PartRecord]) -> None:
-        """Makes sure that all workers compare what they hold, or none, and that none lacks what those like it have."""
+        """Checks that all workers compare what they hold, or none, and that none lacks what its replicas have."""
         for rank, part in enumerate(parts):
             if part.check_replicas != self._check_replicas:
                 own, theirs = self._check_replicas, part.check_replicas
-                text = f"it was given check_replicas={theirs!r}, and rank 0 check_replicas={own!r}"
-                raise self._make_error(rank, text, "Give the managers of all workers the same arguments.")
+                text = f"it has check_replicas={theirs!r}, but rank 0 has check_replicas={own!r}"
+                raise self._make_error(rank, text, "Create the managers of all workers with the same arguments.")
         unlike = find_unlike([part.object_set for part in parts])
         if unlike is not None:
             raise self._make_error(*unlike, OBJECTS_HINT)
@@ -315,7 +314,7 @@ class JointRunWriter(CheckpointWriter):
         return self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, hint))
 
     def _warn(self, name: StepName, apart: str, divergences: Sequence[Divergence]) -> None:
-        """Tells of workers that part in the data that they divide, once, and of values that differ."""
+        """Warns of workers at different positions in shared data, once, and of differing values."""
         # The same number of workers can still go on from it.
         warnings = [apart] if apart and not self._are_apart else []
         self._are_apart = bool(apart)
@@ -325,20 +324,20 @@ class JointRunWriter(CheckpointWriter):
             for leaf, ranks, _ in divergences[:_MOST_TOLD]:
                 self._emit(Diverged(step=name.step, generation=name.generation, tensor=leaf, ranks=ranks))
             if (more := len(divergences) - _MOST_TOLD) > 0:
-                text = f"step {name.step}: {more} tensors more differ between workers that hold them alike"
+                text = f"step {name.step}: {more} more replicated tensors differ between workers"
                 self._emit(Warned(text=text))
         for text in filter(None, warnings):
             self._emit(Warned(step=name.step, text=text))
 
     def _look_at(self, ending: _Ending) -> bool:
-        """Whether some may still be at a save."""
+        """Checks whether workers may still be at a save."""
         dead = self._peers.failures.dead
         ending.ranks = {rank for rank in ending.ranks if rank not in dead and not ending.protocol.has_left(rank)}
         return bool(ending.ranks)
 
 
 def _put_together(parts: Sequence[PartRecord]) -> Receipts:
-    """What all workers have written, in order of rank, as the receipts of one step."""
+    """Returns what all workers have written, in order of rank, as the receipts of one step."""
     sums: dict[StepName, tuple[int, int]] = {}
     for part in parts:
         for reference in part.references:

@@ -1,6 +1,6 @@
-"""What a manager has beside it if its job has other workers.
+"""Creates the parts of a manager that depend on whether its job has other workers.
 
-Most programs have one worker. What several need is imported when there are several.
+Most programs have one worker. Code for several workers is imported only if there are several.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Seen = TypeVar("Seen")
 def open_participant(
     choice: Choice, look: Callable[[], Seen], *, liveness_seconds: float, timeout_seconds: float
 ) -> tuple[Seen, JointParticipant | None]:
-    """**Collective.** **Blocks.** What this worker sees by `look`, and the other workers, if there are any.
+    """**Collective.** **Blocks.** Returns the result of `look` on this worker, and the other workers, if there are any.
 
-    A worker looks when it has joined them: if it cannot, they hear why it leaves, and the error of the look is raised.
+    A worker looks after it has joined them: if it fails, they learn why it leaves, and its error is raised.
     """
     cluster = open_cluster(choice, min(timeout_seconds, JOIN_SECONDS))
     is_own = cluster is not choice
@@ -48,7 +48,7 @@ def open_participant(
 
 @contextmanager
 def explaining(participant: JointParticipant | None) -> Iterator[None]:
-    """For `with`: if the block ends with an error, or an exit, the other workers hear why this one leaves."""
+    """Use it with `with`: if the block ends with an error, or an exit, the other workers learn why this one leaves."""
     try:
         yield
     except BaseException as error:
@@ -58,7 +58,7 @@ def explaining(participant: JointParticipant | None) -> Iterator[None]:
 
 
 def try_plan_save(policy: SavePolicy, moment: SaveMoment, participant: JointParticipant | None) -> str | None:
-    """Why to save now, or None; workers that could decide differently follow what is planned for all of them."""
+    """Returns why to save now, or None; workers that could decide differently follow the plan for all of them."""
     if participant is not None and not is_by_step(policy):
         return participant.try_plan(policy, moment)
     decision = policy.decide_save(moment)
@@ -68,7 +68,7 @@ def try_plan_save(policy: SavePolicy, moment: SaveMoment, participant: JointPart
 def make_writer(
     storage: Storage, options: SaveOptions, participant: JointParticipant | None, emit: Sink
 ) -> tuple[CheckpointWriter, FileRecycler]:
-    """What writes the checkpoints of a run, by this worker alone or by all together; and the files that it recycles."""
+    """Returns what writes the checkpoints of a run, by this worker or by all together; and the recycled files."""
     # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
     reuse_space = options.reuse_space and participant is None
     writer = RunWriter(storage, options.keep, incremental=options.incremental, reuse_space=reuse_space)

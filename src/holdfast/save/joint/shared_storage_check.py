@@ -1,4 +1,4 @@
-"""Whether all workers see one and the same run, wherever they are."""
+"""Checks that all workers see one and the same run, wherever they are."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from holdfast.save.joint.protocol import NameRecord
 from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage
 
-_HINT: Final = "All workers have to save into one directory: is it on a file system that all nodes share?"
+_HINT: Final = "All workers must save into one directory: is it on a file system that all nodes share?"
 
 
 def try_put_token(storage: Storage) -> str:
-    """**Blocks.** The leader makes a file in the run's directory which the other workers have to see.
+    """**Blocks.** On the leader, creates a file in the run's directory, which the other workers must see.
 
-    A crash before it is removed leaves it there; the next one takes its place. Gives what it holds; empty where nothing
-    can be written: a job that only restores needs no more than to read.
+    A crash before it is removed leaves it there; the next one replaces it. Returns its content; empty if nothing can be
+    written: a job that only restores needs only to read.
     """
     token = os.urandom(16).hex()
     try:
@@ -36,20 +36,20 @@ def try_put_token(storage: Storage) -> str:
 
 
 def remove_token(storage: Storage) -> None:
-    """**Blocks.** Removes that file, if the place lets us."""
+    """**Blocks.** Removes that file, if possible."""
     with suppress(HoldfastError):
         storage.remove(START_NAME)
 
 
 def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout_seconds: float) -> None:
-    """**Blocks.** Raises `StorageError`, which names this worker (`who`), unless it sees the file that the leader made.
+    """**Blocks.** Raises `StorageError`, which names this worker (`who`), unless it sees the leader's file.
 
-    No more than half of `timeout_seconds` is spent on looking again.
+    At most half of `timeout_seconds` is spent on looking again.
     """
 
     def look() -> str:
         seen = storage.read(START_NAME, len(token))
-        return "" if seen.decode(errors="replace") == token else f"{START_NAME} is that of another job"
+        return "" if seen.decode(errors="replace") == token else f"{START_NAME} belongs to another job"
 
     _check_seen(
         storage,
@@ -58,23 +58,23 @@ def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout
         look,
         timeout_seconds,
         f"{who} does not see what rank 0 writes there",
-        f"the directory of {who} is {storage.url}, and that of rank 0 is {leader_url}: "
-        "what rank 0 writes does not appear there",
+        f"the directory of {who} is {storage.url}, but that of rank 0 is {leader_url}: what rank 0 writes does "
+        "not appear there",
     )
 
 
 def read_opening_digest(storage: Storage, generation: int) -> str:
-    """**Blocks.** What tells the opening of a generation from that of any other run."""
+    """**Blocks.** Returns a digest that identifies the opening of a generation."""
     return digest(storage.read(generation_path(generation), MAX_GENERATION_BYTES))
 
 
 def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds: float) -> None:
-    """**Blocks.** As `check_token`, for the generation that the leader has opened, by the digest of its record."""
+    """**Blocks.** Like `check_token`, for the generation that the leader has opened, by the digest of its record."""
     path = generation_path(told.generation)
 
     def look() -> str:
         is_same = read_opening_digest(storage, told.generation) == told.opening
-        return "" if is_same else f"{path} is that of another run"
+        return "" if is_same else f"{path} belongs to another run"
 
     unseen = f"does not see generation {told.generation}, which rank 0 has opened"
     _check_seen(
@@ -84,7 +84,7 @@ def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds:
         look,
         timeout_seconds,
         f"{who} {unseen}",
-        f"{who} saves into {storage.url}, and rank 0 into {told.url}: it {unseen} there",
+        f"{who} saves into {storage.url}, but rank 0 into {told.url}: it {unseen} there",
     )
 
 
@@ -97,9 +97,9 @@ def _check_seen(
     unseen: str,
     unseen_elsewhere: str,
 ) -> None:
-    """**Blocks.** Looks again and again what is wrong with a file; raises that in the end.
+    """**Blocks.** Checks a file repeatedly; raises the problem in the end.
 
-    The last two are what to say where this worker was given the same path as the leader, and where another.
+    The last two are the messages if this worker was given the same path as the leader, and another one.
     """
     is_elsewhere = make_sendable(storage.url) != leader_url
 
@@ -117,7 +117,7 @@ def _check_seen(
 
 
 def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_seconds: float) -> Failure | None:
-    """**Blocks.** Whose files are not seen here, now or after a while, though they were written; None if all are."""
+    """**Blocks.** Returns a worker whose files are not visible here, now or after a while; None if all are."""
     world_size = len(receipts.workers)
     expected = {
         file: (rank, size_bytes)
@@ -132,7 +132,7 @@ def find_unseen(storage: Storage, name: StepName, receipts: Receipts, timeout_se
         found = {entry.name: entry.size_bytes for entry in storage.list(name.directory)}
         for file, (rank, size_bytes) in expected.items():
             if found.get(file) != size_bytes:
-                text = f"it has written {name.directory}/{file}, which rank 0 does not see in {storage.url}"
+                text = f"it has written {name.directory}/{file}, but rank 0 does not see the file in {storage.url}"
                 return Failure.of(rank, StorageError.__name__, text, _HINT)
         return None
 

@@ -1,1 +1,1 @@
-"""A snapshot's files: all of it, or what has changed."""
+"""Writes a snapshot's files: all of it, or what has changed."""

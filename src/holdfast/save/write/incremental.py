@@ -19,29 +19,29 @@ from holdfast.storage.protocol import Storage
 from holdfast.storage.worker_pool import WorkerPool
 
 MAX_KEPT_STEPS: Final = 16
-"""How many steps a step may refer to, and how many may be kept on its account."""
+"""How many steps a step may refer to, and how many may be kept because of it."""
 
 MAX_SHARE: Final = 2
-"""How many times as large as what is referred to all that is kept for it may be."""
+"""How many times larger than the reused data everything that is kept for it may be."""
 
 SMALL_BYTES: Final = 1 << 20
-"""What may be kept beyond that: so few bytes are not weighed."""
+"""The bytes that may be kept beyond that: so few do not matter."""
 
 
 class HeldSegment(msgspec.Struct, frozen=True):
-    """An array that lies on the disk: its digests and place, and the file."""
+    """An array on the disk: its digests and position, and the file."""
 
     record: LeafRecord
     source: Source
 
     @property
     def size_bytes(self) -> int:
-        """What it takes."""
+        """Its size."""
         return self.record.end - self.record.begin
 
 
 def list_held(index: Index) -> dict[str, HeldSegment]:
-    """**Pure.** The arrays of a step by name, each with the file that holds its bytes."""
+    """**Pure.** Returns the arrays of a step by name, each with the file that holds its bytes."""
     own = index.own_source
     held = {leaf.name: HeldSegment(leaf, own) for leaf in index.leaves}
     held |= {leaf.name: HeldSegment(leaf, index.sources[leaf.source]) for leaf in index.referred}
@@ -51,7 +51,7 @@ def list_held(index: Index) -> dict[str, HeldSegment]:
 def find_unchanged(
     places: Sequence[Place], spans: Sequence[str], held: Mapping[str, HeldSegment]
 ) -> dict[str, HeldSegment]:
-    """**Pure.** The arrays that are what they were: of the same name, type, shape and digests."""
+    """**Pure.** Returns the unchanged arrays: those of the same name, dtype, shape and digests."""
     unchanged = {}
     for place, digests in zip(places, spans, strict=True):
         known = held.get(place.name)
@@ -66,10 +66,10 @@ class Offer(msgspec.Struct, frozen=True):
     """A step that could be referred to.
 
     Attributes:
-        name: Which one.
-        held_bytes: How many bytes of the save lie there.
-        kept_bytes: What has to stay on the disk if it is referred to, by step: its own data, and that of all that it
-            refers to itself.
+        name: The step.
+        held_bytes: How many bytes of the save are there.
+        kept_bytes: What must stay on the disk if it is referred to, by step: its data, and that of the steps it refers
+            to.
     """
 
     name: StepName
@@ -78,13 +78,12 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 def choose_sources(offers: Iterable[Offer], wanted: Collection[StepName]) -> frozenset[StepName]:
-    """**Pure.** The steps that are worth being referred to; arrays that lie in others are written anew.
+    """**Pure.** Returns the steps that are worth referring to; arrays in others are written again.
 
-    A step that is referred to stays on the disk, with all that it refers to itself, whatever the retention policy
-    says. So that this does not add up without bound, they are looked at one by one, what holds most first, and one is
-    chosen only if what it adds to the steps that the policy would give up takes no more than `MAX_SHARE` times what is
-    referred to there and `SMALL_BYTES`, and if they are no more than `MAX_KEPT_STEPS` then. Steps that are `wanted`,
-    since the policy keeps them anyway, cost nothing.
+    A step that is referred to stays on the disk, with all that it refers to itself, regardless of the retention policy.
+    To bound the total, steps are considered one by one, largest first, and one is chosen only if what it adds to the
+    steps that the policy would remove takes at most `MAX_SHARE` times what is reused and `SMALL_BYTES`, and if they are
+    at most `MAX_KEPT_STEPS` then. Steps that are `wanted`, because the policy keeps them anyway, cost nothing.
     """
     free = frozenset(wanted)
     chosen: set[StepName] = set()
@@ -100,7 +99,7 @@ def choose_sources(offers: Iterable[Offer], wanted: Collection[StepName]) -> fro
 
 
 def make_references(kept: Mapping[str, HeldSegment]) -> tuple[tuple[Source, ...], tuple[ReferredRecord, ...]]:
-    """**Pure.** The sources of an index, and its records of the arrays that are referred to there, in order."""
+    """**Pure.** Returns the sources of an index, and its records of the arrays that refer to them, in order."""
     sources = tuple(sorted({held.source for held in kept.values()}))
     numbers = {source: number for number, source in enumerate(sources)}
     referred = (
@@ -119,10 +118,10 @@ def make_references(kept: Mapping[str, HeldSegment]) -> tuple[tuple[Source, ...]
 
 
 class Incremental:
-    """Writes the steps of one line. Not thread-safe: one save uses it at a time.
+    """Writes the steps of one lineage. Not thread-safe: one save uses it at a time.
 
-    What a save may refer to are the newest committed step of its line, and what that one refers to. These are what
-    neither retention nor a person can remove as long as no newer step is committed.
+    A save may refer to the newest committed step of its lineage, and to the steps that that one refers to. Neither
+    retention nor a person can remove these as long as no newer step is committed.
     """
 
     def __init__(self, storage: Storage, history: History) -> None:
@@ -134,19 +133,19 @@ class Incremental:
         self._written: Index | None = None
 
     def begin(self, origin: StepName | None) -> None:
-        """A generation was opened that goes on from that step, or anew."""
+        """Called when a generation was opened that continues from that step, or from the beginning."""
         self._newest, self._index, self._written = origin, None, None
 
     def list_known(self) -> Collection[StepName]:
-        """**Blocks.** The steps that a save may refer to, and those that the newest one refers to.
+        """**Blocks.** Returns the steps that a save may refer to, and those that the newest one refers to.
 
-        What lies there is known by their names. If a person has removed one, its name must not come to stand for
-        anything else: arrays of the same place and size would be taken for those that lay there.
+        They are known by their names. If a person has removed one, its name must never be used again: arrays of the
+        same place and size would be confused with those that were there.
         """
         return () if self._newest is None else {self._newest, *self._history.references(self._newest)}
 
     def write(self, snapshot: Snapshot, name: StepName, pool: WorkerPool, wanted: Collection[StepName]) -> Receipts:
-        """**Blocks.** Writes what has changed into a new directory and makes it last.
+        """**Blocks.** Writes what has changed into a new directory and makes it durable.
 
         A crash anywhere in here leaves a directory without a manifest, as with any save. `wanted` are the steps that
         the retention policy will keep anyway.
@@ -174,7 +173,7 @@ class Incremental:
         return receipts
 
     def mark_committed(self) -> None:
-        """What was written last is committed."""
+        """Called when the last written step is committed."""
         written = self._written
         # A step that replaces an older one of the line is not its newest, and may be removed before that.
         if written is not None and (self._newest is None or written.name > self._newest):
@@ -210,13 +209,13 @@ class Incremental:
         return {other: facts.data_bytes if facts else 0 for other, facts in kept.items()}
 
     def _is_there(self, source: Source) -> bool:
-        """**Blocks.** Whether a file still lies where it should: people remove directories by hand."""
+        """**Blocks.** Returns True if a file still exists: people remove directories by hand."""
         entries = {entry.name: entry.size_bytes for entry in self._storage.list(source.name.directory)}
         return MANIFEST_NAME in entries and entries.get(source.file_name) == source.data_bytes
 
 
 class IncrementalStepFiles:
-    """One step in the making of which only what has changed is written; that is not known before all is copied."""
+    """A step in progress of which only the changes are written; those are not known before all is copied."""
 
     def __init__(
         self, incremental: Incremental, snapshot: Snapshot, name: StepName, wanted: Collection[StepName]
@@ -224,18 +223,18 @@ class IncrementalStepFiles:
         self._incremental, self._snapshot, self._name, self._wanted = incremental, snapshot, name, wanted
 
     def write_behind_copy(self, pool: WorkerPool) -> None:
-        """Nothing is written before all is copied."""
+        """Does nothing: nothing is written before all is copied."""
 
     def finish(self, pool: WorkerPool) -> Receipts:
         """See `StepFiles`."""
         return self._incremental.write(self._snapshot, self._name, pool, self._wanted)
 
     def abandon(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 def _plan_file(snapshot: Snapshot, name: StepName, kept: Mapping[str, HeldSegment]) -> tuple[Layout, list[Segment]]:
-    """The data file without what is kept, and where its bytes are in the image."""
+    """Returns the layout of the data file without what is reused, and the position of its bytes in the image."""
     whole = snapshot.layout
     if not kept:
         return whole, [Segment(0, whole.size_bytes, 0)]

@@ -1,6 +1,6 @@
-"""A snapshot to receipts: writes one worker's data file and index, with digests taken on the way.
+"""Writes a snapshot as one worker's data file and index, and computes digests on the way.
 
-Where only what has changed is written, adjacent arrays make *segments*, which are gathered in aligned memory first.
+If only changes are written, adjacent arrays form *segments*, which are gathered in aligned memory first.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from holdfast.storage.protocol import FileWriter, Storage
 from holdfast.storage.worker_pool import WorkerPool
 
 PIECE_BYTES: Final = 8 << 20
-"""One write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
+"""The size of one write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
 
 
 class WholeStepFiles:
-    """One worker's data file in the making, with all arrays of a snapshot. Not thread-safe.
+    """One worker's data file in progress, with all arrays of a snapshot. Not thread-safe.
 
-    A crash anywhere in here leaves a directory without a manifest, which no reader takes for a checkpoint and the next
-    save of the run sweeps away.
+    A crash anywhere in here leaves a directory without a manifest, which is not a checkpoint, and which the next save
+    removes.
     """
 
     def __init__(self, snapshot: Snapshot, storage: Storage, name: StepName) -> None:
-        """**Blocks.** Makes the step's directory, and the file."""
+        """**Blocks.** Creates the step's directory, and the file."""
         self._snapshot, self._storage, self._name = snapshot, storage, name
         storage.make_directory(name.directory)
         worker = snapshot.state.worker
@@ -63,7 +63,7 @@ class WholeStepFiles:
 
 
 def write_index(index: Index, storage: Storage, directory: str, loose: Collection[str] = ()) -> Receipts:
-    """**Blocks.** Writes the index of a data file that is whole, and makes both last."""
+    """**Blocks.** Writes the index of a complete data file, and makes both durable."""
     data = seal(index)
     storage.write(f"{directory}/{index_name(index.rank, index.world_size)}", data)
     # Without this the files may be nameless after a power cut although their bytes are there.
@@ -79,7 +79,7 @@ def write_index(index: Index, storage: Storage, directory: str, loose: Collectio
 
 
 def digest_loose(index: Index, loose: Collection[str]) -> str:
-    """**Pure.** What lies in the boxes of loose leaves."""
+    """**Pure.** Returns a digest of the boxes of loose leaves."""
     values = [
         (stored.leaf, stored.box.offsets, stored.record.spans)
         for stored in index.stored_boxes()
@@ -89,7 +89,7 @@ def digest_loose(index: Index, loose: Collection[str]) -> str:
 
 
 def take_digests(snapshot: Snapshot, pool: WorkerPool) -> list[str]:
-    """**Blocks.** For each array, in the order of the image, the digests of its spans one behind the other."""
+    """**Blocks.** Returns for each array, in the order of the image, the digests of its spans."""
     digests = _room_for_digests(snapshot)
     pool.run(_pieces(snapshot, None, digests))
     return ["".join(spans) for spans in digests]
@@ -100,9 +100,9 @@ def _room_for_digests(snapshot: Snapshot) -> list[list[str]]:
 
 
 def _pieces(snapshot: Snapshot, writer: FileWriter | None, digests: list[list[str]]) -> Iterator[Callable[[], None]]:
-    """One job for each piece of the file: it takes the digests of the spans that begin there, and writes it, if asked.
+    """Yields one job for each piece of the file: it digests the spans that begin there, and writes it, if asked.
 
-    Both take the piece while it is in the processor's cache, and both let the other threads run.
+    Both use the piece while it is in the processor's cache, and both let the other threads run.
     """
     spans = _spans(snapshot)
     ahead = next(spans, None)
@@ -117,7 +117,7 @@ def _pieces(snapshot: Snapshot, writer: FileWriter | None, digests: list[list[st
 
 
 def _spans(snapshot: Snapshot) -> Iterator[tuple[int, int, int, int]]:
-    """Each span as the array's number, its own number in the array, where it begins and where it ends."""
+    """Yields each span as the array's number, its own number in the array, its begin and its end."""
     for number, place in enumerate(snapshot.layout.places):
         for span, begin in enumerate(range(place.begin, place.end, SPAN_BYTES)):
             yield number, span, begin, min(begin + SPAN_BYTES, place.end)
@@ -141,7 +141,7 @@ def _digest_and_write(
 
 
 def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterable[str]) -> Index:
-    """**Pure.** The index of a data file, with the digests of the spans of each array in the order of the file."""
+    """**Pure.** Returns the index of a data file, with the digests of each array's spans in the order of the file."""
     return Index(
         step=name.step,
         generation=name.generation,
@@ -165,7 +165,7 @@ def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterab
 
 
 _GATHERED_BYTES: Final = 1 << 20
-"""One write where anything has to be gathered: each thread has memory of its own for that, fresh with each save."""
+"""The size of one write if data must be gathered: each thread has its own memory for that, fresh with each save."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -183,7 +183,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 def plan_segments(layout: Layout, image_begins: Mapping[str, int]) -> list[Segment]:
-    """**Pure.** Where the arrays of a file come from, in its order, as few segments as possible."""
+    """**Pure.** Returns the segments from which the arrays of a file come, in its order, as few as possible."""
     segments: list[Segment] = []
     for place in layout.places:
         image_begin = image_begins[place.name]
@@ -200,10 +200,9 @@ def plan_segments(layout: Layout, image_begins: Mapping[str, int]) -> list[Segme
 def write_segments(
     image: memoryview, layout: Layout, segments: list[Segment], writer: FileWriter, pool: WorkerPool
 ) -> None:
-    """**Blocks.** Writes the file that a layout describes, all but its last sync.
+    """**Blocks.** Writes the file that a layout describes, except for its last sync.
 
-    A piece that lies in the image as it lies in the file, page for page, is written from there; any other one is
-    gathered in aligned memory first.
+    A piece that is page-aligned in both the image and the file is written from there; others are gathered first.
     """
     lies_alike = len(segments) == 1 and (segments[0].image_begin - segments[0].begin) % ALIGNMENT_BYTES == 0
     # The header is gathered in any case, by one thread.
@@ -227,7 +226,7 @@ def _gathered_pieces(
 
 
 class _SegmentWriting:
-    """**Thread-safe.** One file in the making."""
+    """**Thread-safe.** One file in progress."""
 
     def __init__(self, image: memoryview, layout: Layout, writer: FileWriter, piece_bytes: int) -> None:
         self.layout = layout

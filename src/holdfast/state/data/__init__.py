@@ -1,1 +1,1 @@
-"""The place in the data: which samples come next, and in which order."""
+"""The position in the data: which samples come next, and in which order."""

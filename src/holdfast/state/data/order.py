@@ -42,7 +42,7 @@ VERSION: Final = 1
 """The version of the formula."""
 
 MAX_LENGTH: Final = 1 << 62
-"""No permutation is longer."""
+"""The longest permutation."""
 
 _ROUNDS: Final = 12
 _MIN_BITS: Final = 6
@@ -64,10 +64,10 @@ class Permutation:
         self._round_keys = tuple(derive(key, number) for number in range(_ROUNDS))
 
     def places(self, start: int, stop: int) -> Words:
-        """What comes at the places from `start` up to `stop`, not included.
+        """Returns the numbers at the places from `start` up to `stop`, exclusive.
 
         Args:
-            start: The first place, from 0 on.
+            start: The first place, from 0.
             stop: The end, at most the length.
         """
         import numpy as np
@@ -75,7 +75,7 @@ class Permutation:
         return self._values(np.arange(start, stop, dtype=np.uint64))
 
     def of(self, ranges: Sequence[range]) -> list[int]:
-        """What comes at the places of some ranges, one after the other."""
+        """Returns the numbers at the places of some ranges, one after the other."""
         import numpy as np
 
         if not ranges:
@@ -96,7 +96,7 @@ class Permutation:
         return values
 
     def _permute(self, values: Words) -> Words:
-        """The Feistel network, which is a bijection of all numbers of its bits."""
+        """Applies the Feistel network, which is a bijection of all numbers of its bits."""
         import numpy as np
 
         low = values & np.uint64((1 << self._low_bits) - 1)
@@ -110,7 +110,7 @@ class Permutation:
 
 
 def _joined(ranges: Sequence[range]) -> Iterator[range]:
-    """Ranges that lie one behind the other as one."""
+    """Joins ranges that follow each other."""
     begin, end = ranges[0].start, ranges[0].start
     for own in ranges:
         if own.start != end:
@@ -133,19 +133,19 @@ def _mix_top_bits(words: Words, key: int, bits: int) -> Words:
 
 
 class Batches(msgspec.Struct, frozen=True):
-    """One way to cut an epoch.
+    """One way to split an epoch into batches.
 
-    All workers cut alike, so that each has as many batches, and each takes its own part of every batch: at least one
-    sample. No sample is left out, none comes twice. What is left at the end and is too little for all workers goes with
-    the batch before. Where that one has been taken already, by fewer workers, it is filled up to a sample for each with
-    the first ones of the next epoch, which then goes on behind them.
+    All workers split it the same way, so each has the same number of batches, and takes its own part of every batch: at
+    least one sample. No sample is skipped or repeated. Samples at the end that are too few for all workers join the
+    batch before. If that batch was already taken, by fewer workers, they are filled up to one sample per worker with
+    the first ones of the next epoch, which then continues after those.
 
     Attributes:
         length: The samples of an epoch.
         batch_size: The samples of one batch, of all workers together.
-        drop_last: Whether a last batch that is not full is left out.
-        rank: Which worker this is.
-        world_size: How many workers there are, no more than a batch has samples.
+        drop_last: True to skip an incomplete last batch.
+        rank: The rank of this worker.
+        world_size: The number of workers, at most the number of samples in a batch.
     """
 
     length: int
@@ -155,26 +155,26 @@ class Batches(msgspec.Struct, frozen=True):
     world_size: int = 1
 
     def count_from(self, place: int) -> int:
-        """How many batches begin from a place on to the end of the epoch."""
+        """Returns how many batches begin from a place to the end of the epoch."""
         full, rest = divmod(self.length - place, self.batch_size)
         if self.drop_last or not rest:
             return full
         return full if full and rest < self.world_size else full + 1
 
     def end_of(self, place: int) -> tuple[int, int]:
-        """Where the batch ends that begins at a place: how many epochs further on, and at which place of that one."""
+        """Returns where the batch ends that begins at a place: how many epochs later, and at which place there."""
         end = self._end_of(place)
         return (0, end) if end <= self.length else divmod(end, self.length)
 
     def blocks_from(self, place: int, block_samples: int) -> Iterator[tuple[int, list[range]]]:
-        """The places that this worker has in each batch that begins in this epoch, some batches at a time.
+        """Yields this worker's places in each batch that begins in this epoch, several batches at a time.
 
         Args:
             place: Where the first of them begins.
-            block_samples: About how many places come at a time.
+            block_samples: About how many places to yield at a time.
 
         Returns:
-            For each block how many epochs further on its places lie, and the places.
+            For each block how many epochs later its places are, and the places.
         """
         block: list[range] = []
         samples = 0

@@ -1,4 +1,4 @@
-"""A place in the data, as it is stored, and whether all workers of a job have the same one."""
+"""The stored position in the data, and the check that all workers of a job have the same one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from holdfast.state.leaves import Skeleton
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far the training loop has got, and in which order.
+    """The training loop's position in the data, and their order.
 
     Attributes:
-        epoch: The epoch, from 0 on.
+        epoch: The epoch, from 0.
         position_samples: The samples of it that were taken, on all workers together.
-        seed: Which orders these are.
-        length: How many samples there are.
-        shuffle: Whether they come in another order each epoch.
+        seed: The seed of the orders.
+        length: The number of samples.
+        shuffle: True if each epoch has another order.
     """
 
     epoch: int
@@ -37,21 +37,21 @@ class Position:
     shuffle: bool
 
     def state_dict(self) -> dict[str, Any]:
-        """**Pure.** The position as plain values."""
+        """**Pure.** Returns the position as plain values."""
         return {"version": VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_state(cls, state: Any) -> Position:
-        """**Pure.** The position in a state.
+        """**Pure.** Returns the position in a state.
 
         Raises:
             UsageError: If it is not the state of a sampler, or of another version.
         """
         if not is_position(state):
-            raise UsageError(f"this is not the state of a sampler, which has {', '.join(_NAMES)}")
+            raise UsageError(f"expected the state of a sampler, with {', '.join(_NAMES)}")
         if state["version"] != VERSION:
             raise UsageError(
-                f"the sampler's state is of version {state['version']!r}, and this holdfast knows version {VERSION}",
+                f"the sampler's state has version {state['version']!r}, but this holdfast reads version {VERSION}",
                 hint="Install the version of holdfast that wrote it, or a newer one.",
             )
         position = cls(**{name: state[name] for name in _NAMES})
@@ -67,30 +67,30 @@ class Position:
 
 
 class StepBreak(threading.local):
-    """The time between two steps that a function runs, on this thread: `handler.run(train_step, next(batches))`.
+    """The time between two steps of `handler.run(train_step, next(batches))`, in this thread.
 
-    Such a step's batch is taken before the step begins, and before the last step is saved. So a batch that is taken in
-    this time belongs to the next step, and the position that is saved is the one before it. Outside of this time, as in
-    a loop that takes its batches within its steps, a batch counts as soon as it is taken.
+    The batch of such a step is taken before the step begins, and before the last step is saved. So a batch that is
+    taken in this time belongs to the next step, and the saved position is the one before it. At any other time, as in a
+    loop that takes its batches inside its steps, a batch counts as soon as it is taken.
 
     Attributes:
-        number: Which break it is; 0 outside of one.
-        is_open: Whether batches that are taken now count for the next step.
+        number: The number of the break; 0 outside of one.
+        is_open: True if batches that are taken now count for the next step.
     """
 
     number = 0
     is_open = False
 
     def begin(self) -> None:
-        """A step has ended."""
+        """Called when a step has ended."""
         self.number, self.is_open = next(_numbers), True
 
     def end(self) -> None:
-        """A step begins, and all batches that were taken count."""
+        """Called when a step begins: all taken batches count."""
         self.number, self.is_open = 0, False
 
     def close(self) -> None:
-        """The loop has ended. A batch for a step that never came does not count; one taken from now on does."""
+        """Called when the loop has ended. A batch for a step that never came does not count; later ones do."""
         self.is_open = False
 
 
@@ -101,20 +101,20 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Position))
 
 
 def is_position(state: Any) -> bool:
-    """**Pure.** Whether a state is that of a sampler, so far as its keys tell."""
+    """**Pure.** Returns True if a state has the keys of a sampler's state."""
     return isinstance(state, Mapping) and {"version", *_NAMES} <= state.keys()
 
 
 def is_count(value: Any) -> bool:
-    """**Pure.** Whether a value is a whole number from 0 on."""
+    """**Pure.** Returns True if a value is a whole number of at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def count_samples(length_or_dataset: Any) -> int:
-    """How many samples there are.
+    """Returns the number of samples.
 
     Args:
-        length_or_dataset: Their number, or something whose `len` says so.
+        length_or_dataset: The number, or an object with a length.
 
     Raises:
         UsageError: If it is neither.
@@ -125,8 +125,8 @@ def count_samples(length_or_dataset: Any) -> int:
         length = len(length_or_dataset)
     else:
         raise UsageError(
-            f"{type(length_or_dataset).__name__} is neither a number of samples nor something with a length",
-            hint="A dataset that can only be iterated needs a loader that keeps the dataset's own state.",
+            f"expected a number of samples or a dataset with a length, got {type(length_or_dataset).__name__}",
+            hint="An iterable dataset needs a loader that saves the dataset's own state.",
         )
     return check_whole("the number of samples", length, 0, MAX_LENGTH)
 
@@ -136,11 +136,11 @@ _ORDER: Final = ("seed", "length", "shuffle")
 
 
 class PositionRecord(msgspec.Struct, frozen=True, array_like=True):
-    """How far one worker has got in its data.
+    """The position of one worker in its data.
 
     Attributes:
-        name: What the object is called that says so.
-        order: The digest of which order of which samples it is.
+        name: The name of the object that has it.
+        order: The digest of the order of the samples.
         epoch: The epoch.
         samples: The samples of it that all workers have taken together.
     """
@@ -152,7 +152,7 @@ class PositionRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 def list_positions(objects: Mapping[str, Skeleton]) -> list[PositionRecord]:
-    """**Pure.** The positions among a worker's objects, and in trees of them, without those that are its own."""
+    """**Pure.** Returns the positions of a worker's objects, also those in trees, except per-worker ones."""
     positions = []
     for path, state in _find_states(objects):
         epoch, samples = state.get("epoch"), state.get("position_samples")
@@ -164,7 +164,7 @@ def list_positions(objects: Mapping[str, Skeleton]) -> list[PositionRecord]:
 
 
 def _find_states(objects: Mapping[str, Skeleton]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The stored samplers, with their paths; not what other objects have in their state."""
+    """Returns the stored samplers, with their paths; not those inside the state of other objects."""
     ahead: list[tuple[str, Any]] = list(objects.items())
     # Without recursion: what another worker has stored may be nested in any depth.
     while ahead:
@@ -183,10 +183,10 @@ def _find_states(objects: Mapping[str, Skeleton]) -> Iterator[tuple[str, dict[st
 
 
 def find_apart(positions: Sequence[Iterable[PositionRecord]]) -> str:
-    """**Pure.** Which workers are at different places of the same order; empty if none are.
+    """**Pure.** Describes which workers are at different positions of the same order; empty if none are.
 
     Args:
-        positions: Those of each worker, in order of rank.
+        positions: The positions of each worker, in order of rank.
     """
     # Not needed by a program of one worker.
     from holdfast.cluster.membership import name_ranks
@@ -202,8 +202,8 @@ def find_apart(positions: Sequence[Iterable[PositionRecord]]) -> str:
                 for (epoch, samples), ranks in sorted(places.items())[:3]
             )
             return (
-                f"the workers are at different places of the same data in {name}: {told}. Another number of workers "
-                "cannot go on from there without losing or repeating samples. All workers have to take as many "
-                "batches between saves; data that are each worker's own are given as hf.PerWorker"
+                f"the workers are at different positions in the same data of {name}: {told}. Another number of "
+                "workers cannot resume from there without losing or repeating samples. All workers must take the "
+                "same number of batches between saves; wrap data that differs per worker in hf.PerWorker"
             )
     return ""

@@ -1,4 +1,4 @@
-"""The order in which samples come, and how far the training loop has got in it."""
+"""`ResumableSampler`: the order of samples, and how far the training loop has come in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FOR_LOADERS: Final = 4
 
 
 class _Pass(msgspec.Struct):
-    """One way of a loader through the rest of an epoch, the position following it."""
+    """One pass of a loader through the rest of an epoch, which the position follows."""
 
     epoch: int
     batches: int
@@ -45,15 +45,15 @@ _log: Final = logging.getLogger("holdfast")
 class BatchCount:
     """Counts the batches that a training loop has taken from one sampler in this process.
 
-    A copy of the sampler, pickled or not, begins with a count of its own.
+    A copy of the sampler, pickled or not, begins with its own count.
 
     Attributes:
         batches: How many were taken.
         ends: How often the loop asked for another batch at the end of an epoch.
         calls: Functions to call for each batch.
-        is_asked: Whether the program has asked for the epoch, or has set it, since a position was restored.
-        unasked_epochs: How many epochs of a restored position were complete when a loop over the rest of an epoch
-            began without asking; 0 if none did.
+        is_asked: True if the program has read or set the epoch since a position was restored.
+        unasked_epochs: How many epochs of a restored position were complete when a loop over the rest of an epoch began
+            without asking; 0 if none did.
     """
 
     def __init__(self) -> None:
@@ -66,10 +66,10 @@ class BatchCount:
 
 
 class ResumableSampler:
-    """Lists of indices, one list a batch, in an order that a job can take up again at any batch.
+    """Yields lists of indices, one list per batch, in an order that a job can resume at any batch.
 
-    It serves as the `batch_sampler` of a loader. What moves its position is a batch that the training loop takes, not
-    one that a loader has fetched ahead, so the loop takes its batches through the sampler:
+    Use it as the `batch_sampler` of a loader. Its position moves when the training loop takes a batch, not when a
+    loader prefetches one, so the loop must take its batches through the sampler:
 
         sampler = ResumableSampler(dataset, batch_size=32, seed=1)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
@@ -77,23 +77,23 @@ class ResumableSampler:
             for batch in sampler.batches(loader):
                 ...
 
-    In a job of several workers each makes one, with the same arguments but for `rank`, and gets its part of each batch:
-    all have as many batches, and a sample at least of each. Samples at the end of an epoch that are fewer than workers
-    go with the batch before.
+    In a job of several workers each creates one, with the same arguments except `rank`, and gets its part of each
+    batch: all have the same number of batches, and at least one sample of each. Samples at the end of an epoch that are
+    fewer than the workers join the batch before.
 
     The position is counted in samples of the whole job, and the batch is that of the whole job, so both the batch size
-    and the number of workers may differ after a resume: each sample of the epoch still comes once in all. If fewer
-    samples of the epoch are left then than there are workers, the first samples of the next epoch join them, one
-    sample for each worker, and the next epoch goes on behind those. The order follows from seed, epoch and length by
-    the formula of `holdfast.state.data.order`, and no random generator takes part.
+    and the number of workers may change between a save and a restart: each sample of the epoch still comes exactly
+    once. If fewer samples of the epoch remain than there are workers, the first samples of the next epoch fill that
+    batch up to one sample per worker, and the next epoch continues after those. The order follows from seed, epoch and
+    length by the formula of `holdfast.state.data.order`; no random generator is involved.
 
     A batch that is taken between two steps of `PreemptionCheckpointHandler.run`, as an argument, belongs to the next
-    step: the position that is saved is then the one before it.
+    step: the saved position is then the one before it.
 
     A pass through a loader ends when a newer one begins, or when another position is loaded or set; taking another
-    batch from it is an error. Iterating the sampler itself gives what is left of the epoch, and moves nothing.
+    batch from it is an error. Iterating the sampler itself gives the rest of the epoch, and moves nothing.
 
-    Use it on one thread, that of the training loop; a loader may draw indices on another.
+    Use it in one thread, that of the training loop; a loader may draw indices in another one.
     """
 
     def __init__(
@@ -107,20 +107,20 @@ class ResumableSampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Makes a sampler at the beginning of epoch 0.
+        """Creates a sampler at the beginning of epoch 0.
 
         Args:
-            length_or_dataset: How many samples there are, or something whose `len` says so.
+            length_or_dataset: The number of samples, or an object with a length.
             batch_size: The samples of one batch of the whole job.
-            shuffle: Whether they come in another order each epoch, or in order of their indices.
-            seed: Which orders these are, from 0 up to 2**64, not included.
-            drop_last: Whether a last batch that is not full is left out.
-            rank: Which of the workers that divide the data this is.
-            world_size: How many they are. Workers that compute one model together, as in tensor parallelism, count as
-                one here and get the same samples.
+            shuffle: True for another order in each epoch, False for the order of indices.
+            seed: The seed of the orders, from 0 up to 2**64, exclusive.
+            drop_last: True to skip an incomplete last batch.
+            rank: The rank of this worker among those that share the data.
+            world_size: The number of these workers. Workers that compute one model together, as in tensor parallelism,
+                count as one here and get the same samples.
 
         Raises:
-            UsageError: If an argument is not of that form.
+            UsageError: If an argument is not valid.
         """
         self._length = count_samples(length_or_dataset)
         batch_size = check_whole("batch_size", batch_size, 1)
@@ -130,7 +130,7 @@ class ResumableSampler:
         if world_size > batch_size:
             raise OutOfRangeError(
                 f"rank={rank!r} of world_size={world_size!r} workers cannot share a batch of {batch_size} samples",
-                hint="The batch is that of the whole job: at least a sample for each worker.",
+                hint="batch_size counts the samples of the whole job: it needs at least one for each worker.",
             )
         self._cut = Batches(self._length, batch_size, bool(drop_last), rank, world_size)
         self._shuffle = bool(shuffle)
@@ -150,7 +150,7 @@ class ResumableSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch belongs to, from 0 on."""
+        """The epoch that the next batch belongs to, from 0."""
         self._count.is_asked = True
         return self._epoch
 
@@ -161,34 +161,34 @@ class ResumableSampler:
 
     @property
     def seed(self) -> int:
-        """Which orders these are."""
+        """The seed of the orders."""
         return self._seed
 
     def __len__(self) -> int:
-        """The batches of a whole epoch."""
+        """Returns the number of batches of a whole epoch."""
         return self._cut.count_from(0)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The batches from the position to the end of the epoch. The position stays where it is."""
+        """Yields the batches from the position to the end of the epoch, without moving the position."""
         # An iterator made after a pass has given its first batch is not that pass's own.
         current = self._pass if self._pass and not self._pass.taken else None
         return self._hand_out(current, self._epoch, self._position_samples)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """What is left of this epoch; the position moves just before each batch is handed over.
+        """Yields the rest of this epoch; the position moves just before each batch is given out.
 
-        Once the loop asks for a batch after the last one, or takes the last one and comes here again, the next epoch
-        begins. If the loop leaves early, the epoch goes on where it was left at the next call. Where a restored
-        position leaves nothing of its epoch, the first call gives nothing: the loop does what ends an epoch next.
-        Beginning a pass does not disturb the global random generators.
+        The next epoch begins once the loop asks for a batch after the last one, or takes the last one and calls this
+        again. If the loop leaves early, the next call continues the epoch there. If a restored position leaves nothing
+        of its epoch, the first call gives nothing: the loop then ends the epoch. Beginning a pass does not change the
+        global random generators.
 
         Args:
-            loader: Something that can be iterated and makes a batch of each list of indices of this sampler, such as
-                a `DataLoader` with this `batch_sampler`; or the sampler itself.
+            loader: An iterable that makes a batch of each list of indices of this sampler, such as a `DataLoader` with
+                this `batch_sampler`; or the sampler itself.
 
         Raises:
-            UsageError: If the loader keeps a position of its own, does not keep the order, or does not use this
-                sampler; or, at a later batch, if this pass was ended by a newer one.
+            UsageError: If the loader keeps its own position, does not keep the order, or does not use this sampler; or,
+                at a later batch, if a newer pass has ended this one.
         """
         self.check_loader(loader)
         if self._is_restored and not self._count.is_asked:
@@ -196,27 +196,27 @@ class ResumableSampler:
         return BatchIterator(self._follow(loader))
 
     def stream(self, loader: Iterable[Batch]) -> BatchStream[Batch]:
-        """The same as `batches`, over one epoch after the other without an end.
+        """Yields batches like `batches`, over one epoch after the other without end.
 
-        When another position is loaded or set in between, it goes on there. Its `len` is the batches of an epoch: a
-        loop of another library that asks for so many in each of its epochs gets all of them, also after a restart.
+        If another position is loaded or set meanwhile, it continues there. Its `len` is the number of batches of an
+        epoch: a loop of another library that asks for that many per epoch gets all of them, also after a restart.
 
         Raises:
-            UsageError: As `batches`; and if an epoch has no batch.
+            UsageError: As in `batches`; and if an epoch has no batch.
         """
         self.check_loader(loader)
         if not len(self):
             raise UsageError(
-                f"{self!r} has no batch to give",
-                hint="Check the dataset's length; with drop_last=True it must have a whole batch.",
+                f"{self!r} has no batches",
+                hint="Check the dataset's length; with drop_last=True it must have at least one whole batch.",
             )
         return BatchStream(self._follow_for_ever(loader), len(self))
 
     def epochs(self, total: int) -> Iterator[int]:
-        """The numbers of the epochs that are left of `total`, beginning with the one in which the position lies.
+        """Yields the numbers of the remaining epochs up to `total`, beginning with that of the position.
 
-        Each is followed by the next even if the loop's body has not gone through all of its batches. A body that goes
-        through more than one epoch, since it evaluates over the loader that trains, is warned once.
+        Each is followed by the next even if the loop's body has not used all of its batches. If a body uses more than
+        one epoch, because it evaluates with the training loader, a warning says so once.
         """
         total = check_whole("total", total)
         self._count.is_asked = True
@@ -230,19 +230,19 @@ class ResumableSampler:
             elif self._epoch > epoch + 1 and not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "epochs %d to %d went by in one turn of epochs(%d): if one of them only evaluates, it does not "
-                    "train, and counts all the same. Evaluate over a loader of its own",
+                    "epochs %d to %d ended within one turn of epochs(%d): a pass that only evaluates counts as "
+                    "an epoch, too. Use a separate loader for evaluation",
                     epoch,
                     self._epoch - 1,
                     total,
                 )
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the beginning of an epoch; if the position lies in that epoch already, it stays.
+        """Goes to the beginning of an epoch; if the position is already in that epoch, it stays.
 
-        It also stays if a position was restored and lies in a later epoch, since loops of other libraries count their
+        It also stays if a position was restored and is in a later epoch, because loops of other libraries count their
         epochs from 0 again after a restart; if nothing is left of its epoch, it goes to the next one. The first time,
-        that is a warning: a loop of your own over `range(n)` would train n more epochs. Use `epochs(n)`.
+        that is a warning: your own loop over `range(n)` would train n more epochs. Use `epochs(n)`.
 
         Raises:
             UsageError: If the number is below 0.
@@ -253,7 +253,7 @@ class ResumableSampler:
             self._has_warned = True
             _log.warning(
                 "set_epoch(%d) after a restore in epoch %d: the position stays in epoch %d. A loop over range(n) "
-                "trains n more epochs; write `for epoch in loader.epochs(n)` to train n in all",
+                "trains n more epochs; write `for epoch in loader.epochs(n)` to train n in total",
                 epoch,
                 self._epoch,
                 self._epoch,
@@ -264,18 +264,19 @@ class ResumableSampler:
             self._move(self._epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Order and position, as plain values; between two steps of `handler.run`, that of the last complete step.
+        """Returns order and position as plain values; between two steps of `handler.run`, those of the last complete
+        one.
 
         Raises:
-            UsageError: If batches were handed out to a loader that was not followed: nobody knows then which of them
-                the training loop has taken.
+            UsageError: If batches were given to a loader that was not followed: then it is unknown which of them were
+                trained.
         """
         if self._unfollowed_batches:
             raise UsageError(
-                f"{self._unfollowed_batches} batches of this sampler went to a loader that was iterated directly, so "
-                "nobody knows how many of them the training loop has taken",
-                hint="Iterate sampler.batches(loader) or sampler.stream(loader) in place of the loader, or use "
-                "ResumableDataLoader. A StatefulDataLoader keeps a position of its own and needs a plain sampler.",
+                f"{self._unfollowed_batches} batches of this sampler went to a loader that was iterated directly, "
+                "so it is unknown how many of them were trained",
+                hint="Iterate sampler.batches(loader) or sampler.stream(loader) instead of the loader, or use "
+                "ResumableDataLoader. A StatefulDataLoader saves its own position and needs a plain sampler.",
             )
         epoch, position_samples = self._epoch, self._position_samples
         if self._untrained is not None and self._untrained[0] == step_break.number:
@@ -286,16 +287,16 @@ class ResumableSampler:
         """Goes to a stored position; seed and shuffle are those that were stored.
 
         Raises:
-            MismatchError: If the stored position is one in another number of samples.
+            MismatchError: If the stored position is for another number of samples.
             UsageError: If the state is not that of a sampler, or of a newer version.
         """
         stored = Position.from_state(state)
         difference = self.difference_from(stored)
         if difference:
             raise MismatchError(
-                f"the stored data position does not fit: {difference}",
+                f"the saved data position does not fit: {difference}",
                 differences=Differences(wrong_shape=[difference]),
-                hint="Give the data that the job was trained on, or restore everything but the loader.",
+                hint="Use the data that the job was trained on, or restore everything but the loader.",
             )
         live = {"seed": (self._seed, stored.seed), "shuffle": (self._shuffle, stored.shuffle)}
         self._overruled = {name: pair for name, pair in live.items() if pair[0] != pair[1]}
@@ -305,7 +306,7 @@ class ResumableSampler:
         self._move(stored.epoch, stored.position_samples)
 
     def difference_from(self, stored: Position) -> str:
-        """Why a stored position cannot be taken up with these samples; an empty string if it can."""
+        """Returns why a stored position cannot be used with these samples; an empty string if it can."""
         if stored.length == self._length:
             return ""
         return f"stored {stored.length} samples, live {self._length}"
@@ -314,19 +315,19 @@ class ResumableSampler:
         """Refuses a loader that this sampler cannot follow.
 
         Raises:
-            UsageError: If it keeps a position of its own, or does not keep the order.
+            UsageError: If it keeps its own position, or does not keep the order.
         """
         if loader is self:
             return
         if hasattr(loader, "state_dict"):
             raise UsageError(
-                f"{type(loader).__name__} keeps a position of its own, which would be the wrong one",
+                f"{type(loader).__name__} saves its own position, which would be wrong with this sampler",
                 hint="Use a ResumableDataLoader or a plain loader, or iterate it directly, without a ResumableSampler.",
             )
         if getattr(loader, "in_order", True) is False:
             raise UsageError(
-                "a loader with in_order=False gives batches in an order that cannot be taken up again",
-                hint="Leave in_order as it is.",
+                "a loader with in_order=False gives batches in an order that cannot be resumed",
+                hint="Leave in_order at its default.",
             )
 
     def __repr__(self) -> str:
@@ -390,8 +391,8 @@ class ResumableSampler:
         self._check_current(current)
         if current.taken == current.handed_out:
             raise UsageError(
-                "the loader gave a batch for which this sampler handed out no indices",
-                hint="Make the loader with this sampler: DataLoader(dataset, batch_sampler=sampler).",
+                "the loader gave a batch that this sampler did not produce",
+                hint="Create the loader with this sampler: DataLoader(dataset, batch_sampler=sampler).",
             )
         current.taken += 1
         self._count.batches += 1
@@ -412,7 +413,8 @@ class ResumableSampler:
         self._count.ends += 1
         if current.taken < current.batches:
             raise UsageError(
-                f"the loader ended after {current.taken} of the {current.batches} batches left in epoch {self._epoch}",
+                f"the loader ended after {current.taken} of the {current.batches} remaining batches of epoch "
+                f"{self._epoch}",
                 hint="To leave an epoch early, break out of the loop and call set_epoch, or use epochs().",
             )
         # The last batch may have gone on into the next epoch.
@@ -423,9 +425,10 @@ class ResumableSampler:
     def _check_current(self, current: _Pass) -> None:
         if self._pass is not current:
             raise UsageError(
-                "another loop over this loader has begun, or its position was set or loaded: this loop cannot go on",
-                hint="To evaluate, use a loader of its own, and not the one that trains. To train on from a position "
-                "that was set or loaded, begin a new loop.",
+                "another loop over this loader has started, or its position was set or loaded: this loop cannot "
+                "continue",
+                hint="For evaluation, use a separate loader. To continue from a position that was set or loaded, "
+                "start a new loop.",
             )
 
     def _move(self, epoch: int, position_samples: int) -> None:
@@ -437,10 +440,10 @@ class ResumableSampler:
 
 
 class BatchIterator(Iterator[Batch]):
-    """Batches of one epoch, as a loop takes them."""
+    """The batches of one epoch, as a loop takes them."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
-        """Takes the batches."""
+        """Stores the batches."""
         self._batches = batches
 
     @short_traceback
@@ -449,40 +452,40 @@ class BatchIterator(Iterator[Batch]):
 
 
 class BatchStream(BatchIterator[Batch]):
-    """Batches without an end. To iterate it again goes on with it."""
+    """Batches without end. Iterating it again continues."""
 
     def __init__(self, batches: Iterator[Batch], epoch_batches: int) -> None:
-        """Takes the batches, and how many of them an epoch has."""
+        """Stores the batches, and their number per epoch."""
         super().__init__(batches)
         self._epoch_batches = epoch_batches
 
     def __repr__(self) -> str:
-        return f"<BatchStream: {self._epoch_batches} batches an epoch, without an end>"
+        return f"<BatchStream: {self._epoch_batches} batches per epoch, endless>"
 
     def __len__(self) -> int:
-        """The batches of a whole epoch, for loops that ask for so many at a time."""
+        """Returns the number of batches of a whole epoch, for loops that ask for that many at a time."""
         return self._epoch_batches
 
 
 class SamplerAdapter(Adapter):
-    """Serves a sampler and all that is built on one: what they keep is the same, and goes from one to the other."""
+    """Adapter of samplers and everything built on one: their states are the same, and interchangeable."""
 
     kind = "data_position"
 
     def __init__(self, sampler_of: Callable[[Any], ResumableSampler]) -> None:
-        """Takes the function that finds an object's sampler."""
+        """Stores the function that finds an object's sampler."""
         self._sampler_of = sampler_of
 
     def find_sampler(self, obj: Any) -> ResumableSampler | None:
-        """The sampler that an object is built on; None if it keeps a position in another way."""
+        """Returns the sampler that an object is built on; None if it keeps a position in another way."""
         return self._sampler_of(obj)
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
-        """The sampler's state."""
+        """Returns the sampler's state."""
         return self._sampler_of(obj).state_dict()
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
-        """Finds out whether the stored position fits, before anything is changed."""
+        """Checks whether the stored position fits, before anything is changed."""
         # A position is one thing: without its epoch, say, the rest of it means nothing.
         if not loading.wants():
             return leave_alone
@@ -500,27 +503,27 @@ class SamplerAdapter(Adapter):
 
 
 def batch_count(sampler: ResumableSampler) -> BatchCount:
-    """The count of the batches that were taken from a sampler."""
+    """Returns the count of the batches that were taken from a sampler."""
     return sampler._count
 
 
 def current_epoch(sampler: ResumableSampler) -> int:
-    """Its `epoch`, where it is not the program that asks for it."""
+    """Returns its `epoch`, without counting that as a question of the program."""
     return sampler._epoch
 
 
 def count_epochs(sampler: ResumableSampler) -> int:
-    """How many epochs are complete."""
+    """Returns how many epochs are complete."""
     return sampler._epoch + (not sampler._cut.count_from(sampler._position_samples))
 
 
 def sampler_overruled(sampler: ResumableSampler) -> dict[str, tuple[Any, Any]]:
-    """Seed and shuffle as the script gave them and as the newest restore has set them, where they differ."""
+    """Returns seed and shuffle as the script set them and as the newest restore did, if they differ."""
     return sampler._overruled
 
 
 def leave_alone() -> None:
-    """Puts no state back."""
+    """Restores no state."""
 
 
 register_adapter(ResumableSampler, SamplerAdapter(lambda sampler: sampler))
@@ -529,8 +532,8 @@ register_adapter(ResumableSampler, SamplerAdapter(lambda sampler: sampler))
 def _seed_draws(number: int) -> None:
     """Seeds what a loader may draw from when it begins.
 
-    A loader's workers are seeded by such a draw. As all generators are put back afterwards, each epoch would draw the
-    same number again if training draws none, and augmentations would repeat.
+    A loader's workers are seeded by such a draw. Because all generators are restored afterwards, each epoch would draw
+    the same number again if training draws none, and augmentations would repeat.
     """
     random.seed(number)
     if "numpy" in sys.modules:

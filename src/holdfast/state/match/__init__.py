@@ -1,1 +1,1 @@
-"""Stored state held against live objects, and put into them."""
+"""Compares stored state with live objects, and puts it into them."""

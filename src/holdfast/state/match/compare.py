@@ -1,4 +1,4 @@
-"""Decodes stored state along with live objects, and notes what differs."""
+"""Decodes stored state together with live objects, and notes the differences."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from holdfast.state.registry import (
 )
 
 _MANY: Final = 16
-"""From so many parts on, the arrays of a container are looked at together."""
+"""From this many parts on, the arrays of a container are inspected together."""
 
 _STATE_DICTS: Final = frozenset({"torch.module", "torch.optimizer", "state_dict", "flax.nnx"})
-"""Kinds of objects whose state a plain dict may be."""
+"""Kinds of objects whose state may be a plain dict."""
 
 _REFERENCE: Final = frozenset({"$", "k", "v"})
 
@@ -68,12 +68,12 @@ _FORMS = {
 
 
 class MatchJob(msgspec.Struct, frozen=True):
-    """The loading of one object, prepared.
+    """The prepared loading of one object.
 
     Attributes:
         path: The object.
-        last: Whether it comes after all others.
-        load: Does it.
+        last: True if it comes after all others.
+        load: Performs it.
     """
 
     path: str
@@ -115,7 +115,7 @@ class Comparison(Decoder):
         self.whole = select is None
 
     def wants(self, path: str) -> bool:
-        """Whether what stands at a path is restored, with all that is in it."""
+        """Returns True if a path is restored, with everything below it."""
         if self.whole or self._select is None:
             return True
         wanted = self._select(path)
@@ -123,7 +123,7 @@ class Comparison(Decoder):
         return wanted
 
     def decode(self, node: Any, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
-        """The value of a node, or the live one where that is to stay."""
+        """Returns the value of a node, or the live one if that stays."""
         if self._lacks_tuples and self.rules.fixed_lengths:
             node = _as_tuple(node, live) if isinstance(live, tuple) else _as_node(node, live)
         if type(node) is dict and "$" not in node and not isinstance(live, dict):
@@ -143,7 +143,7 @@ class Comparison(Decoder):
         return ABSENT if live is UNFILLED else live
 
     def standing(self, nodes: Collection[Any], lives: Sequence[Any], depth: int) -> Container[int]:
-        """The places of live arrays that fit, found all at once where there are many and nothing is odd about any."""
+        """Returns the positions of live arrays that fit, all at once if there are many and none is unusual."""
         if not self.whole or not self.rules.in_place or len(nodes) < _MANY or depth > MAX_DEPTH:
             return ()
         served = {cls: backend_of_type(cls) for cls in set(map(type, lives))}
@@ -178,7 +178,7 @@ class Comparison(Decoder):
         return super().decode(node, live, path, depth)
 
     def _stands_against(self, form: str, node: Any, live: Any) -> bool:
-        """Whether a live array or object, or what holds such, is in the way of something of another form."""
+        """Returns True if a live array or object, or a container of such, blocks something of another form."""
         if not self.rules.fixed_kinds:
             return False
         live_is = live_form(live)
@@ -189,7 +189,7 @@ class Comparison(Decoder):
         return live_is in ("array", "subclass", "object") or (live_is != "" and holds_state(live))
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
-        """The array that will hold a stored leaf: the live one, or a new one."""
+        """Returns the array that will hold a stored leaf: the live one, or a new one."""
         spec = self.stored_arrays.get(leaf)
         if spec is None:
             raise malformed(path, f"there is no array {leaf!r}")
@@ -214,10 +214,10 @@ class Comparison(Decoder):
         return self.claims.new(leaf, spec, made_by, self.beside if backend_of(self.beside) is made_by else None)
 
     def _laid_out(self, spec: ArraySpec, path: str) -> ArraySpec:
-        """What to make for a leaf: laid out as the array that it belongs to, if the checkpoint has no layouts at all.
+        """Returns what to create for a leaf: with the layout of the array that it belongs to, if the checkpoint has no
+        layouts.
 
-        Such is one that was written before layouts were stored. Some kernels of optimizers go through the memory of a
-        parameter and of its state alike.
+        Old checkpoints have none. Some kernels of optimizers require the same layout for a parameter and its state.
         """
         if self.like is None or self._has_layouts:
             return spec
@@ -239,7 +239,7 @@ class Comparison(Decoder):
         return any(spec.strides is not None for spec in self.stored_arrays.values())
 
     def coded(self, codec: Codec, payload: Any, live: Any, path: str, depth: int) -> Any:
-        """The value, or what stands for it until the arrays in it have been read: they are made for it."""
+        """Returns the value, or its replacement until the arrays in it have been read: they are created for it."""
         if not any(tag in ("array", "tensor_subclass") for tag, _ in find_tags(payload)):
             return super().coded(codec, payload, live, path, depth)
         # They come where the present ones lie; without such, to the parameter whose state it is.
@@ -255,7 +255,7 @@ class Comparison(Decoder):
         return PendingCoded(codec, made, path, self._finished)
 
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
-        """The live tensor, whose parts are filled where they are; or a new one, if there is none that is alike."""
+        """Returns the live tensor, whose parts are filled in place; or a new one, if there is none of that form."""
         cls: Any = self._type(name, live, path, is_tensor_subclass)
         if cls is None:
             return self.unknown_type(name, live, path)
@@ -271,8 +271,8 @@ class Comparison(Decoder):
                 lives = {part: getattr(live, part) for part in names}
             elif self.rules.fixed_kinds:
                 self.differences.wrong_kind.append(
-                    f"{path}: stored a {cls.__qualname__} of {list(stored.shape)} with other settings than the live one"
-                    f" of {list(live.shape)}"
+                    f"{path}: stored a {cls.__qualname__} of {list(stored.shape)} with other settings than the "
+                    f"live one of {list(live.shape)}"
                 )
                 return live
         outer, self.like = self.like, None
@@ -289,10 +289,10 @@ class Comparison(Decoder):
         try:
             return cls.__tensor_unflatten__(parts, context, stored.shape, stored.strides)
         except Exception as error:
-            raise malformed(path, f"{cls.__qualname__} refused what is stored: {error!r}") from error
+            raise malformed(path, f"{cls.__qualname__} rejected the stored value: {error!r}") from error
 
     def node(self, name: str, parts: Mapping[str, Any] | None, live: Any, path: str, depth: int) -> Any:
-        """What stands for a value like the live one, with the stored parts, until these have been read."""
+        """Returns the replacement for a value like the live one, with the stored parts, until these have been read."""
         if parts is None and live is not ABSENT and live is not UNFILLED:
             return live
         if live is ABSENT or parts is None:
@@ -304,9 +304,9 @@ class Comparison(Decoder):
                 self.differences.wrong_kind.append(f"{path}: stored a {cls}, live {_describe_live(live)}")
                 return live
             raise UnsupportedValueError(
-                f"{path}: a {cls} is stored, and is made again only after the one that the program has",
+                f"{path}: a {cls} is stored, and can be restored only into one that the program has",
                 path=path,
-                hint=f"Let a {cls} of the same structure stand there when the restore begins.",
+                hint=f"Put a {cls} of the same structure there before the restore.",
             )
         missing = [f"{path}/{escape(part)}" for part in own.parts if part not in parts]
         extra = [f"{path}/{escape(part)}" for part in parts if part not in own.parts]
@@ -322,7 +322,7 @@ class Comparison(Decoder):
         return PendingNode(own, values, path, self._finished)
 
     def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
-        """The live object itself, whose loading is prepared."""
+        """Returns the live object itself, whose loading is prepared."""
         adapter = adapter_of(live)
         if live is ABSENT or live is UNFILLED:
             self.differences.extra.append(path)
@@ -342,8 +342,8 @@ class Comparison(Decoder):
             raise
         except Exception as error:
             raise UsageError(
-                f"{path}: the present state of {type(live).__qualname__} could not be compared: {error!r}",
-                hint="See the cause above: it was raised by the object itself.",
+                f"{path}: the current state of {type(live).__qualname__} could not be compared: {error!r}",
+                hint="The object itself raised the error; see its cause above.",
             ) from error
         finally:
             self.rules = rules
@@ -352,7 +352,7 @@ class Comparison(Decoder):
         return live
 
     def _begin_anew(self, adapter: Adapter, state: Any, live: Any, path: str) -> None:
-        """State of each worker's own, of another number of workers: there is nobody whose it is now."""
+        """Handles per-worker state of another number of workers, which belongs to no worker now."""
         if not self.whole and not self.wants(path):
             return
         load = adapter.begin_anew(live, state, self._worker)
@@ -363,11 +363,11 @@ class Comparison(Decoder):
             self.jobs.append(MatchJob(path, last=True, load=load))
 
     def complete(self, value: Any) -> Any:
-        """The value, with arrays in the places of what stands for them, now that all have been read."""
+        """Returns the value, with arrays instead of their replacements, now that all have been read."""
         return finish_arrays(value, self._finished) if self.claims.has_pending else value
 
     def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
-        """Notes arrays and objects that have nothing stored; they stay. Plain values go: what is stored stands."""
+        """Notes arrays and objects that are not stored; they stay. Plain values are removed: what is stored counts."""
         if not self.wants(path):
             return True
         if emptied and not self.rules.in_place:
@@ -379,23 +379,24 @@ class Comparison(Decoder):
         return True
 
     def unknown_type(self, name: str, live: Any, path: str) -> Any:
-        """A difference where another thing stands, an error where nothing does."""
+        """Notes a difference if there is something else, raises an error if there is nothing."""
         if _is_nothing(live):
             return super().unknown_type(name, live, path)
         cls = name.rpartition(":")[2]
         self.differences.wrong_kind.append(
-            f"{path}: stored a {cls}, live {_describe_live(live)} (holdfast.register_type({cls}) takes what is stored)"
+            f"{path}: stored a {cls}, live {_describe_live(live)} (holdfast.register_type({cls}) accepts the "
+            "stored type)"
         )
         return live
 
     def other_fields(self, missing: list[str], extra: list[str], path: str) -> None:
-        """Fields are part of the program: they are differences."""
+        """Notes changed fields as differences, because they are part of the program."""
         self.differences.missing += [name for name in missing if self.wants(name)]
         self.differences.extra += [name for name in extra if self.wants(name)]
 
 
 class ObjectLoading:
-    """What an adapter may ask for one object; see `Loading`."""
+    """The interface for the adapter of one object; see `Loading`."""
 
     def __init__(self, comparison: Comparison, path: str, depth: int) -> None:
         self.path = path
@@ -405,27 +406,27 @@ class ObjectLoading:
 
     @property
     def differences(self) -> Differences:
-        """Where differences are noted."""
+        """The differences."""
         return self._comparison.differences
 
     def name(self, *at: str) -> str:
-        """The path of something in the object."""
+        """Returns the path of something in the object."""
         return "/".join([self.path, *map(escape, at)])
 
     def complete(self, value: Any) -> Any:
-        """The value, with all arrays in their places."""
+        """Returns the value, with all arrays in place."""
         return self._comparison.complete(value)
 
     def put(self, live: Any, value: Any) -> Any:
-        """The value there once the live one has been changed."""
+        """Returns the value after the live one has been changed."""
         return update_in_place(live, self.complete(value), {})
 
     def wants(self, *at: str) -> bool:
-        """Whether what stands there is restored."""
+        """Returns True if that path is restored."""
         return self._comparison.whole or self._comparison.wants(self.name(*at))
 
     def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER, like: Any = None) -> Any:
-        """The stored value."""
+        """Returns the stored value."""
         comparison = self._comparison
         outer, comparison.rules = comparison.rules, rules
         outer_like, comparison.like = comparison.like, like
@@ -444,7 +445,7 @@ class ObjectLoading:
         rules: Rules = HANDED_OVER,
         like: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The stored values of many parts."""
+        """Returns the stored values of many parts."""
         nodes: list[Skeleton] = []
         parts: list[Any] = []
         places: dict[str, range] = {}
@@ -473,19 +474,19 @@ class ObjectLoading:
         return values
 
     def spec_of(self, stored: Skeleton) -> ArraySpec | None:
-        """What a stored array is."""
+        """Returns the description of a stored array."""
         leaf = stored.get("v") if type(stored) is dict and stored.get("$") == "array" else None
         return self._comparison.stored_arrays.get(leaf) if type(leaf) is str else None
 
     def children(self, stored: Skeleton, *at: str) -> dict[str, Skeleton]:
-        """The parts of a stored dict."""
+        """Returns the parts of a stored dict."""
         if type(stored) is not dict or "$" in stored:
-            raise malformed(self.name(*at), "a dict is expected")
+            raise malformed(self.name(*at), "expected a dict")
         return stored
 
 
 def _says(context: Any, stored: Any) -> bool:
-    """Whether what a tensor subclass says of itself is what was stored."""
+    """Returns True if a tensor subclass has the stored settings."""
     try:
         return bool(Encoder().encode(context, "") == stored)
     except UnsupportedValueError:
@@ -493,7 +494,7 @@ def _says(context: Any, stored: Any) -> bool:
 
 
 def _as_state(node: Any, live: Any) -> Any:
-    """What `state_dict()` gave, kept as the dict that it was, as the state of the object that is to take it."""
+    """Converts the result of `state_dict()`, stored as a plain dict, to the state of the object that is to load it."""
     if type(live) in ENCODERS or live_form(live) != "object":
         return node
     adapter = adapter_of(live)
@@ -502,7 +503,7 @@ def _as_state(node: Any, live: Any) -> Any:
 
 
 def _as_tuple(node: Any, live: tuple[Any, ...]) -> Any:
-    """Takes a list for the tuple, and a dict of its fields for the named tuple, that the program has there."""
+    """Converts a list to the program's tuple, and a dict of its fields to its named tuple."""
     cls: Any = type(live)
     if cls is tuple:
         return {"$": "tuple", "v": node} if type(node) is list else node
@@ -516,7 +517,7 @@ def _as_tuple(node: Any, live: tuple[Any, ...]) -> Any:
 
 
 def _as_node(node: Any, live: Any) -> Any:
-    """Takes a dict of its parts for the node, such as a `TrainState`, that the program has there."""
+    """Converts a dict of its parts to the program's node, such as a `TrainState`."""
     if type(node) is not dict or "$" in node or isinstance(live, dict):
         return node
     own = node_parts(live)
@@ -524,7 +525,7 @@ def _as_node(node: Any, live: Any) -> Any:
 
 
 def live_form(live: Any) -> str:
-    """What kind of tree a live value is: empty for plain values."""
+    """Returns the kind of tree that a live value is: empty for plain values."""
     if type(live) in ENCODERS:
         return ""
     if backend_of(live) is not None or sharder_of_type(type(live)) is not None:
@@ -573,7 +574,7 @@ def _describe_live(live: Any) -> str:
 
 
 def find_codec(tag: str) -> Codec | None:
-    """The codec of a tag. Codecs of frameworks are registered when the framework's integration is imported."""
+    """Returns the codec of a tag. Codecs of frameworks are registered when the framework's integration is imported."""
     package = tag.partition(".")[0]
     if package in INTEGRATIONS and package in sys.modules and INTEGRATIONS[package] not in sys.modules:
         importlib.import_module(INTEGRATIONS[package])

@@ -1,7 +1,7 @@
-"""Stored state held against live objects: what differs, where the stored bytes are wanted, and how to put them in.
+"""Matches stored state with live objects: the differences, the destinations of stored bytes, and how to apply them.
 
-Matching changes nothing. It decodes every plain value, finds or makes an array for each stored one that is needed,
-and prepares each object's loading. When the arrays have been filled, `Matching.apply` puts everything in place.
+Matching changes nothing. It decodes every plain value, finds or creates an array for each stored one that is needed,
+and prepares each object's loading. After the arrays have been filled, `Matching.apply` puts everything in place.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _Renewal(msgspec.Struct, frozen=True):
 
 
 class Matching(msgspec.Struct, frozen=True):
-    """How a checkpoint goes into live objects.
+    """A checkpoint matched with live objects, ready to be applied.
 
     Attributes:
-        differences: What does not fit. What fits is restored all the same when `apply` is called.
-        targets: Where the bytes of each array that is needed are wanted.
-        reseeded: Random generators that are seeded anew, since the number of workers has changed.
-        left: State of each worker's own that stays as it is, for the same reason.
+        differences: What does not fit. Everything else is restored when `apply` is called.
+        targets: The destination of each array that is needed.
+        reseeded: Random generators that are reseeded, because the number of workers has changed.
+        left: Per-worker state that is left unchanged, for the same reason.
     """
 
     differences: Differences
@@ -51,13 +51,13 @@ class Matching(msgspec.Struct, frozen=True):
     def apply(self) -> dict[str, object]:
         """Puts everything in place, once all targets are filled: their copies too, then values and objects.
 
-        Random generators come last, since the loading of other objects may draw from them.
+        Random generators come last, because the loading of other objects may draw from them.
 
         Returns:
-            For each named object that could not be changed where it is (a number, say), its new value.
+            For each named object that could not be changed in place (a number, for example), its new value.
 
         Raises:
-            ApplyError: If an object refuses its state; objects before it have been changed.
+            ApplyError: If an object rejects its state; objects before it have been changed.
         """
         for target in self.targets:
             if target.copies:
@@ -75,8 +75,8 @@ class Matching(msgspec.Struct, frozen=True):
                 raise
             except Exception as error:
                 raise ApplyError(
-                    f"{job.path} refused the state that was read for it: {error!r}",
-                    hint="Objects before it have been changed: restore into new objects, or mend this one.",
+                    f"{job.path} rejected the stored state: {error!r}",
+                    hint="Objects before it have already been changed: restore into new objects, or fix this one.",
                 ) from error
         return changed
 
@@ -93,28 +93,28 @@ def match_objects(
     made_anew: Collection[str] = (),
     lacks_tuples: bool = False,
 ) -> Matching:
-    """Holds stored state against live objects, which are not changed.
+    """Compares stored state with live objects, which are not changed.
 
     Args:
         objects: The live objects by name.
         stored_objects: The stored skeleton of each object.
-        stored_arrays: What each stored leaf is.
-        select: Called with paths, of whole objects (`model`) and of what is in them (`model/layers.0.weight`). What
-            stands at a path for which it is true is restored, with all that is in it, and only that counts as a
-            difference. Without it, everything is. It is for the caller to find out whether it was ever true.
-        worker: Which worker this is.
-        stored_workers: How many workers there were when the state was stored.
-        left_out: The names of objects that stay as they are, whatever is stored for them.
-        made_anew: The names of objects that only say what is to be made; they stay as they are. One that is `PLAIN`
-            says nothing.
-        lacks_tuples: Whether tuples may be stored as lists, and named tuples as dicts of their fields, as in a
-            checkpoint that was imported. The live trees say then which are.
+        stored_arrays: The description of each stored leaf.
+        select: Called with paths, of whole objects (`model`) and of their parts (`model/layers.0.weight`). If it
+            returns True, the path and everything below it is restored, and only that counts as a difference. Without
+            it, everything is. The caller checks whether it was ever true.
+        worker: The rank of this worker among all.
+        stored_workers: The number of workers when the state was stored.
+        left_out: The names of objects that are left unchanged.
+        made_anew: The names of objects that only describe what to create; they are left unchanged. `PLAIN` says
+            nothing.
+        lacks_tuples: True if tuples may be stored as lists, and named tuples as dicts of their fields, as in an
+            imported checkpoint. The live trees then tell which are.
 
     Raises:
         FormatError: If the stored state is malformed.
         UnsupportedValueError: If a type is not known here, or a live array has a form that cannot be filled.
         UsageError: If an object's state cannot be read.
-        MemoryError: If there is no memory for arrays that are made anew.
+        MemoryError: If there is no memory for new arrays.
     """
     # What some of the workers have as their own may not stand with the one whose state this worker takes.
     has_moved = worker.world_size != stored_workers
@@ -162,7 +162,7 @@ def _make_anew(comparison: Comparison, stored: Skeleton, like: Any, path: str) -
 
 
 def _rename_old(stored: Mapping[str, Skeleton], live: Mapping[str, object]) -> Mapping[str, Skeleton]:
-    """**Pure.** Gives what holdfast itself has stored its present name."""
+    """**Pure.** Gives holdfast's own stored objects their current names."""
     state = stored.get(OLD_RUN_CALLS)
     if OLD_RUN_CALLS in live or not isinstance(state, dict) or state.get("k") != "state_dict":
         return stored

@@ -1,4 +1,4 @@
-"""What stands for values that are made when the arrays in them have been read."""
+"""Replacements for values that are created after the arrays in them have been read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.state.registry import NodeParts
 
 
 class PendingCoded(PendingArray):
-    """Stands for a value whose codec is called when the arrays have been read of which it is to make it."""
+    """A placeholder of a value whose codec is called after its arrays have been read."""
 
     def __init__(self, codec: Codec, made: Any, path: str, finished: Finished) -> None:
         self._codec, self._made, self._path, self._finished = codec, made, path, finished
@@ -21,35 +21,35 @@ class PendingCoded(PendingArray):
         """Calls the codec.
 
         Raises:
-            ApplyError: If it refuses what was stored.
+            ApplyError: If it rejects the stored value.
         """
         made = finish_arrays(self._made, self._finished)
         try:
             return self._codec.decode(made)
         except Exception as error:
             raise ApplyError(
-                f"{self._path}: the codec {self._codec.tag!r} refused what is stored: {error!r}",
-                hint="See the cause above; objects that came before it have been changed.",
+                f"{self._path}: the codec {self._codec.tag!r} rejected the stored value: {error!r}",
+                hint="See the cause above; objects before it have already been changed.",
             ) from error
 
 
 class PendingNode(PendingArray):
-    """Stands for a value that its framework puts together when the arrays have been read that are to stand in it."""
+    """A placeholder of a value that its framework rebuilds after its arrays have been read."""
 
     def __init__(self, like: NodeParts, values: dict[str, Any], path: str, finished: Finished) -> None:
         self._like, self._values, self._path, self._finished = like, values, path, finished
 
     def finish(self) -> Any:
-        """Puts it together.
+        """Rebuilds it.
 
         Raises:
-            ApplyError: If its class refuses what was stored.
+            ApplyError: If its class rejects the stored parts.
         """
         values = finish_arrays(self._values, self._finished)
         try:
             return self._like.join(values)
         except Exception as error:
             raise ApplyError(
-                f"{self._path}: what is stored was refused where it was put together again: {error!r}",
-                hint="See the cause above; objects that came before it have been changed.",
+                f"{self._path}: the stored tree could not be rebuilt: {error!r}",
+                hint="See the cause above; objects before it have already been changed.",
             ) from error

@@ -1,4 +1,4 @@
-"""Stored state as NumPy arrays and plain containers, for a program that has no objects of its own to restore into."""
+"""Decodes stored state to NumPy arrays and plain containers, for a program without objects to restore into."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ _OF_CLASSES: Final = frozenset({"namedtuple", "dataclass"})
 
 
 class PlainForm:
-    """Stands for an object of which only the name is known."""
+    """A placeholder of an object of which only the name is known."""
 
 
 PLAIN: Final = PlainForm()
 
 
 class PlainDecoder(Comparison):
-    """The decoder of objects of which no live ones stand: it needs no type of the program."""
+    """The decoder of objects without live ones: it needs no type of the program."""
 
     def __init__(self, beside: Comparison) -> None:
-        """Collects what it finds where another comparison does."""
+        """Collects the results where another comparison does."""
         super().__init__({}, beside.stored_arrays, None)
         self.claims, self.differences = beside.claims, beside.differences
         self._find_codec = lambda tag: find_codec(tag) or Codec(object, tag, _same, _same)
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
-        """An array of NumPy."""
+        """Returns a NumPy array."""
         spec = self.stored_arrays.get(leaf)
         if spec is None:
             raise malformed(path, f"there is no array {leaf!r}")
         if spec.quantizer is not None:
             raise UnsupportedValueError(
-                f"{path}: a quantized array, which NumPy has not, cannot be read",
+                f"{path}: NumPy cannot represent a quantized array",
                 path=path,
-                hint="Read it into a tree of the program's, with `like`.",
+                hint="Read it into the program's own tree, with `like`.",
             )
         return self.claims.new(leaf, spec, backend_named("numpy"))
 
     def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
-        """The state alone."""
+        """Returns only the state."""
         return self.decode(state, UNFILLED, path, depth)
 
     def coded(self, codec: Codec, payload: Any, live: Any, path: str, depth: int) -> Any:
-        """The value; what its codec was to make it of, where that has arrays."""
+        """Returns the value; if it contains arrays, the input of its codec."""
         if any(tag in ("array", "tensor_subclass") for tag, _ in find_tags(payload)):
             return self.decode(payload, UNFILLED, path, depth)
         return super().coded(codec, payload, live, path, depth)
 
     def node(self, name: str, parts: Mapping[str, Any] | None, live: Any, path: str, depth: int) -> Any:
-        """The parts by name; None where the program had something of its own."""
+        """Returns the parts by name; None for a value of the program itself."""
         return None if parts is None else self.mapping(parts, UNFILLED, path, depth)
 
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
-        """The tensors of which it is made, by name."""
+        """Returns the tensors of which it is made, by name."""
         return self.mapping(stored.tensors, UNFILLED, path, depth)
 
     def _tagged(self, node: Any, live: Any, path: str, depth: int) -> Any:

@@ -1,4 +1,4 @@
-"""Which array receives the bytes of each stored leaf."""
+"""Chooses the array that receives the bytes of each stored leaf."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.state.leaves import ArrayBackend, ArraySpec, Differences, PendingA
 from holdfast.state.registry import backend_named
 
 _Key: TypeAlias = str | tuple[str, Box]
-"""A leaf, or a box of it that is not all of it."""
+"""A leaf, or a box that is a part of it."""
 
 
 @dataclass(slots=True)
@@ -25,10 +25,10 @@ class _Claim:
 
 
 class RestoreTargets:
-    """Collects, for each leaf that is needed, the arrays that want it.
+    """Collects, for each leaf that is needed, the arrays that need it.
 
-    Arrays that were one when they were stored become one again where they are made anew; where live ones stand, each
-    gets the values. Live memory takes one leaf only.
+    New arrays that were one when they were stored become one again; if there are live ones, each gets the values. Live
+    memory takes one leaf only.
     """
 
     def __init__(self, differences: Differences, worker: Worker = ALONE) -> None:
@@ -44,10 +44,10 @@ class RestoreTargets:
         self._by_memory: dict[str, dict[Hashable, str]] = {}
 
     def new(self, leaf: str, spec: ArraySpec, backend: ArrayBackend, like: Any = None) -> Any:
-        """An array made for the leaf, where a live one lies if there is one to go by.
+        """Returns a new array for the leaf, with a live one's placement if there is one.
 
         Raises:
-            UnsupportedValueError: If the library cannot make it.
+            UnsupportedValueError: If the library cannot create it.
         """
         claim = self._claim(leaf, spec)
         if claim.made is None or claim.made[0] is not backend:
@@ -59,12 +59,12 @@ class RestoreTargets:
     def live(
         self, leaf: str, spec: ArraySpec, array: Any, backend: ArrayBackend, library: str, path: str, rules: Rules
     ) -> Any:
-        """The live array if it is to be filled where it is or does not fit, otherwise one made like it.
+        """Returns the live array if it is to be filled in place or does not fit, otherwise a similar new one.
 
-        `library` is where the stored array came from: the live one's may not know its element type.
+        `library` is that of the stored array: the live one's may not know its element type.
 
         Raises:
-            UnsupportedValueError: If the live array has a form that cannot be filled, or no other can be made like it.
+            UnsupportedValueError: If the live array has a form that cannot be filled, or no similar one can be created.
         """
         live = backend.spec(array, path)
         if live.shape != spec.shape and not (rules.in_place or rules.fixed_lengths) and 0 in live.shape:
@@ -84,10 +84,10 @@ class RestoreTargets:
         return array
 
     def new_shared(self, leaf: str, spec: ArraySpec, sharder: Sharder, like: Any, path: str) -> Any:
-        """An array made for the leaf, divided among the workers as another one is.
+        """Returns a new array for the leaf, with another one's sharding.
 
         Raises:
-            UnsupportedValueError: If the library cannot make it.
+            UnsupportedValueError: If the library cannot create it.
         """
         array = sharder.new(like, spec)
         sharding = sharder.look(array, path, self._worker)
@@ -100,10 +100,10 @@ class RestoreTargets:
         return array
 
     def live_shared(self, leaf: str, spec: ArraySpec, array: Any, sharder: Sharder, path: str, rules: Rules) -> Any:
-        """Does what `live` does for an array of which this worker holds some boxes, or none.
+        """Like `live`, for an array of which this worker holds some boxes, or none.
 
         Raises:
-            UnsupportedValueError: If the live array has a form that cannot be filled, or no other can be made like it.
+            UnsupportedValueError: If the live array has a form that cannot be filled, or no similar one can be created.
         """
         sharding = sharder.look(array, path, self._worker)
         if not self._fits(sharding.spec, spec, path):
@@ -122,16 +122,16 @@ class RestoreTargets:
     def try_live(
         self, leaves: Sequence[str], specs: Sequence[ArraySpec], arrays: Sequence[Any], backend: ArrayBackend
     ) -> bool:
-        """Does what `live` does in place for each of many arrays, if there is nothing to say about any of them.
+        """Does what `live` does in place for each of many arrays, if there is nothing to report about any of them.
 
         Args:
-            leaves: The leaf that each of them is to get.
-            specs: What these are.
+            leaves: The leaf for each of them.
+            specs: Their descriptions.
             arrays: The live arrays.
             backend: The library of all of them.
 
         Returns:
-            False if nothing was done: an array does not fit or is not plain, or a leaf or an array stands twice.
+            False if nothing was done: an array does not fit or is not plain, or a leaf or an array appears twice.
         """
         plain = backend.try_plain(arrays)
         if plain is None or plain.specs != specs:
@@ -150,7 +150,7 @@ class RestoreTargets:
         return True
 
     def targets(self) -> tuple[Target, ...]:
-        """One target for each leaf that something wants."""
+        """Returns one target for each leaf that is needed."""
         return tuple(
             [claim if isinstance(claim, Target) else _target(key, claim) for key, claim in self._claims.items()]
         )
@@ -168,10 +168,12 @@ class RestoreTargets:
         return (live.dtype, live.shape) == (spec.dtype, spec.shape)
 
     def _takes(self, leaf: str, backend: ArrayBackend, memory: Hashable, path: str) -> bool:
-        """Whether live memory is free for a leaf, which has it from then on."""
+        """Reserves live memory for a leaf; returns False if another leaf has it."""
         owner = self._by_memory[backend.name].setdefault(memory, leaf)
         if owner != leaf:
-            self._differences.wrong_kind.append(f"{path}: stored apart from {owner}, live the two share their memory")
+            self._differences.wrong_kind.append(
+                f"{path}: stored separately from {owner}, but the live arrays share memory"
+            )
         return owner == leaf
 
     def _claim(self, key: _Key, spec: ArraySpec) -> _Claim:

@@ -1,4 +1,4 @@
-"""Puts a new tree of values in the place of a live one, keeping the live containers."""
+"""Replaces a live tree of values by a new one, keeping the live containers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from holdfast.format.scalars import ENCODERS
 from holdfast.state.leaves import PendingArray
 
 Updated: TypeAlias = dict[int, tuple[Any, Any]]
-"""The live containers that have been changed, by their ids, each with the value that it got."""
+"""The live containers that have been changed, by their ids, each with its new value."""
 
 
 def update_in_place(live: Any, value: Any, updated: Updated) -> Any:
-    """Changes what can be changed of a live value where it is, so that it equals the new one.
+    """Changes a live value in place as far as possible, so that it equals the new one.
 
-    A live container that stands in several places gets the value of the first of them. It stays in the others if they
-    are to hold the same; otherwise they get containers of their own.
+    A live container that appears in several places gets the value of the first of them. It stays in the others if their
+    values are the same; otherwise they get containers of their own.
 
     Args:
-        live: What stands there now.
-        value: What is to stand there.
+        live: The current value.
+        value: The new value.
         updated: The containers that have been changed before; those changed now are added.
 
     Returns:
-        What stands there now: `live` itself if it could be changed, otherwise the new value, within which live
-        containers have been kept.
+        `live` itself if it could be changed, otherwise the new value, in which live containers have been kept.
     """
     if live is value or type(live) is not type(value):
         return value
@@ -76,7 +75,7 @@ def update_in_place(live: Any, value: Any, updated: Updated) -> Any:
 
 
 def _holds_the_same(live: dict[Any, Any], value: dict[Any, Any]) -> bool:
-    """Whether two dicts hold the very same parts under equal keys of the same types, in the same order."""
+    """Returns True if two dicts have identical parts under equal keys of the same types, in the same order."""
     return (
         len(live) == len(value)
         and all(map(operator.is_, live.values(), value.values()))
@@ -107,7 +106,7 @@ def _is_changeable(value: Any) -> bool:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two decoded values are the same to the bit. Arrays and objects are if they are one."""
+    """Returns True if two decoded values are the same to the bit; arrays and objects if they are identical."""
     if left is right:
         return True
     if type(left) is not type(right):
@@ -132,18 +131,17 @@ def _same(left: Any, right: Any) -> bool:
 
 
 Finished: TypeAlias = dict[int, Any]
-"""By the identity of what stood for it, each array that has been made."""
+"""By the identity of its replacement, each array that has been created."""
 
 
 def finish_arrays(value: Any, finished: Finished) -> Any:
-    """Puts arrays in the places of what stands for them.
+    """Puts arrays in the places of their replacements.
 
-    Dicts, lists and objects are changed where they are; what cannot be changed is made anew, with all that holds it, if
-    there is such a place in it.
+    Dicts, lists and objects are changed in place; immutable containers with replacements in them are created again.
 
     Args:
         value: A tree of values, which does not contain itself.
-        finished: The arrays that have been made before; those made now are added.
+        finished: The arrays that have been created before; those created now are added.
 
     Returns:
         The tree.

@@ -1,4 +1,4 @@
-"""Reads and writes that pass by the page cache: whether a file can have them, and which reads are the better for it."""
+"""Reads and writes that bypass the page cache: whether a file supports them, and which reads benefit."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ SMALLEST_DIRECT_BYTES: Final = 1 << 20
 
 
 def round_down(size_bytes: int) -> int:
-    """**Pure.** The multiple of a page before."""
+    """**Pure.** Rounds down to a multiple of a page."""
     return size_bytes // PAGE_BYTES * PAGE_BYTES
 
 
 def try_direct(descriptor: int) -> bool:
     """Turns direct writes on for a new file of more than two pages, all of which is yet to be written.
 
-    The flag is set on an open file, since `open` with it may fail and yet leave the file behind. Some file systems
-    take the flag and refuse the writes, or ask for more than whole pages; so one page is written, at an offset and
-    from an address that are multiples of one page and no more. What this lets through lets all pages through.
-    `OSError` other than a refusal goes through.
+    The flag is set on an open file, because `open` with it may fail and yet create the file. Some file systems accept
+    the flag and refuse the writes, or require more than whole pages; so one page is written, at an offset and from an
+    address that are multiples of one page and no more. If that works, all pages do. Other `OSError`s are not handled.
     """
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
@@ -58,9 +57,9 @@ def try_direct(descriptor: int) -> bool:
 
 
 def try_direct_reads(descriptor: int) -> int | None:
-    """A second descriptor of an open file, whose reads pass by the page cache; None where that cannot be had.
+    """Returns a second descriptor of an open file, whose reads bypass the page cache; None if that is not supported.
 
-    One page is read to make sure, since some file systems take the flag and refuse the reads.
+    One page is read to check, because some file systems accept the flag and refuse the reads.
     """
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
@@ -85,7 +84,7 @@ def try_direct_reads(descriptor: int) -> int | None:
 
 
 def write_pages(descriptor: int, pages: memoryview, offset_bytes: int) -> None:
-    """**Blocks.** Writes whole pages directly, however many calls that takes. `OSError` goes through."""
+    """**Blocks.** Writes whole pages directly, with as many calls as needed. `OSError` is not handled."""
     while pages.nbytes:
         # A write that was cut short inside a page is taken up again from that page's beginning.
         written = round_down(os.pwrite(descriptor, pages, offset_bytes))
@@ -100,18 +99,18 @@ _LOOKS: Final = 8
 _LOOK_PAGES: Final = 8
 
 _LOWEST_BITS: Final = bytes(byte & 1 for byte in range(256))
-"""Of each byte that the kernel gives, only the lowest bit is defined."""
+"""Of each byte that the kernel returns, only the lowest bit is defined."""
 
 
 class Residency:
-    """Tells of ranges of one open file whether the page cache holds them; `close` lets go of the file.
+    """Tells whether the page cache holds ranges of one open file; `close` releases the file.
 
-    It asks the kernel once for each region of the file, without reading anything. Where that is not possible, or once
-    it is closed, every range counts as held, and is read through the page cache as usual.
+    It asks the kernel once for each region of the file, without reading anything. If that is not possible, or it is
+    closed, every range counts as cached, and is read through the page cache as usual.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
-        """Maps the file; a mapping costs nothing until it is touched, and nobody touches it. It keeps the file open."""
+        """Maps the file; a mapping costs nothing until it is touched, and it never is. It keeps the file open."""
         self._mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None) if size_bytes else None
         self._map: mmap.mmap | None = None
         self._size_bytes = size_bytes
@@ -128,7 +127,7 @@ class Residency:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def holds(self, begin: int, end: int) -> bool:
-        """**Thread-safe.** True if the page cache seems to hold most of what lies around the middle of a range."""
+        """**Thread-safe.** Returns True if the page cache seems to hold most of the middle of a range."""
         if self._map is None or self._mincore is None:
             return True
         region = (begin + end) // 2 // _REGION_BYTES
@@ -138,16 +137,16 @@ class Residency:
         return held
 
     def close(self) -> None:
-        """**Thread-safe.** Ends the mapping; harmless twice.
+        """**Thread-safe.** Ends the mapping; may be repeated.
 
-        A thread that asks the kernel meanwhile is told of no mapping, or of another one: then it reads the other way.
+        A thread that asks the kernel meanwhile finds no mapping, or another one: then it reads the other way.
         """
         mapped, self._map = self._map, None
         if mapped is not None:
             mapped.close()
 
     def _look(self, mincore: Callable[..., int], begin: int) -> bool:
-        """Looks at places of a region. To ask for every page takes a tenth of the time in which they are read."""
+        """Looks at places of a region. To ask for every page takes a tenth of the time of reading them."""
         end = min(begin + _REGION_BYTES, self._size_bytes)
         looked = held = 0
         found = ctypes.create_string_buffer(_LOOK_PAGES)

@@ -52,7 +52,7 @@ _NOT_PLAIN: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
 
 
 def _with_room(method: _Method) -> _Method:
-    """Makes a method that finds no room on the disk give up what the spare has of it, and try once more."""
+    """Makes a method that finds the disk full release the spare's space, and try once more."""
 
     @wraps(method)
     def call(self: LocalStorage, *args: Any, **options: Any) -> Any:
@@ -70,21 +70,21 @@ def _with_room(method: _Method) -> _Method:
 
 
 class LocalStorage:
-    """**Thread-safe.** A tree of files below one directory; see `Storage` for what each method promises.
+    """**Thread-safe.** A tree of files below one directory; see `Storage` for the contract of each method.
 
-    The directory is made when something is first written into it. Links in it are never followed.
+    The directory is created when something is first written into it. Links in it are never followed.
 
     Attributes:
         url: The directory's absolute path.
-        spare: The file in whose room the next large one may be written; see `Spare`.
-        warn: Told, from any thread, what a person should know; by itself the log.
+        spare: The recycled file in whose space the next large one may be written; see `Spare`.
+        warn: Called, from any thread, with warnings; by default the log.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = True) -> None:
-        """Reads and writes nothing yet. `direct`: large files pass by the page cache where they can."""
+        """Reads and writes nothing yet. `direct`: large files bypass the page cache if they can."""
         text = os.fspath(root)
         if not text or "\0" in text:
-            raise UsageError(f"{text!r} is not the name of a directory", hint="give the path of a directory")
+            raise UsageError(f"{text!r} is not the name of a directory", hint="pass the path of a directory")
         self._root = Path(text).absolute()
         self.url = str(self._root)
         self.spare = LocalSpare(self._root)
@@ -100,7 +100,7 @@ class LocalStorage:
 
     @_with_room
     def make_directory(self, path: str) -> None:
-        """**Blocks.** Makes a directory, and those above it, so that they last; see `Storage`."""
+        """**Blocks.** Creates a directory, and those above it, durably; see `Storage`."""
         parts = split_directory(path)
         with as_storage_errors("make the directory", path, self._root):
             self._make_root()
@@ -114,9 +114,9 @@ class LocalStorage:
                 pass
 
     def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
-        """Begins a new file; see `Storage`. What a crash leaves is debris until something published names it.
+        """Begins a new file; see `Storage`. A crash leaves debris until something publishes a name for it.
 
-        If there is a spare, a large file takes its room on the disk.
+        If there is a spare, a large file takes its space on the disk.
         """
         if size_bytes >= SMALLEST_DIRECT_BYTES and has_spare(self._root):
             # If it has less room than is needed, and the disk no more, it is gone by now: that may have been too little
@@ -149,7 +149,7 @@ class LocalStorage:
 
     @_with_room
     def write(self, path: str, data: bytes) -> None:
-        """**Blocks.** Writes a whole new small file and makes its bytes last; see `Storage`."""
+        """**Blocks.** Writes a whole new small file durably; see `Storage`."""
         *parents, name = split_path(path)
         with (
             as_storage_errors("write", path, self._root, len(data)),
@@ -165,14 +165,14 @@ class LocalStorage:
             os.close(descriptor)
 
     def sync_directory(self, path: str) -> None:
-        """**Blocks.** Makes the names in a directory last; see `Storage`."""
+        """**Blocks.** Makes the names in a directory durable; see `Storage`."""
         with as_storage_errors("sync the directory", path, self._root):
             with open_directory(self._root, split_directory(path)) as directory:
                 sync_to_disk(directory)
 
     @_with_room
     def publish(self, path: str, data: bytes) -> bool:
-        """**Blocks.** Makes a whole small file appear at once and last; see `Storage` and `publish_file`."""
+        """**Blocks.** Makes a whole small file appear at once, durably; see `Storage` and `publish_file`."""
         *parents, name = split_path(path)
         with (
             as_storage_errors("publish", path, self._root, len(data)),
@@ -182,10 +182,10 @@ class LocalStorage:
                 return publish_file(directory, name, data)
             except CannotPublishError as error:
                 raise StorageError(
-                    f"cannot publish {self._root / path}: its file system has neither hard links nor a rename that "
-                    "replaces nothing, so two jobs could both believe that theirs is the checkpoint",
+                    f"cannot publish {self._root / path}: its file system has neither hard links nor an atomic "
+                    "rename without overwriting, so two jobs could each believe that the checkpoint is theirs",
                     path=path,
-                    hint="use a file system of another kind",
+                    hint="use another kind of file system",
                 ) from error
 
     def read(self, path: str, limit_bytes: int) -> bytes:
@@ -220,7 +220,7 @@ class LocalStorage:
             raise
 
     def list(self, path: str) -> list[Entry]:
-        """What lies directly in a directory, in order of name; see `Storage`."""
+        """Returns the entries of a directory, in order of name; see `Storage`."""
         parts = split_directory(path)
         entries = []
         with as_storage_errors("list", path, self._root), suppress(FileNotFoundError, NotADirectoryError):
@@ -230,11 +230,12 @@ class LocalStorage:
                     if item.is_dir(follow_symlinks=False):
                         entries.append(Entry(item.name, True, 0))
                         continue
-                    # What vanishes while it is looked at was not there.
-                    with suppress(FileNotFoundError):
+                    try:
                         status = item.stat(follow_symlinks=False)
-                        size_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
-                        entries.append(Entry(item.name, stat.S_ISDIR(status.st_mode), size_bytes))
+                    except FileNotFoundError:
+                        continue  # What vanishes while it is looked at was not there.
+                    size_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                    entries.append(Entry(item.name, stat.S_ISDIR(status.st_mode), size_bytes))
         return sorted(entries, key=lambda entry: entry.name)
 
     def remove(self, path: str) -> None:
@@ -261,7 +262,7 @@ class LocalStorage:
     def set_aside(self, path: str) -> str:
         """**Blocks.** Moves a directory at once to a `.trash-` name in the root; see `Storage`.
 
-        After a crash it lies at the old name or at the new one, whole.
+        After a crash it has the old name or the new one, and is whole.
         """
         *parents, name = split_path(path)
         aside = trash_name(name)
@@ -277,7 +278,7 @@ class LocalStorage:
         return aside
 
     def _make_root(self) -> Path:
-        """Makes the root where it is missing, so that it lasts, and returns it. A crash leaves empty directories."""
+        """Creates the root if it is missing, durably, and returns it. A crash leaves empty directories."""
         with self._lock:
             if self._root_lasts and self._root.is_dir():
                 return self._root
@@ -314,13 +315,13 @@ class LocalStorage:
             _without_direct.add(self.url)
         if is_first:
             self.warn(
-                f"{self.url}: its file system takes no direct writes, so what is saved passes through the page cache, "
-                "which takes time of the processor and memory from training"
+                f"{self.url}: its file system does not support direct writes, so saves go through the page cache, "
+                "which takes CPU time and memory from training"
             )
         return False
 
     def _open_plain(self, path: str) -> tuple[int, int]:
-        """A descriptor of a plain file, and the file's size. `OSError` goes through."""
+        """Returns a descriptor of a regular file, and the file's size. `OSError` is not handled."""
         *parents, name = split_path(path)
         descriptor = -1
         try:
@@ -340,7 +341,7 @@ class LocalStorage:
 
     def _not_plain(self, path: str) -> DamageError:
         return DamageError(
-            f"{self._root / path} is not a plain file, or a directory on the way to it is none",
+            f"{self._root / path} is not a regular file, or is below something that is not a directory",
             path=path,
             hint="links and special files are not followed: put the file itself there",
         )

@@ -1,4 +1,4 @@
-"""Files and directories of this machine: opened without following links, given room, made to last, and published."""
+"""Files and directories of this machine: opened without following links, allocated, synced, and published."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOE
 
 @contextmanager
 def open_directory(root: Path, parts: Sequence[str]) -> Iterator[int]:
-    """Lends a descriptor of the directory that lies at `parts` below `root`. `OSError` goes through.
+    """Opens the directory at `parts` below `root` for the block. `OSError` is not handled.
 
-    The root may be reached by links: the user named it. Below it each step is taken from the directory before, and no
-    link is followed, so that whoever can write into a checkpoint cannot lead holdfast out of it. A link in the way
-    gives `NotADirectoryError`.
+    The root may be reached by links: the user named it. Below it each step starts from the previous directory, and no
+    link is followed, so a writer of a checkpoint cannot lead holdfast out of it. A link in the way raises
+    `NotADirectoryError`.
     """
     descriptor = os.open(root, _DIRECTORY)
     try:
@@ -46,7 +46,7 @@ def open_directory(root: Path, parts: Sequence[str]) -> Iterator[int]:
 
 
 def sync_to_disk(descriptor: int) -> None:
-    """**Blocks.** Makes a file's bytes, or a directory's names, outlive a power cut. `OSError` goes through."""
+    """**Blocks.** Makes a file's bytes, or a directory's names, survive a power cut. `OSError` is not handled."""
     if sys.platform == "darwin":
         # fsync leaves the bytes in the drive's own cache there. Some file systems know only fsync.
         try:
@@ -60,7 +60,7 @@ def sync_to_disk(descriptor: int) -> None:
 
 
 def write_all(descriptor: int, data: memoryview, offset_bytes: int) -> None:
-    """**Blocks.** Writes all of `data`, however many calls that takes. `OSError` goes through.
+    """**Blocks.** Writes all of `data`, with as many calls as needed. `OSError` is not handled.
 
     A signal does not cut it short: Python calls again after EINTR.
     """
@@ -74,26 +74,25 @@ def write_all(descriptor: int, data: memoryview, offset_bytes: int) -> None:
 
 _ALLOCATE_TRIES: Final = 3
 _BLOCK_BYTES: Final = 512
-"""The unit of `st_blocks`, whatever the file system's own is."""
+"""The unit of `st_blocks`, independent of the file system's own."""
 
 NOT_SUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
-"""What a file system says that has no such call, or no such kind of access."""
+"""The error codes of a file system that lacks a call, or a kind of access."""
 
 
 def preallocate(descriptor: int, size_bytes: int) -> None:
-    """Gives a file its size, and room on the disk where the file system can. `OSError` goes through.
+    """Sets a file's size, and allocates space on the disk if the file system can. `OSError` is not handled.
 
-    A file that has room already, and no more than that size, keeps it.
+    A file that has space already, and at most that size, keeps it.
 
-    Measured on ext4 (8 MiB direct writes from two threads, fsync counted, medians): with fallocate 2.1 GB/s; with a
-    bare size, or with no preparation, 2.0; with room but no size, 1.9. Turning unwritten extents into written ones
-    costs nothing that can be seen at that size of writes, and allocating 768 MiB takes 2 ms. What decides is that a
-    full disk is noticed here rather than after minutes of writing, and that a write within the file's size shares the
-    inode's lock where one that makes the file grow does not.
+    Measured on ext4 (8 MiB direct writes from two threads, fsync counted, medians): with fallocate 2.1 GB/s; with only
+    the size, or without preparation, 2.0; with space but no size, 1.9. Converting unwritten extents to written ones
+    costs nothing visible at that size of writes, and allocating 768 MiB takes 2 ms. The reason is that a full disk is
+    detected here rather than after minutes of writing, and that a write within the file's size shares the inode's lock
+    while one that makes the file grow does not.
 
-    posix_fallocate is not used: where the file system cannot allocate, the C library writes into each block instead.
-    Some file systems begin anew after a signal, and a profiler's timer would never let them end: so it is tried a few
-    times only.
+    posix_fallocate is not used: if the file system cannot allocate, the C library writes into each block instead. Some
+    file systems start over after a signal, and a profiler's timer would never let them end: so it is tried a few times.
     """
     status = os.fstatvfs(descriptor)
     # Asked first, since the call would take all the room there is from others before it fails. Some network file
@@ -123,16 +122,16 @@ class CannotPublishError(OSError):
 
 
 def publish_file(directory: int, name: str, data: bytes) -> bool:
-    """**Blocks.** Makes a file appear in an open directory, unless something lies there. `OSError` goes through.
+    """**Blocks.** Makes a file appear in an open directory, unless the name exists. `OSError` is not handled.
 
-    What a crash leaves behind, by the step it comes after: the temporary file made, written or synced: that file, whole
-    or not, under a name that nobody reads. The name given: the whole file, under both names; until the directory has
-    been synced a power cut may take the name back, and nobody has been told of it yet. The temporary name removed: the
-    same under one name. The directory synced: the file, for good.
+    The result of a crash, by the step it comes after: the temporary file created, written or synced: that file, whole
+    or not, under a name that no reader uses. The name given: the whole file, under both names; until the directory has
+    been synced a power cut may remove the name, and no caller knows it yet. The temporary name removed: the same under
+    one name. The directory synced: the file, for good.
 
     Returns:
-        True if this call made it, False if something lay there before, which then lasts as well: whoever asks again
-        after a failure, and finds their own file, may rely on it.
+        True if this call created it, False if it existed before, and is durable then as well: a caller that asks again
+            after a failure, and finds its own file, may rely on it.
     """
     temporary = temporary_name(name)
     descriptor = os.open(temporary, NEW_FILE, 0o666, dir_fd=directory)
@@ -159,7 +158,7 @@ def publish_file(directory: int, name: str, data: bytes) -> bool:
 
 
 def _give_name(directory: int, temporary: str, name: str, descriptor: int, data: bytes) -> bool:
-    """Gives the temporary file its name, unless that is taken; True if it has it now."""
+    """Gives the temporary file its name, unless that exists; returns True if it has it now."""
     try:
         try:
             os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
@@ -180,7 +179,7 @@ def _give_name(directory: int, temporary: str, name: str, descriptor: int, data:
 
 
 def _rename_without_replacing(directory: int, temporary: str, name: str) -> None:
-    """For file systems without hard links. `OSError` goes through."""
+    """For file systems without hard links. `OSError` is not handled."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     code = errno.ENOSYS
     if renameat2 is not None:
@@ -195,10 +194,10 @@ def _rename_without_replacing(directory: int, temporary: str, name: str) -> None
 
 
 def _is_same_file(directory: int, name: str, descriptor: int, data: bytes | None = None) -> bool:
-    """Whether what lies under a name is the open file.
+    """Returns True if a name refers to the open file.
 
-    Where file systems do not give one file one number, equal contents settle it if `data` is given: what is published
-    carries a token that nobody else writes.
+    If file systems do not give a file a stable number, equal contents decide if `data` is given: published data
+    contains a token that no other process writes.
     """
     try:
         found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)

@@ -1,7 +1,7 @@
-"""A file of this machine that is no longer wanted: a new one is written into the room that it has on the disk.
+"""Recycles a removed file: a new one is written into its space on the disk.
 
-Where a disk gets its blocks only as they are written, and gives them back as files are removed, both take about as long
-as the writing itself.
+If a disk gets its blocks only as they are written, and gives them back as files are removed, both take as long as the
+writing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from holdfast.storage.local.files import NEW_FILE, open_directory, sync_to_disk
 _OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _OVERWRITING: Final = frozenset({0xEF53, 0x58465342})
-"""The kinds of file systems that write over a file in place, by their magic numbers: ext2 to ext4, and XFS.
+"""The kinds of file systems that overwrite a file in place, by their magic numbers: ext2 to ext4, and XFS.
 
-Those that write each block anew (Btrfs, ZFS, F2FS, bcachefs) gain nothing, and need room for both. Those in memory
-would hold the memory. Those behind a network cannot say whether another machine has the file open.
+Copy-on-write file systems (Btrfs, ZFS, F2FS, bcachefs) gain nothing, and need space for both. Those in memory would
+occupy the memory. Network file systems cannot tell whether another machine has the file open.
 """
 _STATFS_BYTES: Final = 512
 
@@ -36,7 +36,7 @@ _STATFS_BYTES: Final = 512
 class LocalSpare:
     """**Thread-safe.** The one spare file of a storage's root; see `Spare`.
 
-    Any number of processes may use it at the same time: whoever renames it has it, and the others find none.
+    Any number of processes may use it at the same time: the one that renames it has it, and the others find none.
     """
 
     def __init__(self, root: Path) -> None:
@@ -45,8 +45,8 @@ class LocalSpare:
     def try_keep(self, path: str, limit_bytes: int) -> bool:
         """Makes a file the spare; see `Spare`. A crash leaves it under its own name or as the spare.
 
-        It is not kept if something speaks against its use already, nor if less is free on the disk than it takes: on a
-        disk that is nearly full what is left of it belongs to others.
+        It is not kept if something already prevents its use, nor if less space is free on the disk than it takes: on a
+        nearly full disk the rest belongs to others.
         """
         *parents, name = split_path(path)
         try:
@@ -82,24 +82,23 @@ class LocalSpare:
 
 
 def has_spare(root: Path) -> bool:
-    """Whether there is something under the spare's name."""
+    """Returns True if the spare's name exists."""
     return os.path.lexists(root / SPARE_NAME)
 
 
 def take_spare(root: Path, directory: int, name: str, made: int, size_bytes: int) -> int | None:
-    """Puts the spare in the place of a new empty file. `OSError` goes through.
+    """Replaces a new empty file by the spare. `OSError` is not handled.
 
-    The bytes in it may be changed only if nobody else sees them. Whoever had the file open, or had a link to it, when
-    it was still wanted has it still: that is found out once it has its new name, so that nobody can come by it any more
-    through an older one. A spare that cannot be used is removed.
+    Its bytes may be changed only if no other process sees them. A process that had the file open, or a link to it,
+    before it was given up still has it: that is checked once it has its new name, so that no process can reach it any
+    more through an older one. A spare that cannot be used is removed.
 
-    What a crash leaves behind, by the step it comes after: the file renamed: it, under the name of a new file that is
-    not whole. The root synced: the same, and for good no other name by which it could be taken once more, when it may
-    be wanted again. Its size changed: the same.
+    The result of a crash, by the step it comes after: the file renamed: it, under the name of a new file that is not
+    whole. The root synced: the same, and for good no other name by which it could be taken once more, when it may be
+    needed again. Its size changed: the same.
 
     Returns:
-        A descriptor of the file that now has the name, with bytes that are to be overwritten or none; or None if that
-        is still the new one.
+        A descriptor of the file that now has the name, with bytes to overwrite or none; or None if that is the new one.
     """
     with open_directory(root, ()) as place:
         before = _look(place)
@@ -135,7 +134,7 @@ def _look(root: int) -> os.stat_result | None:
 
 
 def _is_alike(status: os.stat_result, new: os.stat_result) -> bool:
-    """Whether a file is what a new one would be, but for its bytes: of the same owner, with the same permissions."""
+    """Returns True if a file has the owner and permissions of a new one."""
     # S_IFMT is a part of the mode: a link or a FIFO is not alike.
     return status.st_nlink == 1 and all(
         getattr(status, field) == getattr(new, field) for field in ("st_mode", "st_uid", "st_gid", "st_dev")
@@ -143,7 +142,7 @@ def _is_alike(status: os.stat_result, new: os.stat_result) -> bool:
 
 
 def _open_unseen(directory: int, name: str, made: int) -> int | None:
-    """Opens a file for writing if it is alike to another and nobody else has it open or mapped; else None."""
+    """Opens a file for writing if it is similar to another and no other process has it open or mapped; else None."""
     try:
         descriptor = os.open(name, _OPEN, dir_fd=directory)
     except OSError:
@@ -160,10 +159,10 @@ def _open_unseen(directory: int, name: str, made: int) -> int | None:
 
 
 def _has_nobody_else(descriptor: int) -> bool:
-    """Whether this is the only open file of an inode, mappings counted. `OSError` goes through.
+    """Returns True if this is the only open file of an inode, including mappings. `OSError` is not handled.
 
-    The system gives a write lease only then. It is given back at once: whoever opens the file after this finds it by
-    its new name, as one that is being written.
+    The system grants a write lease only then. It is given back at once: a process that opens the file after this finds
+    it by its new name, as one that is being written.
     """
     # Should somebody open the file just now, the system tells so by a signal: by default SIGIO, which ends a process
     # that does not handle it. This one is ignored where it is not handled.
@@ -177,7 +176,7 @@ def _has_nobody_else(descriptor: int) -> bool:
 
 
 def _can_be_used(directory: int) -> bool:
-    """Whether files of this file system are written over in place, and the system can tell who else has one open."""
+    """Returns True if files of this file system are overwritten in place, and the system can tell which are open."""
     fstatfs = getattr(ctypes.CDLL(None, use_errno=True), "fstatfs", None)
     if fstatfs is None or not hasattr(fcntl, "F_SETLEASE") or not hasattr(fcntl, "F_SETSIG"):
         return False

@@ -37,14 +37,13 @@ from holdfast.storage.local.direct import (
 from holdfast.storage.local.files import sync_to_disk, write_all
 
 _WRITTEN_BYTES: Final = 1 << 20
-"""So much is copied into aligned memory, and written from there, at a time."""
+"""How much is copied into aligned memory, and written from there, at a time."""
 
 
 class SharedDescriptor:
     """**Thread-safe.** A file descriptor that is closed when the last thread that uses it has left.
 
-    A number that is closed while another thread writes to it may by then belong to another file, which would be
-    overwritten.
+    If a number is closed while another thread writes to it, it may belong to another file by then.
 
     Attributes:
         users: How many threads are using it at this moment.
@@ -60,12 +59,12 @@ class SharedDescriptor:
 
     @contextmanager
     def use(self) -> Iterator[int]:
-        """Lends the descriptor to the body; raises `UsageError` if it was closed before."""
+        """Provides the descriptor to the body; raises `UsageError` if it was closed before."""
         with self._lock:
             is_closed = self._is_closing
             self.users += not is_closed
         if is_closed:
-            raise UsageError(f"{self._what} is closed", hint="open it anew")
+            raise UsageError(f"{self._what} is closed", hint="open it again")
         try:
             yield self._descriptor
         finally:
@@ -78,7 +77,7 @@ class SharedDescriptor:
                     os.close(self._descriptor)
 
     def close(self) -> None:
-        """Lets nobody in any more, and closes once all have left; harmless twice. `OSError` goes through."""
+        """Admits no more threads, and closes once all have left; may be repeated. `OSError` is not handled."""
         with self._lock:
             is_first, self._is_closing = not self._is_closing, True
             is_idle = self.users == 0
@@ -90,13 +89,13 @@ class LocalWriter:
     """One new file of known size, written in pieces in any order; see `FileWriter`.
 
     A direct file is written by whole pages only, and never through the page cache as well: the two ways into one file
-    agree only as long as no page of the cache, which may be larger than ours, is touched by both at once. So what is
-    not aligned is copied into aligned memory first, and a page of which a piece has a part alone is read, changed and
-    written again. (All writers of holdfast's own hand in whole pages, aligned in memory.) A file whose file system
-    refuses direct writes is written through the page cache only.
+    agree only as long as no page of the cache, which may be larger than ours, is touched by both at once. So unaligned
+    data is copied into aligned memory first, and a page that a piece covers only in part is read, changed and written
+    again. (All writers of holdfast itself pass whole pages, aligned in memory.) If its file system refuses direct
+    writes, a file is written through the page cache only.
 
     Attributes:
-        is_direct: Whether the bytes pass by the page cache.
+        is_direct: True if the bytes bypass the page cache.
     """
 
     def __init__(self, descriptor: int, path: str, root: Path, size_bytes: int, is_direct: bool) -> None:
@@ -113,7 +112,7 @@ class LocalWriter:
     def write_at(self, offset_bytes: int, data: memoryview) -> None:
         """**Thread-safe.** **Blocks.** Writes one piece; see `FileWriter`.
 
-        After a failure it always raises that, since what a failed write left is not known.
+        After a failure it always raises that, because the result of a failed write is unknown.
         """
         if self._failure is not None:
             raise self._failure
@@ -133,11 +132,11 @@ class LocalWriter:
             self._written_bytes += kept
 
     def finish(self) -> None:
-        """**Blocks.** Makes the bytes last (fsync), and closes.
+        """**Blocks.** Makes the bytes durable (fsync), and closes.
 
         Raises:
             StorageError: If this or an earlier call failed. After a failed fsync the system may have dropped the bytes
-                and will call the next fsync a success; so there is none, and the file is never to be believed.
+                and will report the next fsync as a success; so there is none, and the file must never be trusted.
             UsageError: If pieces are missing or still being written, or the writer is closed.
         """
         if self._failure is not None:
@@ -157,7 +156,7 @@ class LocalWriter:
             raise self._fail(error) from error
 
     def abandon(self) -> None:
-        """Closes without making anything last, once writes in flight have come back; see `FileWriter`."""
+        """Closes without making anything durable, once writes in progress have returned; see `FileWriter`."""
         try:
             self._shared.close()
         except OSError as error:
@@ -214,10 +213,10 @@ _SMALLEST_READ_BYTES: Final = 1 << 20
 """A shorter read goes through the page cache, which reads ahead for the next one."""
 
 _CACHED_BYTES: Final = 1 << 20
-"""So much is read through the page cache, and digested, at a time: the processor's own cache still holds it then."""
+"""How much is read through the page cache, and digested, at a time: the processor's own cache still holds it then."""
 
 _BOUNCE_BYTES: Final = (2 << 20) + 2 * PAGE_BYTES
-"""Holds the pages on which as much lies as is read past the page cache at a time, wherever it begins."""
+"""Holds the pages of one read past the page cache, wherever it begins."""
 
 _MOST_PARTS: Final = 1024
 """How many places of memory one call of the system fills."""
@@ -226,9 +225,8 @@ _MOST_PARTS: Final = 1024
 class LocalReader:
     """One file, read in pieces by any number of threads; see `FileReader`.
 
-    A large piece that the page cache does not hold is read past it by the compiled function, which is several times
-    faster on the disks that were measured; any other one through it. Both see the same bytes: a file that is read is
-    not written any more.
+    The compiled function reads a large piece that the page cache does not hold past it, which is several times faster
+    on the disks that were measured; any other piece goes through the cache. Both see the same bytes.
 
     Attributes:
         size_bytes: The file's size when it was opened.
@@ -261,7 +259,8 @@ class LocalReader:
         self.read_digested(offset_bytes, [flat(into)])
 
     def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
-        """**Thread-safe.** **Blocks.** Fills many places of memory, and gives the digest of each; see `FileReader`."""
+        """**Thread-safe.** **Blocks.** Fills many places of memory, and returns the digest of each; see
+        `FileReader`."""
         native = find_native() if self._wants_native else None
         if native is None:
             return digest_each(self._fill_each(offset_bytes, parts))
@@ -276,7 +275,7 @@ class LocalReader:
         return digests
 
     def close(self) -> None:
-        """Closes, once reads in flight have come back; harmless twice."""
+        """Closes, once reads in progress have returned; may be repeated."""
         if self._residency is not None:
             self._residency.close()
         # Nothing was written through it, so there is nothing that a failure could mean.
@@ -291,7 +290,7 @@ class LocalReader:
             yield
 
     def _direct_for(self, offset_bytes: int, size_bytes: int) -> SharedDescriptor | None:
-        """What a read goes by that passes by the page cache; None if it goes through it."""
+        """Returns what a direct read uses; None if it goes through the page cache."""
         end_bytes = offset_bytes + size_bytes
         if self._residency is None or size_bytes < _SMALLEST_READ_BYTES or end_bytes > self.size_bytes:
             return None

@@ -1,0 +1,439 @@
+"""Trees that are captured again and again: what follows from what they are is worked out once, and kept.
+
+A tree of dicts, lists, arrays and plain values is remembered together with all that its capture came to. The next
+capture compares: the containers with their keys, the classes of all parts, what each library says of many arrays at
+once, and plain values. Only where all of that is the same, what was kept is used. Where memory lies is never kept, but
+read anew, so that arrays may move. Nothing here holds an array or a container, so it keeps nothing alive.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from holdfast.format.encoding import MAX_DEPTH
+from holdfast.format.index import BoxRecord, ElsewhereRecord
+from holdfast.format.scalars import ENCODERS, Malformed, Node, is_text, tagged
+from holdfast.format.shapes import Box, StridesRecord
+from holdfast.state.array_look import ArrayLook
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Replica, part_of
+from holdfast.state.registry import backend_of_type, is_made_of_tensors, sharder_of_type
+from holdfast.state.shard_ownership import MemoryGroups, ShardOwnership
+
+LEAST_PARTS: Final = 32
+"""Smaller trees are looked at part by part, which takes no longer."""
+
+_MOST_MISSES: Final = 2
+_LONGEST: Final = 4096
+"""Trees with longer strings, or bytes, are not remembered: they would be kept in memory."""
+
+_EXACT: Final = frozenset({str, int, bool, type(None), bytes})
+"""Classes whose values are the same if they are equal. Of the others, 0.0 equals -0.0."""
+
+_INEXACT: Final = frozenset({float, tuple})
+_STRINGS: Final = frozenset({str})
+
+
+class Rows(NamedTuple):
+    """Parts of a container that are all dicts, or all lists, with nothing but arrays in them, or plain values.
+
+    Attributes:
+        names: The keys of each dict, or the length of each list.
+        types: The classes of what is in the first, then in the next.
+        are_arrays: Whether all of that are arrays.
+    """
+
+    names: list[list[str]] | list[int]
+    types: list[type]
+    are_arrays: bool
+
+
+@dataclass(slots=True)
+class TreeShape:
+    """A dict or a list within a tree.
+
+    Attributes:
+        cls: Which of the two.
+        keys: The keys of a dict.
+        types: The classes of its parts.
+        arrays: The places of arrays among the parts.
+        scalars: Those of plain values.
+        branches: Those of dicts and lists, with what they are.
+        slots: The numbers, in the whole tree, of the first plain value of this branch and behind its last one, those
+            of the branches in it included.
+        depth: How deep it lies in the tree.
+        rows: The same of its parts all at once, where these are alike.
+    """
+
+    cls: type
+    keys: list[str]
+    types: list[type]
+    depth: int
+    arrays: list[int] = field(default_factory=list)
+    scalars: list[int] = field(default_factory=list)
+    branches: list[tuple[int, TreeShape]] = field(default_factory=list)
+    slots: tuple[int, int] = (0, 0)
+    rows: Rows | None = None
+
+
+@dataclass(slots=True)
+class TreeParts:
+    """What stands in a tree, in one order for each `TreeShape`: its arrays, plain values, and containers."""
+
+    arrays: list[Any] = field(default_factory=list)
+    scalars: list[Any] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
+
+
+class LeafOrigin(NamedTuple):
+    """Where the array of a leaf comes from.
+
+    Attributes:
+        array: The number of an array of the tree.
+        cuts: Boxes to take of its base, one of the other; none for the base itself.
+    """
+
+    array: int
+    cuts: tuple[Box, ...]
+
+    def find(self, bases: Sequence[Any]) -> Any:
+        """The array of the leaf."""
+        found = bases[self.array]
+        for box in self.cuts:
+            found = part_of(found, box)
+        return found
+
+
+class CapturedLeaf(NamedTuple):
+    """What became of one array.
+
+    Attributes:
+        leaf: Its leaf.
+        arrays, replicas: The places of the leaf's arrays, and of its replicas, among those of the capture.
+        is_own: Whether no other worker has a part in it.
+    """
+
+    leaf: str
+    arrays: range
+    replicas: range
+    is_own: bool = False
+
+
+class CachedTree(msgspec.Struct):
+    """A tree as it was when it was captured last.
+
+    Attributes:
+        context: What its capture depends on beside the tree.
+        branch: Its containers.
+        depths: How deep each of them lies in the tree.
+        scalars: Its plain values.
+        marks: What its arrays are.
+        pattern: Which of its arrays have memory in common; None if none have.
+        begins: Where, in the columns and among the replicas, `written` begins.
+        written: What became of each array.
+        taken: All names that it took.
+        names, specs, backends: Of its leaves.
+        sources: Where the leaves' arrays come from; None if each is the base of the array of the same number.
+        has_address: For each leaf whether its values lie in host memory as they are stored; None if all do.
+        boxes, elsewhere, replicas, strides, loose: What it added to a `ShardOwnership`.
+        compared: For each of the replicas where the array comes from, or None.
+        nodes: What its containers were written as.
+        sizes: How many values they count for.
+    """
+
+    context: tuple[object, ...]
+    branch: TreeShape
+    depths: list[int]
+    scalars: list[Any]
+    marks: object
+    pattern: list[int] | None
+    begins: tuple[int, int]
+    written: list[CapturedLeaf]
+    taken: frozenset[str]
+    names: list[str]
+    specs: list[ArraySpec]
+    backends: list[ArrayBackend]
+    sources: list[LeafOrigin] | None
+    has_address: list[bool] | None
+    boxes: list[BoxRecord]
+    elsewhere: list[ElsewhereRecord]
+    replicas: list[Replica]
+    strides: list[StridesRecord]
+    loose: list[str]
+    compared: list[tuple[ArrayBackend, LeafOrigin] | None]
+    nodes: list[Node]
+    sizes: list[int]
+
+    def find_arrays(self, look: ArrayLook) -> tuple[Sequence[Any], Sequence[int | None]]:
+        """The leaves' arrays, and where their bytes lie."""
+        bases, keys = look.bases, look.keys
+        if self.sources is None:
+            if self.has_address is None:
+                return bases, keys
+            return bases, [key if has else None for key, has in zip(keys, self.has_address, strict=True)]
+        arrays = [bases[source.array] if not source.cuts else source.find(bases) for source in self.sources]
+        addresses: list[int | None] = [keys[source.array] for source in self.sources]
+        for place, source in enumerate(self.sources):
+            if self.has_address is not None and not self.has_address[place]:
+                addresses[place] = None
+            elif source.cuts:
+                addresses[place] = self.backends[place].address(arrays[place])
+        return arrays, addresses
+
+    def add_to(self, sharing: ShardOwnership, look: ArrayLook) -> None:
+        """Adds what the index has to say about the arrays."""
+        sharing.boxes += self.boxes
+        sharing.elsewhere += self.elsewhere
+        sharing.replicas += self.replicas
+        sharing.strides += self.strides
+        sharing.loose.update(self.loose)
+        sharing.cuts += [()] * len(self.replicas)
+        if sharing.checks_replicas:
+            sharing.compared += [None if one is None else (one[0], one[1].find(look.bases)) for one in self.compared]
+        else:
+            sharing.compared += [None] * len(self.replicas)
+
+    def written_from(self, column: int, replica: int) -> list[CapturedLeaf]:
+        """What became of each array, where the leaves and the replicas begin at those places."""
+        if (column, replica) != self.begins:
+            columns, replicas = column - self.begins[0], replica - self.begins[1]
+            self.begins = column, replica
+            self.written = [
+                CapturedLeaf(leaf, _shift(arrays, columns), _shift(copies, replicas), is_own)
+                for leaf, arrays, copies, is_own in self.written
+            ]
+        return self.written
+
+
+class CaptureCache:
+    """What the captures of the same objects leave for the next one.
+
+    Attributes:
+        trees: By path.
+        misses: By path, how often in a row a tree was not as it had been. What is in one that changes each time is
+            remembered by itself.
+        groups: By path, what was worked out about arrays that an object has named, and what they were.
+    """
+
+    def __init__(self) -> None:
+        self.trees: dict[str, CachedTree] = {}
+        self.misses: dict[str, int] = {}
+        self.groups: MemoryGroups = {}
+
+    def try_take(self, path: str, value: Any) -> tuple[CachedTree, TreeParts] | None:
+        """The tree that was remembered at a path, if the value has the same containers, and classes of parts."""
+        cached = self.trees.get(path)
+        if cached is None:
+            return None
+        contents = TreeParts()
+        if take(cached.branch, value, contents):
+            self.misses.pop(path, None)
+            return cached, contents
+        del self.trees[path]
+        self._note_miss(path)
+        return None
+
+    def try_plan(self, path: str, value: Any, depth: int) -> TreeShape | None:
+        """What a dict or a list consists of, if it is to be remembered as a whole."""
+        if self.misses.get(path, 0) >= _MOST_MISSES:
+            return None
+        shape = _plan(value, [0], 0, depth)
+        if shape is None:
+            self._note_miss(path)
+        return shape
+
+    def _note_miss(self, path: str) -> None:
+        self.misses[path] = self.misses.get(path, 0) + 1
+
+
+def _shift(places: range, by: int) -> range:
+    return range(places.start + by, places.stop + by)
+
+
+def _plan(value: Any, slots: list[int], depth: int, outer_depth: int) -> TreeShape | None:
+    cls: type = type(value)
+    if depth + outer_depth >= MAX_DEPTH:
+        return None
+    keys: list[str] = []
+    parts: Any = value
+    if cls is dict:
+        keys, parts = list(value), list(value.values())
+        if not all(type(key) is str and key[:1] != "$" and is_text(key) for key in keys):
+            return None
+    branch = TreeShape(cls, keys, list(map(type, parts)), depth)
+    first = slots[0]
+    inner: list[int] = []
+    for place, (kind, part) in enumerate(zip(branch.types, parts, strict=True)):
+        if kind is dict or kind is list:
+            inner.append(place)
+        elif is_fixed(part):
+            branch.scalars.append(place)
+        elif (backend_of_type(kind) or sharder_of_type(kind)) and not is_made_of_tensors(kind):
+            branch.arrays.append(place)
+        else:
+            return None
+    slots[0] += len(branch.scalars)
+    for place in inner:
+        within = _plan(parts[place], slots, depth + 1, outer_depth)
+        if within is None:
+            return None
+        branch.branches.append((place, within))
+    branch.slots = first, slots[0]
+    branch.rows = _find_rows(branch)
+    return branch
+
+
+def _find_rows(branch: TreeShape) -> Rows | None:
+    inner = [one for _, one in branch.branches]
+    if len(inner) < len(branch.types) or not inner or any(one.branches for one in inner):
+        return None
+    arrays, scalars = sum(len(one.arrays) for one in inner), sum(len(one.scalars) for one in inner)
+    if len(set(branch.types)) > 1 or (arrays and scalars):
+        return None
+    names: Any = [one.keys for one in inner] if branch.types[0] is dict else [len(one.types) for one in inner]
+    return Rows(names, [kind for one in inner for kind in one.types], bool(arrays))
+
+
+def is_fixed(value: Any) -> bool:
+    """**Pure.** Whether a value is a short one that cannot be changed."""
+    cls = type(value)
+    if cls is str or cls is bytes:
+        return len(value) <= _LONGEST
+    return cls in _EXACT or cls is float or (cls is tuple and len(value) <= _LONGEST and all(map(_is_single, value)))
+
+
+def _is_single(value: Any) -> bool:
+    return type(value) is not tuple and is_fixed(value)
+
+
+def take(branch: TreeShape, value: Any, contents: TreeParts) -> bool:
+    """**Pure.** Gathers what stands in a value; False if its containers, or the classes of its parts, are others."""
+    cls: type = type(value)
+    if cls is not branch.cls:
+        return False
+    contents.containers.append(value)
+    parts: Any = value
+    if branch.cls is dict:
+        if list(value) != branch.keys or not _STRINGS.issuperset(map(type, value)):
+            return False
+        parts = list(value.values())
+    if list(map(type, parts)) != branch.types:
+        return False
+    if branch.rows is not None:
+        return _take_rows(branch.rows, parts, contents)
+    if len(branch.arrays) == len(branch.types):
+        contents.arrays += parts
+    elif len(branch.scalars) == len(branch.types):
+        contents.scalars += parts
+    else:
+        contents.arrays += [parts[place] for place in branch.arrays]
+        contents.scalars += [parts[place] for place in branch.scalars]
+        for place, inner in branch.branches:
+            if not take(inner, parts[place], contents):
+                return False
+    return True
+
+
+def _take_rows(rows: Rows, parts: list[Any], contents: TreeParts) -> bool:
+    """**Pure.** As `take` with each part, which are of the right class."""
+    if type(parts[0]) is dict:
+        flat = list(chain.from_iterable(map(dict.values, parts)))
+        names: Any = list(map(list, parts))
+        if not _STRINGS.issuperset(map(type, chain.from_iterable(parts))):
+            return False
+    else:
+        flat, names = list(chain.from_iterable(parts)), list(map(len, parts))
+    if names != rows.names or list(map(type, flat)) != rows.types:
+        return False
+    contents.containers += parts
+    if rows.are_arrays:
+        contents.arrays += flat
+    else:
+        contents.scalars += flat
+    return True
+
+
+def list_branches(branch: TreeShape) -> list[TreeShape]:
+    """**Pure.** A branch and those in it, in the order of `TreeParts.containers`."""
+    found = [branch]
+    for _, inner in branch.branches:
+        found += list_branches(inner)
+    return found
+
+
+def find_changed(old: Sequence[Any], new: Sequence[Any]) -> list[int]:
+    """**Pure.** The numbers of plain values that may be others than before, of the same classes."""
+    if all(map(operator.is_, old, new)):
+        return []
+    return [
+        number
+        for number, (before, now) in enumerate(zip(old, new, strict=True))
+        if before is not now and (type(now) not in _EXACT or before != now)
+    ]
+
+
+def try_renew(cached: CachedTree, contents: TreeParts) -> list[Node] | None:
+    """The nodes of a tree's containers with its plain values as they are now; None if one cannot be remembered."""
+    changed = find_changed(cached.scalars, contents.scalars)
+    if not changed:
+        return cached.nodes
+    nodes: dict[int, Node] = {}
+    for number in changed:
+        value = contents.scalars[number]
+        if not is_fixed(value):
+            return None
+        try:
+            nodes[number] = _encode(value)
+        except Malformed:
+            return None
+    renewed: list[Node] = []
+    _renew(cached.branch, iter(cached.nodes), nodes, renewed)
+    return renewed
+
+
+def _encode(value: Any) -> Node:
+    if type(value) is tuple:
+        return tagged("tuple", [ENCODERS[type(part)](part) for part in value])
+    return ENCODERS[type(value)](value)
+
+
+def _renew(branch: TreeShape, old: Any, changed: dict[int, Node], renewed: list[Node]) -> Node:
+    node: Any = next(old)
+    place = len(renewed)
+    renewed.append(node)
+    first = branch.slots[0]
+    own = [number for number in range(first, first + len(branch.scalars)) if number in changed]
+    parts = {branch.scalars[number - first]: changed[number] for number in own}
+    for index, inner in branch.branches:
+        made = _renew(inner, old, changed, renewed)
+        if made is not node[branch.keys[index] if branch.cls is dict else index]:
+            parts[index] = made
+    if parts:
+        node = node.copy()
+        for index, part in parts.items():
+            node[branch.keys[index] if branch.cls is dict else index] = part
+        renewed[place] = node
+    return node
+
+
+def find_pattern(keys: Sequence[int]) -> list[int] | None:
+    """**Pure.** For each key the first place where it stands; None if no two are equal."""
+    if len(set(keys)) == len(keys):
+        return None
+    firsts: dict[int, int] = {}
+    return [firsts.setdefault(key, place) for place, key in enumerate(keys)]
+
+
+def find_sources(
+    values: Iterable[tuple[Any, tuple[Box, ...]] | None], arrays: Sequence[Any]
+) -> list[LeafOrigin] | None:
+    """Where arrays come from that were taken of some of a tree's; None if one is none of these."""
+    numbers = {id(array): number for number, array in reversed(list(enumerate(arrays)))}
+    found = [None if one is None else (numbers.get(id(one[0])), one[1]) for one in values]
+    sources = [LeafOrigin(one[0], one[1]) for one in found if one is not None and one[0] is not None]
+    return sources if len(sources) == len(found) else None
