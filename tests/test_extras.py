@@ -66,7 +66,7 @@ def test_a_name_that_a_door_does_not_have_is_an_attribute_error() -> None:
 
 def test_doors_are_imported_by_their_short_names_as_well() -> None:
     """In a fresh interpreter, in which nobody has asked for them; the frameworks are not imported for that."""
-    program = "import sys\n" + "".join(
+    program = "import sys, holdfast\n" + "".join(
         f"import holdfast.{name} as door\n"
         f"assert door is holdfast.{name} is sys.modules['holdfast.{name}'] is sys.modules['{home}']\n"
         for name, home in hf._MODULES.items()
