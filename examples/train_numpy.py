@@ -8,7 +8,7 @@ import numpy as np
 
 import holdfast as hf
 
-TOTAL_STEPS = 400
+TOTAL_STEPS = 2000
 
 
 def main(directory: str) -> None:
@@ -18,7 +18,7 @@ def main(directory: str) -> None:
     noise = np.random.default_rng(0)
 
     with hf.resumable(
-        directory, model=model, momentum=momentum, noise=noise, save_every=hf.Steps(20), keep=hf.Latest(3)
+        directory, model=model, momentum=momentum, noise=noise, save_every=hf.Steps(100), keep=hf.Latest(3)
     ) as run:
         print(f"beginning with step {run.step}", flush=True)
         for step in run.steps(TOTAL_STEPS):

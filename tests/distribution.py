@@ -22,7 +22,7 @@ from pathlib import Path
 import holdfast as hf
 
 ROOT = Path(__file__).parent.parent
-KILLED_AT = "step 230:"
+KILLED_AT = "step 1130:"
 SHORT_TESTS = ("tests/test_format.py", "tests/test_policies.py", "tests/test_manager.py", "tests/test_cli.py")
 _SECONDS = 900
 

@@ -426,7 +426,7 @@ def test_show_with_a_damaged_index_still_shows_the_manifest(run: Path) -> None:
     result = call("show", run)
     assert result.exit_code == ExitCode.DAMAGED
     assert "step 300  newest" in result.stdout
-    assert f"holdfast: {NEWEST}/{INDEX} is not the index that the manifest vouches for" in result.stderr
+    assert f"holdfast: {NEWEST}/{INDEX} does not match the digest in the manifest" in result.stderr
 
 
 def test_shared_arrays_are_shown_once_with_all_their_names(tmp_path: Path) -> None:

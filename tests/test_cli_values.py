@@ -223,7 +223,7 @@ def test_a_checkpoint_of_workers_that_do_not_say_how_theirs_is_one(tmp_path: Pat
     row = call("list", tmp_path / "run").stdout.splitlines()[1].split()
     assert (row[0], row[7]) == ("7", "newest,damaged")
     shown = call("show", tmp_path / "run")
-    assert "the state of 2 workers is one only with the feature 'shards'" in shown.stderr
+    assert "the state of 2 workers can be read as one only with the feature 'shards'" in shown.stderr
     assert call("verify", tmp_path / "run").exit_code == ExitCode.DAMAGED
 
 

@@ -53,6 +53,17 @@ def test_killed_once_it_ends_the_same(tmp_path: Path) -> None:
     assert before[1:] == untouched[1 : len(before)]
 
 
+def test_killed_once_it_ends_the_same_without_a_framework(tmp_path: Path) -> None:
+    untouched = train(tmp_path / "untouched", example="train_numpy.py")
+    train(tmp_path / "killed", example="train_numpy.py", kill_at="step 1130:")
+    after = train(tmp_path / "killed", example="train_numpy.py")
+    begun = re.fullmatch(r"beginning with step (\d+)", after[0])
+    assert begun is not None
+    # The save of step 1000 had ended before that of step 1100 began. The child may have got further than it was heard.
+    assert int(begun[1]) in range(1000, 2001, 100)
+    assert after[1:] == untouched[1 + int(begun[1]) :]
+
+
 def test_an_epoch_job_killed_once_ends_the_same(tmp_path: Path) -> None:
     untouched = train(tmp_path / "untouched", example="epoch_job.py")
     train(tmp_path / "killed", example="epoch_job.py", kill_at="epoch 5, ")

@@ -290,7 +290,7 @@ def test_a_second_job_begins_at_each_call_of_the_first(seed: int) -> None:
     at = 1 if LONG else 3
     races = 0
     while race(seed + at, at):
-        at += 7 if LONG else 9
+        at += 13 if LONG else 9
         races += 1
     assert races > 20
 

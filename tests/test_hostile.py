@@ -303,7 +303,7 @@ def test_a_linked_step_directory_is_no_checkpoint_and_is_not_emptied(run: Path, 
 
 def test_a_step_renamed_to_another_is_not_taken_for_it(run: Path) -> None:
     (run / STEP).rename(run / "step-000000009.g0001")
-    with pytest.raises(NoWholeCheckpointError, match="not of this directory"):
+    with pytest.raises(NoWholeCheckpointError, match="not to this directory"):
         hf.CheckpointManager(run, hf.Checkpoint(**make_objects())).restore()
 
 

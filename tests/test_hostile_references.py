@@ -209,7 +209,7 @@ def test_a_feature_that_is_not_known_is_refused_and_named() -> None:
     data = seal(make_manifest(features=(REFERENCES, "new")))
     with pytest.raises(FormatError) as refused:
         decode_manifest(data, path="m", expected=None)
-    assert refused.value.message == "m: needs a reader that knows 'new'"
+    assert refused.value.message == "m: needs a reader that supports 'new'"
     assert "newer" in refused.value.hint
     assert decode_manifest(data, path="m", expected=None, is_read=False).references == make_manifest().references
 

@@ -459,7 +459,7 @@ def test_a_job_that_slept_before_its_first_save_does_not_take_over(tmp_path: Pat
         living.wait(60)
         late.save(3)
         with pytest.raises(
-            SaveFailedError, match=r"generation 2 was opened by process .* since this job looked"
+            SaveFailedError, match=r"generation 2 was opened by process .* after this job chose"
         ) as caught:
             late.close(60)
         assert isinstance(caught.value.__cause__, FencedError)

@@ -905,7 +905,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path, d
     scheduler.log = lambda: None  # type: ignore[attr-defined]
     loader: Any = torch.utils.data.DataLoader([1, 2, 3])  # type: ignore[arg-type]
     for name, value, said in (
-        ("loader", loader, "loader: this DataLoader does not know how far"),
+        ("loader", loader, "loader: this DataLoader cannot tell how far"),
         ("decay", lambda step: 0.1, "decay: a value of type builtins.function"),
         ("counts", {"seen": [1, object()]}, "counts/seen/1: a value of type builtins.object"),
         ("scheduler", scheduler, "scheduler/log: a value of type builtins.function"),

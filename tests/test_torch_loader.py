@@ -394,12 +394,14 @@ class TestStatefulDataLoader:
     def test_over_a_sampler_that_keeps_no_order_it_is_warned_of(self, stateful: Any) -> None:
         for options, count in (({"shuffle": True}, 0), ({"sampler": RandomSampler(range(LENGTH))}, 1)):
             told = find_oversights({"data": stateful(Augmented(), batch_size=BATCH, **options)})
-            assert [text.split(",")[0] for text in told] == ["data: torch's RandomSampler keeps no order"] * count
+            assert [text.split(",")[0] for text in told] == [
+                "data: torch's RandomSampler does not save its order"
+            ] * count
 
     def test_over_a_resumable_sampler_it_is_refused(self, stateful: Any) -> None:
         sampler = ResumableSampler(LENGTH, batch_size=BATCH)
         loader = stateful(Augmented(), batch_sampler=sampler)
-        with pytest.raises(UnsupportedValueError, match="both keep a position"):
+        with pytest.raises(UnsupportedValueError, match="both save a position"):
             capture_objects({"data": loader})
         with pytest.raises(UsageError, match="its own position"):
             sampler.batches(loader)

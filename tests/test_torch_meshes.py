@@ -204,7 +204,7 @@ def test_values_that_are_still_to_be_added_up_are_refused() -> None:
     with being(Worker(0, 2)):
         mesh = DeviceMesh("cpu", [0, 1])
         tensor = DTensor.from_local(torch.zeros(2), mesh, [Partial()], run_check=False)
-        with pytest.raises(errors.UnsupportedValueError, match="added up") as caught:
+        with pytest.raises(errors.UnsupportedValueError, match="summed over") as caught:
             capture_objects({"x": tensor}, worker=Worker(0, 2))
         assert "redistribute" in caught.value.hint
 
@@ -213,7 +213,7 @@ def test_a_worker_alone_does_not_save_a_part() -> None:
     with being(Worker(0, 2)):
         mesh = DeviceMesh("cpu", [0, 1])
         tensor = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False)
-        with pytest.raises(errors.UnsupportedValueError, match="a job of its own") as caught:
+        with pytest.raises(errors.UnsupportedValueError, match="a job of one worker") as caught:
             capture_objects({"x": tensor})
         assert "cluster" in caught.value.hint
 
@@ -279,7 +279,7 @@ def test_tensor_parallel_parameters_that_ddp_hides_are_refused(kept: str, has_ru
         if has_run:
             model(torch.ones(2, 4))
         state = {"model": model, "optimizer": optimizer}[kept]
-        with pytest.raises(errors.UsageError, match="in place of tensor-parallel"):
+        with pytest.raises(errors.UsageError, match="replaced tensor-parallel"):
             capture_objects({kept: state}, worker=Worker(0, 4))
 
 

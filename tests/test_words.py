@@ -1,7 +1,8 @@
-"""The docs speak plain English: none of the words that only their authors understood."""
+"""The docs, the docstrings and the messages are in plain English, without words that only their authors understood."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,15 @@ PAGES = [
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "design"),
 ]
 
+SOURCE = ROOT / "src" / "holdfast"
+MOST_IN_THE_CLI = 34
+"""What is left in `holdfast.cli`; the other packages have none."""
+
+QUESTION = re.compile(
+    r"(?:\*\*[A-Z][a-z-]+\.\*\* )*(?:What|Whether|Who|Whose|Whom|Which|How (?!many|long|much|often))\b"
+)
+"""A docstring says what something is or returns; it does not pose the question."""
+
 CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`|\]\([^)]*\)|<!--.*?-->", re.DOTALL | re.MULTILINE)
 
 
@@ -31,6 +41,43 @@ def find_private_words(text: str) -> Iterator[str]:
 def test_the_docs_use_no_private_words() -> None:
     found = [
         f"{page.relative_to(ROOT)}, {offence}" for page in PAGES for offence in find_private_words(page.read_text())
+    ]
+    assert found == []
+
+
+def read_texts(module: Path) -> Iterator[tuple[int, str, bool]]:
+    """Each string of a module that has several words: its line, the text, and True for a docstring."""
+    tree = ast.parse(module.read_text())
+    within = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            yield node.lineno, "".join(parts), False
+            continue
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in within:
+            continue
+        if " " in node.value.strip() or id(node) in docstrings:
+            yield node.lineno, node.value, id(node) in docstrings
+
+
+def test_docstrings_and_messages_use_no_private_words() -> None:
+    found = [
+        f"{module.relative_to(SOURCE)}:{line}: {offence.partition(': ')[2]}"
+        for module in sorted(SOURCE.rglob("*.py"))
+        for line, text, _ in read_texts(module)
+        for offence in find_private_words(text)
+    ]
+    assert [offence for offence in found if not offence.startswith("cli/")] == []
+    assert len(found) <= MOST_IN_THE_CLI, found
+
+
+def test_no_docstring_begins_with_a_question() -> None:
+    found = [
+        f"{module.relative_to(SOURCE)}:{line}: {text.partition(chr(10))[0]}"
+        for module in sorted(SOURCE.rglob("*.py"))
+        for line, text, is_docstring in read_texts(module)
+        if is_docstring and QUESTION.match(text) and module.relative_to(SOURCE).parts[0] != "cli"
     ]
     assert found == []
 

@@ -1,4 +1,4 @@
-"""The steps of a run: which lie there, which are committed, which count; and the generations that wrote them."""
+"""The steps of a run: which exist, which are committed, which count; and the generations that wrote them."""
 
 from __future__ import annotations
 

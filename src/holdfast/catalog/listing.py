@@ -1,4 +1,4 @@
-"""Which steps lie under a run's root, which of them are committed, and which of those are on the living line."""
+"""Lists the steps under a run's root: which are committed, and which belong to the current lineage."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ _NAMED_STEPS: Final = 5
 
 
 class Catalog(msgspec.Struct, frozen=True):
-    """What lay under a run's root at one moment.
+    """The contents of a run's root at one moment.
 
     Attributes:
-        committed: All steps with a manifest, on the living line or not, in order of step.
-        living: Those on the living line, in order of step.
-        unfinished: Directories of steps that were never committed: being written, or left behind.
-        lost: Steps that were committed and whose manifest is gone, on the living line or not, in order of step. Their
-            data is kept.
-        trash: Names in the root of what was set aside to be removed.
+        committed: All steps with a manifest, in the current lineage or not, in order of step.
+        living: Those in the current lineage, in order of step.
+        unfinished: Directories of steps that were never committed: being written, or abandoned.
+        lost: Steps that were committed and whose manifest is gone, in the current lineage or not, in order of step.
+            Their data is kept.
+        trash: Names in the root that were set aside to be removed.
         generation: The newest generation that was opened, or 0.
         faults: Records of generations that could not be read.
-        spare_bytes: The size of the file in whose room a job is to write its next save; None if there is none.
+        spare_bytes: The size of the spare file that a job reuses for its next save; None if there is none.
         bases: The bases of the generations that recorded one.
     """
 
@@ -89,15 +89,15 @@ class Catalog(msgspec.Struct, frozen=True):
 
     @property
     def newest(self) -> StepName | None:
-        """The newest step of the living line, or None."""
+        """The newest step of the current lineage, or None."""
         return self.living[-1] if self.living else None
 
     def find(self, step: int) -> StepName:
-        """The checkpoint of a step: the living line's, else the newest that lies off it.
+        """Returns the checkpoint of a step: that of the current lineage, else the newest other one.
 
         Raises:
             NoCheckpointError: If there is none; the error names those that exist.
-            NoWholeCheckpointError: If it was committed, and its manifest is gone.
+            NoWholeCheckpointError: If it was committed, but has lost its manifest.
         """
         for name in self.living:
             if name.step == step:
@@ -112,22 +112,22 @@ class Catalog(msgspec.Struct, frozen=True):
 
 
 def read_catalog(storage: Storage, history: History | None = None, *, closely: bool = False) -> Catalog:
-    """**Blocks.** Looks at the run's root.
+    """**Blocks.** Reads the run's root.
 
-    A step is committed if its directory holds a manifest; whether it is whole is for a reader to verify. So that nobody
-    has to look into thousands of directories, the newest generation's summary is believed about old steps. Whoever
-    reads such a step sees whether its manifest is still there.
+    A step is committed if its directory contains a manifest; whether it is whole is for a reader to verify. To avoid
+    looking into thousands of directories, the newest generation's summary is trusted about old steps. Reading such a
+    step shows whether its manifest still exists.
 
-    A job that goes on may commit a step that is not in the list of directories yet, and then remove one that is, before
-    that is looked into. So where one has no manifest, and others have come since, all are looked at again.
+    A running job may commit a step that is not in the list of directories yet, and then remove one that is, before that
+    one is looked into. So if a directory has no manifest, and others have come since, all are looked at again.
 
     Args:
-        storage: Where the run lies.
-        history: What this process knows of the run from earlier looks; what is new is added to it.
-        closely: True to look into each directory, whatever a summary says.
+        storage: The storage of the run.
+        history: What this process knows of the run from earlier looks; new facts are added to it.
+        closely: True to look into each directory, regardless of a summary.
 
     Raises:
-        StorageError: If the place cannot be read.
+        StorageError: If the storage cannot be read.
     """
     history = history or History(storage)
     entries = storage.list("")
@@ -168,7 +168,8 @@ def read_catalog(storage: Storage, history: History | None = None, *, closely: b
 def _sort_steps(
     storage: Storage, entries: Iterable[Entry], believed: Collection[StepName]
 ) -> tuple[list[StepName], list[StepName], list[StepName]]:
-    """The steps of a run, in order: those with a manifest, those that have lost it, and those that never had one."""
+    """Returns the steps of a run, in order: those with a manifest, those that have lost it, and those that never had
+    one."""
     committed: list[StepName] = []
     lost: list[StepName] = []
     unfinished: list[StepName] = []
@@ -188,15 +189,15 @@ def _sort_steps(
 
 
 def list_names(storage: Storage, name: StepName) -> set[str]:
-    """**Blocks.** The names of what lies in a step's directory."""
+    """**Blocks.** Returns the names in a step's directory."""
     return {entry.name for entry in storage.list(name.directory)}
 
 
 def exists(storage: Storage, path: str) -> bool:
-    """**Blocks.** Whether a file lies there, whole or damaged.
+    """**Blocks.** Returns True if a file exists, whole or damaged.
 
     Raises:
-        StorageError: If the place cannot be read.
+        StorageError: If the storage cannot be read.
     """
     try:
         storage.open_reader(path).close()
@@ -208,10 +209,10 @@ def exists(storage: Storage, path: str) -> bool:
 
 
 def is_committed(storage: Storage, name: StepName) -> bool:
-    """**Blocks.** Whether a step has a manifest. To list the directory would be a look at each file of each worker.
+    """**Blocks.** Returns True if a step has a manifest. Listing its directory would look at each file of each worker.
 
     Raises:
-        StorageError: If the place cannot be read.
+        StorageError: If the storage cannot be read.
     """
     try:
         storage.open_reader(name.manifest_path).close()
@@ -223,18 +224,18 @@ def is_committed(storage: Storage, name: StepName) -> bool:
 
 
 def make_lost_error(lost: Sequence[StepName], url: str = "") -> NoWholeCheckpointError:
-    """**Pure.** The error for steps that were committed and whose manifests are gone."""
+    """**Pure.** Returns the error for committed steps that have lost their manifests."""
     missing = [DamageError("the manifest is gone", step=name.step, path=name.manifest_path) for name in lost]
     return NoWholeCheckpointError(
         f"{url}: {describe_lost(lost)}" if url else describe_lost(lost),
         damages=tuple(missing),
-        hint=f"Bring the manifests back: `{lost[-1].committed_path}` is a copy of `{lost[-1].manifest_path}`, unless "
-        "it is empty or missing. Or begin from nothing on purpose (begin_anew=True).",
+        hint=f"Restore the manifests: `{lost[-1].committed_path}` is a copy of `{lost[-1].manifest_path}`, unless it "
+        "is empty or missing. Or start from the beginning on purpose (begin_anew=True).",
     )
 
 
 def describe_lost(lost: Sequence[StepName]) -> str:
-    """**Pure.** What is wrong, in words."""
+    """**Pure.** Describes them in words."""
     many, few = len(lost) > 1, lost[-_NAMED_STEPS:]
     steps = ", ".join(str(name.step) for name in few)
     before = f"{len(lost)} steps, the last of them " if len(lost) > len(few) else "steps " if many else "step "
@@ -243,13 +244,13 @@ def describe_lost(lost: Sequence[StepName]) -> str:
 
 
 def read_generations(storage: Storage) -> list[int]:
-    """**Blocks.** The numbers of all generations that were opened, in order."""
+    """**Blocks.** Returns the numbers of all opened generations, in order."""
     parsed = (parse_generation_file(entry.name) for entry in storage.list(GENERATIONS_DIRECTORY))
     return sorted(generation for generation in parsed if generation is not None)
 
 
 def read_opening(storage: Storage, generation: int) -> Opening:
-    """**Blocks.** Who opened a generation.
+    """**Blocks.** Returns the record of the process that opened a generation.
 
     Raises:
         NotFoundError: If no process did.
@@ -260,7 +261,7 @@ def read_opening(storage: Storage, generation: int) -> Opening:
 
 
 def read_manifest(storage: Storage, name: StepName) -> Manifest:
-    """**Blocks.** A committed step's manifest.
+    """**Blocks.** Returns a committed step's manifest.
 
     Raises:
         NotFoundError: If the step is not committed.
@@ -271,9 +272,10 @@ def read_manifest(storage: Storage, name: StepName) -> Manifest:
 
 
 def read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
-    """**Blocks.** The steps that a committed step needs beside its own; also of one that a newer holdfast wrote.
+    """**Blocks.** Returns the steps that a committed step needs besides its own; also of one that a newer holdfast
+    wrote.
 
-    Where the manifest is gone, the copy of it says so.
+    If the manifest is gone, the copy of it is used.
 
     Raises:
         NotFoundError: If the step is not committed.
@@ -287,10 +289,10 @@ def read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
 
 
 def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
-    """**Blocks.** The index of one worker, as the manifest vouches for it.
+    """**Blocks.** Returns the index of one worker, checked against the manifest.
 
     Args:
-        storage: Where it lies.
+        storage: The storage of the step.
         directory: The path of the step's directory; empty if the storage's root is that directory.
         manifest: The step's manifest.
         rank: The worker.
@@ -303,10 +305,10 @@ def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) 
     path = join(directory, index_name(rank, manifest.world_size))
     step = manifest.step
     if worker.index_bytes > MAX_INDEX_BYTES:
-        raise DamageError(f"{path} is said to have {worker.index_bytes} bytes", step=step, path=path)
+        raise DamageError(f"{path} should have {worker.index_bytes} bytes", step=step, path=path)
     data = storage.read(path, worker.index_bytes)
     if len(data) != worker.index_bytes or digest(data) != worker.index_digest:
-        raise DamageError(f"{path} is not the index that the manifest vouches for", step=step, path=path)
+        raise DamageError(f"{path} does not match the digest in the manifest", step=step, path=path)
     index = decode_index(data, path=path, step=step)
     stands_for = (index.name, index.rank, index.world_size, index.data_bytes)
     if stands_for != (manifest.name, rank, manifest.world_size, worker.data_bytes):
@@ -317,14 +319,14 @@ def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) 
 def open_generation(storage: Storage, token: str = "") -> int:
     """**Blocks.** Opens the next generation of the run and returns its number; from now on older ones are fenced.
 
-    A crash after this leaves a generation without a base, which saved nothing and changes no line.
+    A crash after this leaves a generation without a base, which saved nothing and does not change the lineage.
 
     Args:
-        storage: Where the run lies.
-        token: Random text that tells who opens it; empty for one made here.
+        storage: The storage of the run.
+        token: Random text that identifies the opener; empty for one made here.
 
     Raises:
-        StorageError: If the place fails.
+        StorageError: If the storage fails.
     """
     storage.make_directory(GENERATIONS_DIRECTORY)
     names = filter(None, (parse_step_directory(entry.name) for entry in storage.list("") if entry.is_directory))
@@ -334,7 +336,7 @@ def open_generation(storage: Storage, token: str = "") -> int:
             raise StorageError(
                 f"{storage.url}: no generation can follow {MAX_GENERATION}",
                 path=GENERATIONS_DIRECTORY,
-                hint="Some file or directory there has a number that no job gave it; remove that one.",
+                hint="A file or directory there has a number that no job gave it; remove it.",
             )
         opening = Opening(
             generation=generation,
@@ -347,9 +349,9 @@ def open_generation(storage: Storage, token: str = "") -> int:
             return generation
         generation += 1  # Another job took the number in the same moment.
     raise StorageError(
-        f"{storage.url}: a thousand generations were taken by others while one was to be opened",
+        f"{storage.url}: other jobs took a thousand generations while this job tried to open one",
         path=GENERATIONS_DIRECTORY,
-        hint="Many jobs write into this directory; give each run a directory of its own.",
+        hint="Many jobs write to this directory; give each run its own directory.",
     )
 
 
@@ -357,42 +359,43 @@ def record_base(storage: Storage, base: Base) -> None:
     """**Blocks.** Records the checkpoint that a generation begins from.
 
     Raises:
-        StorageError: If the place fails, or the base of this generation was recorded before.
+        StorageError: If the storage fails, or the base of this generation was recorded before.
     """
     path = base_path(base.generation)
     if not storage.publish(path, seal(base)):
         raise StorageError(
-            f"{storage.url}: generation {base.generation} has a base already",
+            f"{storage.url}: generation {base.generation} already has a base",
             path=path,
-            hint="The directory was changed by hand, or two jobs believe to be the same one.",
+            hint="The directory was changed by hand, or two jobs act as the same job.",
         )
 
 
 def check_fence(storage: Storage, generation: int) -> None:
-    """**Blocks.** Makes sure that no newer generation has been opened.
+    """**Blocks.** Checks that no newer generation has been opened.
 
     Raises:
-        FencedError: If one has; it says by whom.
+        FencedError: If one has; the error names its opener.
     """
     newest = max(read_generations(storage), default=0)
     if newest > generation:
         by = _name_opener(_try_opening(storage, newest))
         raise FencedError(
-            f"{storage.url}: generation {newest} was opened{by}; this job is generation {generation}, which is over",
+            f"{storage.url}: generation {newest} was opened{by}; this job has generation {generation} and "
+            "can no longer save",
             hint=_FENCED_HINT,
         )
 
 
 def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
-    """**Blocks.** Makes sure that no other job has begun to save since this manager looked where to go on from.
+    """**Blocks.** Checks that no other job has begun to save since this manager chose where to resume from.
 
     Args:
-        storage: Where the run lies.
+        storage: The storage of the run.
         seen_generation: The newest generation at that time.
-        token: What this manager opens generations with: its own attempts do not count.
+        token: The token of this manager's own generations, which do not count.
 
     Raises:
-        FencedError: If one has; it says which.
+        FencedError: If one has; the error names it.
     """
     for newer in sorted(read_generations(storage), reverse=True):
         if newer <= seen_generation:
@@ -400,8 +403,8 @@ def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
         opening = _try_opening(storage, newer)
         if opening is None or opening.token != token:
             raise FencedError(
-                f"{storage.url}: generation {newer} was opened{_name_opener(opening)} since this job looked where to "
-                "go on from; what was saved there would be left out",
+                f"{storage.url}: generation {newer} was opened{_name_opener(opening)} after this job chose the "
+                "step to continue from; the steps saved there would be lost",
                 hint=_FENCED_HINT,
             )
 
@@ -417,21 +420,21 @@ def _name_opener(opening: Opening | None) -> str:
     return "" if opening is None else f" by process {opening.process} on {opening.host}"
 
 
-_FENCED_HINT: Final = "Only one job may save into a run. Stop this one, or give it a directory of its own."
+_FENCED_HINT: Final = "Only one job may save to a run. Stop this job, or give it its own directory."
 
 
 class History:
-    """What one process knows of a run's past, so that it need not read it at each look. Not thread-safe.
+    """Caches what one process knows of a run's past, so that it need not read it each time. Not thread-safe.
 
-    What cannot be read for now, since it is damaged or gone, is asked for again the next time. Each method raises
-    `StorageError` if the place fails.
+    A record that cannot be read for now, because it is damaged or gone, is read again the next time. Each method raises
+    `StorageError` if the storage fails.
 
     Attributes:
-        opened: The generations that were opened, in order, as far as their records are still there.
-        summaries: The generation and number of each summary that is there.
+        opened: The generations that were opened, in order, if their records still exist.
+        summaries: The generation and number of each existing summary.
         summary: The one that counts, or None.
-        believed: The steps of which it says that they are committed; nobody has looked into their directories.
-        known: What is known of committed steps.
+        believed: The steps that it lists as committed; their directories have not been looked into.
+        known: The known facts of committed steps.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -446,16 +449,16 @@ class History:
         self._references: dict[StepName, tuple[StepName, ...]] = {}
 
     def look(self, *, closely: bool = False) -> tuple[dict[int, Base], list[DamageError]]:
-        """**Blocks.** Looks which generations there are, and reads the summary that counts, unless it is known.
+        """**Blocks.** Finds the generations, and reads the summary that counts, unless it is known.
 
-        That is the last one of the newest generation. One of an older generation does not count: a newer job may have
-        removed steps since, and need not know of summaries.
+        That is the last summary of the newest generation. One of an older generation does not count: a newer job may
+        have removed steps since, and need not know of summaries.
 
         Args:
-            closely: True to believe none.
+            closely: True to trust none.
 
         Returns:
-            The bases of the generations that were opened, and what is wrong with those that are damaged.
+            The bases of the generations that were opened, and the problems of those that are damaged.
         """
         names = [entry.name for entry in self._storage.list(GENERATIONS_DIRECTORY)]
         self.opened = sorted(filter(None, map(parse_generation_file, names)))
@@ -482,14 +485,15 @@ class History:
         return {generation: self._bases[generation] for generation in self.opened if generation in self._bases}, faults
 
     def believe(self, summary: Summary | None) -> None:
-        """Takes a summary at its word from now on; None for none."""
+        """Trusts a summary from now on; None for none."""
         self.summary = summary
         names = map(parse_step_directory, () if summary is None else summary.directories)
         self.believed = frozenset(name for name in names if name is not None)
         self._bases.update({base.generation: base for base in summary.bases} if summary is not None else {})
 
     def facts(self, name: StepName) -> StepFacts | None:
-        """**Blocks.** What retention asks about a step; None if its manifest is damaged, or of a newer holdfast."""
+        """**Blocks.** Returns the facts that retention needs about a step; None if its manifest is damaged, or of a
+        newer holdfast."""
         if name not in self.known:
             if name in self.believed and self.summary is not None:
                 # Of all at once: each is asked for in the end.
@@ -505,7 +509,7 @@ class History:
         return self.known[name]
 
     def references(self, name: StepName) -> tuple[StepName, ...]:
-        """**Blocks.** The steps that a step refers to, as far as that can be read."""
+        """**Blocks.** Returns the steps that a step refers to, as far as that can be read."""
         facts = self.facts(name)
         if facts is not None:
             return facts.refers_to if facts.references else ()
@@ -517,7 +521,8 @@ class History:
         return self._references[name]
 
     def kept_with(self, name: StepName) -> frozenset[StepName]:
-        """**Blocks.** All steps that have to stay as long as a step does: what it refers to, what these refer to..."""
+        """**Blocks.** Returns all steps that must stay as long as a step does: those it refers to, those that these
+        refer to, and so on."""
         kept: set[StepName] = set()
         ahead = [name]
         while ahead:
@@ -527,20 +532,20 @@ class History:
         return frozenset(kept)
 
     def referrers(self, names: Iterable[StepName]) -> list[Referrer[StepName]]:
-        """**Blocks.** Those of some steps that refer to others."""
+        """**Blocks.** Returns those of some steps that refer to others."""
         referring = (name for name in names if (known := self.known.get(name)) is None or known.references)
         found = ((name, self.references(name)) for name in referring)
         return [Referrer(name, name.step, references) for name, references in found if references]
 
     def forget_all_but(self, names: Collection[StepName]) -> None:
-        """Lets go of what is known of other steps."""
+        """Forgets what is known of other steps."""
         if len(self.known) > len(names):
             self.known = {name: known for name, known in self.known.items() if name in names}
             self._references = {name: known for name, known in self._references.items() if name in names}
 
 
 def try_summary(storage: Storage, generation: int, number: int) -> Summary | None:
-    """**Blocks.** A generation's summary, if it is whole and that generation's own; otherwise the slow way is taken."""
+    """**Blocks.** Returns a generation's summary if it is whole and belongs to that generation, else None."""
     path = summary_path(generation, number)
     try:
         data = storage.read(path, MAX_SUMMARY_BYTES)

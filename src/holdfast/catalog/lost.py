@@ -17,14 +17,14 @@ _MOST_JOURNAL_BYTES: Final = 64 << 20
 
 
 def find_lost(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
-    """**Blocks.** Steps of the living line that were committed and have no manifest any more, in order of step.
+    """**Blocks.** Returns the committed steps of the current lineage that have lost their manifests, in order of step.
 
-    The file `committed` in a step's directory says that it was committed. Older runs have no such file. There, a step
+    The file `committed` in a step's directory proves that it was committed. Older runs have no such file. There, a step
     newer than all others with a manifest was committed if a generation began from it, or if the run's journal of events
     says so: retention never removes the newest one.
 
     Raises:
-        StorageError: If the place cannot be read.
+        StorageError: If the storage cannot be read.
     """
     if not (catalog.lost or catalog.unfinished):
         return ()
@@ -46,13 +46,13 @@ def find_lost(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
 
 
 def find_journaled(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
-    """**Blocks.** Unfinished steps that the run's journal of events names as committed, in order of step.
+    """**Blocks.** Returns unfinished steps that the run's journal of events lists as committed, in order of step.
 
-    Most have lost their manifest and the file `committed` by hand. A removal that was cut off leaves the same, so jobs
-    remove such steps, and a person sees what they are.
+    Most have lost their manifest and the file `committed` by hand. An interrupted removal leaves the same, so jobs
+    remove such steps, and the listing shows a person what they are.
 
     Raises:
-        StorageError: If the place cannot be read.
+        StorageError: If the storage cannot be read.
     """
     there = {(name.step, name.generation) for name in (*catalog.committed, *catalog.lost)}
     unfinished = [name for name in catalog.unfinished if (name.step, name.generation) not in there]
@@ -65,11 +65,11 @@ def find_journaled(storage: Storage, catalog: Catalog) -> tuple[StepName, ...]:
 
 
 def check_nothing_lost(storage: Storage) -> None:
-    """**Blocks.** Makes sure that a run without any checkpoint to go on from has none because none was saved.
+    """**Blocks.** Checks that a run without any checkpoint to resume from has none because none was saved.
 
     Raises:
-        NoWholeCheckpointError: If checkpoints were committed, and their manifests are gone.
-        StorageError: If the place cannot be read.
+        NoWholeCheckpointError: If checkpoints were committed, but have lost their manifests.
+        StorageError: If the storage cannot be read.
     """
     catalog = read_catalog(storage)
     lost = () if catalog.living else find_lost(storage, catalog)
@@ -78,9 +78,9 @@ def check_nothing_lost(storage: Storage) -> None:
 
 
 def _read_committed(storage: Storage) -> set[tuple[int, int]]:
-    """The steps and generations that the run's journal names, without those that were removed later.
+    """Returns the steps and generations in the run's journal, without those that were removed later.
 
-    What cannot be read of it tells nothing.
+    Unreadable parts of it are ignored.
     """
     told: set[tuple[int, int]] = set()
     for name in JOURNAL_NAMES:

@@ -127,12 +127,12 @@ def base_path(generation: int) -> str:
 
 
 def summary_path(generation: int, number: int) -> str:
-    """**Pure.** The path of a generation's summary of that number."""
+    """**Pure.** Returns the path of a generation's summary with that number."""
     return f"{GENERATIONS_DIRECTORY}/{generation:04d}.summary-{number:04d}.json"
 
 
 def parse_summary_file(name: str) -> tuple[int, int] | None:
-    """**Pure.** The generation and the number of the summary that has this name, or None if it is not such a name."""
+    """**Pure.** Returns the generation and the number in the name of a summary, or None if it is not such a name."""
     match = _SUMMARY.fullmatch(name)
     if match is None:
         return None

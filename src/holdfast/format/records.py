@@ -1,8 +1,8 @@
-"""The records of a run: which generations were opened, and which steps are committed. Pure.
+"""The records of a run: its generations, and its committed steps. Pure.
 
 Every start of a job that saves opens a generation, the next number. Its base is the checkpoint that it began from. The
-living line is what the newest generation saved, then what its base's generation saved up to that base, and so on back.
-The appearance of a manifest commits a step.
+current lineage is what the newest generation saved, then what its base's generation saved up to that base, and so on
+back. The appearance of a manifest commits a step.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from holdfast.format.names import (
 MAX_MANIFEST_BYTES: Final = 256 << 20
 
 REFERENCES: Final = "references"
-"""The feature of a step some of whose arrays lie in data files of earlier steps."""
+"""The feature of a step with arrays in data files of earlier steps."""
 
 SHARDS: Final = "shards"
-"""The feature of a step whose leaves are put together from boxes, which may lie with several workers."""
+"""The feature of a step whose leaves consist of boxes, which several workers may have written."""
 
 RAW: Final = "raw_types"
-"""The feature of a step that has arrays of element types which safetensors lacks."""
+"""The feature of a step with arrays of element types that safetensors lacks."""
 
 KNOWN_FEATURES: Final = frozenset({REFERENCES, SHARDS, RAW})
 
 
 def list_features(index: Index) -> tuple[str, ...]:
-    """**Pure.** The features that a step needs for what one of its indexes says of leaves."""
+    """**Pure.** Returns the features that a step needs because of the leaves in one of its indexes."""
     is_shared = bool(index.boxes or index.elsewhere)
     is_raw = not RAW_TYPES.isdisjoint({leaf.dtype for leaf in (*index.leaves, *index.referred)})
     return (*((SHARDS,) if is_shared else ()), *((RAW,) if is_raw else ()))
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """What one worker wrote, as the manifest vouches for it.
+    """The manifest's record of what one worker wrote.
 
     Attributes:
         index_bytes: The size of its index.
@@ -66,14 +66,14 @@ class WorkerRecord(msgspec.Struct, frozen=True):
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """An earlier step whose directory a step needs beside its own.
+    """An earlier step whose directory a step needs besides its own.
 
     Attributes:
         step: That step.
         generation: The generation that saved it.
-        attempt: Which attempt of that generation.
+        attempt: The number of the attempt in that generation.
         leaves: How many arrays are referred to there.
-        size_bytes: How many bytes of them lie there.
+        size_bytes: How many bytes of them are there.
     """
 
     step: StepNumber
@@ -84,7 +84,7 @@ class Reference(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> StepName:
-        """Which checkpoint that is."""
+        """The checkpoint that it refers to."""
         return StepName(self.step, self.generation, self.attempt)
 
 
@@ -94,14 +94,14 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
     Attributes:
         step: The step: how many were complete.
         generation: The generation that saved it.
-        attempt: Which attempt of that generation.
-        token: Random text that tells this publication from any other.
+        attempt: The number of the attempt in that generation.
+        token: Random text that identifies this publication.
         committed_at_unix_seconds: The writer's clock; for people and for retention by age, never for order.
         workers: What each worker wrote, in order of rank.
-        metrics: Figures given with the save, such as `val_loss`; nan and the infinities are left out.
-        metadata: What else the user gave with the save: any JSON.
-        versions: Which software wrote it.
-        features: What a reader has to understand beyond version 1 to read the step rightly.
+        metrics: The metrics of the save, such as `val_loss`; nan and the infinities are left out.
+        metadata: The metadata of the save: any JSON.
+        versions: The software that wrote it.
+        features: The features beyond version 1 that a reader must know to read the step correctly.
         references: The earlier steps whose directories it needs, in order; left out if there are none.
     """
 
@@ -122,7 +122,7 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
 
     @property
     def name(self) -> StepName:
-        """Which checkpoint this is."""
+        """The name of this checkpoint."""
         return StepName(self.step, self.generation, self.attempt)
 
     @property
@@ -137,7 +137,7 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
 
     @property
     def referred_bytes(self) -> int:
-        """The bytes of arrays that lie in the data files of earlier steps."""
+        """The bytes of arrays in the data files of earlier steps."""
         return sum(reference.size_bytes for reference in self.references)
 
     @property
@@ -149,13 +149,13 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
 
 
 def decode_manifest(data: bytes, *, path: str, expected: StepName | None, is_read: bool = True) -> Manifest:
-    """**Pure.** The manifest that the bytes hold, checked for sense.
+    """**Pure.** Returns the manifest in the bytes, after checks.
 
     Args:
         data: The bytes of the file.
-        path: Where they came from, for errors.
-        expected: The checkpoint that the directory's name promises; None where the directory was renamed by hand.
-        is_read: Whether the step is to be read. Otherwise it may need more of a reader than is known here.
+        path: The file, for errors.
+        expected: The checkpoint in the directory's name; None if the directory was renamed by hand.
+        is_read: True if the step is to be read. Otherwise it may need features that are not known here.
 
     Raises:
         FormatError: If it is damaged, needs a newer reader, or is another step's.
@@ -165,14 +165,17 @@ def decode_manifest(data: bytes, *, path: str, expected: StepName | None, is_rea
     unknown = [feature for feature in manifest.features if feature not in KNOWN_FEATURES]
     if unknown and is_read:
         raise FormatError(
-            f"{path}: needs a reader that knows {', '.join(map(repr, unknown))}",
+            f"{path}: needs a reader that supports {', '.join(map(repr, unknown))}",
             path=path,
             step=step,
             hint="Read it with the version of holdfast that wrote it, or a newer one.",
         )
     problem = _find_problem(manifest, expected)
     if is_read and len(manifest.workers) > 1 and SHARDS not in manifest.features:
-        problem = problem or f"the state of {len(manifest.workers)} workers is one only with the feature {SHARDS!r}"
+        problem = (
+            problem
+            or f"the state of {len(manifest.workers)} workers can be read as one only with the feature {SHARDS!r}"
+        )
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=step)
     return manifest
@@ -180,18 +183,18 @@ def decode_manifest(data: bytes, *, path: str, expected: StepName | None, is_rea
 
 def _find_problem(manifest: Manifest, expected: StepName | None) -> str:
     if expected is not None and manifest.name != expected:
-        return f"is the manifest of {manifest.name.directory}, not of this directory"
+        return f"belongs to {manifest.name.directory}, not to this directory"
     if manifest.references and REFERENCES not in manifest.features:
-        return f"it refers to other steps without the feature {REFERENCES!r}"
+        return f"refers to other steps without the feature {REFERENCES!r}"
     if len(manifest.references) > MAX_SOURCES * len(manifest.workers):
-        return f"{len(manifest.references)} references are more than may be"
+        return f"has {len(manifest.references)} references, more than allowed"
     before: StepName | None = None
     for reference in manifest.references:
         problem = find_order_problem(reference.name, manifest.name)
         if problem:
             return problem
         if before is not None and before >= reference.name:
-            return f"{reference.name.directory} stands twice among the references, or not in its place"
+            return f"lists {reference.name.directory} twice among the references, or out of order"
         before = reference.name
     return ""
 
@@ -200,8 +203,8 @@ class Worker(msgspec.Struct, frozen=True):
     """One process of a job.
 
     Attributes:
-        rank: Its number, from 0 on.
-        world_size: How many there are.
+        rank: Its number, from 0.
+        world_size: The number of workers.
     """
 
     rank: int
@@ -209,12 +212,12 @@ class Worker(msgspec.Struct, frozen=True):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the worker that decides."""
+        """True for the worker that decides."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether the job has no other worker."""
+        """True if the job has no other worker."""
         return self.world_size == 1
 
 
@@ -230,7 +233,7 @@ class Opening(SealedRecord, frozen=True):
 
     Attributes:
         generation: Its number.
-        token: Random text that tells who opened it: one manager of one process.
+        token: Random text that identifies the opener: one manager of one process.
         host: The machine that opened it.
         process: The process's number there.
         opened_at_unix_seconds: The opener's clock; for people only.
@@ -246,11 +249,11 @@ class Opening(SealedRecord, frozen=True):
 
 
 class Base(SealedRecord, frozen=True):
-    """The record that says where a generation began.
+    """The record of the checkpoint that a generation began from.
 
     Attributes:
         generation: The generation that began.
-        step: The step of the checkpoint that it began from, or None if it began anew.
+        step: The step of that checkpoint, or None if it started from the beginning.
         base_generation: That checkpoint's generation, or None.
         base_attempt: That checkpoint's attempt, or None.
     """
@@ -264,24 +267,24 @@ class Base(SealedRecord, frozen=True):
 
     @property
     def name(self) -> StepName | None:
-        """The checkpoint that it began from, or None if it began anew."""
+        """The checkpoint that it began from, or None if it started from the beginning."""
         if self.step is None or self.base_generation is None or self.base_attempt is None:
             return None
         return StepName(self.step, self.base_generation, self.base_attempt)
 
 
 def make_base(generation: int, name: StepName | None) -> Base:
-    """**Pure.** The base record of a generation that began from `name`, or anew."""
+    """**Pure.** Returns the base record of a generation that began from `name`, or from the beginning."""
     if name is None:
         return Base(generation, None, None, None)
     return Base(generation, name.step, name.generation, name.attempt)
 
 
 def decode_base(data: bytes, *, path: str, generation: int) -> Base:
-    """**Pure.** The base that the bytes hold.
+    """**Pure.** Returns the base in the bytes.
 
     Raises:
-        FormatError: If it is damaged, another generation's, or does not lie before its generation.
+        FormatError: If it is damaged, another generation's, or not older than its generation.
     """
     return _check_base(unseal(Base, data, path=path), path, generation)
 
@@ -297,12 +300,12 @@ def _check_base(base: Base, path: str, generation: int) -> Base:
 
 
 def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple[StepName, ...]:
-    """**Pure.** The steps on the living line, oldest first; of one step, the attempt that counts.
+    """**Pure.** Returns the steps of the current lineage, oldest first; of one step, the attempt that counts.
 
     Args:
         steps: The committed steps, in any order.
-        bases: The base of each generation that recorded one. A generation that recorded none saved nothing; should it
-            have steps all the same (its record was lost), they are taken to follow what lies before them.
+        bases: The base of each generation that recorded one. A generation without a base saved nothing; if it has steps
+            nevertheless (its record was lost), they are taken to follow the steps before them.
     """
     by_generation: dict[int, list[StepName]] = {}
     for name in steps:
@@ -333,27 +336,27 @@ def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple
 
 
 KEPT_GENERATIONS: Final = 16
-"""The records of so many newest generations stay in any case: jobs that are not quite dead may look for them."""
+"""The records of this many newest generations always stay: jobs that are about to end may look for them."""
 
 
 def plan_forgetting(
     living: Sequence[StepName], others: Collection[StepName], bases: Mapping[int, Base], opened: Iterable[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """**Pure.** The generations whose records say nothing that the line needs, so that they can be removed.
+    """**Pure.** Returns the generations whose records the lineage does not need, so that they can be removed.
 
-    Without a base, `choose_living` goes on from the generation before. That is right for a generation which began where
-    the one before had ended, as long as no directory lies there that its base keeps off the line. It stays right
-    whichever steps are removed, and whatever newer generations begin from.
+    Without a base, `choose_living` continues with the generation before. That is right for a generation that began
+    where the one before had ended, as long as no directory exists that its base excludes from the lineage. It stays
+    right regardless of which steps are removed, and of what newer generations begin from.
 
     Args:
-        living: The living line, in order of step.
+        living: The current lineage, in order of step.
         others: Every other step that has a directory, committed or not.
         bases: The base of each generation that recorded one.
         opened: All generations that were opened.
 
     Returns:
-        The generations to remove first, through which the line does not go, and those to remove when the first are gone
-        for good. Otherwise the line might go on from the base of one of the first.
+        The generations to remove first, which are not in the lineage, and those to remove once the first are gone for
+        good. Otherwise the lineage might continue from the base of one of the first.
     """
     generations = [name.generation for name in living]
     if generations != sorted(generations):
@@ -391,13 +394,13 @@ MAX_SUMMARY_BYTES: Final = 256 << 20
 
 
 class StepFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What retention asks about a committed step.
+    """The facts about a committed step that retention needs.
 
     Attributes:
         committed_at_unix_seconds: The writer's clock.
         data_bytes: The sizes of all data files together.
-        metrics: What the user measured at that step.
-        references: The step, generation and attempt of each step that it needs beside its own.
+        metrics: The metrics of that step.
+        references: The step, generation and attempt of each step that it needs besides its own.
     """
 
     committed_at_unix_seconds: float
@@ -407,18 +410,18 @@ class StepFacts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def refers_to(self) -> tuple[StepName, ...]:
-        """The steps that it needs beside its own."""
+        """The steps that it needs besides its own."""
         return tuple(StepName(*parts) for parts in self.references)
 
 
 class Summary(SealedRecord, frozen=True):
-    """What a generation found in older steps and records, so that nobody has to open each of them.
+    """A generation's record of older steps and records, so that they need not be opened one by one.
 
     Attributes:
         generation: The generation that wrote it.
-        number: Which of its summaries it is.
+        number: Its number among the summaries of its generation.
         token: The token of the generation's opening.
-        directories: The directories of steps that are committed, in order.
+        directories: The directories of committed steps, in order.
         facts: `StepFacts` of each, in the same order. Only retention needs them.
         bases: The bases of generations.
     """
@@ -433,11 +436,13 @@ class Summary(SealedRecord, frozen=True):
     bases: tuple[Base, ...]
 
     def decode_facts(self) -> dict[StepName, StepFacts]:
-        """**Pure.** The facts by step; `FormatError` if they do not fit the directories."""
+        """**Pure.** Returns the facts by step; `FormatError` if they do not fit the directories."""
         try:
             facts = msgspec.json.decode(self.facts, type=tuple[StepFacts, ...])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise FormatError(f"the summary of generation {self.generation} has no facts of steps ({error})") from error
+            raise FormatError(
+                f"the summary of generation {self.generation} has no valid facts of steps ({error})"
+            ) from error
         names = [parse_step_directory(directory) for directory in self.directories]
         if len(facts) != len(names):
             raise FormatError(f"the summary of generation {self.generation} has facts of other steps")
@@ -445,7 +450,7 @@ class Summary(SealedRecord, frozen=True):
 
 
 def decode_summary(data: bytes, *, path: str, generation: int, number: int) -> Summary:
-    """**Pure.** The summary that the bytes hold.
+    """**Pure.** Returns the summary in the bytes.
 
     Raises:
         FormatError: If it is damaged, another generation's, or has another number.

@@ -572,7 +572,7 @@ def _check_alike(nodes: Sequence[str], beginnings: Sequence[Sequence[object]]) -
     """**Pure.** Checks that all workers start a run the same way: with the same epoch, or from the beginning."""
     if any(beginning != beginnings[0] for beginning in beginnings):
         begun = (
-            f"{node} {'anew' if anew else 'from the newest epoch' if epoch is None else f'from epoch {epoch}'}"
+            f"{node} from {'the beginning' if anew else 'the newest epoch' if epoch is None else f'epoch {epoch}'}"
             for node, (epoch, anew) in zip(nodes, beginnings, strict=True)
         )
         raise UsageError(

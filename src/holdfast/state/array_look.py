@@ -1,4 +1,4 @@
-"""A look at many arrays at once, of any libraries, in a fraction of the time that a look at each takes."""
+"""Inspects many arrays at once, of any libraries, in a fraction of the time that inspecting each takes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from holdfast.state.registry import backend_of_type, sharder_of_type
 
 
 class ArrayLook(NamedTuple):
-    """What many arrays are.
+    """The facts of many arrays.
 
     Attributes:
-        bases: The plain array of each that holds its values here.
-        keys: For each, where the memory of its base begins; where there is none, a number of its own below 0.
-        marks: Equal for other arrays only if they are captured alike, as far as it depends on what they are.
+        bases: For each, the plain array that holds its values on this worker.
+        keys: For each, the address where the memory of its base begins; without one, a unique number below 0.
+        marks: Equal for two lists of arrays only if they are captured in the same way, as far as it depends on their
+            facts.
     """
 
     bases: list[Any]
@@ -23,7 +24,7 @@ class ArrayLook(NamedTuple):
 
 
 def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
-    """What many arrays of any libraries are; None if there is no quicker look than one at each."""
+    """Inspects many arrays of any libraries; returns None if there is no faster way than one by one."""
     kinds = set(map(type, arrays))
     handlers = {kind: sharder_of_type(kind) or backend_of_type(kind) for kind in kinds}
     distinct = {id(handler): handler for handler in handlers.values()}

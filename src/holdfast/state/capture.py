@@ -1,4 +1,4 @@
-"""Objects to named leaves: plain values are taken at once, arrays are named and stay live until they are copied."""
+"""Captures objects as named leaves: plain values at once, arrays are named and stay live until they are copied."""
 
 from __future__ import annotations
 
@@ -51,10 +51,9 @@ from holdfast.state.shard_ownership import ShardOwnership
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pauses the collector where many small objects are made at once, all of which stay.
+    """Pauses the garbage collector while many small objects are created, all of which stay.
 
-    Each would bring it nearer to looking through the whole process while training waits: with 20,000 arrays that
-    doubles the time.
+    Each would bring a full collection nearer while training waits: with 20,000 arrays that doubles the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -73,23 +72,23 @@ def capture_objects(
     check_replicas: bool = False,
     holders: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Captured:
-    """Takes the state of all objects, as it is now; of a job of several workers, what this one writes of it.
+    """Captures the state of all objects as it is now; in a job of several workers, the part that this worker writes.
 
-    First `prepare_for_checkpoint` is called on every object that has it, also on those within dicts, lists, tuples
-    and dataclasses, then the states are read. Plain values are written down at once; later changes to them are not
-    seen. Arrays are only named: copy them before anything changes them.
+    First `prepare_for_checkpoint` is called on every object that has it, also on those within dicts, lists, tuples and
+    dataclasses, then the states are read. Plain values are written down at once; later changes to them are not
+    captured. Arrays are only named: copy them before they change.
 
     Args:
         objects: The objects by name.
-        captures: What earlier captures of the same objects have left, or None to look at each leaf anew.
-        hold: Asked for each object with an adapter whether its next step will wait; then the arrays that nothing but
-            that step changes are noted as held.
-        worker: Which worker this is.
-        check_replicas: Whether to note the arrays that other workers hold too, so that they can be compared.
-        holders: The ranks of the workers that have an object, of those that not all have.
+        captures: The results of earlier captures of the same objects, or None to look at each leaf again.
+        hold: Called for each object with an adapter; returns True if its next step will wait. Then the arrays that
+            nothing but that step changes are noted as held.
+        worker: This worker.
+        check_replicas: True to note the arrays that other workers hold too, so that they can be compared.
+        holders: The ranks of the workers that have an object, for objects that not all workers have.
 
     Raises:
-        UnsupportedValueError: If something cannot be stored; its path says where it stands.
+        UnsupportedValueError: If something cannot be stored; the error has its path.
     """
     with gc_paused():
         for name, root in objects.items():
@@ -117,14 +116,14 @@ def capture_objects(
 def check_capture(
     objects: Mapping[str, object], captures: CaptureCache, worker: Worker, holders: Mapping[str, Sequence[int]]
 ) -> None:
-    """Makes sure that `capture_objects` can take the state of the objects, as far as that shows without changing them.
+    """Checks that `capture_objects` can capture the objects, as far as that shows without changing them.
 
-    Nothing is prepared. An object is left out if reading its state may change it, or if it is not ready to be read yet,
+    Nothing is prepared. An object is skipped if reading its state may change it, or if it is not ready to be read yet,
     such as a lazy module without its shapes.
 
     Args:
         objects: The objects by name.
-        captures: As for `capture_objects`, which is quicker after this.
+        captures: As in `capture_objects`, which is quicker after this.
         worker: As there.
         holders: As there.
 
@@ -140,10 +139,10 @@ def check_capture(
 
 
 def check_objects(objects: Mapping[str, object]) -> None:
-    """Makes sure that no object is a wrapper whose state on each worker is another part, which nothing in it says.
+    """Checks that no object is a wrapper whose state on each worker is a different part, without a description.
 
     Raises:
-        UnsupportedValueError: If one is; it says what to use in its place.
+        UnsupportedValueError: If one is; the error says what to use instead.
     """
     for name, root in objects.items():
         for path, obj, adapter in find_stateful(root, escape(name)):
@@ -189,7 +188,7 @@ class _Capturing(Encoder):
         self._not_met: list[Any] = []
 
     def captured(self, skeletons: dict[str, Node]) -> Captured:
-        """All that was taken; nothing of it is held."""
+        """Returns all that was captured; nothing of it is held."""
         columns = self._columns
         sharing = self._sharing
         return Captured(
@@ -212,7 +211,7 @@ class _Capturing(Encoder):
         )
 
     def find_held(self, arrays: list[Any]) -> set[int]:
-        """The places of those leaves whose memory one of the arrays shows, as the leaf shows it."""
+        """Returns the leaves whose memory one of the arrays shows in the same form, by number."""
         known = {key: written for key, (_, written) in self._looked_at.items()}
         for own, written in self._taken:
             known.update(zip(map(id, own), written, strict=True))
@@ -227,7 +226,7 @@ class _Capturing(Encoder):
         return set(chain.from_iterable(written.arrays for written in found if written is not None))
 
     def _memory_of(self, array: Any) -> Hashable:
-        """What tells the memory of an array, as it is looked at in an object, from any other."""
+        """Returns a key of an array's memory that no other memory has while its object is looked at."""
         sharder = sharder_of_type(type(array))
         if sharder is not None:
             look = sharder.look(array, "", self._sharing.worker)
@@ -237,7 +236,7 @@ class _Capturing(Encoder):
         return backend.name, backend.alias_key(array)
 
     def _find(self, array: Any, memory: Hashable) -> CapturedLeaf | None:
-        """What became of the memory of an array, if it was met before."""
+        """Returns the result for the memory of an array, if it was met before."""
         if self._indexed < len(self._taken):
             # Those trees are entered one array at a time only where it may be one of theirs, which is seldom.
             look = look_at([array])
@@ -248,7 +247,7 @@ class _Capturing(Encoder):
         return self._leaves.get(memory)
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
-        """The node of a value; arrays are looked for first, since there may be very many."""
+        """Returns the node of a value; arrays are handled first, because there may be very many."""
         cls = type(value)
         backend = self._backends.get(cls)
         if backend is None:
@@ -270,12 +269,12 @@ class _Capturing(Encoder):
         return {"$": "array", "k": backend.name, "v": self._leaf(value, backend, path)}
 
     def _encode_shared(self, value: Any, sharding: Sharding, path: str) -> Node:
-        """The node of an array of which other workers may have a part, or all."""
+        """Returns the node of an array that other workers may hold in part or in full."""
         sharing = self._sharing
         if sharing.is_own and any(local.holders is not None for local in sharding.boxes):
-            raise unsupported(path, "a sharded array within PerWorker", "What workers share is no worker's own.")
+            raise unsupported(path, "a sharded array within PerWorker", "A shared array cannot belong to one worker.")
         if sharding.is_abstract:
-            raise unsupported(path, "a shape without values", "Restore into it, or put an array there.")
+            raise unsupported(path, "a shape without values", "Use it to restore, or put an array in its place.")
         backend = sharding.backend
         known = self._find(value, (backend.name, sharding.memory))
         if known is None:
@@ -294,18 +293,18 @@ class _Capturing(Encoder):
         return {"$": "array", "k": backend.name, "v": known.leaf}
 
     def _note(self, value: Any, written: CapturedLeaf) -> None:
-        """Notes what became of an array that was looked at by itself."""
+        """Notes the result for an array that was looked at by itself."""
         self._looked_at.setdefault(id(value), (value, written))
         self._not_met.append(value)
         self._replicated += [value] * (len(self._sharing.replicas) - len(self._replicated))
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
-        """The node of an object with state."""
+        """Returns the node of an object with state."""
         adapter = adapter_of(value)
         if adapter is not None and self._is_coding:
             raise unsupported(
                 path,
-                f"an object with state ({type(value).__qualname__}) in what a codec made",
+                f"an object with state ({type(value).__qualname__}) in a codec's result",
                 "Let the codec return the object's state, or give the outer object state_dict and load_state_dict.",
             )
         if adapter is None:
@@ -327,12 +326,12 @@ class _Capturing(Encoder):
             sharing.is_own, sharing.holders, sharing.trained, sharing.renewed, sharing.is_trained = outer
 
     def of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:
-        """As for plain values; a function in what a framework takes apart stays the program's."""
+        """Like plain values; a function in a framework's tree node belongs to the program."""
         node = super().of_program(cls, value, path, depth)
         return tagged("live", name_live(value)) if node is None and self._nodes_open and is_code(value) else node
 
     def coded(self, made: Any, path: str, depth: int) -> Node:
-        """The node of what a codec has made of a value, with leaves for the arrays in it."""
+        """Returns the node of a codec's result, with leaves for the arrays in it."""
         outer, self._is_coding = self._is_coding, True
         try:
             return self.encode_apart(made, path, depth)
@@ -340,7 +339,7 @@ class _Capturing(Encoder):
             self._is_coding = outer
 
     def _encode_node(self, cls: type, node: NodeParts, path: str, depth: int) -> Node:
-        """The node of a value that its framework takes apart; functions in it are the program's."""
+        """Returns the node of a value that its framework takes apart; functions in it belong to the program."""
         self.count(len(node.parts), path)
         self._nodes_open += 1
         try:
@@ -353,12 +352,12 @@ class _Capturing(Encoder):
         return tagged("pytree", parts, name_of(cls))
 
     def _encode_subclass(self, value: Any, path: str, depth: int) -> Node:
-        """The node of a tensor that is made of other tensors, each of which has a leaf."""
+        """Returns the node of a tensor that consists of other tensors, each of which has a leaf."""
         cls = type(value)
         shape, strides = list(value.shape), list(value.stride())
         if any(type(number) is not int for number in (*shape, *strides)):
-            what = f"a tensor of type {cls.__module__}.{cls.__qualname__}, whose shape is not made of numbers,"
-            raise unsupported(path, what, "Store the plain tensors that it is made of.")
+            what = f"a tensor of type {cls.__module__}.{cls.__qualname__}, whose shape does not consist of numbers,"
+            raise unsupported(path, what, "Store the plain tensors that it consists of.")
         names, context = value.__tensor_flatten__()
         self.count(len(names) + len(shape) + len(strides), path)
         tensors = {name: self.encode(getattr(value, name), f"{path}/{escape(name)}", depth) for name in names}
@@ -379,7 +378,7 @@ class _Capturing(Encoder):
             ) from error
 
     def _encode_tree(self, cache: CaptureCache, value: Any, path: str, depth: int) -> Node:
-        """The node of a dict or a list: as it was, if all is as it was; otherwise it is remembered, if it can be."""
+        """Returns the node of a dict or a list: the cached one if all is unchanged; else caches it, if possible."""
         parts = value.values() if type(value) is dict else value
         is_small = len(value) < LEAST_PARTS and _CONTAINERS.isdisjoint(map(type, parts))
         if is_small or (id(value), depth) in self._written or depth > MAX_DEPTH:
@@ -404,7 +403,7 @@ class _Capturing(Encoder):
         return node
 
     def _try_replay(self, cached: CachedTree, contents: TreeParts, path: str, depth: int) -> Node | None:
-        """Adds a tree with such contents just as it was captured before; None if that would be wrong."""
+        """Adds a tree with such contents exactly as it was captured before; returns None if that would be wrong."""
         sharing, columns = self._sharing, self._columns
         containers = contents.containers
         if cached.context != self._conditions(depth) or len(set(map(id, containers))) < len(containers):
@@ -436,7 +435,7 @@ class _Capturing(Encoder):
         return nodes[0]
 
     def _are_new(self, keys: list[int]) -> bool:
-        """Whether no memory that begins at one of these addresses was met before."""
+        """Returns True if no memory that begins at one of these addresses was met before."""
         if self._not_met:
             look = look_at(self._not_met)
             if look is None:
@@ -446,7 +445,7 @@ class _Capturing(Encoder):
         return self._met.isdisjoint(keys)
 
     def _conditions(self, depth: int) -> tuple[object, ...]:
-        """What the capture of a tree depends on beside the tree."""
+        """Returns the conditions on which the capture of a tree depends, besides the tree."""
         of = self._sharing
         return depth, of.worker, of.is_own, of.holders, of.is_trained, of.trained, of.renewed
 
@@ -468,7 +467,7 @@ class _Capturing(Encoder):
         return known.leaf
 
     def _unique(self, path: str) -> str:
-        """A leaf's name: its path, if that is not taken."""
+        """Returns a leaf's name: its path, if that is not taken."""
         # What each worker has of its own must not be taken for one leaf.
         name = path = f"{path}~w{self._sharing.worker.rank}" if self._sharing.is_own else path
         number = 2
@@ -478,7 +477,7 @@ class _Capturing(Encoder):
             name = f"{path}~{number}"
             number += 1
         if name == "__metadata__":
-            raise unsupported(path, "an array of that name", "The name belongs to the file format; take another.")
+            raise unsupported(path, "an array of that name", "The name belongs to the file format; choose another.")
         return name
 
     def _add(
@@ -501,7 +500,7 @@ class _Capturing(Encoder):
 
 
 class _Recording:
-    """Remembers a tree, together with what its capture comes to between the making of this and `keep`."""
+    """Remembers a tree, together with everything that its capture adds from the creation of this object to `keep`."""
 
     def __init__(self, capturing: _Capturing, cache: CaptureCache, branch: TreeShape, contents: TreeParts) -> None:
         self._capturing, self._cache = capturing, cache
@@ -514,7 +513,7 @@ class _Recording:
         return list(map(len, (capturing._columns.names, capturing._leaves, *capturing._sharing.lists())))
 
     def keep(self, path: str, depth: int) -> None:
-        """Remembers it, unless a part of it was met before, or is out of the ordinary."""
+        """Remembers it, unless a part of it was met before, or is unusual."""
         capturing, contents, branch = self._capturing, self._contents, self._branch
         sharing, columns = capturing._sharing, capturing._columns
         first, first_leaf, box, elsewhere, replica, strides, quantizers = self._before
@@ -564,27 +563,27 @@ class _Recording:
 
 
 def is_code(value: object) -> bool:
-    """**Pure.** Whether a value belongs to the program and not to its state: what is called, or has no attributes."""
+    """**Pure.** Returns True if a value belongs to the program, not to its state: a callable, or without attributes."""
     return callable(value) or not (getattr(value, "__dict__", None) or getattr(type(value), "__slots__", None))
 
 
 def name_live(value: object) -> str:
-    """**Pure.** What stands in a checkpoint for a value of the program, for people to read."""
+    """**Pure.** Returns the text in a checkpoint that represents a value of the program, for people to read."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
 class _Trial(_Capturing):
-    """Encodes what can be read without a change to any object, to see whether that can be done."""
+    """Encodes what can be read without a change to any object, to check whether that is possible."""
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
-        """As in a capture; an object that is left out gets an empty node."""
+        """Like a capture; an object that is skipped gets an empty node."""
         is_left_out = (adapter_of(value) or _ANY).readable(value) is not Readable.ALWAYS
         return "" if is_left_out and not self._is_coding else super().special(value, path, depth)
 
 
 def list_shared(objects: Mapping[str, object]) -> list[str]:
-    """The names of the objects that are not this worker's own, as random generators are, and what is `PerWorker`."""
+    """Returns the names of the objects that do not differ per worker, as random generators and `PerWorker` do."""
     return [name for name, obj in objects.items() if not _is_own(obj)]
 
 
@@ -594,5 +593,5 @@ def _is_own(obj: object) -> bool:
 
 
 def _in_both(path: str, other: str) -> UnsupportedValueError:
-    what = f"an array that is {other} too, one of the two within PerWorker,"
-    return unsupported(path, what, "Keep it in one of the two: what workers share is no worker's own.")
+    what = f"an array that is also {other}, one of the two within PerWorker,"
+    return unsupported(path, what, "Keep it in only one of the two: a shared array cannot belong to one worker.")

@@ -1,9 +1,10 @@
-"""Trees that are captured again and again: what follows from what they are is worked out once, and kept.
+"""Caches the captures of trees that are captured again and again.
 
-A tree of dicts, lists, arrays and plain values is remembered together with all that its capture came to. The next
-capture compares: the containers with their keys, the classes of all parts, what each library says of many arrays at
-once, and plain values. Only where all of that is the same, what was kept is used. Where memory lies is never kept, but
-read anew, so that arrays may move. Nothing here holds an array or a container, so it keeps nothing alive.
+A tree of dicts, lists, arrays and plain values is remembered together with everything that its capture added. The next
+capture compares the containers with their keys, the classes of all parts, the facts that each library reports of many
+arrays at once, and plain values. Only if all of that is the same, the cached results are used. Addresses of memory are
+never kept, but always read again, so arrays may move. The cache holds no array and no container, so it keeps nothing
+alive.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _STRINGS: Final = frozenset({str})
 
 
 class Rows(NamedTuple):
-    """Parts of a container that are all dicts, or all lists, with nothing but arrays in them, or plain values.
+    """Parts of a container that are all dicts, or all lists, and contain only arrays or plain values.
 
     Attributes:
         names: The keys of each dict, or the length of each list.
-        types: The classes of what is in the first, then in the next.
-        are_arrays: Whether all of that are arrays.
+        types: The classes of the values in the first, then in the next.
+        are_arrays: True if all of these are arrays.
     """
 
     names: list[list[str]] | list[int]
@@ -58,16 +59,16 @@ class TreeShape:
     """A dict or a list within a tree.
 
     Attributes:
-        cls: Which of the two.
+        cls: `dict` or `list`.
         keys: The keys of a dict.
         types: The classes of its parts.
         arrays: The places of arrays among the parts.
         scalars: Those of plain values.
-        branches: Those of dicts and lists, with what they are.
-        slots: The numbers, in the whole tree, of the first plain value of this branch and behind its last one, those
-            of the branches in it included.
-        depth: How deep it lies in the tree.
-        rows: The same of its parts all at once, where these are alike.
+        branches: Those of dicts and lists, with their shapes.
+        slots: The numbers, in the whole tree, of the first plain value of this branch and the one after its last,
+            including those of the branches in it.
+        depth: Its depth in the tree.
+        rows: The same facts for all of its parts at once, if these are uniform.
     """
 
     cls: type
@@ -83,7 +84,7 @@ class TreeShape:
 
 @dataclass(slots=True)
 class TreeParts:
-    """What stands in a tree, in one order for each `TreeShape`: its arrays, plain values, and containers."""
+    """The contents of a tree, in one order for each `TreeShape`: its arrays, plain values, and containers."""
 
     arrays: list[Any] = field(default_factory=list)
     scalars: list[Any] = field(default_factory=list)
@@ -91,18 +92,18 @@ class TreeParts:
 
 
 class LeafOrigin(NamedTuple):
-    """Where the array of a leaf comes from.
+    """The origin of a leaf's array.
 
     Attributes:
         array: The number of an array of the tree.
-        cuts: Boxes to take of its base, one of the other; none for the base itself.
+        cuts: Boxes to cut from its base, one from the other; none for the base itself.
     """
 
     array: int
     cuts: tuple[Box, ...]
 
     def find(self, bases: Sequence[Any]) -> Any:
-        """The array of the leaf."""
+        """Returns the array of the leaf."""
         found = bases[self.array]
         for box in self.cuts:
             found = part_of(found, box)
@@ -110,12 +111,12 @@ class LeafOrigin(NamedTuple):
 
 
 class CapturedLeaf(NamedTuple):
-    """What became of one array.
+    """The result for one array.
 
     Attributes:
         leaf: Its leaf.
         arrays, replicas: The places of the leaf's arrays, and of its replicas, among those of the capture.
-        is_own: Whether no other worker has a part in it.
+        is_own: True if no other worker has a part in it.
     """
 
     leaf: str
@@ -125,24 +126,24 @@ class CapturedLeaf(NamedTuple):
 
 
 class CachedTree(msgspec.Struct):
-    """A tree as it was when it was captured last.
+    """A tree as it was when it was last captured.
 
     Attributes:
-        context: What its capture depends on beside the tree.
+        context: The conditions on which its capture depends, besides the tree.
         branch: Its containers.
-        depths: How deep each of them lies in the tree.
+        depths: The depth of each of them in the tree.
         scalars: Its plain values.
-        marks: What its arrays are.
+        marks: The facts of its arrays.
         pattern: Which of its arrays have memory in common; None if none have.
-        begins: Where, in the columns and among the replicas, `written` begins.
-        written: What became of each array.
+        begins: The places in the columns and among the replicas at which `written` begins.
+        written: The result for each array.
         taken: All names that it took.
         names, specs, backends: Of its leaves.
-        sources: Where the leaves' arrays come from; None if each is the base of the array of the same number.
-        has_address: For each leaf whether its values lie in host memory as they are stored; None if all do.
-        boxes, elsewhere, replicas, strides, loose: What it added to a `ShardOwnership`.
-        compared: For each of the replicas where the array comes from, or None.
-        nodes: What its containers were written as.
+        sources: The origins of the leaves' arrays; None if each is the base of the array of the same number.
+        has_address: True for each leaf whose values are in host memory in the stored layout; None if all are.
+        boxes, elsewhere, replicas, strides, loose: The entries that it added to a `ShardOwnership`.
+        compared: The origin of each replica's array, or None.
+        nodes: The nodes of its containers.
         sizes: How many values they count for.
     """
 
@@ -170,7 +171,7 @@ class CachedTree(msgspec.Struct):
     sizes: list[int]
 
     def find_arrays(self, look: ArrayLook) -> tuple[Sequence[Any], Sequence[int | None]]:
-        """The leaves' arrays, and where their bytes lie."""
+        """Returns the leaves' arrays, and the addresses of their bytes."""
         bases, keys = look.bases, look.keys
         if self.sources is None:
             if self.has_address is None:
@@ -186,7 +187,7 @@ class CachedTree(msgspec.Struct):
         return arrays, addresses
 
     def add_to(self, sharing: ShardOwnership, look: ArrayLook) -> None:
-        """Adds what the index has to say about the arrays."""
+        """Adds the index entries of the arrays."""
         sharing.boxes += self.boxes
         sharing.elsewhere += self.elsewhere
         sharing.replicas += self.replicas
@@ -199,7 +200,7 @@ class CachedTree(msgspec.Struct):
             sharing.compared += [None] * len(self.replicas)
 
     def written_from(self, column: int, replica: int) -> list[CapturedLeaf]:
-        """What became of each array, where the leaves and the replicas begin at those places."""
+        """Returns the result for each array, if the leaves and the replicas begin at those places."""
         if (column, replica) != self.begins:
             columns, replicas = column - self.begins[0], replica - self.begins[1]
             self.begins = column, replica
@@ -211,13 +212,13 @@ class CachedTree(msgspec.Struct):
 
 
 class CaptureCache:
-    """What the captures of the same objects leave for the next one.
+    """Passes results from one capture of the same objects to the next.
 
     Attributes:
         trees: By path.
-        misses: By path, how often in a row a tree was not as it had been. What is in one that changes each time is
-            remembered by itself.
-        groups: By path, what was worked out about arrays that an object has named, and what they were.
+        misses: By path, how many times in a row a tree had changed. The parts of one that changes each time are
+            remembered one by one.
+        groups: By path, the results for arrays that an object has named, and the arrays' facts.
     """
 
     def __init__(self) -> None:
@@ -226,7 +227,8 @@ class CaptureCache:
         self.groups: MemoryGroups = {}
 
     def try_take(self, path: str, value: Any) -> tuple[CachedTree, TreeParts] | None:
-        """The tree that was remembered at a path, if the value has the same containers, and classes of parts."""
+        """Returns the tree that was remembered at a path, if the value has the same containers, and classes of
+        parts."""
         cached = self.trees.get(path)
         if cached is None:
             return None
@@ -239,7 +241,7 @@ class CaptureCache:
         return None
 
     def try_plan(self, path: str, value: Any, depth: int) -> TreeShape | None:
-        """What a dict or a list consists of, if it is to be remembered as a whole."""
+        """Returns the plan of a dict or a list that can be remembered as a whole; else None."""
         if self.misses.get(path, 0) >= _MOST_MISSES:
             return None
         shape = _plan(value, [0], 0, depth)
@@ -300,7 +302,7 @@ def _find_rows(branch: TreeShape) -> Rows | None:
 
 
 def is_fixed(value: Any) -> bool:
-    """**Pure.** Whether a value is a short one that cannot be changed."""
+    """**Pure.** Returns True if a value is short and immutable."""
     cls = type(value)
     if cls is str or cls is bytes:
         return len(value) <= _LONGEST
@@ -312,7 +314,8 @@ def _is_single(value: Any) -> bool:
 
 
 def take(branch: TreeShape, value: Any, contents: TreeParts) -> bool:
-    """**Pure.** Gathers what stands in a value; False if its containers, or the classes of its parts, are others."""
+    """**Pure.** Gathers the contents of a value; returns False if its containers, or the classes of its parts,
+    differ."""
     cls: type = type(value)
     if cls is not branch.cls:
         return False
@@ -340,7 +343,7 @@ def take(branch: TreeShape, value: Any, contents: TreeParts) -> bool:
 
 
 def _take_rows(rows: Rows, parts: list[Any], contents: TreeParts) -> bool:
-    """**Pure.** As `take` with each part, which are of the right class."""
+    """**Pure.** Does the same as `take` with each part; all are of the right class."""
     if type(parts[0]) is dict:
         flat = list(chain.from_iterable(map(dict.values, parts)))
         names: Any = list(map(list, parts))
@@ -359,7 +362,7 @@ def _take_rows(rows: Rows, parts: list[Any], contents: TreeParts) -> bool:
 
 
 def list_branches(branch: TreeShape) -> list[TreeShape]:
-    """**Pure.** A branch and those in it, in the order of `TreeParts.containers`."""
+    """**Pure.** Returns a branch and those in it, in the order of `TreeParts.containers`."""
     found = [branch]
     for _, inner in branch.branches:
         found += list_branches(inner)
@@ -367,7 +370,7 @@ def list_branches(branch: TreeShape) -> list[TreeShape]:
 
 
 def find_changed(old: Sequence[Any], new: Sequence[Any]) -> list[int]:
-    """**Pure.** The numbers of plain values that may be others than before, of the same classes."""
+    """**Pure.** Returns the numbers of plain values that may have changed, of the same classes."""
     if all(map(operator.is_, old, new)):
         return []
     return [
@@ -378,7 +381,7 @@ def find_changed(old: Sequence[Any], new: Sequence[Any]) -> list[int]:
 
 
 def try_renew(cached: CachedTree, contents: TreeParts) -> list[Node] | None:
-    """The nodes of a tree's containers with its plain values as they are now; None if one cannot be remembered."""
+    """Returns the nodes of a tree's containers with its current plain values; None if one cannot be remembered."""
     changed = find_changed(cached.scalars, contents.scalars)
     if not changed:
         return cached.nodes
@@ -422,7 +425,7 @@ def _renew(branch: TreeShape, old: Any, changed: dict[int, Node], renewed: list[
 
 
 def find_pattern(keys: Sequence[int]) -> list[int] | None:
-    """**Pure.** For each key the first place where it stands; None if no two are equal."""
+    """**Pure.** Returns for each key the first place where it occurs; None if no two are equal."""
     if len(set(keys)) == len(keys):
         return None
     firsts: dict[int, int] = {}
@@ -432,7 +435,7 @@ def find_pattern(keys: Sequence[int]) -> list[int] | None:
 def find_sources(
     values: Iterable[tuple[Any, tuple[Box, ...]] | None], arrays: Sequence[Any]
 ) -> list[LeafOrigin] | None:
-    """Where arrays come from that were taken of some of a tree's; None if one is none of these."""
+    """Returns the origins of arrays that were taken from a tree's; None if one has another origin."""
     numbers = {id(array): number for number, array in reversed(list(enumerate(arrays)))}
     found = [None if one is None else (numbers.get(id(one[0])), one[1]) for one in values]
     sources = [LeafOrigin(one[0], one[1]) for one in found if one is not None and one[0] is not None]

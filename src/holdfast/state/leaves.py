@@ -98,7 +98,7 @@ def aliases_of(arrays: Sequence[Any]) -> list[Any]:
 
 
 def versions_of(backends: Sequence[ArrayBackend], arrays: Sequence[Any]) -> Sequence[int | None]:
-    """The version of each array, whose library stands at the same place."""
+    """Returns the version of each array, given the library of each in the same order."""
     if len({backend.name for backend in backends}) == 1:
         return backends[0].versions(arrays)
     return [backend.versions([array])[0] for backend, array in zip(backends, arrays, strict=True)]
@@ -133,12 +133,13 @@ class Plain(msgspec.Struct, frozen=True):
 
 
 class Glance(msgspec.Struct, frozen=True):
-    """A look at many plain arrays at once.
+    """The result of inspecting many plain arrays at once.
 
     Attributes:
-        addresses: For each, where its memory begins, on whatever device; 0 if it has no elements.
-        marks: Equal for two only if `ArrayBackend.spec` says the same of all their arrays, and `address` gives None for
-            the same ones, and whether two arrays with the same address have equal `alias_key`s is the same as well.
+        addresses: For each, the address where its memory begins, on any device; 0 if it has no elements.
+        marks: Equal for two results only if `ArrayBackend.spec` returns the same for all their arrays, `address`
+            returns None for the same ones, and two arrays with the same address have equal `alias_key`s in both or in
+            neither.
     """
 
     addresses: list[int]
@@ -280,11 +281,11 @@ class Sharder(Protocol):
         """Returns a new array of that type and shape, uninitialized, with the boxes of another one."""
 
     def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object] | None:
-        """What many arrays are, in less time than a look at each takes; None if there is no such thing.
+        """Inspects many arrays faster than one by one; returns None if there is no faster way.
 
         Returns:
-            The library of what lies here; for each array the one plain array that holds its values here; and something
-            that is equal for two only if `look` says the same of all, as far as it does not depend on these.
+            The library of the values on this worker; for each array the one plain array that holds them; and a value
+            that is equal for two lists only if `look` returns the same for all, as far as it does not depend on these.
         """
 
 

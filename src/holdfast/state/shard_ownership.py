@@ -92,7 +92,7 @@ class ShardOwnership:
     """
 
     def __init__(self, worker: Worker, *, check_replicas: bool = False, groups: MemoryGroups | None = None) -> None:
-        """`groups` is what an earlier one has worked out."""
+        """Takes `groups` over from an earlier capture."""
         self.worker = worker
         self._groups: MemoryGroups = {} if groups is None else groups
         self.checks_replicas = check_replicas and not worker.is_alone
@@ -123,7 +123,8 @@ class ShardOwnership:
             self.renewed = self._find_memory(replication.renewed, f"{path} renewed")
 
     def _find_memory(self, arrays: Sequence[Any], group: str) -> frozenset[tuple[str, Hashable]]:
-        """The memory of the plain ones among some arrays; the set of the capture before, if it is the same."""
+        """Returns the memory of the plain ones among some arrays; the set of the previous capture, if it is the
+        same."""
         plain = [array for array in arrays if sharder_of_type(type(array)) is None and backend_of(array) is not None]
         look = look_at(plain)
         now = None if look is None else (look.keys, look.marks)

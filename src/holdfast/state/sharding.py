@@ -123,7 +123,7 @@ class _ShardSharder:
         return Sharding(spec_like(own, array.global_shape), backend, (local,), memory, is_by_hand=True)
 
     def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object] | None:
-        """What the program has said of each."""
+        """Returns the local tensors, and the facts that the program has declared of each."""
         tensors = [array.tensor for array in arrays]
         kinds = list(map(type, tensors))
         backends = set(map(backend_of_type, kinds))

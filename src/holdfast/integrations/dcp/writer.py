@@ -70,17 +70,17 @@ def _arrive(name: StepName, worker: Worker) -> _Place:
 
 
 class _Saving(NamedTuple):
-    """A save under way: its thread, and whether it has ended well."""
+    """A save in progress: its thread, and an event that is set once it has succeeded."""
 
     thread: threading.Thread
     ended: threading.Event
 
 
 _beginning: Final = threading.Lock()
-"""Guards which save of a writer is under way."""
+"""Guards the record of a writer's save in progress."""
 
 _SAVE_BEFORE_SECONDS: Final = 1800
-"""How long a save waits for the one before."""
+"""How long a save waits for the previous one."""
 
 
 class _ItemsWritten(msgspec.Struct, frozen=True):

@@ -179,7 +179,8 @@ class Fit:
     # The data, as soon as there are loaders.
 
     def _make_loaders(self, kind: str, original: Callable[[], Any]) -> Any:
-        """Has the program make its loaders. What it draws for those that it goes on with is the same again."""
+        """Lets the program create its loaders. For those that a resume continues, random draws are repeated
+        identically."""
         present, before = read_generators(), self._to_make_with.pop(kind, None)
         self._made_with[kind] = before or present
         if before is None:
@@ -436,12 +437,12 @@ class Fit:
 
 
 def _write_epoch(number: float) -> float | None:
-    """An epoch as it is stored, None for the infinity that Lightning has for none yet."""
+    """Returns an epoch as it is stored: None for Lightning's infinity, which means none yet."""
     return None if number == float("-inf") else number
 
 
 def _read_epoch(stored: float | None) -> float:
-    """An epoch as Lightning has it."""
+    """Returns an epoch in Lightning's form."""
     return float("-inf") if stored is None else stored
 
 

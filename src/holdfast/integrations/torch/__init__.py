@@ -1,6 +1,6 @@
-"""torch: tensors, modules, optimizers, random generators, and the values that only torch has.
+"""Integration of torch: tensors, modules, optimizers, random generators, and values that only torch has.
 
-Importing this registers them; it happens by itself when the first object of torch is met.
+Importing this registers them; it is imported when the first torch object is found.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MEMORY_FORMATS = {
 
 
 def _find_declared_safe(name: str) -> type | None:
-    """What the program, or a library that it uses, has declared as safe to be made from a file."""
+    """Returns the types that the program, or a library that it uses, has declared as safe to load from a file."""
     declared: list[Any] = torch.serialization.get_safe_globals()
     classes = (one[0] if isinstance(one, tuple) else one for one in declared)
     return next((cls for cls in classes if isinstance(cls, type) and name_of(cls) == name), None)

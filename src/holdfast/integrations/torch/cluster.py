@@ -26,15 +26,15 @@ _hosted: list[Any] = []
 
 
 def open_environment(timeout_seconds: float = JOIN_SECONDS) -> JoinedCluster:
-    """**Collective.** **Blocks.** The workers that the environment speaks of, as torchrun sets it.
+    """**Collective.** **Blocks.** Returns the workers of the environment, as torchrun sets it.
 
     It needs no process group. Under torchrun the store is the agent's; otherwise rank 0 hosts it, and
     `init_process_group` finds it there when it comes later.
 
     Raises:
-        UsageError: If the environment does not say who this worker is.
-        AbsentError: If workers are missing; it names them.
-        ClusterError: If the store does not answer.
+        UsageError: If the environment does not define this worker.
+        AbsentError: If workers are missing; the error names them.
+        ClusterError: If the store does not respond.
     """
     rank, world_size, port = (_read_number(os.environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     address = os.environ["MASTER_ADDR"]
@@ -50,12 +50,13 @@ def open_environment(timeout_seconds: float = JOIN_SECONDS) -> JoinedCluster:
 
 
 def open_process_group(timeout_seconds: float = JOIN_SECONDS) -> JoinedCluster:
-    """**Collective.** **Blocks.** The workers of the default process group, over the store that it was made with.
+    """**Collective.** **Blocks.** Returns the workers of the default process group, over the store that it was created
+    with.
 
     Raises:
         UsageError: If there is no process group.
-        AbsentError: If workers are missing; it names them.
-        ClusterError: If the store does not answer.
+        AbsentError: If workers are missing; the error names them.
+        ClusterError: If the store does not respond.
     """
     if not is_initialized():
         raise UsageError("there is no process group", hint="Call torch.distributed.init_process_group first.")
@@ -65,7 +66,7 @@ def open_process_group(timeout_seconds: float = JOIN_SECONDS) -> JoinedCluster:
         _connect_like(store),
         dist.get_rank(),
         dist.get_world_size(),
-        host="the process that hosts the process group's store: rank 0, unless it was given another store",
+        host="the process that hosts the process group's store: rank 0, unless another store was passed",
         timeout_seconds=timeout_seconds,
     )
 
@@ -109,10 +110,10 @@ class TorchStore:
 
 
 _FILLED: Final = b"="
-"""Before each value: to torch, an empty one is none."""
+"""Before each value: to torch, an empty one is missing."""
 
 _NEVER: Final = "-"
-"""What no key holds: neither a value nor a counter."""
+"""A key that never has a value or a counter."""
 
 
 def _value_of(data: bytes) -> bytes:
@@ -130,7 +131,7 @@ def _connect(address: str, port: int, timeout_seconds: float, *, hosts: bool) ->
 
 
 def _connect_like(store: Any) -> Connect:
-    """How to make further connections to a store: while one thread waits for a key, no other gets through it."""
+    """Returns how to create further connections to a store: while one thread waits for a key, no other can use it."""
     below = store
     while isinstance(below, dist.PrefixStore):
         below = below.underlying_store
@@ -143,7 +144,7 @@ def _connect_like(store: Any) -> Connect:
 
 
 def _fail_at_once(connect: Connect, address: str, port: int) -> Connect:
-    """The same, where the host of a store that was there refuses a connection: torch asks until the time is over."""
+    """Like `_connect_like`, if the host of an existing store refuses a connection: torch retries until the timeout."""
     is_there = False
 
     def connect_again(timeout_seconds: float) -> EngineStore:
@@ -161,34 +162,34 @@ def _read_number(environment: Mapping[str, str], name: str) -> int:
     missing = [wanted for wanted in _ENVIRONMENT if not environment.get(wanted)]
     if missing:
         raise UsageError(
-            f"the environment does not say who this worker is: {', '.join(missing)} missing",
+            f"the environment does not identify this worker: {', '.join(missing)} missing",
             hint="Start the workers with torchrun.",
         )
     try:
         return int(environment[name])
     except ValueError:
-        raise UsageError(f"{name}={environment[name]!r} in the environment is no number") from None
+        raise UsageError(f"{name}={environment[name]!r} in the environment is not a number") from None
 
 
 _OWN_STORE: Final = ("store", "init_method", "rank", "world_size")
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None, **options: Any) -> None:
-    """**Collective.** **Blocks.** As `torch.distributed.init_process_group`, and sure when torchrun restarts the job.
+    """**Collective.** **Blocks.** Like `torch.distributed.init_process_group`, but safe when torchrun restarts the job.
 
-    torchrun keeps its store when it starts the workers again, and what the process group of the start before had
-    written there. torch (2.13) tells the starts not apart: a worker that is quicker than another one reads the address
-    of the dead one, and fails, or waits for half an hour. Here each start has a part of the store that is its own: the
-    workers agree on its name first. Without torchrun, or with a store of your own, it does what torch's does.
+    torchrun keeps its store when it starts the workers again, with the keys of the previous process group. torch (2.13)
+    does not distinguish the starts: a worker that is faster than another one reads the address of the dead one, and
+    fails, or waits for half an hour. Here each start uses its own part of the store: the workers agree on its name
+    first. Without torchrun, or with your own store, it does what torch's function does.
 
     Args:
-        backend: "nccl", "gloo" or what else torch knows; None for all that suit the devices.
-        timeout: How long a collective may take, and the other workers to come; None for torch's own limit, and 300 s.
-        **options: What else torch's takes.
+        backend: "nccl", "gloo" or another name that torch knows; None for all that suit the devices.
+        timeout: How long a collective may take, and the other workers to join; None for torch's own limit, and 300 s.
+        **options: Other arguments of torch's function.
 
     Raises:
-        AbsentError: If workers are missing; it names them.
-        ClusterError: If torchrun's store does not answer.
+        AbsentError: If workers are missing; the error names them.
+        ClusterError: If torchrun's store does not respond.
     """
     if timeout is not None:
         options["timeout"] = timeout
@@ -204,7 +205,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
 
 
 def count_begun() -> int | None:
-    """How many collectives of the default process group this process has begun; None if that is not known."""
+    """Returns how many collectives of the default process group this process has begun; None if that is not known."""
     try:
         # There is no public way to it, nor to those of a group with several backends.
         group = dist.distributed_c10d._get_default_group()

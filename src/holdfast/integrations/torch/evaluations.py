@@ -1,4 +1,4 @@
-"""An evaluation at the end of a step, which a job can leave: it may take minutes, and a notice gives half of one."""
+"""An evaluation at the end of a step, which a job can leave: it may take minutes, more than a notice allows."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Evaluation:
-    """What was there when an evaluation began, so that the step before it can be saved from the middle of it.
+    """The state when an evaluation began, so that the step before it can be saved in the middle of it.
 
-    Whoever makes it keeps what the evaluation changes by itself: counters, callbacks, metrics. The random generators
-    are kept here, and the weights are looked at: some programs evaluate with averaged ones, and put theirs back later.
+    The caller keeps what the evaluation itself changes: counters, callbacks, metrics. The random generators are kept
+    here, and the weights are checked: some programs evaluate with averaged weights, and restore their own later.
     """
 
     def __init__(self, run: Run, module: torch.nn.Module, device: torch.device, batches: float = 0) -> None:
         """**Collective.** Begins an evaluation.
 
         Args:
-            run: Says when to leave.
+            run: Tells when to exit.
             module: The model.
-            device: Where collectives of small tensors are made.
-            batches: How many batches this worker evaluates. Workers agree on a batch only if all have as many.
+            device: Where collectives of small tensors run.
+            batches: How many batches this worker evaluates. Workers agree on a batch only if all have the same number.
         """
         self._run, self._module, self._device = run, module, device
         self._random = RNG().state_dict()
@@ -43,7 +43,7 @@ class Evaluation:
         self._looked_at = time.monotonic()
 
     def is_to_leave(self) -> bool:
-        """**Collective.** Whether the job is to leave before the batch that comes now; the same on all workers."""
+        """**Collective.** Returns True if the job should exit before the current batch; the same on all workers."""
         if not self._can_agree:
             return False
         if not self._is_joint:
@@ -60,13 +60,13 @@ class Evaluation:
         return bool(is_to_leave)
 
     def has_own_weights(self) -> bool:
-        """**Collective.** Whether the model has the weights with which the evaluation began, on all workers."""
+        """**Collective.** Returns True if the model has the weights with which the evaluation began, on all workers."""
         is_same = self._sums == _sum_up(self._module)
         return is_same if not self._is_joint else not self._reduce(not is_same)
 
     @contextmanager
     def stepped_back(self) -> Iterator[None]:
-        """A block in which the random generators are as when the evaluation began."""
+        """Returns a context in which the random generators are as when the evaluation began."""
         now = RNG().state_dict()
         RNG().load_state_dict(self._random)
         try:
@@ -75,16 +75,16 @@ class Evaluation:
             RNG().load_state_dict(now)
 
     def _reduce(self, value: float) -> float:
-        """The largest of all workers' values."""
+        """Returns the maximum of all workers' values."""
         together = torch.tensor(float(value), device=self._device)
         distributed.all_reduce(together, distributed.ReduceOp.MAX)
         return together.item()
 
 
 def _sum_up(module: torch.nn.Module) -> list[int]:
-    """The sums of the words of all parameters of a model: they differ where parameters were exchanged.
+    """Returns checksums of all parameters of a model: they differ if parameters were exchanged.
 
-    Buffers do not count: with DDP, rank 0 gives its own to all in an evaluation as well.
+    Buffers do not count: with DDP, rank 0 broadcasts its own in an evaluation as well.
     """
     torch.nn.Module.state_dict(module)  # In this way, parameters of FSDP are shards again.
     sums = []

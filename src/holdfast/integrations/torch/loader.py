@@ -1,4 +1,4 @@
-"""Loaders for torch whose place in the data can be taken up again, and whose workers outlive signals to the job."""
+"""Loaders for torch whose position in the data can be restored, and whose workers survive signals to the job."""
 
 from __future__ import annotations
 
@@ -33,31 +33,30 @@ _FOR_COLLATE: Final = 3
 
 _OWN_OPTIONS: Final = {
     "sampler": "the order is the loader's own",
-    "batch_sampler": "the order is the loader's own; to choose another, use ResumableSampler and a DataLoader",
-    "generator": "no random generator takes part; give a seed",
+    "batch_sampler": "the order is the loader's own; for another order, use ResumableSampler and a DataLoader",
+    "generator": "no random generator is used; pass a seed",
 }
 
 
 class ResumableDataLoader:
-    """Batches of a map-style dataset, as a `DataLoader` gives them, that a job can take up again at any batch.
+    """Batches of a map-style dataset, like those of a `DataLoader`, that a job can resume at any batch.
 
         loader = ResumableDataLoader(dataset, batch_size=32, seed=1, num_workers=2)
         for epoch in loader.epochs(10):
             for batch in loader:
                 ...
 
-    Iterating it gives what is left of the epoch, and each batch that the loop takes moves the position; what
-    the workers have fetched ahead does not. When the loop has asked for a batch after the last one, or has taken the
-    last one and iterates again, the next epoch begins; when it leaves early, the epoch goes on where it was left.
+    Iterating it gives the rest of the epoch, and each batch that the loop takes moves the position; prefetched batches
+    do not. The next epoch begins when the loop has asked for a batch after the last one, or has taken the last one and
+    iterates again; if the loop leaves early, the epoch continues there.
 
     Python's, NumPy's and torch's (CPU) random generators are seeded for every sample from seed, epoch and index, and
-    for every batch before it is collated, in workers or without them. So an augmentation is the same after a
-    resume, with more workers or fewer, and differs from epoch to epoch; and loading data does not disturb the
-    generators of the training process, which are put back after each batch. Generators that a dataset makes for
-    itself are its own affair. A dataset with `__getitems__` is seeded once a batch. In a worker,
-    `get_worker_info().dataset.dataset` is the dataset.
+    for every batch before it is collated, with or without workers. So an augmentation is the same after a resume, with
+    any number of workers, and differs from epoch to epoch; and loading data does not change the generators of the
+    training process, which are restored after each batch. A dataset's own generators are not handled. A dataset with
+    `__getitems__` is seeded once a batch. In a worker, `get_worker_info().dataset.dataset` is the dataset.
 
-    Workers pass over signals that go to all processes of a job, since the training process decides when they end.
+    Workers ignore signals that go to all processes of a job, because the training process decides when they end.
     """
 
     def __init__(
@@ -75,34 +74,33 @@ class ResumableDataLoader:
         world_size: int = 1,
         **options: Any,
     ) -> None:
-        """Makes a loader at the beginning of epoch 0.
+        """Creates a loader at the beginning of epoch 0.
 
         Args:
-            dataset: Something with a length and `__getitem__`, or `__getitems__` as well.
+            dataset: An object with a length and `__getitem__`, or `__getitems__` as well.
             batch_size: The samples of one batch, of all workers of the job together.
-            shuffle: Whether they come in another order each epoch.
-            seed: Which orders these are.
-            drop_last: Whether a last batch that is not full is left out.
-            num_workers: The processes that load; 0 for none but this one.
+            shuffle: True for another order in each epoch.
+            seed: The seed of the orders.
+            drop_last: True to skip an incomplete last batch.
+            num_workers: The number of processes that load; 0 to load in this one.
             collate_fn: Makes a batch of a list of samples.
-            seed_samples: Whether random generators are seeded for every sample, which takes about 10 microseconds.
-            rank: Which of the workers that divide the data this is.
-            world_size: How many they are; each gets its part of every batch. `ResumableSampler` says more.
-            options: Others of `torch.utils.data.DataLoader`, such as `pin_memory`, `prefetch_factor`,
+            seed_samples: True to seed random generators for every sample, which takes about 10 microseconds.
+            rank: The rank of this worker among those that share the data.
+            world_size: The number of these workers; each gets its part of every batch. See `ResumableSampler`.
+            options: Other arguments of `torch.utils.data.DataLoader`, such as `pin_memory`, `prefetch_factor`,
                 `persistent_workers`, `multiprocessing_context`.
 
         Raises:
-            UsageError: If the dataset can only be iterated, or an option would take the order out of the loader's
-                hands.
+            UsageError: If the dataset can only be iterated, or an option conflicts with the loader's own order.
         """
         if isinstance(dataset, IterableDataset):
             raise UsageError(
-                f"{type(dataset).__name__} can only be iterated, so no place in it can be taken up again",
+                f"{type(dataset).__name__} can only be iterated, so training cannot resume at a position in it",
                 hint="Use a map-style dataset, or torchdata's StatefulDataLoader with a dataset that has state_dict.",
             )
         for name, reason in _OWN_OPTIONS.items():
             if name in options:
-                raise UsageError(f"{name}= cannot be given to ResumableDataLoader: {reason}")
+                raise UsageError(f"{name}= cannot be passed to ResumableDataLoader: {reason}")
         num_workers = check_whole("num_workers", num_workers)
         self._dataset = dataset
         self._sampler = ResumableSampler(
@@ -133,32 +131,32 @@ class ResumableDataLoader:
 
     @property
     def dataset(self) -> Any:
-        """The dataset that was given."""
+        """The dataset that was passed."""
         return self._dataset
 
     @property
     def sampler(self) -> ResumableSampler:
-        """What keeps order and position."""
+        """The sampler, which has order and position."""
         return self._sampler
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch belongs to, from 0 on."""
+        """The epoch that the next batch belongs to, from 0."""
         return self._sampler.epoch
 
     def __len__(self) -> int:
-        """The batches of a whole epoch."""
+        """Returns the number of batches of a whole epoch."""
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of this epoch; the position moves just before each batch is handed over."""
+        """Yields the rest of this epoch; the position moves just before each batch is given out."""
         return self._sampler.batches(self._loader)
 
     def stream(self) -> BatchStream[Any]:
-        """Batches without an end, over one epoch after the other.
+        """Returns batches without end, over one epoch after the other.
 
-        Its `len` is the batches of an epoch. Give this to a loop of another library that asks for so many in each of
-        its epochs, as the `Trainer` of transformers does: it gets all of them, also after a restart.
+        Its `len` is the number of batches of an epoch. Pass this to a loop of another library that asks for that many
+        in each of its epochs, as the `Trainer` of transformers does: it gets all of them, also after a restart.
 
         Raises:
             UsageError: If an epoch has no batch.
@@ -166,13 +164,13 @@ class ResumableDataLoader:
         return self._sampler.stream(self._loader)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """The numbers of the epochs that are left of `total`, beginning with the one in which the position lies."""
+        """Yields the numbers of the remaining epochs up to `total`, beginning with that of the position."""
         return self._sampler.epochs(total)
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the beginning of an epoch; if the position lies in that epoch already, it stays.
+        """Goes to the beginning of an epoch; if the position is already in that epoch, it stays.
 
-        It also stays if a position was restored and lies in a later epoch, since loops of other libraries count their
+        It also stays if a position was restored and is in a later epoch, because loops of other libraries count their
         epochs from 0 again after a restart; if nothing is left of its epoch, it goes to the next one.
 
         Raises:
@@ -181,24 +179,24 @@ class ResumableDataLoader:
         self._sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Order and position, as plain values."""
+        """Returns order and position, as plain values."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a stored position; seed and shuffle are those that were stored.
 
         Raises:
-            MismatchError: If the stored position is one in another number of samples.
+            MismatchError: If the stored position is for another number of samples.
             UsageError: If the state is not that of a sampler, or of a newer version.
         """
         self._sampler.load_state_dict(state)
 
 
 class _SampleTask(NamedTuple):
-    """What one batch is made of; a worker needs no more to make it.
+    """The content of one batch; a worker needs no more to make it.
 
     Attributes:
-        key: What all seeds of the epoch are derived from.
+        key: The number that all seeds of the epoch are derived from.
         indices: The samples.
     """
 
@@ -207,7 +205,7 @@ class _SampleTask(NamedTuple):
 
 
 class _Tasks:
-    """A `batch_sampler` that gives tasks."""
+    """A `batch_sampler` that yields tasks."""
 
     def __init__(self, sampler: ResumableSampler) -> None:
         self._sampler = sampler
@@ -222,7 +220,7 @@ class _Tasks:
 
 
 class _SeededDataset(Dataset[Any]):
-    """Makes the whole of a batch where the samples are loaded, with every generator seeded for it."""
+    """Makes a whole batch where the samples are loaded, with every generator seeded for it."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed_samples: bool) -> None:
         self.dataset = dataset
@@ -268,7 +266,7 @@ def seed_generators(number: int) -> None:
 
 @contextmanager
 def generators_put_back() -> Iterator[None]:
-    """Puts the generators that samples are seeded in back afterwards: quicker than all that there are, once a batch."""
+    """Restores the generators that samples are seeded in: quicker than restoring all of them, once a batch."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.default_generator.get_state()
@@ -285,11 +283,11 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class LoaderAdapter(SamplerAdapter):
-    """Serves torch's `DataLoader` and what derives from it.
+    """Serves torch's `DataLoader` and its subclasses.
 
-    A loader over a `ResumableSampler` is saved as that sampler is, and one that has a state of its own, as
-    torchdata's `StatefulDataLoader`, by that state. Any other has no position that could be kept, nor has what
-    accelerate makes of a loader: the state of that, where it has one, does not say in which order the epoch is.
+    A loader over a `ResumableSampler` is saved as that sampler is, and one with a state of its own, such as torchdata's
+    `StatefulDataLoader`, by that state. Any other has no position that could be saved, nor has a loader that accelerate
+    prepared: its state, if it has one, does not contain the order of the epoch.
     """
 
     knows_wrappers = True
@@ -302,7 +300,7 @@ class LoaderAdapter(SamplerAdapter):
         return Readable.WHEN_SAVED if callable(getattr(obj, "state_dict", None)) else super().readable(obj)
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
-        """The loader's own state, or that of its sampler.
+        """Returns the loader's own state, or that of its sampler.
 
         Raises:
             UnsupportedValueError: If it has neither, or both.
@@ -311,31 +309,31 @@ class LoaderAdapter(SamplerAdapter):
         return obj.state_dict() if _has_state(obj, path) else _sampler_of(obj, path).state_dict()
 
     def find_sampler(self, obj: Any) -> ResumableSampler | None:
-        """The loader's sampler, unless the loader has a state of its own or is given another sampler."""
+        """Returns the loader's sampler, unless the loader has a state of its own or another sampler."""
         sampler = getattr(obj, "batch_sampler", None)
         has_state = callable(getattr(obj, "state_dict", None))
         return sampler if isinstance(sampler, ResumableSampler) and not has_state else None
 
     def oversights_of(self, obj: Any) -> Oversights:
-        """See `Adapter`: torch's own random sampler has no state, so that a loader passes over another order."""
+        """See `Adapter`: torch's own random sampler has no state, so a loader would resume in another order."""
         # A wrapper, of accelerate's say, has none of its own.
         sampler, batch_sampler = getattr(obj, "sampler", None), getattr(obj, "batch_sampler", None)
         if not isinstance(sampler, RandomSampler) or isinstance(batch_sampler, ResumableSampler):
             return Oversights()
         return Oversights(
-            "torch's RandomSampler keeps no order, so a restart within an epoch repeats and leaves out samples: give "
-            f"{type(obj).__name__} shuffle=True in its place, or use ResumableDataLoader"
+            "torch's RandomSampler does not save its order, so a restart within an epoch repeats and omits "
+            f"samples: pass shuffle=True to {type(obj).__name__} instead, or use ResumableDataLoader"
         )
 
     def gives_batches(self, obj: Any, path: str) -> bool:
-        """See `Adapter`. One that has not begun is not asked for its state, since that would start its workers."""
+        """See `Adapter`. One that has not begun is not asked for its state, because that would start its workers."""
         return _has_state(obj, path) and getattr(obj, "_iterator", None) is not None
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Prepares the loader, or its sampler.
 
         Raises:
-            UnsupportedValueError: If it has neither a state of its own nor a sampler that has, or both.
+            UnsupportedValueError: If neither or both have a state.
         """
         if not _has_state(obj, loading.name()):
             _sampler_of(obj, loading.name())
@@ -363,16 +361,16 @@ def _begin_at(loader: Any, state: Any) -> None:
 def _has_state(loader: Any, path: str) -> bool:
     if not issubclass(type(loader), DataLoader):
         raise UnsupportedValueError(
-            f"{path}: {type(loader).__name__} wraps a DataLoader and does not keep its place over a restart",
+            f"{path}: {type(loader).__name__} wraps a DataLoader and does not keep its position across a restart",
             path=path,
-            hint="With accelerate, keep a ResumableDataLoader(..., rank=accelerator.process_index, "
-            "world_size=accelerator.num_processes) and iterate that; accelerator.prepare leaves it as it is.",
+            hint="With accelerate, create a ResumableDataLoader(..., rank=accelerator.process_index, "
+            "world_size=accelerator.num_processes) and iterate that; accelerator.prepare does not change it.",
         )
     if not callable(getattr(loader, "state_dict", None)) or not callable(getattr(loader, "load_state_dict", None)):
         return False
     if isinstance(loader.batch_sampler, ResumableSampler):
         raise UnsupportedValueError(
-            f"{path}: {type(loader).__name__} and its ResumableSampler both keep a position",
+            f"{path}: {type(loader).__name__} and its ResumableSampler both save a position",
             path=path,
             hint=f"Use ResumableDataLoader, or {type(loader).__name__} with shuffle=True and no ResumableSampler.",
         )
@@ -384,7 +382,7 @@ def _sampler_of(loader: DataLoader[Any], path: str = "") -> ResumableSampler:
     if isinstance(sampler, ResumableSampler):
         return sampler
     raise UnsupportedValueError(
-        f"{path}: this DataLoader does not know how far the training loop has got in its data",
+        f"{path}: this DataLoader cannot tell how far the training loop has got in its data",
         path=path,
         hint="Use ResumableDataLoader, or a DataLoader with batch_sampler=ResumableSampler(...), or torchdata's "
         "StatefulDataLoader.",
@@ -400,15 +398,15 @@ _BLOCKED_AT_START: Final = (signal.SIGTERM, *_PASSED_OVER)
 
 
 class IgnoreSignals:
-    """A `worker_init_fn` that lets a worker pass over signals that are meant for the training process.
+    """A `worker_init_fn` that lets a worker ignore signals that are meant for the training process.
 
     Schedulers send `SIGTERM` to every process of a job. Workers would die of it first, and then the training process in
-    mid-step, for want of a batch. With this they serve until that process lets them go: it tells them to end, it ends
-    itself, or it sends them `SIGTERM` as `Process.terminate` does.
+    the middle of a step, for lack of a batch. With this they work until that process ends them: it tells them to end,
+    it ends itself, or it sends them `SIGTERM` as `Process.terminate` does.
     """
 
     def __init__(self, then: Callable[[int], object] | None) -> None:
-        """Takes note of the user's own function, which is called afterwards."""
+        """Stores the user's own function, which is called afterwards."""
         self._then = then
 
     def __call__(self, worker: int) -> None:
@@ -425,8 +423,8 @@ class IgnoreSignals:
 class SignalProofLoader(DataLoader[Any]):
     """A `DataLoader` whose workers begin with these signals blocked.
 
-    A signal that is blocked in all threads of a process can be taken by one that waits for it, which learns who
-    sent it. Libraries start threads of their own when they are imported, so it has to be blocked before that.
+    A signal that is blocked in all threads of a process can be taken by one that waits for it, which learns who sent
+    it. Libraries start threads of their own when they are imported, so it must be blocked before that.
     """
 
     def __iter__(self) -> Any:
@@ -441,7 +439,7 @@ class SignalProofLoader(DataLoader[Any]):
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Blocks the signals that a loader's workers pass over, for processes that begin in this block."""
+    """Blocks the signals that a loader's workers ignore, for processes that begin in this block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_AT_START)
     try:
         yield

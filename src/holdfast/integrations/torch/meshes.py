@@ -1,4 +1,4 @@
-"""Tensors that are divided over a mesh of workers: which boxes of them lie here, found without asking anybody."""
+"""Tensors that are sharded over a mesh of workers: their local boxes, found without communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, Sharding, p
 from holdfast.state.registry import register_sharder
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Places along one dimension: where each run of them begins and ends, in the order in which they lie locally."""
+"""Positions along one dimension: where each run of them begins and ends, in local order."""
 
 _BACKEND: Final = TorchBackend()
 _local = attrgetter("_local_tensor")
@@ -30,10 +30,10 @@ _shape = attrgetter("shape")
 
 
 class MeshSharder:
-    """Looks at DTensors: those of FSDP2 and of tensor parallelism, on meshes of any number of dimensions."""
+    """Inspects DTensors: those of FSDP2 and of tensor parallelism, on meshes of any number of dimensions."""
 
     def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        """What this worker holds of a tensor, from mesh and placements alone."""
+        """Returns what this worker holds of a tensor, from mesh and placements alone."""
         local, placements = array._local_tensor, tuple(array.placements)
         shape = tuple(array.shape)
         own = _BACKEND.spec(local, path)
@@ -57,7 +57,7 @@ class MeshSharder:
         return _BACKEND, list(map(_local, arrays)), marks
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
-        """A tensor on the same mesh, placed in the same way."""
+        """Returns a tensor on the same mesh, with the same placements."""
         own = like._local_tensor
         local = _BACKEND.new(spec_like(spec, tuple(own.shape)), own)
         shape = tuple(like.shape)
@@ -68,7 +68,7 @@ class MeshSharder:
 
 
 def mesh_ranks(tensors: Sequence[Any]) -> tuple[int, ...] | None:
-    """The ranks of all workers in the largest mesh that some tensors lie on; None if none lies on a mesh."""
+    """Returns the ranks of all workers in the largest mesh of some tensors; None if none has a mesh."""
     meshes = {id(mesh): mesh for mesh in (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))}
     if not meshes:
         return None
@@ -76,13 +76,13 @@ def mesh_ranks(tensors: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 class _MeshPart(NamedTuple):
-    """What one worker holds of all tensors of one shape that lie alike on one mesh.
+    """The part that one worker holds of all tensors of one shape with the same placements on one mesh.
 
     Attributes:
         workers: How many workers the mesh has.
         holders: The ranks of those that hold the same boxes as this one.
-        boxes: As `find_boxes` gives them; none if this worker has no part in the mesh.
-        local_shape: The shape of what lies here.
+        boxes: The result of `find_boxes`; empty if this worker has no part in the mesh.
+        local_shape: The shape of the local tensor.
         problem: Why such a tensor cannot be stored, and what to do about it; empty if it can.
     """
 
@@ -102,15 +102,15 @@ def _find_part(
     if coordinate is None:  # This worker has no part in the mesh.
         return _MeshPart(workers)
     if any(placement.is_partial() for placement in placements):
-        what = f"a tensor whose values are still to be added up over the mesh ({placements}) cannot be stored"
+        what = f"a tensor with values that are still to be summed over the mesh ({placements}) cannot be stored"
         hint = "Redistribute it first: tensor.redistribute(placements=[Replicate(), ...])."
         return _MeshPart(workers, problem=(what, hint))
     holders = _find_holders(mesh, coordinate, placements)
     rank = int(mesh.mesh[coordinate])
     if rank != worker.rank or ranks[-1] >= worker.world_size:
-        who = "a job of its own" if worker.is_alone else f"worker {worker.rank} of {worker.world_size}"
+        who = "a job of one worker" if worker.is_alone else f"worker {worker.rank} of {worker.world_size}"
         what = f"a tensor of rank {rank} of {workers} on its mesh cannot be stored by {who}"
-        hint = "Give the cluster of the job, which numbers workers as torch.distributed does."
+        hint = "Pass the cluster of the job, which numbers workers as torch.distributed does."
         return _MeshPart(workers, problem=(what, hint))
     boxes = find_boxes(shape, tuple(mesh.shape), coordinate, placements)
     return _MeshPart(workers, holders, boxes, _local_shape(boxes, len(shape)))
@@ -118,8 +118,9 @@ def _find_part(
 
 def _refuse(part: _MeshPart, own: ArraySpec, path: str) -> NoReturn:
     what, hint = part.problem or (
-        f"a tensor that should have {list(part.local_shape)} here, and has {list(own.shape)}, cannot be stored",
-        "It was made by DTensor.from_local, perhaps, without its shape.",
+        f"a tensor that should have shape {list(part.local_shape)} on this worker, but has {list(own.shape)}, "
+        "cannot be stored",
+        "It may have been created by DTensor.from_local without its shape.",
     )
     raise UnsupportedValueError(f"{path}: {what}", path=path, hint=hint)
 
@@ -128,10 +129,10 @@ def _refuse(part: _MeshPart, own: ArraySpec, path: str) -> NoReturn:
 def find_boxes(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
 ) -> list[tuple[Box, Box]]:
-    """**Pure.** The boxes of a tensor that lie at one place of a mesh: each in the tensor, and in the local tensor.
+    """**Pure.** Returns the boxes of a tensor at one place of a mesh: each in the tensor, and in the local tensor.
 
-    The dimensions of the mesh divide the tensor one after the other. A strided placement stands for a division that
-    comes before others, which are to the right of it: what it takes are several runs, and so several boxes.
+    The dimensions of the mesh divide the tensor one after the other. A strided placement is a division that comes
+    before others, which are to the right of it: it takes several runs, and so several boxes.
     """
     runs: list[Runs] = [((0, length),) for length in shape]
     for parts, number, placement in zip(mesh_shape, coordinate, placements, strict=True):
@@ -154,7 +155,8 @@ def find_boxes(
 
 
 def _divide(runs: Runs, pieces: int, parts: int, number: int) -> Runs:
-    """What the part of that number gets of each piece, if runs are cut into pieces, and each of these into parts."""
+    """Returns what the part of that number gets of each piece, if runs are split into pieces, and each of these into
+    parts."""
     taken: list[tuple[int, int]] = []
     for piece in range(pieces):
         for begin, end in _chunk(_chunk(runs, pieces, piece), parts, number):
@@ -165,7 +167,7 @@ def _divide(runs: Runs, pieces: int, parts: int, number: int) -> Runs:
 
 
 def _chunk(runs: Runs, parts: int, number: int) -> Runs:
-    """One of the parts into which `torch.chunk` would cut runs: all of one length, but for the last ones."""
+    """Returns one of the parts into which `torch.chunk` would split runs: all of one length, except the last ones."""
     total = sum(end - begin for begin, end in runs)
     length = -(-total // parts)
     first, last = number * length, min((number + 1) * length, total)
@@ -190,7 +192,8 @@ def _all_ranks(mesh: Any) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 8)
 def _find_holders(mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any, ...]) -> tuple[int, ...]:
-    """The ranks that differ from one place of the mesh only along dimensions over which the tensor is replicated."""
+    """Returns the ranks that differ from one place of the mesh only along dimensions over which the tensor is
+    replicated."""
     place = tuple(
         slice(None) if placement.is_replicate() else number
         for number, placement in zip(coordinate, placements, strict=True)

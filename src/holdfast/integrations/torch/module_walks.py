@@ -1,7 +1,7 @@
-"""What modules consist of, found as torch finds it, in a fraction of the time.
+"""Lists the parts of modules as torch does, in a fraction of the time.
 
-torch's own walks are generators within generators, a level for each level of modules, and so is its `state_dict`. These
-go through the same dicts in one loop. A module of a class that has a way of its own is walked by torch.
+torch's own walks are nested generators, one per level of modules, and so is its `state_dict`. These go through the same
+dicts in one loop. A module whose class overrides these methods is walked by torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _READS: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def list_modules(root: nn.Module) -> list[nn.Module]:
-    """All of `root.modules()`, in that order."""
+    """Returns all of `root.modules()`, in that order."""
     found: dict[int, nn.Module] = {}
     ahead = [root]
     is_plain = True
@@ -35,7 +35,7 @@ def list_modules(root: nn.Module) -> list[nn.Module]:
 
 
 def list_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
-    """All of `root.parameters()`, in that order, given all modules of a root."""
+    """Returns all of `root.parameters()`, in that order, given all modules of a root."""
     if not _are_torchs(modules, _WALKS):
         return list(modules[0].parameters())
     found = {id(one): one for module in modules for one in module._parameters.values() if one is not None}
@@ -43,7 +43,7 @@ def list_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
 
 
 def list_named_parameters(modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """All of `root.named_parameters()`, in that order, given all modules of a root."""
+    """Returns all of `root.named_parameters()`, in that order, given all modules of a root."""
     if not _are_torchs(modules, _WALKS):
         return list(modules[0].named_parameters())
     found: dict[int, tuple[str, nn.Parameter]] = {}
@@ -58,7 +58,7 @@ def list_named_parameters(modules: list[nn.Module]) -> list[tuple[str, nn.Parame
 
 
 def read_state(modules: list[nn.Module]) -> dict[str, Any]:
-    """What `root.state_dict(keep_vars=True)` gives, without its metadata, given all modules of a root."""
+    """Returns `root.state_dict(keep_vars=True)`, without its metadata, given all modules of a root."""
     is_plain = _are_torchs(modules, _READS)
     for module in modules:
         own = module.__dict__
@@ -83,7 +83,7 @@ def read_state(modules: list[nn.Module]) -> dict[str, Any]:
 
 
 def _with_prefixes(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with what their names begin with: one that stands in two places comes twice."""
+    """Returns all modules with the prefixes of their names: one that appears in two places comes twice."""
     ahead: list[tuple[str, nn.Module]] = [("", root)]
     while ahead:
         prefix, module = ahead.pop()
@@ -94,7 +94,7 @@ def _with_prefixes(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _are_torchs(modules: list[nn.Module], names: tuple[str, ...]) -> bool:
-    """Whether modules have the methods of those names from torch's own class."""
+    """Returns True if the modules' methods of those names are those of torch's own class."""
     return all(
         getattr(cls, name, None) is getattr(nn.Module, name, None) for cls in set(map(type, modules)) for name in names
     )

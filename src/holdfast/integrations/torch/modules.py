@@ -1,4 +1,4 @@
-"""Modules: parameters and buffers by name, filled where they are."""
+"""Modules: parameters and buffers by name, filled in place."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ def _follow_optimizers(call: Callable[[Any], None]) -> Callable[[], None]:
 
 
 class ModuleAdapter(Adapter):
-    """The state of a module is what `state_dict` gives, under names that wrappers have no part in.
+    """The state of a module is the result of `state_dict`, with names that are independent of wrappers.
 
-    Parameters and buffers are filled where they are: they keep their identity, `requires_grad`, `grad` and storage.
-    One that is expanded or overlaps itself cannot be filled; it keeps its identity and gets memory of its own.
-    A module that loads in a way of its own (hooks, extra state, overridden methods, values that are not its
-    parameters and buffers) is handed its state through `load_state_dict` as well. So is a lazy module without its
-    shapes, and one that gives its tensors other shapes while it loads, or makes some that it lacks.
+    Parameters and buffers are filled in place: they keep their identity, `requires_grad`, `grad` and storage. One that
+    is expanded or overlaps itself cannot be filled; it keeps its identity and gets memory of its own. A module that
+    loads in its own way (hooks, extra state, overridden methods, values that are not its parameters and buffers) gets
+    its state through `load_state_dict` as well. The same holds for a lazy module without its shapes, and for one that
+    gives its tensors other shapes while it loads, or creates some that it lacks.
     """
 
     kind = "torch.module"
     follow_optimizers = staticmethod(_follow_optimizers)
 
     def check(self, obj: Any, path: str) -> None:
-        """Looks at the modules within it too."""
+        """Checks its submodules too."""
         try:
             for cls in set(map(type, list_modules(obj))):
                 refuse_type(cls, path)
@@ -82,7 +82,7 @@ class ModuleAdapter(Adapter):
                 refuse_type(type(module), f"{path}/{name}" if name else path)
 
     def prepare(self, obj: Any) -> None:
-        """Calls `prepare_for_checkpoint` of the module and of those within it."""
+        """Calls `prepare_for_checkpoint` of the module and of its submodules."""
         modules = list_modules(obj)
         if any(hasattr(cls, "prepare_for_checkpoint") for cls in set(map(type, modules))):
             for module in modules:
@@ -97,19 +97,19 @@ class ModuleAdapter(Adapter):
         return Readable.LATER if is_unfinished else Readable.ALWAYS
 
     def oversights_of(self, obj: Any) -> Oversights:
-        """See `Adapter`. A module of torch's own that has no parameters, a loss say, has nothing to keep."""
+        """See `Adapter`. A torch module without parameters, such as a loss, has nothing to save."""
         draws = "dropout" if any(map(_drops, obj.modules())) else ""
         is_own = type(obj).__module__.startswith("torch.nn.")
         if is_own or any(True for _ in obj.parameters()) or any(True for _ in obj.buffers()) or obj.state_dict():
             return Oversights(draws=draws, holds=list(obj.parameters()))
         lack = (
-            "its state_dict() is empty, so nothing of it is kept. Modules in a plain list or dict are no part of a "
-            "module: use nn.ModuleList or nn.ModuleDict"
+            "its state_dict() is empty, so nothing of it is saved. Modules in a plain list or dict are not "
+            "registered: use nn.ModuleList or nn.ModuleDict"
         )
         return Oversights(lack, draws)
 
     def replication_of(self, obj: Any) -> Replication:
-        """Held by the workers of the mesh of the module's parameters: others have other modules, perhaps.
+        """Held by the workers of the mesh of the module's parameters: others may have other modules.
 
         The parameters are kept equal. Each worker may have buffers of its own, such as the statistics of batch norm.
         """
@@ -118,7 +118,7 @@ class ModuleAdapter(Adapter):
         return Replication(holders_of(parameters), parameters, is_trained=True, renewed=_renewed_buffers(modules))
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
-        """Values by name."""
+        """Returns values by name."""
         return _read(obj)
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
@@ -161,27 +161,28 @@ _BACKEND: Final = TorchBackend()
 
 
 def _gets_new_memory(tensor: Any, is_loaded: bool) -> bool:
-    """Whether a tensor of a module, for which values were made anew, could not be filled where it is."""
+    """Returns True if a tensor of a module, with new values, could not be filled in place."""
     return not is_loaded if is_made_of_tensors(type(tensor)) else not _BACKEND.fillable(tensor)
 
 
 def _changed_by_loading(
     module: nn.Module, live: dict[str, Any], specs: dict[str, ArraySpec | None]
 ) -> tuple[set[str], dict[str, str]]:
-    """What the modules' own loading takes although they have it in another shape, or lack it.
+    """Returns which values the modules' own loading accepts although they have another shape, or are missing.
 
-    A lazy module gets its shapes so, and one that observes values: fake quantization has scales for each channel only
-    once it has seen some. Others make a buffer that is None until then. What a module takes is tried with a copy of it.
+    A lazy module gets its shapes this way, and one that observes values: fake quantization has scales for each channel
+    only once it has seen some. Others create a buffer that is None until then. A copy of the module shows what it
+    accepts.
 
     Args:
         module: The module.
         live: Its tensors by name.
-        specs: What is stored for those that are loaded by the modules themselves, and for names that the module lacks;
-            None for what is no tensor.
+        specs: The stored tensors of those that the modules load themselves, and of names that the module lacks; None
+            for other values.
 
     Returns:
-        The names of tensors to which loading gives the shape that was stored; and by the name of each tensor that
-        loading makes, the name that the module itself has for it.
+        The names of tensors to which loading gives the stored shape; and by the name of each tensor that loading
+        creates, the module's own name for it.
     """
     shaped = {key for key, spec in specs.items() if spec is not None and key in live and is_lazy(live[key])}
     made: dict[str, str] = {}
@@ -216,7 +217,7 @@ def _has_other_shape(value: Any, spec: ArraySpec) -> bool:
 
 
 def _find_prefix(key: str, prefixes: Container[str]) -> str:
-    """The longest of the prefixes that a name has; the empty one is among them."""
+    """Returns the longest of the prefixes that a name has; the empty one is among them."""
     prefix = key
     while prefix not in prefixes:
         prefix = prefix.rstrip(".").rpartition(".")[0]
@@ -225,7 +226,7 @@ def _find_prefix(key: str, prefixes: Container[str]) -> str:
 
 
 def _refused(module: nn.Module, tensors: dict[str, tuple[Any, ArraySpec | None]]) -> Container[str]:
-    """The names that a module would not load, given tensors as they are stored; it stays as it is."""
+    """Returns the names that a module would not load, given the stored tensors; it is not changed."""
     errors: list[str] = []
     unexpected: list[str] = []
     try:
@@ -246,7 +247,7 @@ def _refused(module: nn.Module, tensors: dict[str, tuple[Any, ArraySpec | None]]
 def _finish(
     module: nn.Module, values: dict[str, Any] | None, made: dict[str, str], new_memory: list[tuple[Any, Any]]
 ) -> None:
-    """Does what is left when the module's own tensors have been filled."""
+    """Completes the load after the module's own tensors have been filled."""
     for tensor, filled in new_memory:
         if is_made_of_tensors(type(tensor)):
             for name in tensor.__tensor_flatten__()[0]:
@@ -258,10 +259,11 @@ def _finish(
 
 
 def _renewed_buffers(modules: list[nn.Module]) -> list[torch.Tensor]:
-    """The buffers that are expected to differ between workers: DDP copies those of the first one to all, every step.
+    """Returns the buffers that are expected to differ between workers: DDP broadcasts those of the first one at every
+    step.
 
-    Where the module itself is named and not its wrapper, these are the statistics of batch norm, unless DDP within it
-    was told to leave buffers alone.
+    If the module itself is named and not its wrapper, these are the statistics of batch norm, unless DDP in it was
+    configured to leave buffers alone.
     """
     wrappers = [one for one in modules if type(one).__name__ == "DistributedDataParallel"]
     if wrappers:
@@ -271,7 +273,7 @@ def _renewed_buffers(modules: list[nn.Module]) -> list[torch.Tensor]:
 
 
 def holders_of(tensors: Sequence[Any]) -> Sequence[int] | None:
-    """The ranks of the workers that hold tensors together, if these are divided over a mesh."""
+    """Returns the ranks of the workers that hold tensors together, if these are sharded over a mesh."""
     if "torch.distributed.tensor" not in sys.modules:
         return None
     from holdfast.integrations.torch.meshes import mesh_ranks
@@ -280,7 +282,7 @@ def holders_of(tensors: Sequence[Any]) -> Sequence[int] | None:
 
 
 def renaming(module: nn.Module) -> Callable[[str], str]:
-    """What turns a name that the module gives into one that wrappers have no part in."""
+    """Returns a function from the module's names to names without those of wrappers."""
     return _renaming(list_modules(module))
 
 
@@ -311,9 +313,10 @@ def _same(name: str) -> str:
 
 
 def settle(module: nn.Module) -> list[nn.Module]:
-    """Brings a module's parameters into the form that they are saved in: those of its optimizer, divided over its mesh.
+    """Converts a module's parameters to the form in which they are saved: those of its optimizer, sharded over its
+    mesh.
 
-    FSDP2 leaves some gathered after a forward pass that no backward one follows, and those are other tensors.
+    FSDP2 leaves some gathered after a forward pass without a backward pass, and those are other tensors.
 
     Returns:
         All modules in it, itself first.
@@ -338,12 +341,12 @@ def settle(module: nn.Module) -> list[nn.Module]:
 
 
 def refuse_localized(parameters: Iterable[Any]) -> None:
-    """**Pure.** Tells of parameters that are a worker's own parts and do not show it.
+    """**Pure.** Detects parameters that are a worker's own parts without a description.
 
-    DDP with a mesh puts such parts in place of tensor-parallel parameters, and torch notes on them what they were.
+    DDP with a mesh replaces tensor-parallel parameters by such parts, and torch notes on them what they were.
 
     Raises:
-        UsageError: If there are such.
+        UsageError: If there are some.
     """
     if any(hasattr(one, "_st_info") for one in parameters):
         raise _localized()
@@ -351,14 +354,15 @@ def refuse_localized(parameters: Iterable[Any]) -> None:
 
 def _localized() -> UsageError:
     return UsageError(
-        "DistributedDataParallel(..., device_mesh=...) has put this worker's parts in place of tensor-parallel"
-        " parameters, and does not show where in these they belong",
-        hint="Divide the module over the same mesh with fully_shard(module, mesh=...) in place of it.",
+        "DistributedDataParallel(..., device_mesh=...) has replaced tensor-parallel parameters by this worker's "
+        "parts, which do not show where they belong",
+        hint="Shard the module over the same mesh with fully_shard(module, mesh=...) instead.",
     )
 
 
 def _hides_parameters(module: nn.Module) -> bool:
-    """Whether there are attributes as such parameters are after a forward pass: whole again, and in no list."""
+    """Returns True if there are attributes as such parameters leave after a forward pass: whole again, and in no
+    list."""
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is None:
         return False
@@ -395,7 +399,7 @@ _FSDP_HOOKS: Final = frozenset(
 
 
 def _special_prefixes(module: nn.Module) -> tuple[str, ...]:
-    """Where modules stand that change what they load."""
+    """Returns the prefixes of modules that change what they load."""
     rename = renaming(module)
     return tuple(
         rename(f"{path}." if path else "")
@@ -407,9 +411,9 @@ def _special_prefixes(module: nn.Module) -> tuple[str, ...]:
 
 
 def _changes_values(hook: Any) -> bool:
-    """Whether a hook may have to do with what is loaded; those of FSDP2 have not.
+    """Returns True if a hook may change loaded values; those of FSDP2 do not.
 
-    One frees the parameters that it had gathered. The other takes notice of parameters that have got other memory, as
-    none has that was filled where it is.
+    One of them frees the parameters that it had gathered. The other handles parameters whose memory was replaced, and
+    filling in place replaces none.
     """
     return getattr(getattr(hook, "hook", hook), "__qualname__", "") not in _FSDP_HOOKS

@@ -1,9 +1,9 @@
-"""Optimizers: state by the name of the parameter that it belongs to.
+"""Optimizers: state by the name of its parameter.
 
 torch names an optimizer's state by the parameter's number, which changes with the order and the grouping of the
-parameters. Here each parameter has a name: what the optimizer itself was given (`param_names` of its groups);
-otherwise its name in the modules of the same checkpoint, as `model.layer.weight` (object, module, parameter);
-otherwise its place, as `group0.3`.
+parameters. Here each parameter has a name: the one in the optimizer itself (`param_names` of its groups); otherwise its
+name in the modules of the same checkpoint, as `model.layer.weight` (object, module, parameter); otherwise its position,
+as `group0.3`.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class _Layout:
 
 
 class _Steps:
-    """**Thread-safe.** What is called before, or after, each step of any optimizer of torch.
+    """**Thread-safe.** The functions that are called before, or after, each step of any torch optimizer.
 
-    torch's own list of hooks is not to change while another thread's optimizer goes through it: so one stands there,
-    from the first time that one is needed, and it goes through a copy of those behind it.
+    torch's own list of hooks must not change while another thread's optimizer iterates over it: so one hook stays
+    there, from the first time that it is needed, and it iterates over a copy of these functions.
     """
 
     def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
@@ -66,7 +66,7 @@ class _Steps:
         self._register = register
 
     def add(self, call: Callable[[object], None]) -> Callable[[], None]:
-        """From now on that is called as well, until what is returned is called; harmless twice."""
+        """Adds a function, until the returned function is called, which may be repeated."""
         key = object()
         self._calls[key] = call
         with self._lock:
@@ -97,10 +97,10 @@ _STEPPED: Final = _Steps(register_optimizer_step_post_hook)
 class _Gradients:
     """Two gradients of an optimizer, as they were after the newest step of any optimizer.
 
-    What has come since waits for a step. The steps of other optimizers count too: the loss of a generator reaches the
+    Later gradients wait for a step. The steps of other optimizers count too: the loss of a generator reaches the
     discriminator, whose gradients are then set to zero and not used.
 
-    Only the thread that makes this looks at the gradients. torch ends the process, or damages its memory, if one thread
+    Only the thread that creates this reads the gradients. torch ends the process, or damages its memory, if one thread
     reads `parameter.grad` while another one sets it.
     """
 
@@ -119,9 +119,10 @@ class _Gradients:
             self._seen = [(TensorWeakRef(one), one._version) for one in self._sample()]
 
     def find_loss(self) -> str:
-        """What is to be said of a save that is made now, if gradients wait for a step.
+        """Returns a warning about a save that is made now, if gradients wait for a step.
 
-        Those that were set to zero do not, nor those that overflowed, for which a gradient scaler skips the step.
+        Gradients that were set to zero do not wait, nor those that overflowed, for which a gradient scaler skips the
+        step.
         """
         if threading.get_ident() != self._thread:
             return ""
@@ -133,13 +134,14 @@ class _Gradients:
         if not any(bool(one.any()) for one in local) or not all(bool(one.isfinite().all()) for one in local):
             return ""
         return (
-            "the save came between backward() and optimizer.step(), and gradients are not kept. If the next step adds "
-            "to them, a restart trains without these: count a step only when optimizer.step() has used them (call "
-            "run.finish_step() there, or take all batches of a step within one turn of run.steps())"
+            "the save came between backward() and optimizer.step(), and gradients are not saved. If the next "
+            "step adds to them, a restart trains without these: count a step only once optimizer.step() has used "
+            "them (call run.finish_step() there, or take all batches of a step within one iteration of "
+            "run.steps())"
         )
 
     def _sample(self) -> list[torch.Tensor]:
-        """The gradients of the first parameter that has one, and of the last."""
+        """Returns the gradients of the first parameter that has one, and of the last."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
         first = next((one.grad for group in groups for one in group if one.grad is not None), None)
@@ -156,26 +158,26 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
 class OptimizerAdapter(Adapter):
     """State is a tree `{"state": {name: {...}}, "groups": [{..., "params": [names]}], "loose": {}, "rest": {}}`.
 
-    State that belongs to no parameter is in `loose`, what else an optimizer keeps in its `state_dict` in `rest`. Which
-    parameters there are and how they are grouped is part of the program and has to agree. State comes and goes: an
-    optimizer that has not stepped takes what is stored, and one that has stepped is filled where it is. An optimizer
-    whose `state_dict` is not of torch's form is stored as it says, under `whole`.
+    State that belongs to no parameter is in `loose`, any other entry of the optimizer's `state_dict` in `rest`. The
+    parameters and their groups are part of the program and must agree. State comes and goes: an optimizer that has not
+    stepped takes what is stored, and one that has stepped is filled in place. An optimizer whose `state_dict` is not of
+    torch's form is stored unchanged, under `whole`.
 
-    Beside that stand `class`, the optimizer's, and `shapes`, those of its parameters by name. State goes only to an
+    There are also `class`, the optimizer's, and `shapes`, those of its parameters by name. State goes only to an
     optimizer of the same class, and only to a parameter of the same shape. Checkpoints may lack the two.
     """
 
     kind = "torch.optimizer"
 
     def check(self, obj: Any, path: str) -> None:
-        """Looks at the parameters too: those of FSDP1 have a mark."""
+        """Checks the parameters too: those of FSDP1 have a mark."""
         super().check(obj, path)
         parameters = (parameter for group in obj.param_groups for parameter in group["params"])
         if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
             raise make_refusal(FSDP1, "the optimizer of a FullyShardedDataParallel", path)
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
-        """State by name."""
+        """Returns state by name."""
         raw = obj.state_dict()
         if not _is_of_torchs_form(raw, obj):
             return {"whole": raw, "class": _class_of(obj)}
@@ -191,16 +193,17 @@ class OptimizerAdapter(Adapter):
         }
 
     def replication_of(self, obj: Any) -> Replication:
-        """Held by the workers of the mesh of the parameters: their steps are counted there alone."""
+        """Held by the workers of the mesh of the parameters: only their steps are counted there."""
         parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
         return Replication(holders_of(parameters), is_trained=True)
 
     def before_step(
         self, obj: Any, call: Callable[[object], None], *, is_own: bool = False
     ) -> Callable[[], None] | None:
-        """A hook of all optimizers of torch, since another one may step the same parameters.
+        """Uses a hook of all torch optimizers, because another one may step the same parameters.
 
-        Fused ones raise no version counter, so nothing would tell of it. It runs before the hooks of single optimizers.
+        Fused ones raise no version counter, so the change would not be detected. It runs before the hooks of single
+        optimizers.
         """
         if is_own:
             return _follow(obj, call)
@@ -217,15 +220,15 @@ class OptimizerAdapter(Adapter):
         return remove
 
     def oversights_of(self, obj: Any) -> Oversights:
-        """See `Adapter`: gradients that wait for a step are not kept."""
+        """See `Adapter`: gradients that wait for a step are not saved."""
         parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
         return Oversights(find_loss=_Gradients(obj).find_loss, trains=parameters)
 
     def stepped_arrays(self, obj: Any) -> list[Any]:
-        """The parameters, and the tensors that stand in their state.
+        """Returns the parameters, and the tensors in their state.
 
-        Nothing where a CUDA graph may take the steps: its replays call no hook, raise no version, and may change the
-        parameters of any optimizer. `capturable` says that an optimizer is made for that.
+        Empty if a CUDA graph may take the steps: its replays call no hook, raise no version, and may change the
+        parameters of any optimizer. `capturable` marks an optimizer that is made for that.
         """
         if _CAPTURED or any(group.get("capturable") for group in obj.param_groups):
             return []
@@ -234,7 +237,7 @@ class OptimizerAdapter(Adapter):
         return [tensor for tensor in (*parameters, *values) if isinstance(tensor, torch.Tensor)]
 
     def awaited_bytes(self, obj: Any) -> int:
-        """Two moments for each parameter without state, as Adam has; three or one where the options say so."""
+        """Returns two moments for each parameter without state, as Adam has; three or one if the options say so."""
         total_bytes = 0
         for group in obj.param_groups:
             moments = 1 if "momentum" in group and "betas" not in group else 2 + bool(group.get("amsgrad"))
@@ -265,7 +268,7 @@ class OptimizerAdapter(Adapter):
         if not _is_of_torchs_form(raw, obj):
             if _wanted(tree, loading):
                 loading.differences.wrong_kind.append(
-                    f"{loading.name()}: stored by parameter, live in a form of its own ({type(obj).__qualname__})"
+                    f"{loading.name()}: stored by parameter, live in its own form ({type(obj).__qualname__})"
                 )
             return lambda: None
         layout = _layout_of(obj, loading.context)
@@ -288,7 +291,7 @@ class OptimizerAdapter(Adapter):
 
 
 def follow_all(call: Callable[[Any], None]) -> Callable[[], None]:
-    """Has `call` called with each optimizer of torch that has stepped, until what is returned is called."""
+    """Calls `call` with each torch optimizer that has stepped, until the returned function is called."""
     return _STEPPED.add(call)
 
 
@@ -302,7 +305,7 @@ def _follow(obj: Any, call: Callable[[object], None]) -> Callable[[], None] | No
 
 
 def parameter_names(context: CaptureContext) -> dict[int, str]:
-    """For each parameter of the modules, by its id, the first name that it has."""
+    """Returns for each parameter of the modules, by its id, its first name."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for path, member in context.members:
@@ -351,7 +354,7 @@ def _class_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _same_class(stored: Skeleton, optimizer: torch.optim.Optimizer, tree: Skeleton, loading: Loading) -> bool:
-    """Whether state was stored from a class of the same name, in any module; otherwise that is noted."""
+    """Returns True if state was stored from a class of the same name, in any module; otherwise notes the difference."""
     if stored is None:
         return True
     if type(stored) is not str:
@@ -365,7 +368,7 @@ def _same_class(stored: Skeleton, optimizer: torch.optim.Optimizer, tree: Skelet
 
 
 def _wanted(node: Skeleton, loading: Loading, *at: str) -> bool:
-    """Whether a stored part, or something at most three steps below the optimizer, is restored."""
+    """Returns True if a stored part, or something at most three steps below the optimizer, is restored."""
     if loading.wants(*at):
         return True
     parts: list[tuple[str, Skeleton]] = []
@@ -377,7 +380,7 @@ def _wanted(node: Skeleton, loading: Loading, *at: str) -> bool:
 
 
 def _shapes_of(layout: _Layout) -> dict[str, list[int]]:
-    """Of each parameter that has a shape yet."""
+    """Returns the shape of each parameter that has one yet."""
     parameters = zip(layout.names, layout.parameters, strict=True)
     if any(map(_is_lazy_type, set(map(type, layout.parameters)))):
         return {name: list(parameter.shape) for name, parameter in parameters if not is_lazy(parameter)}
@@ -424,9 +427,9 @@ def _is_of_torchs_form(raw: dict[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def _match_groups(stored: Skeleton, layout: _Layout, loading: Loading) -> tuple[list[tuple[int, Skeleton]], set[str]]:
-    """For each live group, the number and the node of the stored one with the same parameters; None for no node.
+    """Returns for each live group the number and the node of the stored one with the same parameters; None for no node.
 
-    And the names of all stored parameters.
+    Returns the names of all stored parameters as well.
     """
     if type(stored) is not list:
         raise malformed(loading.name("groups"), "a list is expected")
@@ -445,7 +448,7 @@ def _match_groups(stored: Skeleton, layout: _Layout, loading: Loading) -> tuple[
         same = groups.get(frozenset(names))
         if not same and live == known and loading.wants("groups", str(number)):
             differences.wrong_kind.append(
-                f"{loading.name('groups', str(number))}: no stored group has just the parameters of this one"
+                f"{loading.name('groups', str(number))}: no stored group has exactly the parameters of this one"
             )
         found.append(same.pop(0) if same else (number, None))
     return found, known
@@ -458,7 +461,7 @@ def _misfits(
     layout: _Layout,
     loading: Loading,
 ) -> set[str]:
-    """Those of the parameters named that had another shape when their state was stored; they are noted."""
+    """Returns those of the named parameters whose shape has changed since the save, and notes them."""
     found = set()
     for name, shape in _shapes_of(layout).items():
         if name in names and shapes.get(name, shape) != shape:
@@ -478,7 +481,7 @@ def _match_state(
     stays: set[str],
     loading: Loading,
 ) -> dict[int, Any]:
-    """The state to load, by torch's numbers. A known parameter without stored state had none yet."""
+    """Returns the state to load, by torch's numbers. A known parameter without stored state had none yet."""
     numbers = {name: number for number, name in enumerate(layout.names)}
     live = {name: present[number] for name, number in numbers.items() if number in present}
     # Where there is no state yet, what is stored comes as it is, and torch moves it to the device; or it comes as the
@@ -508,10 +511,10 @@ def _load(optimizer: torch.optim.Optimizer, ready: dict[str, Any], layout: _Layo
 
 
 def _standing(key: str, value: Any, loaded: Any) -> Any:
-    """What to keep of a stored value and what torch made of it.
+    """Returns what to keep of a stored value and torch's conversion of it.
 
-    torch gives state the type of its parameter, though state of another type (float32 for a parameter in bfloat16)
-    was kept so on purpose, and it cannot load text. `step` is its own affair: where it lies depends on the optimizer.
+    torch gives state the type of its parameter, although state of another type (float32 for a parameter in bfloat16)
+    was kept so on purpose, and it cannot load text. `step` is a special case: its device depends on the optimizer.
     """
     if isinstance(value, torch.Tensor):
         if key == "step" or not isinstance(loaded, torch.Tensor) or value.dtype == loaded.dtype:

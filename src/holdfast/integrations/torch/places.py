@@ -1,4 +1,4 @@
-"""The place of a training loop in the data of a plain `DataLoader`, which the program does not have to change."""
+"""The position of a training loop in the data of a plain `DataLoader`, which the program does not have to change."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ _PASSED_ON: Final = ("num_workers", "pin_memory", "timeout", "multiprocessing_co
 
 
 class DataPlace:
-    """How many batches training has taken in the current epoch of a loader, and how the order of the epoch came about.
+    """How many batches training has taken in the current epoch of a loader, and how the order of the epoch was drawn.
 
-    The order is not stored. It follows from the random generators as they were when the epoch began, and these are: a
-    restart draws the indices of the epoch again and passes over those that were trained, without loading their samples.
+    The order is not stored. It follows from the random generators as they were when the epoch began, which are stored:
+    a restart draws the indices of the epoch again and skips those that were trained, without loading their samples.
 
-    Python's, NumPy's and torch's (CPU) generators are seeded for each batch of a dataset with indices, from what they
-    were when the epoch began. So an augmentation, or a mask that is drawn while a batch is collated, is the same after
-    a restart, whatever workers have loaded ahead, and loading does not disturb the generators of training.
+    Python's, NumPy's and torch's (CPU) generators are seeded for each batch of a dataset with indices, from their state
+    when the epoch began. So an augmentation, or a mask that is drawn while a batch is collated, is the same after a
+    restart, regardless of prefetching workers, and loading does not change the generators of training.
 
     Attributes:
-        resumes: Whether the next epoch that begins goes on at the place that was restored.
+        resumes: True if the next epoch that begins continues at the restored position.
         on_resume: Called when it does.
     """
 
     def __init__(
         self, loader: DataLoader[Any], owner: Any = None, lookahead: int = 0, *, is_dispatched: bool = False
     ) -> None:
-        """Follows a loader from now on; the loader is changed where it is.
+        """Follows a loader from now on; the loader is changed in place.
 
         Args:
-            loader: A loader of torch.
-            owner: What iterates it and hands its batches on, if anything does; its `iteration` counts the epochs.
-            lookahead: How many batches the owner takes from the loader before it hands on the one before.
-            is_dispatched: Whether the owner gives a part of each batch to each worker; it asks `try_pass` first.
+            loader: A torch loader.
+            owner: The object that iterates it and passes its batches on, if any; its `iteration` counts the epochs.
+            lookahead: How many batches the owner takes from the loader before it passes on the one before.
+            is_dispatched: True if the owner gives a part of each batch to each worker; it asks `try_pass` first.
 
         Raises:
-            UsageError: If the loader has a way of its own to be iterated.
+            UsageError: If the loader has its own way of iterating.
         """
         cls = type(loader)
         # The one of torchdata has, and needs none once its place is kept here.
         if cls.__iter__ is not DataLoader.__iter__ and cls.__name__ != "StatefulDataLoader":
             raise UsageError(
-                f"{cls.__name__} iterates in a way of its own, so its place in the data cannot be kept",
-                hint="Use torch's DataLoader, or a subclass that leaves __iter__ alone.",
+                f"{cls.__name__} overrides __iter__, so its position in the data cannot be saved",
+                hint="Use torch's DataLoader, or a subclass that does not override __iter__.",
             )
         self._loader, self._owner, self._lookahead = loader, owner, lookahead
         self._is_dispatched = is_dispatched
@@ -80,18 +80,19 @@ class DataPlace:
 
     @property
     def caveat(self) -> str:
-        """What a restart will have to do all the same, or cannot; empty if there is no such thing."""
+        """Returns what a restart will have to do nevertheless, or cannot; empty if there is no such thing."""
         if self._is_dispatched and self._fills_last_batch():
             return (
-                "with dispatch_batches, accelerate fills the last batch of an epoch with samples of the first, and "
-                "after a restart in that epoch with samples of the first one since. Give the loader drop_last=True"
+                "with dispatch_batches, accelerate fills the last batch of an epoch with samples of the first "
+                "batch, and after a restart in that epoch with samples of the first batch since then. Pass "
+                "drop_last=True to the loader"
             )
         if not self._is_stream or self._keeps_stream:
             return ""
         return (
-            f"{type(self._loader.dataset).__name__} can only be iterated, and keeps no place: a restart in the "
-            "middle of an epoch loads what was trained once more, and passes over it. A dataset with indices, or one "
-            "with state_dict and load_state_dict and num_workers=0, does without"
+            f"{type(self._loader.dataset).__name__} can only be iterated, and keeps no position: a restart in the "
+            "middle of an epoch loads the trained batches again and skips them. A dataset with indices, or one "
+            "with state_dict and load_state_dict and num_workers=0, avoids that"
         )
 
     def _fills_last_batch(self) -> bool:
@@ -104,7 +105,7 @@ class DataPlace:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the loader has nothing left in this epoch."""
+        """True if the loader has nothing left in this epoch."""
         return self._has_ended
 
     def __repr__(self) -> str:
@@ -124,7 +125,7 @@ class DataPlace:
         return derive(*(int(digest(content)[:16], 16) for content in contents), rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place, as plain values."""
+        """Returns the position, as plain values."""
         iteration = getattr(self._owner, "iteration", self._begun_iteration)
         if self._restored is not None and self._begin is None:
             return dict(self._restored)  # Nothing was taken since it was restored.
@@ -140,7 +141,7 @@ class DataPlace:
         return {**state, "begin": self._begin, "taken": self._taken, "ended": has_ended, "stream": stream}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes note of the place for the next epoch that begins."""
+        """Stores the position for the next epoch that begins."""
         write_parts(self._loader, state["parts"])
         self._restored, self._begin = state, None
         self.resumes = state["begin"] is not None
@@ -148,7 +149,7 @@ class DataPlace:
             self._owner.iteration = state["iteration"]
 
     def resume_at(self, taken: int) -> None:
-        """Has the next epoch go on in the one that was restored, after so many batches."""
+        """Makes the next epoch continue in the restored one, after that many batches."""
         assert self._restored is not None  # Asked only where `resumes` was true.
         if self._restored["taken"] != taken:
             # The program takes other batches than before.
@@ -156,14 +157,14 @@ class DataPlace:
         self.resumes = True
 
     def close(self) -> None:
-        """Lets the loader's workers go, which persist if that was asked for."""
+        """Ends the loader's persistent workers, if it has some."""
         inner, self._inner = self._inner, None
         workers = getattr(inner, "_iterator", None)
         if workers is not None:
             workers._shutdown_workers()
 
     def try_pass(self) -> bool:
-        """Whether the epoch that begins is the one that was restored, and nothing is left of it: then it is over."""
+        """Returns True if the epoch that begins is the restored one, and nothing is left of it: then it is over."""
         if self._restored is None or not self.resumes or not self._restored["ended"]:
             return False
         self._restored, self.resumes = None, False
@@ -172,7 +173,7 @@ class DataPlace:
         return True
 
     def start(self) -> Iterator[Any]:
-        """Begins an epoch, or goes on in the one that was restored."""
+        """Begins an epoch, or continues in the restored one."""
         state = self._restored if self.resumes else None
         self._restored, self.resumes = None, False
         self._has_ended, self._stream_states = False, []
@@ -259,7 +260,7 @@ class DataPlace:
 
 
 class _FollowedLoader(DataLoader[Any]):
-    """A plain loader that tells its `DataPlace` of each batch."""
+    """A plain loader that reports each batch to its `DataPlace`."""
 
     _place: DataPlace
 
@@ -268,12 +269,12 @@ class _FollowedLoader(DataLoader[Any]):
 
 
 def has_state(obj: object) -> bool:
-    """Whether an object can say where it is, and go there."""
+    """Returns True if an object has a position that can be read and restored."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
 def read_parts(loader: Any) -> list[dict[str, Any]]:
-    """Returns what a loader and its samplers count, and the states of the generators that are their own."""
+    """Returns the counts of a loader and its samplers, and the states of their own generators."""
     states = []
     for part in _list_parts(loader):
         state = {name: getattr(part, name) for name in _COUNTERS if type(getattr(part, name, None)) is int}
@@ -285,7 +286,7 @@ def read_parts(loader: Any) -> list[dict[str, Any]]:
 
 
 def write_parts(loader: Any, states: Sequence[Mapping[str, Any]]) -> None:
-    """Puts back what `read_parts` returned."""
+    """Restores what `read_parts` returned."""
     for part, state in zip(_list_parts(loader), states, strict=False):
         for name, value in state.items():
             if name != "generator":
@@ -297,7 +298,7 @@ def write_parts(loader: Any, states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _list_parts(loader: Any) -> list[Any]:
-    """The loader and all samplers under it, in an order that the next process has as well."""
+    """Returns the loader and all samplers under it, in an order that is the same in the next process."""
     parts, found = [loader], {id(loader)}
     for part in parts:
         for value in (getattr(part, "batch_sampler", None), getattr(part, "sampler", None)):
@@ -332,7 +333,7 @@ def _tensor_of(content: bytes) -> torch.Tensor:
 
 
 class _BatchTasks:
-    """A `batch_sampler` that gives tasks in the order of another sampler."""
+    """A `batch_sampler` that yields tasks in the order of another sampler."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -343,7 +344,7 @@ class _BatchTasks:
         return len(self._sampler)
 
     def begin(self, key: int, taken: int) -> None:
-        """Says how the next iterator begins: the key of the epoch's seeds, and how many batches it passes over."""
+        """Sets how the next iterator begins: the key of the epoch's seeds, and how many batches it skips."""
         self._key, self._taken = key, taken
 
     def __iter__(self) -> _TaskIterator:
@@ -352,7 +353,7 @@ class _BatchTasks:
 
 
 class _TaskIterator(Iterator[Any]):
-    """Passes over the first batches' indices when it is asked for the first task."""
+    """Skips the first batches' indices when it is asked for the first task."""
 
     def __init__(self, indices: Iterator[Any], key: int, taken: int) -> None:
         self._indices, self._key, self._number, self._left = indices, key, taken, taken
@@ -360,7 +361,7 @@ class _TaskIterator(Iterator[Any]):
         self._has_begun = False
 
     def prime(self) -> None:
-        """Has the next task ready, if it is not under way already."""
+        """Prepares the next task, if it is not in progress already."""
         if not self._has_begun:
             with suppress(StopIteration):
                 self._ready.append(next(self))
@@ -378,7 +379,7 @@ class _TaskIterator(Iterator[Any]):
 
 
 class _SeededBatches(Dataset[Any]):
-    """A dataset that makes the whole of a batch, with every generator seeded for it.
+    """A dataset that makes a whole batch, with every generator seeded for it.
 
     It has the attributes of the user's dataset, which a `worker_init_fn` may read and set by `get_worker_info()`.
     """

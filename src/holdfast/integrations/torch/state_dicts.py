@@ -1,4 +1,4 @@
-"""What `optimizer.state_dict()` gave, as another program has kept it: parameters by number, or by name."""
+"""The result of `optimizer.state_dict()`, as another program has stored it: parameters by number, or by name."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ _SHAPED_AS_PARAMETERS: Final = frozenset(
         *("sum", "acc_delta", "exp_inf", "ax", "prev"),
     }
 )
-"""State of torch's own optimizers that has the shape of the parameter which it belongs to."""
+"""State of torch's own optimizers that has the shape of its parameter."""
 
 
 def is_state_dict(tree: dict[str, Skeleton]) -> bool:
-    """**Pure.** Whether a stored tree is what `state_dict()` of an optimizer gives."""
+    """**Pure.** Returns True if a stored tree is the result of an optimizer's `state_dict()`."""
     return tree.keys() >= {"state", "param_groups"}
 
 
 def name_stored_parameters(
     tree: dict[str, Skeleton], groups: list[list[str]], loading: Loading
 ) -> tuple[dict[str, Skeleton], dict[str, list[int]]] | None:
-    """The same state under the names of the live parameters.
+    """Returns the same state under the names of the live parameters.
 
-    Numbers go by place, as torch itself has it: the first parameter of the first group is that of the live optimizer.
+    Numbers go by position, as in torch itself: the first parameter of the first group is that of the live optimizer.
     Names go by name, with any prefix that the live one has.
 
     Args:
-        tree: What is stored.
+        tree: The stored tree.
         groups: The names of the live parameters, by group.
         loading: Where differences are noted.
 
     Returns:
-        The state as holdfast keeps it, and the shapes of parameters as far as they can be told; None if the groups do
-        not fit, which is noted.
+        The state in holdfast's form, and the known shapes of parameters; None if the groups do not fit, which is noted.
 
     Raises:
-        FormatError: If what is stored is no such state.
+        FormatError: If the tree is not such a state.
     """
     stored = tree["param_groups"]
     if type(stored) is not list:
@@ -82,7 +81,7 @@ def name_stored_parameters(
 
 
 def _match(keys: list[Any], live: list[str]) -> list[str] | None:
-    """For each stored parameter the live one; None if they do not go together."""
+    """Returns for each stored parameter the live one; None if they do not match."""
     if not all(type(key) is str for key in keys):
         return live
     found: dict[str, str] = {}
@@ -98,7 +97,7 @@ def _match(keys: list[Any], live: list[str]) -> list[str] | None:
 
 
 def _items(node: Skeleton, loading: Loading) -> list[tuple[Any, Skeleton]]:
-    """The items of a stored dict, with keys of any kind."""
+    """Returns the items of a stored dict, with keys of any kind."""
     if type(node) is dict and node.get("$") == "dict" and type(node.get("v")) is list:
         pairs = node["v"]
         if not all(type(pair) is list and len(pair) == 2 for pair in pairs):
@@ -108,7 +107,7 @@ def _items(node: Skeleton, loading: Loading) -> list[tuple[Any, Skeleton]]:
 
 
 def _shape(node: Skeleton, loading: Loading) -> list[int] | None:
-    """The shape of a parameter, as its state tells it."""
+    """Returns the shape of a parameter, from its state."""
     if type(node) is not dict or "$" in node:
         return None
     for key, part in node.items():

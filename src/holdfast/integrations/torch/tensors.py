@@ -1,4 +1,4 @@
-"""Tensors as arrays: what they are, how they are copied out, from devices too, and filled."""
+"""Tensors as arrays: their descriptions, and how they are copied out, also from devices, and filled."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ from holdfast.format.shapes import extent_of, find_layout, may_share_elements, r
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Pin, Plain, spec_of
 
 Items: TypeAlias = list[tuple[torch.Tensor, int]]
-"""Tensors, each with the byte of the image where its values go."""
+"""Tensors, each with the offset of its values in the image."""
 
 GATHERED_BYTES: Final = 1 << 16
-"""Tensors on an accelerator that are smaller are put together there, so that one transfer brings many."""
+"""Smaller tensors on an accelerator are joined there, so that one transfer brings many."""
 
 INTEGERS: Final = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 """For each type of quantized tensors, that of their integers."""
 
 _PORTABLE: Final = 1
-"""The flag by which memory is pinned for all devices of the process."""
+"""The flag that pins memory for all devices of the process."""
 
 
 @dataclass(slots=True)
 class DeviceCopies:
-    """A `Transfer`: copies that devices of CUDA make, each on a stream of holdfast's own.
+    """A `Transfer`: copies that CUDA devices make, each on a stream of holdfast's own.
 
     Attributes:
-        done: For each device, the event that comes after its copies.
-        sources: What is copied, kept until it is.
+        done: For each device, the event after its copies.
+        sources: The copied tensors, kept until then.
     """
 
     done: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     sources: list[torch.Tensor] = field(default_factory=list)
 
     def hold(self) -> None:
-        """Lets the calling thread's current streams wait for the copies; the thread itself goes on.
+        """Lets the calling thread's current streams wait for the copies; the thread itself continues.
 
         Raises:
             UsageError: If the calling thread captures a CUDA graph, which cannot wait for anything outside of it.
         """
         if self.done and is_capturing():
             raise UsageError(
-                "an optimizer's step is being captured in a CUDA graph while a save still copies what it changes",
+                "an optimizer's step is being captured in a CUDA graph while a save is still copying what the "
+                "step changes",
                 hint="Call manager.wait() before the capture begins.",
             )
         for device, event in self.done.items():
@@ -70,15 +71,15 @@ class DeviceCopies:
 
 
 def is_capturing() -> bool:
-    """Whether the calling thread's current stream is being captured in a CUDA graph."""
+    """Returns True if the calling thread's current stream is being captured in a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class TorchDevices:
-    """Copies from any device; CUDA makes them in the background, for other devices the call waits."""
+    """Copies from any device; CUDA makes the copies in the background, for other devices the call waits."""
 
     def moment(self, arrays: Sequence[Any]) -> dict[torch.device, torch.cuda.Event]:
-        """For each device of CUDA, an event behind all that the calling thread has asked of it."""
+        """Returns for each CUDA device an event after everything that the calling thread has submitted to it."""
         devices = {array.device for array in arrays if array.is_cuda}
         return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
@@ -123,7 +124,8 @@ class TorchDevices:
         return copies
 
     def find_pin(self, arrays: Sequence[Any]) -> Pin | None:
-        """Pinned memory is what CUDA copies to directly, and without waiting; arrays on other devices need none."""
+        """Returns pinned memory's registration: CUDA copies to it directly, and without waiting; other devices need
+        none."""
         device = next((array.device for array in arrays if array.is_cuda), None)
         return None if device is None else partial(_pin, device)
 
@@ -141,8 +143,8 @@ def _pin(device: torch.device, image: memoryview) -> Callable[[], None] | None:
                 torch.ones((), device=device)
     if code != 0:
         logger.warning(
-            "%.1f GB of host memory could not be pinned (CUDA error %d), so saves copy from the device more slowly. "
-            "Raise the limit of locked memory (ulimit -l unlimited), or leave more memory free.",
+            "%.1f GB of host memory could not be pinned (CUDA error %d), so saves copy from the device more "
+            "slowly. Raise the limit of locked memory (ulimit -l unlimited), or leave more memory free.",
             image.nbytes / 1e9,
             code,
         )
@@ -159,13 +161,13 @@ def _pin(device: torch.device, image: memoryview) -> Callable[[], None] | None:
 
 
 def integers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The integers of a quantized tensor: a tensor of the same memory."""
+    """Returns the integers of a quantized tensor: a tensor of the same memory."""
     integers = torch.empty(0, dtype=INTEGERS[tensor.dtype], device=tensor.device)
     return integers.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def tensor_over(data: memoryview, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """A tensor that shows contiguous bytes; those of a view that is read-only are copied."""
+    """Returns a tensor over contiguous bytes; those of a read-only view are copied."""
     if data.readonly:
         data = memoryview(bytearray(data))
     return torch.frombuffer(data, dtype=dtype).reshape(tuple(shape))
@@ -175,7 +177,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device on which all copies go, beside those on which it computes."""
+    """Returns the stream of a device for all copies, besides those on which it computes."""
     if device not in _streams:
         # Several threads may come here at once, and are to share one.
         _streams.setdefault(device, torch.cuda.Stream(device))
@@ -188,7 +190,7 @@ def _into(image: memoryview, tensor: torch.Tensor, offset: int) -> None:
 
 
 def _gathered(items: Items) -> Iterator[tuple[torch.Tensor, int]]:
-    """The same values in fewer tensors: small ones that are neighbours in the image come as one."""
+    """Returns the same values in fewer tensors: small neighbors in the image are joined."""
     run: list[torch.Tensor] = []
     begin = end = 0
     for tensor, offset in items:
@@ -242,7 +244,7 @@ _storage_bytes = torch.UntypedStorage.nbytes
 _QUANTIZED_HINT: Final = "Store its int_repr() with scales and zero points."
 
 _LOOKED_AT: Final = 256
-"""So many tensors are looked at property by property, for speed, and stay in the processor's cache meanwhile."""
+"""How many tensors are inspected property by property, for speed, while they stay in the processor's cache."""
 
 
 class TorchBackend:
@@ -253,7 +255,7 @@ class TorchBackend:
     is_immutable = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:
-        """What the tensor is."""
+        """Returns the tensor's description."""
         name = DTYPES.get(array.dtype)
         if (
             name is None
@@ -274,7 +276,7 @@ class TorchBackend:
         return _spec_of_layout(name, shape, array.stride())
 
     def alias_key(self, array: Any) -> Hashable:
-        """Address, device, type, shape, strides, and how values are read."""
+        """Returns address, device, type, shape, strides, and how values are read."""
         address = array.data_ptr()
         if address == 0:  # a tensor of no elements
             return id(array)
@@ -283,13 +285,14 @@ class TorchBackend:
         return (address, array.dtype, array.shape, array.is_neg(), array.is_conj(), array.stride(), array.device)
 
     def address(self, array: Any) -> int | None:
-        """The address of what lies contiguous in host memory."""
+        """Returns the address of a contiguous tensor in host memory."""
         if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
             return None
         return array.data_ptr() or None
 
     def extent(self, array: Any) -> tuple[int, int] | None:
-        """From the first byte of any element to the last; addresses of CUDA's memory are not those of others."""
+        """Returns the addresses from the first byte of any element to the last; CUDA's addresses are not those of
+        others."""
         if not (array.is_cpu or array.is_cuda) or not array.numel():
             return None
         address = array.data_ptr()
@@ -299,7 +302,7 @@ class TorchBackend:
         return extent_of(address, array.shape, [stride * item_bytes for stride in array.stride()], item_bytes)
 
     def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Shape, type, strides and device of each, if each has its memory."""
+        """Returns shape, type, strides and device of each, if each has its memory."""
         addresses: list[int] = []
         shapes: list[torch.Size] = []
         dtypes: list[torch.dtype] = []
@@ -334,13 +337,13 @@ class TorchBackend:
         return Glance(addresses, (shapes, dtypes, others))
 
     def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
-        """What autograd counts for each tensor and all its views."""
+        """Returns autograd's version counter of each tensor, which all its views share."""
         if any(map(_is_inference, arrays)):
             return [None if array.is_inference() else int(array._version) for array in arrays]
         return list(map(_version, arrays))
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """Types, shapes and addresses, if all lie as they are stored in host memory."""
+        """Returns types, shapes and addresses, if all have the stored layout in host memory."""
         plain = Plain([], [], [])
         for first in range(0, len(arrays), _LOOKED_AT):
             some = arrays[first : first + _LOOKED_AT]
@@ -364,7 +367,8 @@ class TorchBackend:
             transfer.wait()
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
-        """The memory of each; autograd, and other watchers of the version, notice the change that torch cannot see."""
+        """Returns the memory of each; autograd, and other watchers of the version, notice the change that torch cannot
+        see."""
         try:
             torch.autograd.graph.increment_version(arrays)
         except (RuntimeError, TypeError):
@@ -390,11 +394,11 @@ class TorchBackend:
             torch.cuda.synchronize(array.device)
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
-        """A new tensor, in host memory or on the device of another."""
+        """Returns a new tensor, in host memory or on the device of another."""
         return _empty(spec, torch.device("cpu") if like is None else like.device)
 
     def fillable(self, array: Any) -> bool:
-        """Whether each element is memory of its own. A quantized tensor keeps the quantizer that it was made with."""
+        """Returns True if no elements overlap. A quantized tensor keeps the quantizer that it was created with."""
         if array.is_quantized:
             return False
         return array.is_contiguous() or not array.numel() or not may_share_elements(array.shape, array.stride())
@@ -456,13 +460,13 @@ def _empty(spec: ArraySpec, device: torch.device) -> torch.Tensor:
 
 
 def _why_not(array: Any) -> tuple[str, str]:
-    """What keeps a tensor from being stored, and what to do about it."""
+    """Returns what prevents a tensor from being stored, and what to do about it."""
     if isinstance(array, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return "a parameter of a lazy module", "Run one batch through the module first, so that it gets its shape."
     if array.is_meta:
-        return "a tensor on the meta device", "Give it memory first (to_empty), it has no values."
+        return "a tensor on the meta device", "Allocate its memory first (to_empty): it has no values."
     if array.is_nested:
-        return "a nested tensor", "Store the tensors that it is made of, as a list."
+        return "a nested tensor", "Store the tensors that it consists of, as a list."
     if array.layout is not torch.strided:
         return f"a tensor of layout {array.layout}", "Store its indices and values, or its dense form (to_dense)."
     if array.is_quantized:
@@ -470,28 +474,28 @@ def _why_not(array: Any) -> tuple[str, str]:
     if type(array) not in _PLAIN_TYPES:
         cls = type(array)
         hint = (
-            "Store the plain tensors that it is made of, or give its class __tensor_flatten__ and __tensor_unflatten__."
+            "Store the plain tensors that it consists of, or give its class __tensor_flatten__ and "
+            "__tensor_unflatten__."
         )
         if cls.__module__.startswith("bitsandbytes."):
             hint = (
-                "It keeps a part of its values where load_state_dict does not put them back. Save what is trained: "
+                "Its load_state_dict does not restore all of its values. Save what is trained: "
                 "trained={name: p for name, p in model.named_parameters() if p.requires_grad}."
             )
         elif hasattr(cls, "__tensor_flatten__"):
-            hint = (
-                "A tensor that is divided over workers has to consist of plain tensors. Use a plain optimizer for it."
-            )
+            hint = "A tensor that is sharded over workers must consist of plain tensors. Use a plain optimizer for it."
         return f"a tensor of type {cls.__module__}.{cls.__qualname__}", hint
     if _lacks_memory(array):
         return (
             "a tensor whose storage was freed, or is too short for it,",
-            "Let the engine that manages its memory put its values back first, or leave it out.",
+            "Let the engine that manages its memory restore its values first, or leave it out.",
         )
     return f"a tensor of dtype {array.dtype}", "Convert it to another type, such as torch.uint8 (tensor.view)."
 
 
 def _lacks_memory(array: torch.Tensor) -> bool:
-    """Whether a tensor's storage is too short for it, as where an engine has freed it until it is needed again."""
+    """Returns True if a tensor's storage is too short for it, as when an engine has freed it until it is needed
+    again."""
     try:
         held_bytes = array.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):  # Some devices have no storage.
@@ -507,7 +511,7 @@ def _lacks_memory(array: torch.Tensor) -> bool:
 def _try_columns(
     arrays: Sequence[torch.Tensor],
 ) -> tuple[list[int], list[str], list[torch.dtype], list[torch.Size]] | None:
-    """Addresses, element types and shapes of plain tensors whose values lie contiguous in host memory."""
+    """Returns addresses, element types and shapes of plain tensors whose values are contiguous in host memory."""
     if not _PLAIN_TYPES.issuperset(map(type, arrays)) or not all(map(_is_cpu, arrays)):
         return None
     if not all(map(_is_contiguous, arrays)) or any(map(_is_neg, arrays)) or any(map(_is_conj, arrays)):

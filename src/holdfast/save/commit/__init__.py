@@ -1,1 +1,1 @@
-"""What becomes of files that are written: a checkpoint, and what is kept."""
+"""Commits written files as a checkpoint, and removes checkpoints that are not kept."""

@@ -1,7 +1,7 @@
-"""How checkpoints go: one of them, the place on the disk that it had, and all those of a run.
+"""Removes checkpoints: one of them, its space on the disk, and all those of a run.
 
-A step's manifest goes first, then what it vouched for. Nothing of a user's own is removed. Each function here raises
-`StorageError` if the place fails.
+A step's manifest is removed first, then its data. Nothing of a user's own is removed. Each function here raises
+`StorageError` if the storage fails.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from holdfast.storage.protocol import SparingStorage, Storage
 
 
 def withdraw(storage: Storage, name: StepName) -> None:
-    """**Blocks.** Takes a committed step's manifest away. Its data stays, since a save that goes on may refer to it.
+    """**Blocks.** Removes a committed step's manifest. Its data stays, because a save in progress may refer to it.
 
-    Whoever withdraws a step looks again, when this has returned, whether another step may have come to refer to it, and
-    only then removes the data. Whoever has committed a step looks again whether those that it refers to still have
-    their manifests. So of two that do this at the same time, at least one sees the other.
+    After this, the caller checks again whether another step may have come to refer to it, and only then removes the
+    data. A job that has committed a step checks again whether those that it refers to still have their manifests. So of
+    two that do this at the same time, at least one sees the other.
 
     A crash after this leaves a directory without a manifest, which the next sweep removes.
     """
@@ -59,9 +59,9 @@ def withdraw(storage: Storage, name: StepName) -> None:
 def discard_unfinished(storage: Storage, name: StepName) -> bool:
     """**Blocks.** Removes the directory of a step that was never committed, or that a person gives up.
 
-    It is moved aside first, so that a writer which is not as dead as it seems finds its directory gone and fails,
-    rather than publishing a manifest beside data that have been removed. If files that are not holdfast's keep the
-    directory, it has its name again, and False is given.
+    It is moved aside first, so that a writer that is still alive finds its directory gone and fails, rather than
+    publishing a manifest next to removed data. If foreign files keep the directory, it gets its name back, and the
+    result is False.
     """
     if any(not is_own_file(entry.name) for entry in storage.list(name.directory)):
         return remove_own_files(storage, name.directory)
@@ -69,7 +69,8 @@ def discard_unfinished(storage: Storage, name: StepName) -> bool:
 
 
 def remove_own_files(storage: Storage, directory: str) -> bool:
-    """**Blocks.** Removes holdfast's own files from a directory, and it if nothing else is there; whether all went."""
+    """**Blocks.** Removes holdfast's own files from a directory, and it if nothing else is there; returns True if all
+    went."""
     for entry in storage.list(directory):
         if not entry.is_directory and is_own_file(entry.name):
             storage.remove(f"{directory}/{entry.name}")
@@ -79,7 +80,7 @@ def remove_own_files(storage: Storage, directory: str) -> bool:
 def sweep(
     storage: Storage, unfinished: Iterable[StepName], trash: Iterable[str], generation: int
 ) -> tuple[list[str], list[HoldfastError]]:
-    """**Blocks.** Removes what saves that died have left; gives the paths, and what could not be removed.
+    """**Blocks.** Removes the remains of dead saves; returns the paths, and what could not be removed.
 
     `unfinished` are steps that no job can commit any more, `trash` are directories that were set aside before. Openings
     that were never published go too, up to `generation`.
@@ -108,15 +109,15 @@ def sweep(
 
 
 _MAX_SHARE: Final = 2
-"""How many times as large as the newest data file the spare may be: the next one is likely to be of that size."""
+"""How many times larger than the newest data file the spare may be: the next one is likely to be of that size."""
 
 
 class FileRecycler:
-    """The place on the disk that removed checkpoints of one run writer had, for its next save.
+    """Recycles the data file of a removed checkpoint for the next save of one run writer.
 
-    While the job lives, one data file stays as the spare. It goes when the manager is closed, or else when the program
-    ends; a crash leaves it to the next job that saves here. One save uses it at a time; `close` may be called at any
-    moment.
+    While the job lives, one data file stays as the spare. It is removed when the manager is closed, or else when the
+    program ends; after a crash the next job that saves here uses it. One save uses it at a time; `close` may be called
+    at any time.
     """
 
     def __init__(self, storage: Storage, *, reuse: bool) -> None:
@@ -129,7 +130,7 @@ class FileRecycler:
         self._has_kept = False
 
     def begin(self, generation: int) -> None:
-        """**Blocks.** A generation was opened, which now has the spare; one that keeps none removes what it finds."""
+        """**Blocks.** Called when a generation was opened, which now has the spare; if none is kept, removes it."""
         self._generation = generation
         if self._spare is not None and not self._reuse:
             # If this fails, the sweep tells of it.
@@ -140,7 +141,7 @@ class FileRecycler:
         """**Blocks.** Removes the files of a committed step that was withdrawn here, and to which nothing refers.
 
         A data file may stay as the spare, unless it is much larger than that of the newest commit. Only such a step's
-        may: the files of another directory that was left unfinished may still be written to.
+        may: the files of another unfinished directory may still be written to.
         """
         for entry in self._storage.list(directory) if self._reuse else ():
             if is_own_file(entry.name) and entry.name.endswith(DATA_SUFFIX) and not entry.is_directory:
@@ -157,7 +158,7 @@ class FileRecycler:
             self._spare.remove(_MAX_SHARE * newest_bytes if self._reuse else -1)
 
     def close(self) -> None:
-        """**Blocks.** Removes the spare that was kept here, unless a newer job has begun, whose it is then.
+        """**Blocks.** Removes the spare that was kept here, unless a newer job has begun, which owns it then.
 
         From now on nothing is kept.
         """
@@ -167,7 +168,7 @@ class FileRecycler:
                 self._spare.remove()
 
     def abandon(self) -> None:
-        """As `close`, but leaves the spare where it is, as a crash does."""
+        """Like `close`, but leaves the spare where it is, as a crash does."""
         self._end()
 
     def drain(self) -> list[HoldfastError]:
@@ -177,7 +178,7 @@ class FileRecycler:
         return []
 
     def _end(self) -> bool:
-        """Keeps nothing from now on; whether something was kept before."""
+        """Keeps nothing from now on; returns True if something was kept before."""
         with self._lock:
             unregister_drain(self)
             had_kept, self._has_kept, self._reuse = self._has_kept, False, False
@@ -186,12 +187,12 @@ class FileRecycler:
 
 @dataclass(frozen=True, slots=True)
 class Clearing:
-    """What was removed of a run.
+    """The outcome of clearing a run.
 
     Attributes:
         removed: The checkpoints that are gone.
         generation: The generation that was opened for it; None if there was nothing to remove.
-        problems: What could not be removed, and why.
+        problems: The files that could not be removed, and why.
     """
 
     removed: tuple[StepName, ...] = ()
@@ -200,11 +201,11 @@ class Clearing:
 
 
 def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = False) -> Clearing:
-    """**Blocks.** Removes all checkpoints of a run, and what unfinished saves have left; nothing of a user's own.
+    """**Blocks.** Removes all checkpoints of a run, and the remains of unfinished saves; nothing of a user's own.
 
-    First a generation is opened that begins anew. From then on nothing is there to be restored, whatever else a crash
-    prevents, and whoever saved before is fenced. The record of that generation stays for as long as the directory does.
-    With `keeps_files` the checkpoints only stop being what a run goes on from; they go when all are removed next.
+    First a generation without a base is opened. From then on nothing can be restored, even after a crash, and jobs that
+    saved before are fenced. The record of that generation stays as long as the directory does. With `keeps_files` the
+    checkpoints only stop being the source of a resume; they are removed when all are removed next.
 
     Raises:
         FencedError: If another job has opened a newer one than `known_generation`; nothing has been removed.
@@ -247,14 +248,14 @@ def _check_own(storage: Storage, generation: int) -> None:
         by = ""
     raise FencedError(
         f"{storage.url}: generation {generation} was opened{by} since this job began; nothing was removed",
-        hint="Another job saves there. Stop this one, or give it a directory of its own.",
+        hint="Another job saves there. Stop this job, or give it its own directory.",
     )
 
 
 def _remove_committed(
     storage: Storage, catalog: Catalog, generation: int
 ) -> tuple[list[StepName], list[HoldfastError]]:
-    """The newest first: what refers to others goes before them. All manifests go before any data does."""
+    """Removes the newest first: steps go before those that they refer to. All manifests go before any data does."""
     problems: list[HoldfastError] = []
     withdrawn: list[StepName] = []
     for name in sorted(catalog.committed, reverse=True):

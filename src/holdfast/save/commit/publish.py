@@ -1,4 +1,4 @@
-"""Receipts to a manifest: the moment from which a step exists."""
+"""Publishes the manifest of a step: the moment from which it exists."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def commit(
     metrics: Mapping[str, float],
     metadata: Mapping[str, Any],
 ) -> Manifest:
-    """**Blocks.** Publishes the manifest of a step whose bytes are durable, and makes sure that it counts.
+    """**Blocks.** Publishes the manifest of a step whose bytes are durable, and checks that it counts.
 
-    A crash before the publication leaves debris; after it, a whole checkpoint that nobody has spoken of yet.
+    A crash before the publication leaves debris; after it, a whole checkpoint that has not been reported yet.
 
     Raises:
-        FencedError: If a newer generation was opened: the step may exist, but must not be called committed, since the
+        FencedError: If a newer generation was opened: the step may exist, but must not be called committed, because the
             newer job may not have seen it when it began.
-        StorageError: If the place fails, or a step that this one refers to was removed meanwhile.
+        StorageError: If the storage fails, or a step that this one refers to was removed meanwhile.
     """
     features = set(receipts.features)
     features |= {REFERENCES} if receipts.references else set()
@@ -58,7 +58,7 @@ def commit(
         raise StorageError(
             f"{storage.url}: {name.directory} has a manifest that this save did not write",
             path=name.manifest_path,
-            hint="Two jobs believe to be the same one; give each a directory of its own.",
+            hint="Two jobs act as the same job; give each its own directory.",
         )
     check_fence(storage, name.generation)
     if manifest.references:
@@ -67,24 +67,24 @@ def commit(
 
 
 def _check_references(storage: Storage, manifest: Manifest) -> None:
-    """**Blocks.** Makes sure that the steps which a step refers to are still committed; else takes it back.
+    """**Blocks.** Checks that the steps to which a step refers are still committed; else takes it back.
 
-    A crash in here leaves a step that no caller has heard of, and that a restore may find damaged and pass over.
+    A crash in here leaves a step that no caller knows of, and that a restore may find damaged and skip.
     """
     for reference in manifest.references:
         if MANIFEST_NAME not in {entry.name for entry in storage.list(reference.name.directory)}:
             withdraw(storage, manifest.name)
             remove_own_files(storage, manifest.name.directory)
             raise StorageError(
-                f"{storage.url}: {reference.name.directory} was removed while step {manifest.step} was being saved, "
-                "which refers to it",
+                f"{storage.url}: {reference.name.directory} was removed while step {manifest.step}, which refers "
+                "to it, was being saved",
                 path=reference.name.directory,
-                hint="The next save writes everything that lay there.",
+                hint="The next save writes everything that was stored there.",
             )
 
 
 def _name_versions() -> dict[str, str]:
-    """The versions of holdfast, of Python, and of those libraries that this process has in use."""
+    """Returns the versions of holdfast, of Python, and of those libraries that this process has in use."""
     used = ("holdfast", *(library for library in _NAMED_LIBRARIES if library in sys.modules))
     return {"python": sys.version.split()[0], **{library: _version_of(library) for library in used}}
 

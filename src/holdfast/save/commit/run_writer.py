@@ -1,4 +1,4 @@
-"""The line of checkpoints that one manager writes: its generation, its base, and what it has committed."""
+"""Writes the checkpoints of one manager: its generation, its base, and what it has committed."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 
 
 class Cleaning(msgspec.Struct, frozen=True):
-    """What was removed after a commit.
+    """The outcome of the cleanup after a commit.
 
     Attributes:
-        kept: For each step that was kept, why.
+        kept: For each step that was kept, the reason.
         removed: The committed steps that were removed.
         swept: The directories of unfinished saves that were removed.
-        problems: What could not be removed, and why.
-        absent: Metrics that the policy asks for and none of several checkpoints has.
-        lost: Steps that were committed and have lost their manifests. Their data is kept.
+        problems: The files that could not be removed, and why.
+        absent: Metrics that the policy needs and none of several checkpoints has.
+        lost: Committed steps that have lost their manifests. Their data is kept.
     """
 
     kept: dict[StepName, str]
@@ -67,31 +67,31 @@ class Cleaning(msgspec.Struct, frozen=True):
 
 
 class StepFiles(Protocol):
-    """One worker's files of one step in the making. Not thread-safe."""
+    """One worker's files of one step in progress. Not thread-safe."""
 
     def write_behind_copy(self, pool: WorkerPool) -> None:
-        """**Blocks.** Writes what has been copied, until all is; nothing where that cannot be."""
+        """**Blocks.** Writes what has been copied, until all is; nothing if that is not possible."""
         ...
 
     def finish(self, pool: WorkerPool) -> Receipts:
-        """**Blocks.** Writes the rest, and makes all of it last."""
+        """**Blocks.** Writes the rest, and makes all of it durable."""
         ...
 
     def abandon(self) -> None:
-        """Lets go of what is open; harmless twice, and when it is finished."""
+        """Closes what is open; may be repeated, and follow `finish`."""
         ...
 
 
 class CheckpointWriter(Protocol):
-    """How the checkpoints of a run are written: by one worker alone, or by several together. Not thread-safe.
+    """Writes the checkpoints of a run: by one worker alone, or by several together. Not thread-safe.
 
-    A save calls `digest` before training goes on, and then the others in the order in which they stand here; `give_up`
-    and `fail` where something goes wrong, and `finish` in any case. Where `writes_behind_copy` says so, files may be
-    opened before it is confirmed. Each method may raise what the storage or the other workers raise.
+    A save calls `digest` before training continues, and then the others in this order; `give_up` and `fail` after an
+    error, and `finish` in any case. If `writes_behind_copy` is set, files may be opened before the save is confirmed.
+    Each method may raise errors of the storage and of the other workers.
 
     Attributes:
-        writes_behind_copy: Whether writing may begin while the state is still being copied.
-        compares: Whether the next save compares what several workers hold alike.
+        writes_behind_copy: True if writing may begin while the state is still being copied.
+        compares: True if the next save compares replicated state.
         generation: The generation that is written, or None before the first save.
     """
 
@@ -100,19 +100,20 @@ class CheckpointWriter(Protocol):
     generation: int | None
 
     def digest(self, staging: Staging, pool: WorkerPool) -> tuple[str, ...]:
-        """**Blocks.** What tells the values from others that are to be compared with those of other workers."""
+        """**Blocks.** Returns digests of the values that are to be compared with those of other workers."""
         return ()
 
     def begin(self, protocol: CommitProtocol | None) -> None:
-        """Training has confirmed the save, of which the workers speak like this."""
+        """Called when training has confirmed the save; `protocol` is the workers' communication about it."""
         return
 
     def open(self, origin: Origin, step: int) -> tuple[StepName, Base | None]:
-        """**Blocks.** The place of the next attempt at a step, and the base of the generation if this opened it."""
+        """**Blocks.** Returns the name of the next attempt at a step, and the base of the generation if this opened
+        it."""
         ...
 
     def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
-        """**Blocks.** Makes the files that this worker writes of a step."""
+        """**Blocks.** Creates the files that this worker writes of a step."""
         ...
 
     def commit(
@@ -122,7 +123,7 @@ class CheckpointWriter(Protocol):
         ...
 
     def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning | None:
-        """**Blocks.** Removes what is not kept any more; None where that is another worker's to do."""
+        """**Blocks.** Removes checkpoints that are not kept; None if another worker does that."""
         ...
 
     def check_standing(self) -> None:
@@ -130,19 +131,19 @@ class CheckpointWriter(Protocol):
         ...
 
     def give_up(self, name: StepName) -> None:
-        """**Blocks.** An attempt has failed: removes what it left, as soon as nothing writes there any more."""
+        """**Blocks.** Called when an attempt has failed: removes its files, as soon as no worker writes to them."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """**Blocks.** The save has failed here, or is left out."""
+        """**Blocks.** Called when the save has failed here, or is skipped."""
         return
 
     def finish(self) -> None:
-        """**Blocks.** The last act of a save, whatever has become of it."""
+        """**Blocks.** Ends every save."""
         return
 
     def leave_generation(self) -> None:
-        """Training goes on from elsewhere: the next save opens a generation of its own."""
+        """Called when training continues from another state: the next save opens a generation of its own."""
         ...
 
 
@@ -152,8 +153,8 @@ class RunWriter(CheckpointWriter):
     Not thread-safe: one save uses it at a time.
 
     Attributes:
-        base: From where the generation goes on that was opened here, or None.
-        recycler: Has the data file of a removed checkpoint, to be written over; the owner of this closes it.
+        base: The base of the generation that was opened here, or None.
+        recycler: Recycles the data file of a removed checkpoint; the owner of this closes it.
     """
 
     writes_behind_copy = True
@@ -186,15 +187,15 @@ class RunWriter(CheckpointWriter):
     def open(
         self, origin: Origin, step: int, busy: Collection[StepName] = (), least_attempt: int = 1
     ) -> tuple[StepName, Base | None]:
-        """**Blocks.** Opens a generation if there is none yet, makes sure that it is the newest, and names an attempt.
+        """**Blocks.** Opens a generation if there is none yet, checks that it is the newest, and names an attempt.
 
-        A crash between the opening and its base leaves a generation that saved nothing, and changes no line. Once the
-        base is recorded, what unfinished saves of older generations left is removed, unless it is `busy`: a job that
-        dies again and again in its first save would fill the disk with it.
+        A crash between the opening and its base leaves a generation that saved nothing, and does not change the
+        lineage. Once the base is recorded, the remains of unfinished saves of older generations are removed, unless
+        they are `busy`: a job that dies repeatedly in its first save would fill the disk with them.
 
         Raises:
             FencedError: If another job has opened a newer one since; or one since this job restored, which would be
-                left out if this job went on from where it stands.
+                left out if this job continued from its state.
         """
         base = None
         if self.generation is None:
@@ -224,9 +225,10 @@ class RunWriter(CheckpointWriter):
         return catalog
 
     def _make_room(self, busy: Collection[StepName]) -> None:
-        """Removes what unfinished saves of older generations left. They are fenced, so no job can commit it any more.
+        """Removes the remains of unfinished saves of older generations. They are fenced, so no job can commit them any
+        more.
 
-        What fails here does not fail the save: the sweep after its commit tries again, and tells of it.
+        A failure here does not fail the save: the sweep after its commit tries again, and reports it.
         """
         with suppress(HoldfastError):
             # Looked at again: an older job may have committed a step while this generation was opened.
@@ -236,13 +238,13 @@ class RunWriter(CheckpointWriter):
             self._sweep(catalog, referred.union(busy))
 
     def follow(self, generation: int, origin: StepName | None) -> None:
-        """Goes on with a generation that the leader of the job has opened from that step, or anew."""
+        """Continues with a generation that the leader of the job has opened from that step, or from the beginning."""
         self.generation = generation
         if self._incremental is not None:
             self._incremental.begin(origin)
 
     def _name_attempt(self, step: int, generation: int, least_attempt: int) -> StepName:
-        """**Blocks.** A name that no directory has, and that had none which somebody may have removed."""
+        """**Blocks.** Returns a name that no directory has, and that no removed directory had."""
         known = self._incremental.list_known() if self._incremental is not None else ()
         prefix = StepName(step, generation).directory
         same = (entry.name for entry in self._storage.list("") if entry.name.startswith(prefix))
@@ -252,7 +254,7 @@ class RunWriter(CheckpointWriter):
         if attempt > MAX_ATTEMPT:
             raise StorageError(
                 f"{self._storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
-                hint="Some directory there has a number that no job gave it; remove that one.",
+                hint="A directory there has a number that no job gave it; remove it.",
             )
         return StepName(step, generation, attempt)
 
@@ -278,26 +280,26 @@ class RunWriter(CheckpointWriter):
         return manifest
 
     def note_committed(self) -> None:
-        """What was written last is committed."""
+        """Called when the last written step is committed."""
         if self._incremental is not None:
             self._incremental.mark_committed()
 
     def check_standing(self) -> None:
-        """See `CheckpointWriter`: where something of this job's is gone, another one may have swept it away."""
+        """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it."""
         if self.generation is not None:
             check_fence(self._storage, self.generation)
 
     def give_up(self, name: StepName) -> None:
-        """See `CheckpointWriter`; if this fails, the next save sweeps it away."""
+        """See `CheckpointWriter`; if this fails, the next save removes it."""
         catalog = read_catalog(self._storage, self._history)
         if name in catalog.unfinished:
             discard_unfinished(self._storage, name)
 
     def clean(self, newest: StepName, protected: Mapping[StepName, str], busy: Collection[StepName] = ()) -> Cleaning:
-        """**Blocks.** Removes what the retention policy gives up, and what earlier saves left behind.
+        """**Blocks.** Removes what the retention policy gives up, and the remains of earlier saves.
 
-        Only the living line is looked at; steps off it stay until a person prunes them. What a step that stays refers
-        to, on the line or off it, stays too. A generation that was fenced removes nothing, and raises `FencedError`.
+        Only the current lineage is considered; other steps stay until a person prunes them. A step to which a kept step
+        refers stays too, in the lineage or not. A generation that was fenced removes nothing, and raises `FencedError`.
         Others may still be writing to unfinished steps that are `busy`.
         """
         check_fence(self._storage, newest.generation)
@@ -353,7 +355,8 @@ class RunWriter(CheckpointWriter):
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, catalog.lost)
 
     def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
-        """The steps of the living line. What cannot be judged stays; a restore or `verify` will name the damage."""
+        """Returns the steps of the current lineage. Steps that cannot be judged stay; a restore or `verify` reports the
+        damage."""
         return [
             KeptCandidate(name, name.step, facts.committed_at_unix_seconds, facts.metrics)
             for name in catalog.living
@@ -361,7 +364,7 @@ class RunWriter(CheckpointWriter):
         ]
 
     def _find_wanted(self, name: StepName, metrics: Mapping[str, float]) -> Collection[StepName]:
-        """The steps that the policy will keep for their own sake when a save is committed."""
+        """Returns the steps that the policy will keep for their own sake when a save is committed."""
         now_seconds = time.time()
         catalog = read_catalog(self._storage, self._history)
         before = [known for known in self._list_candidates(catalog) if known.step < name.step]
@@ -396,7 +399,7 @@ class RunWriter(CheckpointWriter):
         return removed
 
     def _sweep(self, catalog: Catalog, kept: Collection[StepName]) -> tuple[list[str], list[HoldfastError]]:
-        """Removes unfinished steps of this and older generations, but for those in which something is needed."""
+        """Removes unfinished steps of this and older generations, except those that are needed."""
         newest = self.generation
         unfinished = [
             name for name in catalog.unfinished if newest is not None and name.generation <= newest and name not in kept
@@ -405,5 +408,5 @@ class RunWriter(CheckpointWriter):
 
 
 def make_debris_warning(name: StepName, error: HoldfastError) -> Warned:
-    """**Pure.** That what a failed attempt has left could not be removed: the next save sweeps it away."""
-    return Warned(text=f"what an unfinished save left in {name.directory} is still there: {error}")
+    """**Pure.** Returns a warning that a failed attempt could not be removed: the next save removes it."""
+    return Warned(text=f"the files of an unfinished save in {name.directory} could not be removed: {error}")

@@ -1,8 +1,8 @@
-"""What the owner of the newest generation does so that a long history costs nobody anything.
+"""Keeps long histories cheap: the owner of the newest generation summarizes old steps in one file.
 
-It sums up old steps in one file, and removes records of old generations that the line needs no more. Nothing here is
-needed for a checkpoint to count. A summary says of a step that it is committed, and nobody looks into its directory
-then. Therefore the step is taken out of the summary before its manifest goes.
+It also removes records of old generations that the lineage no longer needs. No checkpoint depends on a summary. A
+summary says that a step is committed, and then its directory is not looked into. Therefore a step is taken out of the
+summary before its manifest is removed.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from holdfast.format.records import KEPT_GENERATIONS, MAX_SUMMARY_BYTES, Summary
 from holdfast.storage.protocol import Storage
 
 FEW: Final = 16
-"""A run with no more steps, and no more generations, is not summed up."""
+"""A run with no more steps, and no more generations, gets no summary."""
 
 _NEWEST: Final = 4
-"""So many of the newest steps are never in a summary: their manifests are looked for at each look."""
+"""This many of the newest steps are never in a summary: their manifests are looked for each time."""
 
 _BATCH: Final = 8
-"""A summary is written when so many steps have come that are not in the last one. When one step has to be taken out, so
-many of the oldest are left out with it: they are likely to go next."""
+"""A summary is written once this many steps are missing in the last one. When one step has to be taken out, this many
+of the oldest are left out with it: they are likely to be removed next."""
 
 _LOOKED_AT: Final = 2
-"""So many steps of the summary are looked at after each save, in turn: somebody may have removed their manifests."""
+"""This many steps of the summary are checked after each save, in turn, because their manifests may have been removed by
+hand."""
 
 _MOST_FORGOTTEN: Final = 512
-"""The records of so many generations are removed after one save."""
+"""The records of this many generations are removed after one save."""
 
 
 class Summarizer:
-    """Sums up the history of one run. Not thread-safe.
+    """Summarizes the history of one run. Not thread-safe.
 
-    All but `release` leave the run as it counts, whatever fails: without a summary, each directory is looked into.
+    If anything but `release` fails, the run is unchanged: without a summary, each directory is looked into.
     """
 
     def __init__(self, storage: Storage, history: History, token: str) -> None:
@@ -63,9 +64,9 @@ class Summarizer:
     def carry_over(self, generation: int) -> None:
         """**Blocks.** Takes over the summary of the generation before, which a new one has just made out of date.
 
-        The generation before takes a step out of its summary, then looks whether it is still the newest, and only then
+        The generation before takes a step out of its summary, then checks that it is still the newest, and only then
         removes the step. So if it removes a step after this generation was opened, the summary that is read here lacks
-        it. A crash before this has written leaves a run without a summary, which is looked at closely.
+        it. A crash before this is written leaves a run without a summary, whose directories are all looked into.
         """
         history = self._history
         history.look()
@@ -77,14 +78,14 @@ class Summarizer:
                 self._write(msgspec.structs.replace(summary, generation=generation, number=1, token=self._token))
 
     def release(self, names: tuple[StepName, ...], catalog: Catalog, generation: int) -> tuple[StepName, ...]:
-        """**Blocks.** Makes sure that no summary vouches for steps that are to be removed; gives those that may be.
+        """**Blocks.** Takes steps that are about to be removed out of the summary; returns those that may be removed.
 
-        A step that has lost its manifest stays: only a person removes it. A crash after this leaves steps that are
+        A step that has lost its manifest stays: it is only removed by hand. A crash after this leaves steps that are
         looked at one by one.
 
         Raises:
             FencedError: If a newer generation was opened.
-            StorageError: If a summary still vouches for them. They must stay.
+            StorageError: If a summary still lists them. They must stay.
         """
         history = self._history
         believed = history.believed.intersection(names)
@@ -102,9 +103,9 @@ class Summarizer:
         return tuple(name for name in names if name not in lost)
 
     def update(self, catalog: Catalog, going: Collection[StepName], generation: int) -> None:
-        """**Blocks.** Looks at a few old steps, and sums up anew if much has come since the last time.
+        """**Blocks.** Checks a few old steps, and writes a new summary if many steps have come since the last one.
 
-        No summary vouches for what is `going`: it may be half removed.
+        No summary lists steps that are `going`: they may be half removed.
         """
         history = self._history
         with suppress(HoldfastError):
@@ -127,7 +128,7 @@ class Summarizer:
                 drop_summaries(self._storage)
 
     def _list_old(self, catalog: Catalog, left_out: Collection[StepName]) -> set[StepName]:
-        """The steps that a summary may vouch for: they are committed, or are believed to be."""
+        """Returns the steps that a summary may list: they are committed, or listed as committed by the last summary."""
         return set(catalog.committed).difference(catalog.living[-_NEWEST:], left_out)
 
     def _sum_up(self, catalog: Catalog, generation: int, left_out: Collection[StepName]) -> None:
@@ -151,8 +152,8 @@ class Summarizer:
     def _write(self, summary: Summary) -> None:
         """**Blocks.** Publishes a summary, and removes those before the last one.
 
-        A crash before it appears leaves the last one, after it both. The last one stays beside it for those who have
-        just seen its name.
+        A crash before it appears leaves the last one, after it both. The last one stays for readers that have just seen
+        its name.
         """
         data = seal(summary)
         path = summary_path(summary.generation, summary.number)
@@ -166,9 +167,9 @@ class Summarizer:
             self._storage.remove(summary_path(owner, number))
 
     def _forget_generations(self, catalog: Catalog) -> None:
-        """**Blocks.** Removes records of generations that say nothing which the line needs.
+        """**Blocks.** Removes records of generations that the lineage does not need.
 
-        A crash in the middle leaves some of them, and the line as it is.
+        A crash in the middle leaves some of them, and the lineage unchanged.
         """
         others = [*set(catalog.committed).difference(catalog.living), *catalog.unfinished, *catalog.lost]
         first, then = plan_forgetting(catalog.living, others, catalog.bases, self._history.opened)
@@ -184,7 +185,7 @@ def drop_summaries(storage: Storage) -> None:
     """**Blocks.** Removes all summaries for good, so that each directory is looked into until there is a new one.
 
     Raises:
-        StorageError: If one may still be there.
+        StorageError: If one may still exist.
     """
     # The last one goes last, and is the only one by then: an older one may vouch for what has been removed since.
     for summary in sorted(filter(None, (parse_summary_file(one.name) for one in storage.list(GENERATIONS_DIRECTORY)))):

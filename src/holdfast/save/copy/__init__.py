@@ -1,1 +1,1 @@
-"""Host memory: the image of a state, what is copied into it and when."""
+"""Host memory: the image of a state, and the copies into it."""

@@ -1,4 +1,4 @@
-"""Captured state to a snapshot: copies live arrays into host memory that is laid out as the data file."""
+"""Copies captured live arrays into host memory that is laid out as the data file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stager:
         self._plan: _LayoutPlan | None = None
 
     def stage(self, captured: Captured, step: int) -> Staging:
-        """Lays the arrays out; nothing is copied yet. Raises `UsageError` for more arrays than a header can name."""
+        """Lays the arrays out; copies nothing yet. Raises `UsageError` for more arrays than a header can name."""
         plan = self._plan = _plan_for(captured, {"format": "holdfast", "step": str(step)}, self._plan)
         layout = plan.layout
         image = self._buffer.take(round_up(layout.size_bytes))
@@ -73,9 +73,9 @@ class Stager:
         return staging
 
     def _add_others(self, staging: Staging, moves: _Moves, plan: _LayoutPlan, captured: Captured) -> list[int]:
-        """Adds jobs for the arrays that are no plain memory of the host: one for each batch of one library.
+        """Adds jobs for arrays that are not plain host memory: one for each batch of one library.
 
-        Gives, for each of those that are made before training goes on, the lowest byte that it fills.
+        Returns, for each of those that are made before training continues, the lowest byte that it fills.
         """
         begins: list[int] = []
         for places, jobs in ((moves.others_now, staging.now), (moves.others_later, staging.later)):
@@ -102,16 +102,16 @@ class Stager:
 
 @dataclass(slots=True)
 class Staging:
-    """A snapshot in the making.
+    """A snapshot in progress.
 
     Attributes:
-        snapshot: What it becomes.
-        captured: What is copied, kept until it is.
-        now: Copies that have to be made before training goes on.
-        later: Copies of what is held: what nothing but a step changes, which waits for them.
-        kept: What is held, by its place: another array of the same memory, which lasts as long as this.
-        versions: How often each of these had been changed when it was captured.
-        moments: By library, what reading the arrays has to wait for that are compared with other workers'.
+        snapshot: The future snapshot.
+        captured: The captured state, kept until it is copied.
+        now: Copies that must be made before training continues.
+        later: Copies of held arrays: only a step changes them, which waits for the copies.
+        kept: The held arrays, by position: another array of the same memory, which lasts as long as this.
+        versions: The change counts of each of these when it was captured.
+        moments: By library, what reading the arrays that are compared with other workers' must wait for.
     """
 
     snapshot: Snapshot
@@ -124,20 +124,21 @@ class Staging:
     _transfers: list[Transfer] = field(default_factory=list)
 
     def take_digests(self, digests: tuple[str, ...]) -> None:
-        """Notes what tells the values that are compared from others; the arrays are not needed for that any more."""
+        """Stores the digests of the compared values; the arrays are not needed for that any more."""
         state = msgspec.structs.replace(self.snapshot.state, digests=digests)
         self.snapshot = msgspec.structs.replace(self.snapshot, state=state)
         self.captured = msgspec.structs.replace(self.captured, compared=())
 
     def copies_now(self) -> list[Job]:
-        """The copies that training waits for, until `snapshot.copied` has ended; they may be made in any order."""
+        """Returns the copies that training waits for, until `snapshot.copied` has ended; they may be made in any
+        order."""
         self.snapshot.copied.begin()
         return [partial(self.snapshot.copied.make, number, copy) for number, copy in enumerate(self.now)]
 
     def copy_later(self, pool: WorkerPool, started: Callable[[list[Transfer]], None]) -> None:
-        """**Blocks.** Makes the other copies; raises `ChangedError` if something is seen to have changed under them.
+        """**Blocks.** Makes the other copies; raises `ChangedError` if something has visibly changed during them.
 
-        `started` is called when all are made, or made by devices that can be told to wait for them.
+        `started` is called when all are made, or made by devices that can be ordered after them.
         """
         try:
             pool.run(self.later)
@@ -150,20 +151,20 @@ class Staging:
             self._transfers.clear()
 
     def forget(self) -> None:
-        """Lets go of the arrays: the save has ended."""
+        """Drops the arrays: the save has ended."""
         # New ones, since another thread may be looking through the old.
         self.captured = msgspec.structs.replace(self.captured, arrays=[])
         self.now, self.later, self.kept = [], [], {}
 
     def copy_across(self, backend: ArrayBackend, arrays: list[Any], offsets: list[int], moment: object) -> None:
-        """**Thread-safe.** **Blocks.** Copies arrays by means of their library; waits for a device here, not later."""
+        """**Thread-safe.** **Blocks.** Copies arrays with their library; waits for a device here, not later."""
         if backend.devices is None:
             backend.copy_out(arrays, self.snapshot.image, offsets)
         elif transfer := backend.devices.start(arrays, self.snapshot.image, offsets, moment):
             transfer.wait()
 
     def transfer(self, backend: ArrayBackend, arrays: list[Any], offsets: list[int], moment: object) -> None:
-        """**Thread-safe.** As `copy_across`, but `copy_later` waits for the device."""
+        """**Thread-safe.** Like `copy_across`, but `copy_later` waits for the device."""
         if backend.devices is None:
             backend.copy_out(arrays, self.snapshot.image, offsets)
         elif transfer := backend.devices.start(arrays, self.snapshot.image, offsets, moment):
@@ -171,12 +172,12 @@ class Staging:
 
     @property
     def is_coarse(self) -> bool:
-        """Whether most of it are large arrays."""
+        """Returns True if most of it are large arrays."""
         layout = self.snapshot.layout
         return layout.size_bytes >= len(layout.places) * _SMALL_BYTES
 
     def check_unchanged(self) -> None:
-        """**Thread-safe.** Raises `ChangedError` if what is held has changed since its capture, or has other memory."""
+        """**Thread-safe.** Raises `ChangedError` if a held array has changed since its capture, or has other memory."""
         captured = self.captured
         changed = [
             captured.names[place]
@@ -188,13 +189,13 @@ class Staging:
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise ChangedError(
-                f"{', '.join(changed[:3])}{more} changed while being copied, and not by a step of the optimizer",
+                f"{', '.join(changed[:3])}{more} changed while being copied, and not in a step of the optimizer",
                 leaves=tuple(changed),
             )
 
 
 def _record_moments(compared: Iterable[tuple[ArrayBackend, Any] | None]) -> dict[str, object]:
-    """What the calling thread has asked of devices by now: copies that other threads make come after that."""
+    """Records what the calling thread has submitted to devices by now: copies of other threads come after that."""
     arrays: dict[str, list[Any]] = {}
     copiers: dict[str, DeviceCopier] = {}
     for backend, array in filter(None, compared):
@@ -205,10 +206,10 @@ def _record_moments(compared: Iterable[tuple[ArrayBackend, Any] | None]) -> dict
 
 
 class _LayoutPlan(msgspec.Struct):
-    """What follows from names, types and shapes alone.
+    """The layout that follows from names, types and shapes alone.
 
     Attributes:
-        order: For each array in the order of the file, its place in the columns.
+        order: For each array in the order of the file, its position in the columns.
         begins, sizes: Where each begins in the file, and its size in bytes.
         moves: The moves of the last save.
     """
@@ -223,7 +224,7 @@ class _LayoutPlan(msgspec.Struct):
 
 
 def _plan_for(captured: Captured, metadata: dict[str, str], plan: _LayoutPlan | None) -> _LayoutPlan:
-    """What follows for these arrays; the plan of the save before, if they are the same."""
+    """Returns the plan for these arrays; that of the previous save, if they are the same."""
     if plan is not None and plan.names == captured.names and plan.specs == captured.specs:
         layout = relabel(plan.layout, metadata)
         if layout is not None:
@@ -275,10 +276,10 @@ def _plan_moves(plan: _LayoutPlan, captured: Captured, base: int) -> _Moves:
 
 
 class HostBuffer:
-    """Host memory for one snapshot, used again by the next.
+    """Host memory for one snapshot, reused by the next.
 
-    Memory that was touched before takes a copy about ten times faster than fresh memory, so it is kept between saves
-    and only ever grows. Not thread-safe: one save uses it at a time.
+    Copies to touched memory are about ten times faster than to fresh memory, so it is kept between saves and only ever
+    grows. Not thread-safe: one save uses it at a time.
     """
 
     def __init__(self) -> None:
@@ -290,7 +291,8 @@ class HostBuffer:
         return len(self._memory) if self._memory is not None else 0
 
     def take(self, size_bytes: int) -> memoryview:
-        """A writable view of that many bytes, beginning on a page, with what it held before; or `OutOfMemoryError`."""
+        """Returns a writable view of that many bytes, beginning on a page, with its old content; or
+        `OutOfMemoryError`."""
         if self._memory is None or len(self._memory) < size_bytes:
             wanted_bytes = max(round_up(size_bytes), mmap.PAGESIZE)
             if self._memory is None or not self._memory.try_grow(wanted_bytes):
@@ -310,7 +312,7 @@ class HostBuffer:
             self._memory.unpin = pin(memoryview(self._memory))
 
     def touch(self) -> Iterator[Callable[[], object]]:
-        """Jobs that give each page memory of its own, so that the first copy need not."""
+        """Returns jobs that give each page memory of its own, so that the first copy need not."""
         if self._memory is None:
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -318,15 +320,15 @@ class HostBuffer:
             yield partial(ctypes.memset, address + begin, 0, min(_TOUCHED_BYTES, len(self._memory) - begin))
 
     def release(self) -> None:
-        """Gives the memory back as soon as no view of it is left."""
+        """Frees the memory as soon as no view of it is left."""
         self._memory = None
 
 
 class _Memory(mmap.mmap):
-    """Memory that is unpinned right before it goes, whoever was the last to hold it.
+    """Memory that is unpinned right before it is freed.
 
-    Were it to go while it is pinned, a device would take other memory that comes to lie there for pinned as well, and
-    copy to pages that are nobody's.
+    If it were freed while it is pinned, a device would take later memory at that address for pinned as well, and copy
+    to the wrong pages.
     """
 
     unpin: Callable[[], None] | None = None
@@ -337,7 +339,8 @@ class _Memory(mmap.mmap):
             self.unpin()
 
     def try_grow(self, size_bytes: int) -> bool:
-        """Takes more memory, and keeps what has been touched; False if it cannot, as while there are views of it."""
+        """Takes more memory, and keeps what has been touched; returns False if it cannot, for example while there are
+        views of it."""
         if self.unpin is not None:
             return False
         try:
@@ -354,7 +357,7 @@ def _map(size_bytes: int) -> _Memory:
     except (OSError, OverflowError) as error:
         raise OutOfMemoryError(
             f"no memory for a copy of the state, {size_bytes:,} bytes: {error}",
-            hint="A save takes as much host memory as the state has; use a machine with more, or save less.",
+            hint="A save needs as much host memory as the state; use a machine with more memory, or save less.",
         ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         # In huge pages the first copy is quicker, and each one after it was found to be slower once files are written.

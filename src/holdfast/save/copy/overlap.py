@@ -1,4 +1,4 @@
-"""Copies that go on while training computes: the optimizer's step, which changes what is copied, waits for them."""
+"""Copies that continue while training computes: the optimizer's step, which changes what is copied, waits for them."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from holdfast.state.adapters import Adapter
 from holdfast.state.leaves import Captured, Transfer, versions_of
 
 GIVING_UP: Final = (
-    "From now on everything is copied before save() returns, as with overlap_copy=False, since something other than an "
-    "optimizer's step changes what is saved."
+    "From now on everything is copied before save() returns, as with overlap_copy=False, because the saved state "
+    "is changed outside of an optimizer's step."
 )
 
 
 @dataclass(slots=True)
 class _Copying:
-    """One copy under way.
+    """One copy in progress.
 
     Attributes:
-        step, trainer: The step that is being saved, and the thread that had it saved.
+        step, trainer: The step that is being saved, and the thread that requested it.
         check: Raises a `ChangedError` if something has changed since it was captured.
-        latch: Opens when `transfers`, what devices are still copying, are all that is left of the copy.
-        is_made: Whether the copy has ended.
-        is_waited_for: Whether the trainer waits for the save, and so changes nothing.
+        latch: Opens when only `transfers`, copies that devices are still making, are left.
+        is_made: True if the copy has ended.
+        is_waited_for: True if the trainer waits for the save, and so changes nothing.
         settled: Opens when it is known whether something had changed.
         error: What had changed, or None.
-        has_held: Whether a step has waited for it.
-        is_over: Whether the save has ended.
+        has_held: True if a step has waited for it.
+        is_over: True if the save has ended.
     """
 
     step: int
@@ -57,7 +57,7 @@ class _Copying:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def is_of(self, thread: int) -> bool:
-        """Whether a thread had the step saved, or the one that had is gone."""
+        """Returns True if a thread requested the save, or the one that did is gone."""
         return thread == self.trainer or self.trainer not in sys._current_frames()
 
     def settle(self) -> None:
@@ -75,23 +75,24 @@ class _Copying:
 
 
 class OptimizerStepBarrier:
-    """Holds up the steps of optimizers while what they change is being copied, and finds what else has changed it.
+    """Holds up the steps of optimizers while what they change is being copied, and detects other changes of it.
 
     A change is counted when the call that makes it ends. One that has begun before the copy ended may count after that,
-    so the counts say enough only when the training thread comes by again: in the hook before the next step, in a wait
-    for the save, or in any other call of the manager or the save's handle.
+    so the counts are complete only when the training thread next reaches the hook before a step, a wait for the save,
+    or any other call of the manager or the save's handle.
 
     The steps themselves and `try_hold` belong to the training thread, all else to any.
 
     Attributes:
-        gives_up: Whether something has changed although it was held: from then on nothing is. What was seen to change
-            may be the smaller part, since not all changes can be seen.
+        gives_up: True if something has changed although it was held: from then on nothing is. The detected changes may
+            be the smaller part, because not all can be detected.
     """
 
     def __init__(
         self, timeout_seconds: float, report: Callable[[int, float], None], check_caller: Callable[[], None]
     ) -> None:
-        """`report` hears the step that is being saved, and for how many seconds an optimizer's step was held up."""
+        """`report` is called with the step that is being saved, and the seconds for which an optimizer's step was held
+        up."""
         self._timeout_seconds = timeout_seconds
         self._report = report
         self._check_caller = check_caller
@@ -104,7 +105,7 @@ class OptimizerStepBarrier:
         self._hooks: weakref.WeakKeyDictionary[object, Callable[[], None] | None] = weakref.WeakKeyDictionary()
 
     def try_hold(self, obj: object, adapter: Adapter) -> bool:
-        """Whether each step of an object waits for the copies from now on."""
+        """Returns True if each step of an object waits for the copies from now on."""
         try:
             hash(weakref.ref(obj))
         except TypeError:  # It cannot be a key here, as NumPy's generators cannot: no step waits for its copy.
@@ -116,17 +117,18 @@ class OptimizerStepBarrier:
         return self._hooks[obj] is not None
 
     def begin(self, step: int, trainer: int, check: Callable[[], None]) -> None:
-        """From now on steps wait, until `release`. `check` raises a `ChangedError` if something has changed by then."""
+        """Lets steps wait from now on, until `release`. `check` raises a `ChangedError` if something has changed by
+        then."""
         self._copying = self._newest = _Copying(step, trainer, check)
 
     def note_call(self) -> None:
-        """Called when a program asks something: then its thread makes no change."""
+        """Called when a program makes a call: then its thread makes no change."""
         copying = self._newest
         if copying is not None and copying.is_made and copying.is_of(threading.get_ident()):
             copying.settle()
 
     def wait_for(self, latch: Latch, timeout_seconds: float) -> bool:
-        """**Blocks.** As `latch.wait`, by which a program waits for a save: then its thread makes no change."""
+        """**Blocks.** Like `latch.wait`, by which a program waits for a save: then its thread makes no change."""
         copying = self._newest
         if copying is None or not copying.is_of(threading.get_ident()):
             return latch.wait(timeout_seconds)
@@ -141,14 +143,14 @@ class OptimizerStepBarrier:
             copying.is_waited_for = before
 
     def release(self, transfers: list[Transfer]) -> None:
-        """Lets steps go on, behind what devices are still copying; harmless twice."""
+        """Lets steps continue, ordered after the copies that devices are still making; may be repeated."""
         copying = self._copying
         if copying is not None and not copying.latch.is_open:
             copying.transfers = transfers
             copying.latch.open()
 
     def copy(self, make: Callable[[], None]) -> None:
-        """**Blocks.** Makes the copy; raises `ChangedError` if something is seen to have changed under it."""
+        """**Blocks.** Makes the copy; raises `ChangedError` if something has visibly changed during it."""
         copying = self._newest
         assert copying is not None
         with self._giving_up():
@@ -158,7 +160,7 @@ class OptimizerStepBarrier:
                 copying.settle()
 
     def wait_settled(self) -> None:
-        """**Blocks** until the training thread has come by; raises `ChangedError` if something had changed by then."""
+        """**Blocks** until the training thread makes a call; raises `ChangedError` if something had changed by then."""
         copying = self._newest
         assert copying is not None
         with self._giving_up():
@@ -178,7 +180,7 @@ class OptimizerStepBarrier:
             raise
 
     def forget(self) -> None:
-        """Lets go of all that was captured: the save has ended, so that no step waits for it."""
+        """Drops everything that was captured: the save has ended, so no step waits for it."""
         self.release([])
         copying, self._newest = self._newest, None
         if copying is not None:
@@ -190,7 +192,7 @@ class OptimizerStepBarrier:
 
         Raises:
             DeadlineError: If the copy does not end in time.
-            UsageError: If the step is made from within the `save` that it would wait for.
+            UsageError: If the step is made inside the `save` that it would wait for.
         """
         copying = None
         while self._copying is not copying and os.getpid() == self._process:
@@ -204,8 +206,9 @@ class OptimizerStepBarrier:
         self._check_caller()
         if not copying.latch.wait(self._timeout_seconds):
             raise DeadlineError(
-                f"the copy of step {copying.step} did not end in {self._timeout_seconds:g} s; no step may begin before",
-                hint="Find out what holds the machine up; overlap_copy=False copies before save() returns.",
+                f"the copy of step {copying.step} did not end within {self._timeout_seconds:g} s; no step may "
+                "begin before it ends",
+                hint="Find out what slows the machine down; overlap_copy=False copies before save() returns.",
             )
         # Each thread has streams of its own.
         for transfer in copying.transfers:
@@ -220,7 +223,7 @@ class OptimizerStepBarrier:
             self._report(copying.step, time.monotonic() - begun_at)
 
     def close(self) -> None:
-        """Takes all hooks away."""
+        """Removes all hooks."""
         for remove in self._hooks.values():
             if remove is not None:
                 remove()
@@ -228,7 +231,7 @@ class OptimizerStepBarrier:
 
 
 def keep_steady(captured: Captured, barrier: OptimizerStepBarrier) -> Captured:
-    """Holds no more than what would be seen to change otherwise than by a step."""
+    """Holds only arrays whose changes by other means than a step would be detected."""
     places = [] if barrier.gives_up else list(captured.held)
     backends, arrays = [captured.backends[place] for place in places], [captured.arrays[place] for place in places]
     versions = versions_of(backends, arrays)

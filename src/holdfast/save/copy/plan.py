@@ -1,4 +1,4 @@
-"""Copies between addresses of this process: which jobs they make, for several threads to share out."""
+"""Plans copies between addresses of this process as jobs for several threads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from holdfast.storage.buffers import batches
 
 Job: TypeAlias = Callable[[], object]
 Move: TypeAlias = tuple[int, int, int]
-"""Where to, where from, and how many bytes."""
+"""The destination, the source, and the number of bytes."""
 NativeCopy: TypeAlias = "Callable[[array[int], array[int], array[int]], None]"
-"""Takes columns of the same length: where to, where from, and how many bytes."""
+"""Takes columns of the same length: destinations, sources, and numbers of bytes."""
 
 
 class Copy(NamedTuple):
-    """Some copies that are made in one go.
+    """Several copies that are made in one go.
 
     Attributes:
         begin: The lowest address that they fill.
@@ -33,17 +33,19 @@ class Copy(NamedTuple):
 
 
 PART_BYTES: Final = 16 << 20
-"""What one thread copies of a large array at a time, so that the work is shared out evenly."""
+"""How much of a large array one thread copies at a time, so that the work is shared evenly."""
 
 _NATIVE_BATCH_BYTES: Final = 4 << 20
-"""The same for the compiled copy, of whatever arrays."""
+"""The same for the compiled copy, for all arrays."""
 
 _LARGE_BYTES: Final = 128 << 10
-"""Arrays from this size on are copied with the interpreter's lock released. For smaller ones, to give it up and get it
-back takes longer than the copy."""
+"""Arrays from this size on are copied with the interpreter's lock released. For smaller ones, releasing it and taking
+it
+again takes longer than the copy.
+"""
 
 _BATCH_BYTES: Final = 2 << 20
-"""What is copied of small arrays in one go: a fraction of a millisecond without a chance for other threads."""
+"""How much of small arrays is copied in one go: a fraction of a millisecond without a chance for other threads."""
 
 _move_held = ctypes.PyDLL(None).memmove
 _move_held.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -59,11 +61,11 @@ def _find_native() -> NativeCopy | None:
 
 
 NATIVE: Final = _find_native()
-"""The compiled copy (`_moves.c`); None where holdfast was installed without a compiler."""
+"""The compiled copy (`_moves.c`); None if holdfast was installed without a compiler."""
 
 
 def plan_copies(moves: Sequence[Move], *, native: bool = True) -> list[Copy]:
-    """Some copies, in the order of where to and without overlap, put together to such as one thread makes in one go."""
+    """Joins copies, which are in the order of their destinations and without overlap, to jobs for one thread."""
     copy = NATIVE if native else None
     if copy is None:
         large = (move for move in moves if move[2] >= _LARGE_BYTES)
