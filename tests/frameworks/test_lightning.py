@@ -201,7 +201,8 @@ class Ones(IterableDataset[Any]):
 
 def test_statistics_of_each_worker_are_refused_where_a_model_is_divided(tmp_path: Path) -> None:
     both = live_together(PROGRAM, tmp_path, "statistics", preload=PRELOAD, ends_with=1)
-    assert all("net.1 is a BatchNorm1d, whose statistics are others on each worker" in life.errors for life in both)
+    words = "net.1 is a BatchNorm1d: with ModelParallelStrategy its statistics differ between workers"
+    assert all(words in life.errors for life in both)
 
 
 def test_a_model_that_has_changed_is_refused_and_names_the_tensor(tmp_path: Path) -> None:
