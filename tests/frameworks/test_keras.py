@@ -283,6 +283,7 @@ def test_a_second_fit_is_left_alone(tmp_path: Path) -> None:
             "best weights are put back again": True,
             "steps kept": [6, 24],
             "a loader with a place of its own is refused": True,
+            "workers of which batches are carried over are refused": True,
         },
         {"a log whose rows are trained again is as without": True},
     ]

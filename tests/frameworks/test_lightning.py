@@ -20,7 +20,7 @@ pytest.importorskip("lightning")
 import torch
 import torch.distributed.run
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -233,9 +233,12 @@ def test_a_trainer_with_two_of_them_is_refused(tmp_path: Path) -> None:
         trainer.fit(Line(), make_loader())
 
 
-def test_a_callback_that_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
-    trainer = make_trainer(hf.lightning.Resumable(tmp_path), StochasticWeightAveraging(0.1))
-    with pytest.raises(UsageError, match="does not support StochasticWeightAveraging"):
+@pytest.mark.parametrize(
+    "callback", [StochasticWeightAveraging(0.1), ModelPruning("l1_unstructured"), BackboneFinetuning()]
+)
+def test_a_callback_that_cannot_be_kept_is_refused_by_name(tmp_path: Path, callback: Any) -> None:
+    trainer = make_trainer(hf.lightning.Resumable(tmp_path), callback)
+    with pytest.raises(UsageError, match=f"does not support {type(callback).__name__}"):
         trainer.fit(Line(), make_loader())
 
 
