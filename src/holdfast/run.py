@@ -264,6 +264,9 @@ class Run:
     def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
         """Records metrics; the next save stores those that were reported since the save before.
 
+        If there is no next save, the end of the block saves the last step again to store them. With several workers it
+        cannot: report before the last step ends.
+
         Args:
             *unnamed: Not allowed: every metric needs a name.
             **metrics: Numbers, or arrays with one element, which are read when they are saved. Only finite values are
@@ -307,8 +310,11 @@ class Run:
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """Saves now, regardless of the policy: between steps, or last in a step, which then counts as complete.
 
+        If this step was saved already and `report` was called since, it is saved again, with all of its metrics; not if
+        the job has several workers.
+
         Returns:
-            The save, or None if this step was saved already.
+            The save, or None if this step was saved already and there is nothing new to store.
 
         Raises:
             SaveFailedError: If an earlier save failed and the failure has not been raised yet.
@@ -321,7 +327,8 @@ class Run:
             )
         step = self._loop.count_with_open_step()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
-        if self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None):
+        is_saved = self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None)
+        if is_saved and not (step == self._count.done and self._loop.must_save_metrics()):
             self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
             return None
         return self._loop.save(step, metadata=metadata)
@@ -409,6 +416,7 @@ class Run:
             step = self._count.done
             self._guard.pass_last(step, is_over=True)
             self._loop.save_last()
+            self._save_late_metrics(step)
             if self.manager.participant is not None:
                 # Others may wait in a collective, and come to no save, since this worker has left its loop too early.
                 self._guard.wait_saved()
@@ -421,6 +429,18 @@ class Run:
         except Exception as error:
             self._end_badly(error)
             raise
+
+    def _save_late_metrics(self, step: int) -> None:
+        """Stores metrics that were reported after the last step was saved; where that is not possible, warns."""
+        if self._loop.must_save_metrics():
+            self.manager.wait()
+            self._loop.save(step)
+        elif self._loop.has_unsaved_metrics():
+            names = ", ".join(self._loop.metrics)
+            self._loop.warn(
+                f"{names}: reported after the last save, and stored nowhere. Report metrics before the last step "
+                "ends: before its run.finish_step(), or inside the turn of run.steps(n)"
+            )
 
     def _end_badly(self, error: BaseException) -> None:
         """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""
