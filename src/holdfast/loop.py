@@ -194,7 +194,9 @@ class TrainingLoop:
         """
         step, metrics, metadata = self.count.done, self.metrics, self.metadata
         try:
-            self._note_begun(step, self.manager.save_if_due(step, metrics=metrics, metadata=metadata), metrics, metadata)
+            self._note_begun(
+                step, self.manager.save_if_due(step, metrics=metrics, metadata=metadata), metrics, metadata
+            )
         except SaveFailedError as failure:
             # The save that reports an earlier failure continues nevertheless, and counts.
             self._note_begun(step, failure.next_save, metrics, metadata)
@@ -240,36 +242,9 @@ class TrainingLoop:
         self._note_begun(step, handle, metrics, metadata)
         return handle
 
-    def must_save_metrics(self) -> bool:
-        """Returns True if metrics were reported after the last save, whose step can be saved again to store them.
-
-        With several workers it cannot: all of them would have to save again, and the others may know of no metric. A
-        checkpoint that the program saved by the manager stays as it is. So does a restored one that has these metrics.
-        """
-        if not self.metrics or self.manager.participant is not None or not self.count.is_begun(self.count.done):
-            return False
-        if self.count.saved is not None:
-            return True
-        restored = self._restored_step()
-        return restored is not None and any(
-            name not in restored.manifest.metrics and math.isfinite(float(value))
-            for name, value in self.metrics.items()
-        )
-
-    def has_unsaved_metrics(self) -> bool:
-        """Returns True if metrics were reported that no checkpoint has, because they came after the last save."""
-        restored = self._restored_step()
-        return bool(self.metrics.keys() - (restored.manifest.metrics.keys() if restored is not None else ()))
-
-    def _restored_step(self) -> Restoration | None:
-        """Returns the restore of the step that was saved last; None if that step was saved by this process."""
-        restored = self.manager.restored
-        is_last = restored is not None and self.count.saved is None and restored.step == self.count.saved_step
-        return restored if is_last else None
-
     def _notes_of_saved(self) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
         """Returns the metrics and metadata of the step that was saved last."""
-        restored = self._restored_step()
+        restored = _restored_step(self)
         if restored is None:
             return self._saved_notes
         return restored.manifest.metrics, restored.manifest.metadata
@@ -277,7 +252,7 @@ class TrainingLoop:
     def _must_replace(self) -> bool:
         """Returns True if a save of the step that was saved last replaces a checkpoint."""
         if self.count.saved is None:
-            return self.must_save_metrics()
+            return must_save_metrics(self)
         return self.count.saved.must_be_replaced
 
     def _save_once(self, step: int) -> SaveHandle | None:
@@ -310,6 +285,35 @@ class TrainingLoop:
             self.watch.note_saved()
             self.metrics, self._saved_notes = {}, (metrics, metadata)
             self.guard.provisional = None
+
+
+def must_save_metrics(loop: TrainingLoop) -> bool:
+    """Returns True if metrics were reported after the last save, whose step can be saved again to store them.
+
+    With several workers it cannot: all of them would have to save again, and the others may know of no metric. A
+    checkpoint that the program saved by the manager stays as it is. So does a restored one that has these metrics.
+    """
+    if not loop.metrics or loop.manager.participant is not None or not loop.count.is_begun(loop.count.done):
+        return False
+    if loop.count.saved is not None:
+        return True
+    restored = _restored_step(loop)
+    return restored is not None and any(
+        name not in restored.manifest.metrics and math.isfinite(float(value)) for name, value in loop.metrics.items()
+    )
+
+
+def has_unsaved_metrics(loop: TrainingLoop) -> bool:
+    """Returns True if metrics were reported that no checkpoint has, because they came after the last save."""
+    restored = _restored_step(loop)
+    return bool(loop.metrics.keys() - (restored.manifest.metrics.keys() if restored is not None else ()))
+
+
+def _restored_step(loop: TrainingLoop) -> Restoration | None:
+    """Returns the restore of the step that was saved last; None if that step was saved by this process."""
+    restored = loop.manager.restored
+    is_last = restored is not None and loop.count.saved is None and restored.step == loop.count.saved_step
+    return restored if is_last else None
 
 
 class StepNumbers(Iterator[int]):

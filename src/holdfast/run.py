@@ -18,7 +18,7 @@ from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, HoldfastError, UnnamedError, UsageError
 from holdfast.events import Sink
-from holdfast.loop import StepNumbers, TrainingLoop
+from holdfast.loop import StepNumbers, TrainingLoop, has_unsaved_metrics, must_save_metrics
 from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
@@ -76,7 +76,7 @@ def resumable(
         ```
 
     Args:
-        directory: The run's directory, a URL, or an open storage.
+        directory: The run's directory, a `file://` URL, or an open storage.
         checkpoint: A `Checkpoint` with the objects, instead of `objects`: it allows any names.
         save_every: When to save; None for `Auto()`, which measures the cost of a save.
         keep: Which checkpoints to keep; None for `Latest(3)`.
@@ -84,7 +84,7 @@ def resumable(
         begin_anew: True to start from the beginning even if there are checkpoints.
         incremental: True to write only arrays that have changed, and refer to earlier steps for the others.
         reuse_space: False to never write a save over the data file of a removed checkpoint; see `CheckpointManager`.
-        failures_allowed: How many saves in a row may fail before the loop ends with an error.
+        failures_allowed: How many saves in a row may fail without an error; one more ends the loop.
         when_busy: What to do with a save if the previous one is still in progress: wait for it, or skip this one.
         sinks: Functions that are called with each event.
         timeout_seconds: The deadline of each wait.
@@ -328,7 +328,7 @@ class Run:
         step = self._loop.count_with_open_step()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
         is_saved = self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None)
-        if is_saved and not (step == self._count.done and self._loop.must_save_metrics()):
+        if is_saved and not (step == self._count.done and must_save_metrics(self._loop)):
             self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
             return None
         return self._loop.save(step, metadata=metadata)
@@ -432,14 +432,14 @@ class Run:
 
     def _save_late_metrics(self, step: int) -> None:
         """Stores metrics that were reported after the last step was saved; where that is not possible, warns."""
-        if self._loop.must_save_metrics():
+        if must_save_metrics(self._loop):
             self.manager.wait()
             self._loop.save(step)
-        elif self._loop.has_unsaved_metrics():
+        elif has_unsaved_metrics(self._loop):
             names = ", ".join(self._loop.metrics)
             self._loop.warn(
-                f"{names}: reported after the last save, and stored nowhere. Report metrics before the last step "
-                "ends: before its run.finish_step(), or inside the turn of run.steps(n)"
+                f"metrics were reported after the last save and are stored nowhere: {names}. Report them before the "
+                "last step ends: before its run.finish_step(), or inside the turn of run.steps(n)"
             )
 
     def _end_badly(self, error: BaseException) -> None:
