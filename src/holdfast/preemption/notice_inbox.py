@@ -76,7 +76,7 @@ class NoticeInbox:
         # What the signals say for which Python has run no handler yet, and since when.
         self._unhandled: list[Notice] = []
         self._unhandled_at = 0.0
-        # What was heard in the stead of handlers that are still to run. It is replaced whole.
+        # Notices that were received here, ahead of handlers that are still to run. It is replaced whole.
         self._received_early: list[Notice] = []
 
     @property
@@ -144,7 +144,7 @@ class NoticeInbox:
 
     def forget(self, count: int) -> None:
         """Marks that many notices, counted from the beginning, as handled."""
-        # In this order: what is heard meanwhile is found, or rings the alarm again.
+        # In this order: what is received meanwhile is found, or rings the alarm again.
         self.alarmed = False
         self._settled = count
         if self.pending:
@@ -182,8 +182,10 @@ class NoticeInbox:
                 self._unhandled.clear()
             else:
                 self._unhandled_at = self._unhandled_at if self._unhandled else time.monotonic()
-                told = [source.foretell(number, self.hear) for source in self._sources if isinstance(source, Signals)]
-                self._unhandled += [notice for notice in told if notice is not None]
+                foretold = [
+                    source.foretell(number, self.hear) for source in self._sources if isinstance(source, Signals)
+                ]
+                self._unhandled += [notice for notice in foretold if notice is not None]
         if self._unhandled and time.monotonic() - self._unhandled_at >= _STAND_IN_SECONDS:
             self._stand_in()
         self.tell()
