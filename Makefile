@@ -46,8 +46,9 @@ test-ray: $(RAY_VENV)/ready
 	$(RAY_VENV)/bin/pytest tests/test_jobs_ray.py
 
 # Lightning, transformers, Keras and Flax are large: the tests of their integrations have an environment of their own.
+# What the gate leaves out of the tests of Accelerate runs here, too.
 test-frameworks: $(FRAMEWORKS_VENV)/ready
-	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks -n $(WORKERS) --dist worksteal --durations=15
+	HOLDFAST_LONG=1 $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks -n $(WORKERS) --dist worksteal --durations=15
 
 # The wheel and the sdist, in dist: checked, installed into empty environments, and an example trained, killed and resumed
 # there. DIST=--torch also trains the example for PyTorch.

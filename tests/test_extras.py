@@ -1,10 +1,13 @@
 """A part of holdfast that needs a package says so when it is used, and not before."""
 
+import importlib
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import holdfast as hf
 from holdfast.errors import MissingPackageError
 from holdfast.extras import Door, install_command
 from holdfast.policies import Latest
@@ -59,3 +62,19 @@ def test_a_package_that_is_too_old_is_an_error_with_both_versions(oldest: str, i
 def test_a_name_that_a_door_does_not_have_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"module 'holdfast\.frame' has no attribute 'Earliest'"):
         make_door("frame-of-mind", "1").load("Earliest")
+
+
+def test_doors_are_imported_by_their_short_names_as_well() -> None:
+    """In a fresh interpreter, in which nobody has asked for them; the frameworks are not imported for that."""
+    program = "import sys, holdfast\n" + "".join(
+        f"import holdfast.{name} as door\n"
+        f"assert door is holdfast.{name} is sys.modules['holdfast.{name}'] is sys.modules['{home}']\n"
+        for name, home in hf._MODULES.items()
+    )
+    program += "assert not {'torch', 'lightning', 'transformers', 'keras', 'accelerate'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_what_is_no_door_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"holdfast\.pytorch"):
+        importlib.import_module("holdfast.pytorch")

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -43,9 +42,12 @@ sys.exit(pytest.main(arguments))
 
 def list_extensions() -> dict[str, Path]:
     """The compiled modules, each with its source."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    modules = project["tool"]["setuptools"]["ext-modules"]
-    return {module["name"]: ROOT / module["sources"][0] for module in modules}
+    sources = ROOT.glob("src/holdfast/**/*.c")
+    modules = {".".join(source.relative_to(ROOT / "src").with_suffix("").parts): source for source in sources}
+    text = (ROOT / "setup.py").read_text()
+    assert modules
+    assert all(f'"{name}"' in text for name in modules), f"setup.py builds others than {sorted(modules)}"
+    return modules
 
 
 def compile_extension(source: Path, target: Path, *options: str, compiler: tuple[str, ...] = ("cc",)) -> None:

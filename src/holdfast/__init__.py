@@ -2,6 +2,8 @@
 
 import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -156,6 +158,20 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Doors(MetaPathFinder, Loader):
+    """Finds `_MODULES` for those who import one by its short name: `from holdfast.lightning import Resumable`."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        package, _, module = name.rpartition(".")
+        return ModuleSpec(name, self) if package == __name__ and module in _MODULES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = __getattr__(module.__name__.rpartition(".")[2])
+
+
+sys.meta_path.append(_Doors())
 
 
 class _Package(ModuleType):

@@ -32,7 +32,7 @@ class Checkpoint:
     # What holdfast itself keeps with the user's objects, which never see it.
     _own: dict[str, Any]
     _assigned: set[str]
-    # Where the backup lies that a `WorkerTrainingState` was asked to restore these objects from; empty if none was.
+    # The location of the backup that a `WorkerTrainingState` should restore these objects from; empty if none.
     _backup_url: str
 
     def __init__(self, /, *unnamed: object, **objects: Any) -> None:

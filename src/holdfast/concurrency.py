@@ -74,5 +74,5 @@ def start_thread(target: Callable[[], object], name: str) -> Latch:
     try:
         _thread.start_new_thread(start, ())
     except RuntimeError:
-        ended.open()  # None can be had any more: the interpreter shuts down, or the system has no room.
+        ended.open()  # No thread can be started: the interpreter shuts down, or the system has no room.
     return ended

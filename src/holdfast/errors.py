@@ -38,7 +38,7 @@ class HoldfastError(Exception):
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> Any:
-        # Frameworks send errors to other processes. Python would make them anew from their message alone.
+        # Frameworks send errors to other processes. Python would recreate them from their message alone.
         return _remake, (type(self), self.args), vars(self)
 
 

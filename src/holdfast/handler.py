@@ -366,7 +366,7 @@ class PreemptionCheckpointHandler:
             step_break.close()
         self._count.unfinished.discard(self._loop)
         if self._guard.inbox.gave_up:
-            self._manager.abandon()  # A second Ctrl-C leaves at once: nobody waits for the save in flight any more.
+            self._manager.abandon()  # A second Ctrl-C exits at once, without waiting for the save in progress.
         self._guard.close()
         atexit.unregister(self._close_at_exit)
 

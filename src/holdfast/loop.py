@@ -195,7 +195,7 @@ class TrainingLoop:
         try:
             self._note_begun(step, self.manager.save_if_due(step, metrics=self.metrics, metadata=self.metadata))
         except SaveFailedError as failure:
-            # The save that tells of an earlier failure goes on all the same, and counts.
+            # The save that reports an earlier failure continues nevertheless, and counts.
             self._note_begun(step, failure.next_save)
             if not self._is_to_leave():
                 raise
@@ -255,7 +255,7 @@ class TrainingLoop:
             newest = self.manager.latest_step()
             if newest is None or newest < step:
                 raise
-            # The program saves under larger numbers. A number of ours is no reason to lose the state.
+            # The program saves under larger numbers. A number chosen here must not lose the state.
             return self.save(step, number=newest + 1)
 
     def _note_begun(self, step: int, saved: SaveHandle | None) -> None:

@@ -305,7 +305,7 @@ class CheckpointManager:
             self.checkpoint[name] = value
         if only is None:
             self.restored = restoration
-            # Whoever has begun since then is seen by the next save.
+            # A job that has begun since then is detected by the next save.
             sources = () if step is None else (restoration.name,)
             self._origin = Origin(restoration.name, restoration.seen_generation, sources)
             self._saver.begin_generation()
@@ -452,7 +452,7 @@ class CheckpointManager:
             self.newest_asked = max(step, self.newest_asked)
             self._pace.note_begun_save(step)
         except BaseException:
-            # Also Ctrl-C ends up here: a save that was confirmed goes on, and what was to be told is not lost.
+            # Also Ctrl-C ends up here: a confirmed save continues, and pending events are not lost.
             request.drop()
             self._failures.put_back(untold)
             # The storage may hold up what was written of it; the next save waits for that.

@@ -182,7 +182,7 @@ class Run:
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self.completes_step: Callable[[], bool] = lambda: True
         self._loops = itertools.count(1)
-        # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one is told.
+        # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one was logged.
         self._newest_loop = -1
         # How many loops of `steps` were left within a step, and how many steps the last one was to have.
         self._left = self._total = 0

@@ -149,7 +149,7 @@ class WorkerTrainingState:
         self._announcements = Announcements(self._storage.url, loop.manager.worker, quiet=quiet)
         self._generation = catalog.generation
         loop.count.done = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
-        # Backups that nobody has restored, also such as have lost their manifests: the next one would take their place.
+        # Backups that were not restored, also if they have lost their manifests: the next one would replace them.
         self._unseen = not is_empty
         self._saved: Backup | None = None
         self._in_flight: tuple[SaveHandle, Backup] | None = None
@@ -162,7 +162,7 @@ class WorkerTrainingState:
         self._total: int | None = None
         self._steps_per_epoch: int | None = None
         self._watch = EpochWatch({}, self._warn)
-        # Where training stands in an epoch, if that is not backed up and may be, should the job be asked to leave.
+        # The position within an epoch, if it is not backed up yet; it may be, if the job is asked to leave.
         self._reached: Backup | None = None
 
     @property
@@ -254,7 +254,7 @@ class WorkerTrainingState:
         loop = self._open()
         manager = loop.manager
         peers = None if manager.participant is None else manager.participant.peers
-        # The others are told if one refuses: they would wait for it in the restore.
+        # The others are notified if one refuses: they would wait for it in the restore.
         check = partial(check_newest, self._storage) if self._unseen else lambda: None
         damage = make_agreement(peers, self._storage.url).run(check)
         if damage is not None:
@@ -489,7 +489,7 @@ class WorkerTrainingState:
             self._backups.explain(failure)
             raise
         finally:
-            # A save that tells of an earlier failure goes on all the same.
+            # A save that reports an earlier failure continues nevertheless.
             if (begun := loop.count.saved) is not None and loop.count.saved_step == step:
                 _ = self.saved  # The one before has ended by now: it counts if it was committed.
                 self._in_flight = begun, backup

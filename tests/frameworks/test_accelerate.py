@@ -16,6 +16,9 @@ pytest.importorskip("accelerate")
 PROGRAM = "accelerate_training.py"
 PRELOAD = (*preloaded.TRAINING, "accelerate", "holdfast.integrations.accelerate.loop")
 
+LONG = pytest.mark.long
+"""`make test` has the time for one of a kind; `make test-frameworks` runs them all."""
+
 
 def train(*options: str | Path) -> Life:
     return live(PROGRAM, *options, preload=PRELOAD)
@@ -28,12 +31,12 @@ def begin(*options: str | Path) -> Life:
 @pytest.mark.parametrize(
     "options",
     [
-        (),
+        pytest.param((), marks=LONG),
         ("--workers=2", "--accumulate=2"),
-        ("--accumulate=3", "--seedable"),
-        ("--stream",),
-        ("--dispatch", "--accumulate=2"),
-        ("--stream", "--workers=1"),
+        pytest.param(("--accumulate=3", "--seedable"), marks=LONG),
+        pytest.param(("--stream",), marks=LONG),
+        pytest.param(("--dispatch", "--accumulate=2"), marks=LONG),
+        pytest.param(("--stream", "--workers=1"), marks=LONG),
     ],
     ids=" ".join,
 )
@@ -65,7 +68,13 @@ def test_a_notice_in_an_evaluation_in_a_block_ends_the_job_at_once(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--split",), ("--dispatch", "--drop-last"), ("--seedable", "--accumulate=2"), ("--fsdp",)],
+    [
+        (),
+        pytest.param(("--split",), marks=LONG),
+        pytest.param(("--dispatch", "--drop-last"), marks=LONG),
+        pytest.param(("--seedable", "--accumulate=2"), marks=LONG),
+        pytest.param(("--fsdp",), marks=LONG),
+    ],
     ids=" ".join,
 )
 def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -79,10 +88,12 @@ def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path, 
         assert after[rank].first_step() != untouched[rank].first_step()
 
 
+@LONG
 def test_filling_the_last_batch_from_the_first_is_warned_of(tmp_path: Path) -> None:
     first, _ = live_together(PROGRAM, tmp_path, "--dispatch", preload=PRELOAD)
     assert "accelerate fills the last batch of an epoch" in first.errors
 
 
+@LONG
 def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     check_example("accelerate_loop.py", tmp_path, PRELOAD, "epoch")

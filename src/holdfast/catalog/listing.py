@@ -218,7 +218,7 @@ def is_committed(storage: Storage, name: StepName) -> bool:
         storage.open_reader(name.manifest_path).close()
     except NotFoundError:
         return False
-    except (DamageError, StorageError):  # Something lies there; what is wrong with it is for its reader to say.
+    except (DamageError, StorageError):  # A manifest exists; its reader reports any damage.
         return any(one.name == MANIFEST_NAME and not one.is_directory for one in storage.list(name.directory))
     return True
 
@@ -480,7 +480,7 @@ class History:
                 self._bases[generation] = decode_base(data, path=path, generation=generation)
             except NotFoundError:
                 continue  # It was opened and died before it saved, or is about to record its base.
-            except DamageError as fault:  # Also if it cannot be read at all, or something else lies in its place.
+            except DamageError as fault:  # Also if it cannot be read at all, or something else is in its place.
                 faults.append(fault)
         return {generation: self._bases[generation] for generation in self.opened if generation in self._bases}, faults
 

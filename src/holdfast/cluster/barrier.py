@@ -98,7 +98,7 @@ def wait_read(cluster: Cluster, lost: Callable[[], Collection[int]]) -> None:
     )
     if is_cleared:
         with suppress(HoldfastError):
-            # The last one that read it has left nothing behind; the question has.
+            # The last reader has already deleted the answers; now the question is deleted too.
             cluster.delete(f"{name}/read")
 
 
@@ -176,7 +176,7 @@ class _Meeting:
             # A worker's time had run out before the last one came.
             self._raise_absent(outcome)
         with suppress(HoldfastError):
-            # It has been decided: what comes now is no part of it.
+            # It has been decided: later values do not count.
             for rank in range(cluster.world_size):
                 cluster.delete(self._key(f"record/{rank}"))
         return answer
@@ -193,7 +193,7 @@ class _Meeting:
         with suppress(HoldfastError):
             # The leader may be gone by now, and the store with it; it is known how the meeting has ended all the same.
             if cluster.add(self._key("read"), 1) == cluster.world_size - 1 and not outcome.absent:
-                # All have read: the last one leaves nothing behind.
+                # All have read: the last one deletes everything.
                 for key in ("outcome", "read", *(f"answer/{number}" for number in range(outcome.pieces))):
                     cluster.delete(self._key(key))
         if outcome.absent:
@@ -229,7 +229,7 @@ class _Meeting:
         return value
 
     def _has_not_brought(self, rank: int) -> bool:
-        # What the leader brings is kept until it has answered, and is of no use without the answer.
+        # The leader's value is kept until it has answered, and is not used without the answer.
         return rank == LEADER or self._cluster.try_get(self._key(f"record/{rank}")) is None
 
     def _give_up(self, error: DeadlineError, rank: int) -> _Outcome:

@@ -142,7 +142,7 @@ class ConnectionPool:
                 try:
                     connection = connection or self._connect(task.timeout_seconds)
                     task.result = task.work(connection)
-                except BaseException as error:  # noqa: BLE001  Whatever it is, the caller gets it.
+                except BaseException as error:  # noqa: BLE001  The caller gets any error.
                     task.error = error
                     # It is not known in what state an error leaves a connection.
                     connection = None

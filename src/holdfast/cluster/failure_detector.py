@@ -102,7 +102,7 @@ class Heartbeat:
         self._told = _Missed()
         # The first signs come sooner, so that those on one machine find each other at once.
         self._pause_seconds = min(PROCESS_LOOK_SECONDS, interval_seconds)
-        # Those of the neighbours that have ended, and whose count was looked at; and those of them that said goodbye.
+        # The neighbors that have ended, and whose count was looked at; and those of them that said goodbye.
         self._judged: set[int] = set()
         self._excused: set[int] = set()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()

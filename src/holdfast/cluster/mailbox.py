@@ -78,7 +78,7 @@ class StoreMailbox:
             # Unlike `Thread.start` this cannot be interrupted half-way.
             _thread.start_new_thread(self._run, ())
         except RuntimeError as error:
-            # None can be had any more: the interpreter shuts down, or the system has no room.
+            # No thread can be started: the interpreter shuts down, or the system has no room.
             self.trouble = f"cannot start a thread to query the store: {error}"
             self._ended.open()
 

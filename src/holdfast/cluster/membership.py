@@ -109,7 +109,7 @@ class Joining:
             self._check_nonce()
             # What an earlier start of another size has left is there already, so that it has to look again.
             if self._wait(self._key("join", rank), JOINING_TURNS.shortest_seconds) is not None:
-                # The value is there, but not from a worker of this start yet; a store does not tell of a second one.
+                # The value exists, but not from a worker of this start yet; a store does not report a second one.
                 time.sleep(STALE_JOIN_SECONDS)
         return nonce
 

@@ -92,7 +92,7 @@ class ImportSource:
         try:
             archive = TorchArchive(file, 0, file.size_bytes, keep_unknown=keep_unknown)
         except FormatError as error:
-            # Lightning keeps settings and callbacks of the program beside the state, of whatever classes.
+            # Lightning keeps settings and callbacks of the program beside the state, of any class.
             if keep_unknown:
                 raise
             problem, archive = error, TorchArchive(file, 0, file.size_bytes, keep_unknown=True)

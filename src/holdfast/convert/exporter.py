@@ -177,7 +177,7 @@ def export_chosen(
         try:
             return export_step(storage, name.directory, name, storage, out, options)
         except (StorageError, DamageError, NoCheckpointError):
-            # A job that goes on has removed it, and committed a newer one before: that is no damage.
+            # A running job has removed it, and committed a newer one before: that is not damage.
             if attempts == _MOST_ATTEMPTS or is_committed(storage, name):
                 raise
         attempts, gone = attempts + 1, name

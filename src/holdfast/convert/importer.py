@@ -416,7 +416,7 @@ def _commit(
             line.give_up(name)
             _take_back(storage, name.generation)
             if root is not None and is_new:
-                # Files may lie in it, or it may be gone.
+                # It may contain files, or be gone.
                 with suppress(OSError):
                     root.rmdir()
         except HoldfastError as left:

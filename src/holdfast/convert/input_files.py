@@ -220,7 +220,7 @@ class SourceTensor(msgspec.Struct, frozen=True):
             data = bytearray(math.prod(box.shape) * item_bytes)
             self.read_run(box, memoryview(data))
             return np.frombuffer(data, unit).reshape(box.shape)
-        # Its elements lie apart: only those pages are read that hold some of the box.
+        # Its elements are not contiguous: only the pages with elements of the box are read.
         first = self.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         length = self.begin - first + self.reach * item_bytes
         mapped = mmap.mmap(self.file.fileno(), length, access=mmap.ACCESS_READ, offset=first)

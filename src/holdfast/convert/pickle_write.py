@@ -67,7 +67,7 @@ def write_pickle(value: Any) -> bytes:
 class _Writer:
     def __init__(self) -> None:
         self.parts: list[bytes] = []
-        # Names and short texts that stand again and again, by their number among what the reader keeps.
+        # Names and short texts that occur often, by their number in the reader's memo.
         self._kept: dict[Global | str, int] = {}
 
     def add(self, value: Any) -> None:

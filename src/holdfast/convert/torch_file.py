@@ -73,7 +73,7 @@ def write_torch(reader: LeafReader, tree: Any, out: Path, *, overwrite: bool, le
         DamageError: If the checkpoint is damaged.
         StorageError: If the storage fails.
     """
-    # A leaf that stands in several places is one storage, as it was one tensor's memory.
+    # A leaf with several names is one storage, as it was one tensor's memory.
     keys: dict[str, str] = {}
 
     def to_tensor(array: ArrayRef) -> FunctionCall:

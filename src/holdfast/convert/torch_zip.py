@@ -90,7 +90,7 @@ class ArchiveReader:
             if count not in (len(records), 0xFFFF):
                 raise ValueError(f"its directory should have {count} records, but has {len(records)}")
             for record in records:
-                # All records lie in one folder, which torch names after the file.
+                # All records are in one folder, which torch names after the file.
                 name = record.filename.partition("/")[2]
                 if name in self._records:
                     raise ValueError(f"{name!r} appears twice")

@@ -246,7 +246,7 @@ class PassedOver(Event, frozen=True):
             place += f" at byte {self.offset_bytes}"
         if self.tensor:
             place += f" ({self.tensor})"
-        # Most errors begin with the file's name, which then need not stand twice. Some are about no file.
+        # Most errors begin with the file's name, which need not be repeated. Some are not about a file.
         error = self.error.removeprefix(f"{self.file}: ")
         if self.file and (place != self.file or not error.startswith(f"{self.file} ")):
             error = f"{place}: {error}"

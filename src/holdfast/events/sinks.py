@@ -134,7 +134,7 @@ class Totals:
     """**Thread-safe.** A sink that sums up events, for the report at the end of a run."""
 
     def __init__(self) -> None:
-        # Guards `_sums`: events come from the training thread and from those behind it.
+        # Guards `_sums`: events come from the training thread and from background threads.
         self._lock = threading.Lock()
         self._sums = Sums()
 
@@ -259,7 +259,7 @@ class JsonLinesSink:
             with suppress(FileNotFoundError):
                 if self.path.stat().st_size + len(line) >= self._limit_bytes:
                     self.path.replace(_put_aside(self.path))
-            # The file is opened anew each time: another process may put it aside, and there is nothing to close.
+            # The file is opened each time: another process may move it, and nothing needs to be closed.
             descriptor = os.open(self.path, self._flags, 0o666)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):

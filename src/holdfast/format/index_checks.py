@@ -142,7 +142,7 @@ def _find_source_problem(index: Index) -> str:
             return problem
         if source.rank >= source.world_size:
             return f"a source of rank {source.rank} of {source.world_size} workers is not possible"
-        # One file that stood twice could be claimed twice, and so take more memory than lies on the disk.
+        # A file listed twice could be claimed twice, and so take more memory than its size on disk.
         if before is not None and (before.name, before.rank) >= (source.name, source.rank):
             return f"the source {source.name.directory} appears twice or out of order"
         before = source
@@ -156,7 +156,7 @@ def _find_referred_problem(index: Index) -> str:
             return f"{leaf.name!r} refers to source {leaf.source} of {len(index.sources)}, out of order"
         if leaf.source != number:
             number, offset = leaf.source, 0
-        # Arrays that shared bytes could claim more memory than lies on the disk.
+        # Arrays that shared bytes could claim more memory than the file's size on disk.
         if not offset <= leaf.begin <= leaf.end <= index.sources[number].data_bytes:
             return (
                 f"{leaf.name!r} cannot be at bytes {leaf.begin} to {leaf.end} of a source of "

@@ -311,8 +311,8 @@ def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple
     for name in steps:
         by_generation.setdefault(name.generation, []).append(name)
     living: dict[int, StepName] = {}
-    # An earlier generation counts up to the place, as step and attempt, where a later one left it, inclusive: what lies
-    # beyond was saved, or replaced, when the later one had begun.
+    # An earlier generation counts up to the step and attempt from which a later one began, inclusive: later ones were
+    # saved, or replaced, when the later one had begun.
     last = (MAX_STEP, MAX_ATTEMPT)
     # Those of which nothing is known are stepped over: there may be many.
     known = sorted({*bases, *by_generation})

@@ -540,7 +540,7 @@ class MultiNodeCheckpointManager:
     def _tell(self, what: str, epoch: int, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001  The checkpoint stands, whatever the user's handler makes of it.
+        except Exception as error:  # noqa: BLE001  The checkpoint is committed, even if the user's handler fails.
             self._warn(f"epoch {epoch} is saved, but the metadata handler failed while {what}: {error!r}")
 
     def _note(self, event: Event) -> None:

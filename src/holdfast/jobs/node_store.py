@@ -200,7 +200,7 @@ class LocalNodeStore:
             assert name is not None, "a save that is committed has a place"
             return _share_by_bytes(seconds, self._options.storage, name, nodes)
         except HoldfastError:
-            # The checkpoint stands; how its bytes are shared out cannot be looked up now.
+            # The checkpoint is committed; how its bytes are distributed cannot be read now.
             return NodeDurations(dict.fromkeys(nodes, seconds / len(nodes)))
 
     def _name(self, nodes: Sequence[str] | Mapping[str, Workspace]) -> None:
@@ -247,7 +247,7 @@ def load_workspace(workspace: Workspace, order: LoadOrder, options: NodeStoreOpt
         )
     except MismatchError as mismatch:
         if mismatch.differences.extra:
-            # Values are made anew, so these are objects, or stand in one.
+            # Plain values are replaced by a restore, so these are objects, or within one.
             mismatch.hint = explain_missing(workspace, mismatch.differences.extra)
         raise
     finally:

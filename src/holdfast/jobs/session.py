@@ -316,7 +316,7 @@ def run_tasks(
 def _perform(placed: Placed, workspace: Workspace, future: Future[Any]) -> None:
     try:
         value = placed.task(workspace)
-    except BaseException as error:  # noqa: BLE001  Whatever ended the task, the session's caller gets it.
+    except BaseException as error:  # noqa: BLE001  The session's caller gets any error that ended the task.
         future.set_exception(error)
     else:
         future.set_result(value)

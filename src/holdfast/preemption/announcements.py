@@ -67,7 +67,7 @@ class Announcements:
         """
         if self._is_quiet or self._began_at is None or not step:
             return
-        # The state is safe by now, or its error is raised: the line is no reason for another one.
+        # The state is safe by now, or its error is raised: printing the line must not raise another one.
         with suppress(HoldfastError):
             steps = manager.steps()
             if step == self._began_at:

@@ -106,7 +106,7 @@ class FinalSave:
         self._config = config
         self._keep = keep
         self._inbox = inbox
-        # What was said last: which step is saved, with which code it leaves, and what went wrong.
+        # The last announcement: the step that is saved, the exit code, and the problem, if any.
         self._end: tuple[int | None, int, str] | None = None
 
     def save_early(self, step: int) -> SaveHandle | None:

@@ -294,7 +294,7 @@ class Guard:
             left_seconds = self.inbox.demand().left_seconds
             turn = self._consensus.arrive(step, holds=holds, left_seconds=left_seconds, ends=ends, is_over=is_over)
             if turn is Turn.GO:
-                # What saving took is no step's.
+                # The time of a save does not count for any step.
                 self._progress.passed_at = time.monotonic()
                 return
             if turn is Turn.STOP:
@@ -327,7 +327,7 @@ class Guard:
         outlook = self._outlook(is_paused=is_paused)
         verdict = decide(outlook)
         if self._ends and outlook.demand is not Demand.SAVE:
-            # A loop that trains on in the time that is left has to hear of it again, and nothing would tell it.
+            # A loop that continues in the remaining time must be notified again, and nothing else would do it.
             verdict = verdict if verdict.action is Action.LEAVE else Verdict(Action.LEAVE, "no step remains")
         if not pending or verdict.action is Action.TRAIN:
             return False

@@ -67,7 +67,7 @@ class NoticeInbox:
         self._poller = SourcePoller(sources, self.hear, emit)
         is_launched = any(name in os.environ for name in _LAUNCHED_BY) and not is_interactive()
         self._interrupts_taken = _MOST_SIGNALS if is_launched else 1
-        # Only grows. What stands before `_settled` has been dealt with, what stands before `_told` is an event.
+        # Only grows. Notices before `_settled` are handled; those before `_told` have an event.
         self._heard: list[Heard] = []
         self._settled = 0
         self._takes_more = True

@@ -69,7 +69,7 @@ def _lay_out(targets: Iterable[Target]) -> tuple[list[Target], list[int], list[i
     owners: list[Target] = []
     begins: list[int] = []
     ends: list[int] = []
-    # There may be very many, most of them alike.
+    # There may be very many, most of them the same.
     sizes_bytes: dict[int, int] = {}
     for target in targets:
         address, spec = target.address, target.spec

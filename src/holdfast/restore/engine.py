@@ -252,7 +252,7 @@ class _RestoreTrial:
         self._left_out = frozenset() if request.keeping is None else request.keeping.whole
         self.name = name
         self._files = ExitStack()
-        # Reads into targets, and returns how many bytes. `_prepare` sets it, by how the checkpoint's files lie.
+        # Reads into targets, and returns how many bytes. `_prepare` sets it, by the layout of the checkpoint's files.
         self._read_targets: Callable[[Sequence[Target]], int]
         # The targets that share memory. Where one file holds all, the first read notes them, in the second of these.
         self._overlapping: list[Target] = []
@@ -280,7 +280,7 @@ class _RestoreTrial:
                 differences=Differences(),
                 hint="Start the job with the same number of workers, or pass on_resize='allow'.",
             )
-        # The files are opened first: memory is taken for what really lies there, not for what an index claims.
+        # The files are opened first: memory is allocated by their actual size, not by what an index claims.
         parts = self._files.enter_context(open_parts(storage, opened))
         stored = self._find_objects()
         opened = self.opened
@@ -316,13 +316,13 @@ class _RestoreTrial:
         stored = {
             name: state for name, state in own.objects.items() if name in request.objects or name not in request.named
         }
-        # What holdfast itself adds lies with every worker, or with none.
+        # All workers have holdfast's own objects, or none has.
         missing = {name for name in list_shared(request.objects) if name not in stored and not is_own(name)}
         missing -= self._left_out
         if request.select is not None:
             missing = set(filter(request.select.concerns, missing))
         manifest = self.opened.manifest
-        # Stages mostly lie in the order of the ranks.
+        # Stages are mostly in the order of the ranks.
         guess = self._request.worker.rank * manifest.world_size // self._request.worker.world_size
         for rank in sorted(range(manifest.world_size), key=lambda rank: abs(rank - guess)):
             if not missing:
@@ -399,7 +399,7 @@ def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
         for one in (*reversed(others), index):
             specs |= {name: spec_of(*leaf) for name, leaf in one.list_leaves().items()}
         manifest = opened.manifest
-        # What is wanted may lie in files that are not open yet, and memory is taken for it before they are.
+        # Wanted leaves may be in files that are not open yet, and memory is allocated for them before they are.
         if sum(spec.size_bytes for spec in specs.values()) > manifest.data_bytes + manifest.referred_bytes:
             path, step = opened.data_path(index.rank), manifest.step
             raise DamageError(

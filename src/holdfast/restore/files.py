@@ -62,7 +62,7 @@ def list_parts(opened: OpenedStep) -> list[Part]:
             source = index.sources[number]
             parts.append(
                 Part(
-                    # Sources lie beside the step, under the names that the format gives them: no path is believed.
+                    # Sources are beside the step, under the format's names: stored paths are not trusted.
                     path=join(source.name.directory, source.file_name),
                     index=msgspec.structs.replace(own, leaves=tuple(leaves), data_bytes=source.data_bytes),
                     size_bytes=source.data_bytes,

@@ -96,7 +96,7 @@ class Assignment:
             self._check(stored, path)
             first = self._seen.setdefault(stored.leaf, {}).setdefault(stored.box, stored)
             if first.record.spans != stored.record.spans:
-                # Which of them is right is unknown, and parts of both are no state at all.
+                # Which of them is right is unknown, and a mixture of both would not be a valid state.
                 what = f"ranks {first.rank} and {stored.rank} have different values for {stored.box}"
                 raise self._make_damage(stored, path, f": {what}")
             if first is stored:

@@ -85,7 +85,7 @@ def drain_all() -> None:
     for failure in failures:
         say(f"holdfast: {type(failure).__name__}: {failure}")
     # An exception in an exit handler does not change the exit code, so the process has to be ended here. This handler
-    # was registered before those of whatever was imported later, so theirs have run by now.
+    # was registered before those of modules that were imported later, so theirs have run by now.
     _end_now(EXIT_SAVE_FAILED)
 
 

@@ -111,7 +111,7 @@ class Engine:
         self._held_seconds = 0.0
         # What retention has told of: it meets with the same again after each save.
         self._told: set[str] = set()
-        # Of memory made ready before: opens when that has ended.
+        # Of memory allocated in advance: opens when that has ended.
         self._touched: Latch | None = None
         self._is_touching = False
 
@@ -174,11 +174,11 @@ class Engine:
         except CalledOffError:
             pass  # The thread that asked for it knows.
         except LeftOutError as left:
-            # A save that not all workers could take part in is no failure.
+            # A save that not all workers could take part in is not a failure.
             self._writer.fail(left)
             request.progress.leave_out(request.step, left.reason)
             self._emit(Skipped(step=request.step, reason=left.reason))
-        except BaseException as error:  # noqa: BLE001  Whatever ended the save, its user must hear of it.
+        except BaseException as error:  # noqa: BLE001  The user must be notified of any error that ended the save.
             self._fail(request, error)
         else:
             self._retain(name, request.origin)
@@ -385,7 +385,7 @@ class Engine:
             cleaning = self._writer.clean(name, protected)
         except FencedError:
             return  # The newer job cleans; the next save here says that this one is fenced.
-        except BaseException as error:  # noqa: BLE001  The checkpoint stands, whatever went wrong behind it.
+        except BaseException as error:  # noqa: BLE001  The checkpoint is committed, even if something fails afterwards.
             self._tell_problem(error, name)
             return
         if cleaning is None:

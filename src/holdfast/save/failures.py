@@ -23,7 +23,7 @@ class PendingFailures:
         A save during which state changed does not count: usually there is one such save, and two at the most.
         """
         self._failures_allowed = failures_allowed
-        # Taken anew by a signal handler that waits, say, in the midst of what it guards: these four.
+        # Acquired again by a signal handler that waits, say, in the middle of what it guards: these four.
         self._lock = threading.RLock()
         self._untold: list[HoldfastError] = []
         self._failures_in_a_row = 0
@@ -99,7 +99,7 @@ class PendingFailures:
                 raise
             error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
             if isinstance(error, SystemExit):
-                # Nobody prints that one, and its code may be 0: the exit of the program has to tell.
+                # That one is not printed, and its code may be 0: the exit of the program must show the failure.
                 self.put_back([failure])
 
     def wait_closed(self, handle: SaveHandle, timeout_seconds: float | None) -> None:

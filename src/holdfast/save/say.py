@@ -17,7 +17,7 @@ def say(text: str) -> None:
     stream = sys.stderr
     if stream is None:
         return
-    # Nobody reads the pipe any more, the disk is full, the stream was closed, or it is one of the user's own.
+    # The pipe has no reader, the disk is full, the stream was closed, or it is one of the user's own.
     with contextlib.suppress(Exception):
         try:
             stream.write(f"{text}\n")

@@ -53,7 +53,7 @@ def _look_at_some(arrays: Sequence[Any], handler: Any) -> ArrayLook | None:
                 return None
             backend, bases, outer = found
         glance = backend.glance(bases)
-    except Exception:  # noqa: BLE001  Whatever is wrong with an array comes out when it is looked at by itself.
+    except Exception:  # noqa: BLE001  Any problem of an array is reported when it is looked at by itself.
         return None
     if glance is None:
         return None

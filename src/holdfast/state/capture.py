@@ -172,15 +172,14 @@ class _Capturing(Encoder):
         self._leaves: dict[Hashable, CapturedLeaf] = {}
         # By the identity of an array that was looked at by itself, and the array, which keeps its identity so.
         self._looked_at: dict[int, tuple[Any, CapturedLeaf]] = {}
-        # For each leaf's array where it comes from: an array as it stands in a tree, and what was cut of that.
+        # For each leaf's array its origin: an array within a tree, and the boxes cut from it.
         self._origins: list[tuple[Any, tuple[Box, ...]] | None] = []
-        # For each replica the array that stands in a tree.
+        # For each replica the array within a tree.
         self._replicated: list[Any] = []
         # Whether the tree that it is in is to be remembered as a whole, and whether a name was taken already.
         self._is_remembering = False
         self._has_renamed = False
-        # Trees that were taken as they were, with what stands in them and what became of it; those behind the first
-        # are in `_leaves` already.
+        # Unchanged trees, with their arrays and the results for these; those after the first are in `_leaves` already.
         self._taken: list[tuple[list[Any], list[CapturedLeaf]]] = []
         self._indexed = 0
         # Where the memory begins of all arrays that were met, but for the last ones.
@@ -471,7 +470,7 @@ class _Capturing(Encoder):
         # What each worker has of its own must not be taken for one leaf.
         name = path = f"{path}~w{self._sharing.worker.rank}" if self._sharing.is_own else path
         number = 2
-        # Keys such as 1 and "1" give one path. `~2` is no escape, so a name with it is nobody's path.
+        # Keys such as 1 and "1" give one path. `~2` is not an escape, so no path contains it otherwise.
         while name in self._names:
             self._has_renamed = True
             name = f"{path}~{number}"

@@ -62,7 +62,7 @@ class Hyperparameters:
         self.built: dict[str, Settings] = {}
         self.valid: dict[str, Settings] = {}
         self.is_loaded = False
-        # As they stand in the groups of an optimizer, or in a schedule.
+        # As they are in the groups of an optimizer, or in a schedule.
         self.raw: dict[str, list[dict[str, Any]]] = {}
 
     def note(self, objects: Mapping[str, object]) -> None:

@@ -206,7 +206,7 @@ def _load_integrations_of(cls: type) -> None:
         for package, module in INTEGRATIONS.items():
             # A class may name any module as its own: only what is in memory already counts.
             if package in sys.modules and (own == package or own.startswith(f"{package}.")):
-                # Also where it stands in `sys.modules`: another thread may be importing it, and is waited for.
+                # Also if it is already in `sys.modules`: another thread may be importing it, and is waited for.
                 importlib.import_module(module)
 
 

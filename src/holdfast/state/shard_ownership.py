@@ -230,7 +230,7 @@ class ShardOwnership:
             path: That path.
             replicas: The replicas of its leaf.
         """
-        # What is in an object of this worker's own concerns nobody else.
+        # An object that differs per worker concerns only this worker.
         if not self.is_own:
             leaves = {id(replica.holders): replica for replica in self.replicas[replicas.start : replicas.stop]}
             self.replicas += [replace(leaf, leaf=path, same_as=leaf.leaf) for leaf in leaves.values()]

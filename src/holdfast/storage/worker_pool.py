@@ -61,7 +61,7 @@ class WorkerPool:
         try:
             _thread.start_new_thread(self._start_all, (started, sign))
         except (RuntimeError, MemoryError):
-            return False  # None can be had any more: the callers of `run` do the work alone.
+            return False  # No thread can be started: the callers of `run` do the work alone.
         del sign
         # A thread that lacks memory dies unheard: that one too, or one of those for which it would wait for ever.
         end_at = time.monotonic() + _START_SECONDS
@@ -117,7 +117,7 @@ class WorkerPool:
                     if not arrival.is_open:
                         thread.start()
             except (RuntimeError, MemoryError):
-                pass  # No more can be had: fewer do the work.
+                pass  # No more threads can be started: fewer do the work.
             finally:
                 self._count = sum(map(self._has_come, self._threads, self._arrivals))
                 started.open()
@@ -178,7 +178,7 @@ class Round:
                 self._under_way += 1
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001  Whatever it is, the round's caller gets it.
+            except BaseException as error:  # noqa: BLE001  The round's caller gets any error.
                 self.end(error)
             ended = 1
 

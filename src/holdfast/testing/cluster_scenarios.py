@@ -294,7 +294,7 @@ def check_close(cluster: Cluster) -> None:
 def play_bereaved(cluster: Cluster) -> None:
     """The test kills the last worker. The others miss it, and continue to meet without it."""
     victim = cluster.world_size - 1
-    # Where the system tells of the end of a process, no worker waits for its signs of life.
+    # Where the system reports the end of a process, no worker waits for its signs of life.
     heartbeat = Heartbeat(cluster, 0.1, 4 * PATIENCE_SECONDS if find_machine() else LOSS_SECONDS)
     # Each registers its process after its first sign of life, so with a second sign it has.
     for rank in range(cluster.world_size):

@@ -157,7 +157,7 @@ class Workers:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(_LOOK_SECONDS)  # They are no children of this process, which so cannot wait for them.
+            time.sleep(_LOOK_SECONDS)  # They are not children of this process, which so cannot wait for them.
 
     def _path(self, number: int, kind: str) -> Path:
         return self._directory / f"{number}.{kind}"

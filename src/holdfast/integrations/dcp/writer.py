@@ -301,7 +301,7 @@ class StorageWriter(dcp.StorageWriter):
         problem = find_cover_problem([first, *others])
         if problem:
             raise UsageError(problem, hint="Save from all workers that hold a part of it, in one process group.")
-        # It is written anew: no file is ever changed.
+        # A new file is written: existing files are never changed.
         storage.remove(join(name.directory, index_name(0, len(shares))))
         (record,) = write_index(first, storage, name.directory).workers
         features = {feature for index in (first, *others) for feature in list_features(index)}

@@ -281,7 +281,7 @@ class JaxSharder:
         _check_there(array, path)
         numbers = numbers_of(array)
         spec = _BACKEND.spec(numbers, path)
-        # What lies with one process alone is to the others what a plain array is.
+        # An array that only one process has is like a plain array of that worker.
         holders = {} if numbers.is_fully_addressable else _find_holders(numbers.sharding, spec.shape)
         if holders and (jax.process_index(), jax.process_count()) != (worker.rank, worker.world_size):
             raise UnsupportedValueError(
@@ -329,7 +329,7 @@ class AbstractSharder(JaxSharder):
                 path=path,
                 hint="Use a sharding that divides its dimensions evenly.",
             ) from error
-        # One record may stand for many arrays, none of which has anything of another's memory.
+        # One record may describe many arrays, none of which shares memory with another.
         return Sharding(spec, _BACKEND, (LocalBox(whole_box(spec.shape), None, None),), object(), is_abstract=True)
 
 

@@ -53,7 +53,7 @@ class JaxStore:
                 standing = self.try_get(key)
                 if standing is not None:
                     return standing
-                # It was deleted between the two, so that ours may stand there now.
+                # It was deleted between the two, so that this worker's may be written now.
             else:
                 return value
 

@@ -199,7 +199,7 @@ class FitRun(keras.callbacks.Callback):
             self._run.report(**figures)
             self._count(ends_epoch=True)
             if is_last:
-                # What comes behind it, such as best weights that are put back, is done again by a restart.
+                # Later actions, such as restoring the best weights, are repeated by a restart.
                 self._run._loop.save_last()
 
     def on_test_begin(self, logs: Any = None) -> None:

@@ -155,7 +155,7 @@ class Attributes:
             if name in present and name not in values and not _is_same(present[name], began) and not _holds_seen(began):
                 self._put(name, began)
         for name, value in values.items():
-            # What compares figures is no value; Keras makes it anew at the next epoch's end, and turns the sign then.
+            # The comparing function is not a value; Keras creates it at the next epoch's end, and sets the sign then.
             if name != "min_delta" or getattr(self.obj, "monitor_op", name) is not None:
                 self._put(name, value)
 

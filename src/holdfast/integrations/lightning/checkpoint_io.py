@@ -135,7 +135,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
 
 def _open(path: str | os.PathLike[str], tree: KeptTree) -> CheckpointManager:
-    # Rank 0 alone saves, whatever Lightning's strategy is.
+    # Only rank 0 saves, with any strategy of Lightning.
     return CheckpointManager(path, Checkpoint(checkpoint=tree), keep=Latest(1), cluster="alone", reuse_space=False)
 
 

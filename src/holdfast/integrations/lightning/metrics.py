@@ -65,7 +65,7 @@ def _make_result(trainer: Any, stored: dict[str, Any]) -> Any:
         return result
     found = dict(trainer.lightning_module.named_modules()).get(meta.metric_attribute or "")
     if not isinstance(found, Metric):
-        return None  # It is logged anew at the next batch.
+        return None  # It is logged again at the next batch.
     result.value = found
     return result
 

@@ -183,7 +183,7 @@ class RaySession(Session):
 
     def _start(self) -> None:
         self.start += 1
-        # A node is not made again by Ray behind our back: it would have lost its workspace.
+        # Ray must not recreate a node by itself: it would have lost its workspace.
         actor_class = ray.remote(NodeActor)
         defaults = {"max_restarts": 0, "max_task_retries": 0}
         # One for each start: nodes that are gone have left nothing in it.

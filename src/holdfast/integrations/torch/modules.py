@@ -385,7 +385,7 @@ def _load(module: nn.Module, values: dict[str, Any], made: dict[str, str]) -> No
     for name in state:
         state[name] = values[rename(name)]
     for key, name in made.items():
-        # A module may keep the very tensor that it is handed, which then has to lie where its others do.
+        # A module may keep the very tensor that it is given, which then must be on the device of its others.
         state[name] = values[key].to(devices.get(name.rpartition(".")[0], elsewhere))
     module.load_state_dict(state)
 

@@ -128,7 +128,7 @@ class _Gradients:
             return ""
         seen = [(ref(), version) for ref, version in self._seen]
         new = [one for one in self._sample() if not any(one is old and one._version == count for old, count in seen)]
-        # Of a divided one only what lies here: nothing is asked of other workers.
+        # Of a sharded one only the local part: other workers are not asked.
         parts = [getattr(one, "_local_tensor", one) for one in new]
         local = [one for one in parts if type(one) is torch.Tensor and one.layout is torch.strided]
         if not any(bool(one.any()) for one in local) or not all(bool(one.isfinite().all()) for one in local):

@@ -119,7 +119,7 @@ class DataPlace:
     def _key(self) -> int:
         assert self._begin is not None  # It was read, or restored.
         contents = (self._begin["python"][1], self._begin["numpy"][1], self._begin["torch"])
-        # Workers whose generators are seeded alike draw different augmentations all the same.
+        # Workers whose generators have the same seed draw different augmentations nevertheless.
         has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if has_ranks else 0
         return derive(*(int(digest(content)[:16], 16) for content in contents), rank)

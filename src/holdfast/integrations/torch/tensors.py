@@ -217,7 +217,7 @@ def _gathered(items: Items) -> Iterator[tuple[torch.Tensor, int]]:
 DTYPES: Final[dict[torch.dtype, str]] = {
     getattr(torch, torch_name): name for torch_name, name in names_in("torch").items() if hasattr(torch, torch_name)
 }
-# Those that can be filled without a word to anything but their memory.
+# Those that can be filled by writing to their memory alone.
 _PLAIN_DTYPES: Final = {dtype: name for dtype, name in DTYPES.items() if dtype not in INTEGERS}
 TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -217,7 +217,7 @@ class StopCoordinator:
         verdict = self._verdict
         assert verdict is not None, "it was waited for"
         if self._peers.is_leader and self.stop is not None:
-            # The store may lie in this process.
+            # The store may be in this process.
             absent = {*self.stop.absent, *self.stop.done}
             heard = self._records.key("heard", number)
             end_at = time.monotonic() + READ_SECONDS

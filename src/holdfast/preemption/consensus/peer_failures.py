@@ -249,7 +249,7 @@ class PeerFailures:
 
         found = self._peers.mailbox.ask(write)
         if found is not None and self._peers.is_leader:
-            # The store may lie in this process.
+            # The store may be in this process.
             most_seconds = READ_SECONDS if left_seconds is None else min(left_seconds, READ_SECONDS)
             end_at = max(begun_at + most_seconds, time.monotonic() + LEAST_SECONDS)
             # One that has ended counts, too: it waits for the last save of all, and hears why that does not come.

@@ -133,7 +133,7 @@ class FileRecycler:
         """**Blocks.** Called when a generation was opened, which now has the spare; if none is kept, removes it."""
         self._generation = generation
         if self._spare is not None and not self._reuse:
-            # If this fails, the sweep tells of it.
+            # If this fails, the sweep reports it.
             with suppress(HoldfastError):
                 self._spare.remove()
 

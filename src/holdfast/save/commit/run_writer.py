@@ -370,7 +370,7 @@ class RunWriter(CheckpointWriter):
         before = [known for known in self._list_candidates(catalog) if known.step < name.step]
         try:
             return self._keep.choose_kept([*before, KeptCandidate(name, name.step, now_seconds, metrics)], now_seconds)
-        except Exception:  # noqa: BLE001  A policy of the user's own may fail; that is told of behind the commit.
+        except Exception:  # noqa: BLE001  A policy of the user's own may fail; that is reported after the commit.
             return ()
 
     def _remove(self, names: Collection[StepName], newest_bytes: int, problems: list[HoldfastError]) -> list[StepName]:

@@ -48,7 +48,7 @@ class Stager:
         layout = plan.layout
         image = self._buffer.take(round_up(layout.size_bytes))
         image[: len(layout.header)] = layout.header
-        # The buffer may hold an older snapshot behind the end of this one.
+        # The buffer may hold an older snapshot after the end of this one.
         image[layout.size_bytes :] = bytes(round_up(layout.size_bytes) - layout.size_bytes)
         base = ctypes.addressof(ctypes.c_char.from_buffer(image))
         moves = plan.moves
@@ -145,7 +145,7 @@ class Staging:
             self.check_unchanged()
             started(list(self._transfers))
         finally:
-            # Whatever has failed: the next save uses the same memory, and no copy of this one may still come there.
+            # After any failure: the next save uses the same memory, and no copy of this one may still arrive there.
             for transfer in self._transfers:
                 transfer.wait()
             self._transfers.clear()
@@ -296,8 +296,8 @@ class HostBuffer:
         if self._memory is None or len(self._memory) < size_bytes:
             wanted_bytes = max(round_up(size_bytes), mmap.PAGESIZE)
             if self._memory is None or not self._memory.try_grow(wanted_bytes):
-                # Let go of the old memory first, so that the two are never held at once. A view that somebody still has
-                # keeps it alive, and it goes with the view.
+                # Let go of the old memory first, so that the two are never held at once. A view that is still
+                # in use keeps it alive until the view is freed.
                 self.release()
                 self._memory = _map(wanted_bytes)
         return memoryview(self._memory)[:size_bytes]
@@ -307,7 +307,7 @@ class HostBuffer:
         if self._memory is not None and not self._memory.is_pin_tried:
             self._memory.is_pin_tried = True
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                # What was not touched yet: a device has fewer pages to be told of, and the processor copies nothing.
+                # Untouched pages stay unpinned: a device has fewer pages to register, and the processor copies nothing.
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             self._memory.unpin = pin(memoryview(self._memory))
 

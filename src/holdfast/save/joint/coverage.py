@@ -68,7 +68,7 @@ class Coverage:
     """The leader's knowledge of the loose leaves of all workers. Not thread-safe."""
 
     def __init__(self) -> None:
-        # What was found to be well, so that boxes stand twice only with workers that say the same of all of them.
+        # The shards that passed the last check, if boxes occur twice only on workers that have all boxes in common.
         self._covering: Sequence[str] = ()
 
     def check(self, storage: Storage, name: StepName, shards: Sequence[str], values: Sequence[str]) -> None:

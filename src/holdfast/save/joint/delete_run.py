@@ -81,7 +81,7 @@ class JointDelete:
     def _tell(self, error: HoldfastError | None) -> None:
         if self._peers is not None:
             record = b"" if error is None else msgspec.json.encode(self._peers.failures.describe(error))
-            # What is removed is removed, whoever dies before having heard of it.
+            # The removal is done, even if a worker dies before it is notified.
             with suppress(DeadlineError, ClusterError):
                 self._peers.gather_decide_broadcast(record, _find_first, _THE_REMOVAL)
 

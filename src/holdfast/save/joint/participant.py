@@ -85,7 +85,7 @@ class JointParticipant:
         self.named: list[frozenset[str]] = []
         self.holders: dict[str, tuple[int, ...]] = {}
         self._places = SaveIdAllocator()
-        # Guards the rest. Nobody does anything slow with it.
+        # Guards the rest. No slow work is done while it is held.
         self._lock = threading.Lock()
         self._step = -1
         self._plan: _Plan | None = None
@@ -237,7 +237,7 @@ class JointParticipant:
     def _look(self) -> None:
         """Reads what the leader has planned; called in the mailbox's thread."""
         if self._step < 0:
-            return  # Nobody has asked yet, and where each worker decides by itself, nobody will.
+            return  # The leader has not asked yet, and where each worker decides by itself, it never will.
         data = self.peers.cluster.try_get(self.peers.key("plan"))
         if data is None:
             return

@@ -210,7 +210,7 @@ class CommitProtocol:
         self.count = position.count
         self.was_missed = False
         self.query = ReplicaQuery(peers, self._key)
-        # Whether the others have ended it without this worker: then nobody would read, or delete, what it says.
+        # True if the others have ended it without this worker: then its messages would not be read, or deleted.
         self._is_over = False
         self._has_handed_in = False
         self._has_failed = False
@@ -245,7 +245,7 @@ class CommitProtocol:
             pass
         finally:
             if self._is_over:
-                # It may have come after the leader had deleted all that was said.
+                # It may have come after the leader had deleted all messages.
                 self._peers.delete([self._key(part)])
 
     def collect_parts(self) -> list[PartRecord]:
@@ -345,7 +345,7 @@ class CommitProtocol:
             failure = replace(failure, text=told, hint=_LATE_HINT)
         error = self._peers.failures.make_error(failure)
         if end.failure.kind == FencedError.__name__:
-            # That concerns the whole job, whoever has found it out.
+            # That concerns the whole job, no matter which worker has found it.
             raise FencedError(end.failure.text, hint=end.failure.hint) from error
         raise error
 
@@ -376,7 +376,7 @@ class CommitProtocol:
             return ranks() if ranks is not None else doers
 
         own, verdict, question = self._key(name), self._key("verdict"), self.query.question
-        # When there is a verdict, all else does not matter any more. The result comes behind it.
+        # Once there is a verdict, nothing else matters. The result comes after it.
         awaited = [verdict, own if holding is None else question, *([self._watched] if self._watched else [])]
         try:
             key, value = self._peers.wait_any(awaited, watch, what, begun_at)
@@ -414,7 +414,7 @@ class CommitProtocol:
                 if self._peers.cluster.try_get(key) is not None:
                     return
         if is_beyond:
-            # The leader comes here no more, to read or to delete what is said.
+            # The leader does not come here again to read or to delete messages.
             self._is_over = self._is_over or rank == LEADER
             text = f"it saves step {position.place.step}, but rank {self._peers.rank} saves step {self.place.step}"
             raise self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, _WAY_HINT))

@@ -246,7 +246,7 @@ def find_disagreements(groups: Sequence[Sequence[ReplicaDigest]]) -> list[Disagr
     for holders, by_rank in said.items():
         names = {(group.boxes, group.names) for group in by_rank.values()}
         are_named_alike = len(names) == 1 and all(group.size == len(by_rank) for group in by_rank.values())
-        # Who was not told to compare values has none to show.
+        # A worker that was not asked to compare values has none to show.
         values = {group.values for group in by_rank.values() if group.values}
         if not are_named_alike or len(values) > 1:
             sides: dict[ReplicaDigest, list[int]] = {}

@@ -101,8 +101,8 @@ class JointRunWriter(CheckpointWriter):
         self._emit = emit
         self._check_replicas = check_replicas
         self.generation: int | None = None
-        # Whether the values of what workers hold alike were compared in the save that goes on; and in one that was
-        # committed since the run was entered or restored.
+        # True if replicated values were compared in the save in progress; and in one that was committed since the run
+        # was entered or restored.
         self._is_compared = False
         self._has_compared = False
         self.compares = bool(check_replicas)
@@ -116,7 +116,7 @@ class JointRunWriter(CheckpointWriter):
         self._name: StepName | None = None
         self._debris: StepName | None = None
         self._endings: list[_Ending] = []
-        # Whether the store did not answer in this save: then nobody is made to wait for it once more.
+        # True if the store did not answer in this save: then no worker waits for it again.
         self._is_cut_off = False
 
     def leave_generation(self) -> None:

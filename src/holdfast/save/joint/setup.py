@@ -69,7 +69,7 @@ def make_writer(
     storage: Storage, options: SaveOptions, participant: JointParticipant | None, emit: Sink
 ) -> tuple[CheckpointWriter, FileRecycler]:
     """Returns what writes the checkpoints of a run, by this worker or by all together; and the recycled files."""
-    # One spare is of no use to many workers, whose shared file systems grant no leases as a rule.
+    # One spare does not help many workers, whose shared file systems usually grant no leases.
     reuse_space = options.reuse_space and participant is None
     writer = RunWriter(storage, options.keep, incremental=options.incremental, reuse_space=reuse_space)
     if participant is None:

@@ -176,7 +176,7 @@ def _find_states(objects: Mapping[str, Skeleton]) -> Iterator[tuple[str, dict[st
             if tag is None:
                 ahead += [(f"{path}/{key}", part) for key, part in node.items() if isinstance(part, (dict, list))]
             elif tag != "object":
-                # A tuple, say, or a dict with keys that are no text.
+                # A tuple, say, or a dict with keys that are not text.
                 ahead.append((path, payload))
             elif node.get("k") == _POSITION and isinstance(payload, dict):
                 yield path, payload

@@ -102,7 +102,7 @@ class Comparison(Decoder):
         self.selected_count = 0
         self.rules = OWNED
         self.like: Any = None
-        # An array where those lie that are made for a codec.
+        # An array at the place where those for a codec are created.
         self.beside: Any = None
         self.reseeded: list[str] = []
         self.left: list[str] = []
@@ -136,7 +136,7 @@ class Comparison(Decoder):
                 return self._decode_whole(node, live, path, depth)
             finally:
                 self.whole = False
-        # Something within may be wanted, if there is the like on both sides.
+        # Something within may be wanted, if both sides have such a value.
         form = _form(node)
         if form in ("object", "mapping", "sequence", "fields") and form == live_form(live):
             return super().decode(node, live, path, depth)
@@ -242,7 +242,7 @@ class Comparison(Decoder):
         """Returns the value, or its replacement until the arrays in it have been read: they are created for it."""
         if not any(tag in ("array", "tensor_subclass") for tag, _ in find_tags(payload)):
             return super().coded(codec, payload, live, path, depth)
-        # They come where the present ones lie; without such, to the parameter whose state it is.
+        # They go to the device of the present ones; without such, to that of the parameter whose state it is.
         beside = find_array(codec.encode(live)) if type(live) is codec.cls else None
         beside = self.like if beside is None else beside
         outer = (self.like, self.beside, self.rules)

@@ -116,7 +116,7 @@ def match_objects(
         UsageError: If an object's state cannot be read.
         MemoryError: If there is no memory for new arrays.
     """
-    # What some of the workers have as their own may not stand with the one whose state this worker takes.
+    # State that differs per worker must not be mixed with that of the worker whose state this one takes.
     has_moved = worker.world_size != stored_workers
     comparison = Comparison(objects, stored_arrays, select, worker, stored_workers, lacks_tuples=lacks_tuples)
     stored_objects = _rename_old(stored_objects, objects)
@@ -137,7 +137,7 @@ def match_objects(
             missing.append(path)
     for name, stored in stored_objects.items():
         if has_moved and isinstance(stored, dict) and (stored.get("$"), stored.get("k")) == ("object", PER_WORKER):
-            continue  # It is a worker's that is no more.
+            continue  # It belongs to a worker that does not exist any more.
         if name not in objects and name not in left_out and not is_own(name) and comparison.wants(escape(name)):
             comparison.differences.extra.append(escape(name))
     return Matching(

@@ -32,11 +32,11 @@ class RestoreTargets:
     """
 
     def __init__(self, differences: Differences, worker: Worker = ALONE) -> None:
-        # Whether something stands for an array that is made when its values have come.
+        # True if a placeholder is used for an array that is created when its values have come.
         self.has_pending = False
         self._differences = differences
         self._worker = worker
-        # A leaf that one live array wants stands as its target, without a claim: of those there may be very many.
+        # A leaf that one live array wants is stored as its target, without a claim: of those there may be very many.
         self._claims: dict[_Key, _Claim | Target] = {}
         # By leaf: the sharded array that was made for it.
         self._made: dict[str, tuple[Sharding, Any]] = {}

@@ -66,7 +66,7 @@ def try_direct_reads(descriptor: int) -> int | None:
         return None
     second = -1
     try:
-        # By way of /proc the very file that is open is opened again, whatever lies at its path by now.
+        # Through /proc the same open file is opened again, even if its path now leads to another one.
         second = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | flag)
         pages = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
         first = 0 if address_of(pages) % (2 * PAGE_BYTES) else PAGE_BYTES
@@ -120,7 +120,7 @@ class Residency:
             return
         self._mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
         try:
-            # The mapping must be writable for its address to be told, and private so that nothing could be written.
+            # The mapping must be writable to give its address, and private so that nothing could be written.
             self._map = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError):
             return

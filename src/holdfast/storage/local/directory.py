@@ -42,7 +42,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _log = logging.getLogger(__name__)
 
-# Without O_NONBLOCK, opening a FIFO that lies in place of a file would wait for ever.
+# Without O_NONBLOCK, opening a FIFO in place of a file would wait forever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READ_BYTES: Final = 1 << 20
 _without_direct_lock: Final = threading.Lock()
@@ -108,7 +108,7 @@ class LocalStorage:
                 with open_directory(self._root, parts[:depth]) as above:
                     with suppress(FileExistsError):
                         os.mkdir(part, dir_fd=above)
-                    # Also where it was there: whoever made it may have died before it was made to last.
+                    # Also if it existed: the process that made it may have died before it was durable.
                     sync_to_disk(above)
             with open_directory(self._root, parts):
                 pass
@@ -253,7 +253,7 @@ class LocalStorage:
                 try:
                     os.rmdir(name, dir_fd=directory)
                 except OSError as error:
-                    # POSIX leaves it open which of the two is said.
+                    # POSIX allows either of the two errors.
                     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                         return False
                     raise
@@ -332,7 +332,7 @@ class LocalStorage:
                 raise self._not_plain(path)
             return descriptor, status.st_size
         except BaseException as error:
-            # Ctrl-C too: whoever catches it may restore again and again.
+            # Ctrl-C too: a program that catches it may restore again and again.
             if descriptor >= 0:
                 os.close(descriptor)
             if isinstance(error, OSError) and error.errno in _NOT_PLAIN:

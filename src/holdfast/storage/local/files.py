@@ -141,7 +141,7 @@ def publish_file(directory: int, name: str, data: bytes) -> bool:
         has_appeared = _give_name(directory, temporary, name, descriptor, data)
     finally:
         os.close(descriptor)
-        # It is there no longer if it was renamed. If it cannot be removed, what was published still stands.
+        # It does not exist any more if it was renamed. If it cannot be removed, the publication is still valid.
         with suppress(OSError):
             os.unlink(temporary, dir_fd=directory)
     try:

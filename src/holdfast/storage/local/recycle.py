@@ -21,7 +21,7 @@ from holdfast.storage.checks import as_storage_errors, split_path
 from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES
 from holdfast.storage.local.files import NEW_FILE, open_directory, sync_to_disk
 
-# Without O_NONBLOCK a FIFO would hold the opening up, and so would a file that somebody else has a lease on.
+# Without O_NONBLOCK a FIFO would block the opening, and so would a file on which another process has a lease.
 _OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _OVERWRITING: Final = frozenset({0xEF53, 0x58465342})
@@ -61,7 +61,7 @@ class LocalSpare:
                 before = _look(root)
                 if before is not None and stat.S_ISREG(before.st_mode) and before.st_size >= status.st_size:
                     return False
-                # If there is a smaller one, this removes it. It fails where a directory stands in the way.
+                # If there is a smaller one, this removes it. It fails if a directory is in the way.
                 os.rename(name, SPARE_NAME, src_dir_fd=directory, dst_dir_fd=root)
         except OSError:
             return False
@@ -135,7 +135,7 @@ def _look(root: int) -> os.stat_result | None:
 
 def _is_alike(status: os.stat_result, new: os.stat_result) -> bool:
     """Returns True if a file has the owner and permissions of a new one."""
-    # S_IFMT is a part of the mode: a link or a FIFO is not alike.
+    # S_IFMT is a part of the mode: a link or a FIFO differs.
     return status.st_nlink == 1 and all(
         getattr(status, field) == getattr(new, field) for field in ("st_mode", "st_uid", "st_gid", "st_dev")
     )
@@ -164,8 +164,8 @@ def _has_nobody_else(descriptor: int) -> bool:
     The system grants a write lease only then. It is given back at once: a process that opens the file after this finds
     it by its new name, as one that is being written.
     """
-    # Should somebody open the file just now, the system tells so by a signal: by default SIGIO, which ends a process
-    # that does not handle it. This one is ignored where it is not handled.
+    # If another process opens the file just now, the system sends a signal: by default SIGIO, which ends a process
+    # that does not handle it. This one is ignored if it is not handled.
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)

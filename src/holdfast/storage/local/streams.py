@@ -72,7 +72,7 @@ class SharedDescriptor:
                 self.users -= 1
                 is_last = self._is_closing and self.users == 0
             if is_last:
-                # Whoever closed it has given the file up, so what closing says means nothing any more.
+                # The thread that closed it has given the file up, so errors of closing do not matter any more.
                 with suppress(OSError):
                     os.close(self._descriptor)
 
@@ -164,7 +164,7 @@ class LocalWriter:
 
     def _write_direct(self, descriptor: int, offset_bytes: int, piece: memoryview) -> None:
         end_bytes = offset_bytes + piece.nbytes
-        # The whole pages inside the piece: a piece that lies within one page has none.
+        # The whole pages inside the piece: a piece within one page has none.
         first_bytes = min(round_up(offset_bytes), end_bytes)
         last_bytes = max(round_down(end_bytes), first_bytes)
         inside = piece[first_bytes - offset_bytes : last_bytes - offset_bytes]
@@ -250,7 +250,7 @@ class LocalReader:
                     self._residency = Residency(descriptor, size_bytes)
                     self._direct = SharedDescriptor(second, f"the direct reader of {root / path}")
                 except BaseException:
-                    # Ctrl-C, say: whoever opened the other one closes that.
+                    # Ctrl-C, say: the caller that opened the other one closes that.
                     os.close(second)
                     raise
 
