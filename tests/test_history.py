@@ -381,7 +381,8 @@ def test_a_job_finds_what_lost_its_manifest_and_keeps_it() -> None:
     lost = StepName(7, 1)
     remove_manifest(storage, lost)
     events: list[Event] = []
-    save_steps(storage, 30, sinks=[events.append])
+    # Two steps are looked at after each save, from a random one on, while one more comes each time.
+    save_steps(storage, 50, sinks=[events.append])
     assert any("step 7 was committed" in event.text for event in events if isinstance(event, Warned))
     check_true(storage)
     save_steps(storage, 2, keep=hf.Latest(5))
