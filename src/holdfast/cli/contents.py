@@ -1,7 +1,7 @@
-"""What one checkpoint holds, read from its records alone; no array is read.
+"""Contents of one checkpoint, read from its records alone; no array is read.
 
-Stored values are shown as a person reads them, without making the objects that they stand for: types are shown by the
-names under which they were stored, and nothing is looked up by them.
+Stored values are shown as text, without creating the objects that they describe: types are shown by the names under
+which they were stored, and nothing is imported by those names.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from holdfast.restore.verify import open_step
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Which checkpoint it is.
+    """Identity of one checkpoint, and its manifest.
 
     Attributes:
         location: The run, or the directory of the step, as it was written on the command line.
-        url: The same in full.
+        url: The full path of `location`.
         directory: The name of the step's directory in the run; empty where the step's directory itself was named.
-        expected: What the directory's name promises; None where it may have any name.
-        state: Where it stands in its run; None outside of one.
+        expected: The step that the directory's name gives; None if the directory may have any name.
+        state: Its state in its run; None if it was named by its own directory.
         is_newest: Whether it is the newest of the living line.
         manifest: Its manifest.
     """
@@ -50,13 +50,15 @@ class Heading:
 
     @property
     def size_bytes(self) -> int:
-        """What its data files and indexes take."""
+        """Size of its data files and indexes."""
         return checkpoint_bytes(self.manifest)
 
 
 class Array(NamedTuple):
-    """One array, a leaf or a box of one, with the name of its data file, and the directory of the step in which that
-    lies, if that is another one."""
+    """One array, a leaf or a box of one, with the name of its data file.
+
+    `source` is the directory of the step with that file, if it is another step.
+    """
 
     stored: StoredBox
     file: str
@@ -114,7 +116,7 @@ class Contents:
         return objects
 
     def arrays(self, select: Callable[[str], bool] | None = None) -> list[Array]:
-        """The arrays that are asked for, in the order of the files; all of them by default."""
+        """The selected arrays, in the order of the files; all of them by default."""
         arrays: list[Array] = []
         for index in self.opened.indexes:
             own = data_name(index.rank, index.world_size)
@@ -124,7 +126,7 @@ class Contents:
         return [array for array in arrays if select is None or select(array.stored.leaf)]
 
     def leaves(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """For each leaf its type, its shape and its size, in the order of the files in which each is first met."""
+        """Returns the type, shape and size of each leaf, in the order in which the files list them."""
         leaves: dict[str, tuple[str, tuple[int, ...], int]] = {}
         for stored, _, _ in self.arrays():
             dtype, shape = stored.dtype, stored.global_shape
@@ -132,7 +134,7 @@ class Contents:
         return leaves
 
     def values(self, select: Callable[[str], bool] | None = None) -> dict[str, Node]:
-        """The nodes that are asked for, by their path; all objects by default."""
+        """The selected nodes, by their path; all objects by default."""
         return dict(find_nodes(self.objects, select))
 
     def sizes(self) -> dict[str, dict[str, int]]:
@@ -143,7 +145,7 @@ class Contents:
         return sizes
 
     def document(self, select: Callable[[str], bool] | None) -> dict[str, Any]:
-        """The JSON document of the checkpoint, with the leaves and values that are asked for."""
+        """The JSON document of the checkpoint, with the selected leaves and values."""
         heading = self.heading
         manifest = heading.manifest
         objects = self.objects
@@ -194,10 +196,10 @@ class Contents:
 
 
 def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]:
-    """**Blocks.** Finds the checkpoint that is meant and reads its manifest and its indexes.
+    """**Blocks.** Finds the checkpoint that a target names, and reads its manifest and its indexes.
 
-    Where a job goes on, it may be removed meanwhile: then what is meant is looked for again. Gives which one it is, and
-    its records, or what is wrong with its indexes. Raises `NoCheckpointError` if there is none, and `DamageError` or
+    If a running job removes the checkpoint meanwhile, it is looked for again. Returns its heading, and its contents or
+    the damage of its indexes. Raises `NoCheckpointError` if there is none, and `DamageError` or
     `NoWholeCheckpointError` if its manifest is damaged or lost.
     """
     for _ in range(MOST_LOOKS):
@@ -216,10 +218,10 @@ def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]
 
 
 SHOWN_ELEMENTS: Final = 8
-"""How many elements of a sequence are written out; the rest is counted."""
+"""Number of elements of a sequence that are shown; the others are counted."""
 
 SHOWN_CHARACTERS: Final = 200
-"""How much of one scalar is written out."""
+"""Number of characters of one scalar that are shown."""
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 _BRACKETS: Final = {
@@ -235,7 +237,7 @@ _WRAPPERS: Final = frozenset({"object", "codec"})
 
 
 def parts_of(node: Node) -> list[tuple[str, Node]] | None:
-    """**Pure.** What a container holds, each with its part of the path; None if the node is no container.
+    """**Pure.** Returns the children of a container, each with its part of the path; None for any other node.
 
     The parts are named as at the save, so that paths here are those of errors, leaves and patterns.
     """
@@ -269,7 +271,7 @@ def array_of(node: Node) -> str | None:
 
 
 def count_values(node: Node, depth: int = 0) -> int:
-    """**Pure.** How many values that hold no others lie in a node; arrays and the program's own are not counted."""
+    """**Pure.** Counts the values in a node that are not containers; arrays and live objects are not counted."""
     if array_of(node) is not None or (type(node) is dict and node.get("$") == "live"):
         return 0
     parts = parts_of(node) if depth <= MAX_DEPTH else None
@@ -279,7 +281,7 @@ def count_values(node: Node, depth: int = 0) -> int:
 
 
 def find_nodes(objects: Mapping[str, Node], select: Callable[[str], bool] | None) -> Iterator[tuple[str, Node]]:
-    """**Pure.** The nodes that were asked for with their paths; what lies within one of them is not given again."""
+    """**Pure.** Yields the selected nodes with their paths; nodes inside a selected one are not repeated."""
 
     def search(path: str, node: Node, depth: int) -> Iterator[tuple[str, Node]]:
         if select is None or select(path):
@@ -293,9 +295,9 @@ def find_nodes(objects: Mapping[str, Node], select: Callable[[str], bool] | None
 
 
 def list_values(path: str, node: Node, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """**Pure.** The values in a node, each with its path and as text; a sequence of scalars stands on one line.
+    """**Pure.** Yields the values in a node, each with its path and as text; a sequence of scalars is one value.
 
-    Arrays stand for themselves elsewhere and are left out, unless one has another name than its path: it is shared.
+    Arrays are listed elsewhere and left out here, unless the name of one differs from its path: that one is shared.
     """
     leaf = array_of(node)
     if leaf is not None:
@@ -311,7 +313,7 @@ def list_values(path: str, node: Node, depth: int = 0) -> Iterator[tuple[str, st
 
 
 def is_sequence(node: Node) -> bool:
-    """**Pure.** Whether a node is a list, a tuple, a set, or another container whose parts have no names."""
+    """**Pure.** True if a node is a list, a tuple, a set, or another container whose parts have no names."""
     return type(node) is list or (type(node) is dict and node.get("$") in _BRACKETS)
 
 
@@ -398,7 +400,7 @@ def _is_pair(node: Node) -> bool:
 
 
 def _key_part(key: Node, place: int) -> str:
-    """As the encoder names it: short plain keys by their text, others by their number."""
+    """Names a key as the encoder does: short plain keys by their text, others by their position."""
     if type(key) in _ATOMS:
         return path_part(key, place)
     if type(key) is dict and key.get("$") == "tuple" and len(text := describe(key)) <= 64:

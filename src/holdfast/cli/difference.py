@@ -1,4 +1,4 @@
-"""How two checkpoints differ: their arrays, number by number, and the values that are not arrays.
+"""Compares two checkpoints: their arrays, number by number, and the values that are not arrays.
 
 Arrays are streamed, a few megabytes of each checkpoint at a time. An array whose digests are equal in both is not read.
 """
@@ -30,14 +30,14 @@ _CHUNK_ELEMENTS: Final = WINDOW_BYTES // max(ITEM_BYTES.values())
 
 @dataclass(slots=True)
 class Norms:
-    """What is known of the numbers of one array, or of the differences of two: sums over what was added so far."""
+    """Norms of the numbers of one array, or of the differences of two, over the numbers added so far."""
 
     squares: float = 0.0
     largest: float = 0.0
     nonfinite: int = 0
 
     def add(self, numbers: Numbers) -> None:
-        """Adds numbers. Infinite ones and NaN are counted, and left out of the norm."""
+        """Adds numbers. Infinities and NaN are counted, and left out of the norm."""
         magnitudes = np.abs(numbers)
         finite = np.isfinite(magnitudes)
         if not finite.all():
@@ -60,13 +60,13 @@ class LeafChange:
 
     Attributes:
         name: The leaf.
-        kind: `added` if only B has it, `removed` if only A has; `shape` or `dtype` if that differs; else `changed`.
+        kind: `added` if only B has it, `removed` if only A has it; `shape` or `dtype` if that differs; else `changed`.
         a: Its type and shape in A; None if A has none.
         b: The same for B.
-        changed_elements: How many elements differ, bit for bit; None where they cannot be compared one by one.
-        norm_a: Those of A's numbers; None if they were not read, or are no numbers.
-        norm_b: Those of B's.
-        norm_difference: Those of B - A, element by element; None where there is no such thing.
+        changed_elements: Number of elements that differ in any bit; None if they cannot be compared one by one.
+        norm_a: Norms of A; None if it was not read, or its elements are not numbers.
+        norm_b: Norms of B, likewise.
+        norm_difference: Norms of B - A; None if the two cannot be subtracted.
     """
 
     name: str
@@ -80,7 +80,7 @@ class LeafChange:
 
     @property
     def relative(self) -> float | None:
-        """The norm of B - A over the norm of A; None where one of them is not known, or A's is 0."""
+        """The norm of B - A divided by the norm of A; None if one of them is not known, or A's is 0."""
         before = self.norm_a.norm if self.norm_a else None
         difference = self.norm_difference.norm if self.norm_difference else None
         return difference / before if before and difference is not None else None
@@ -104,7 +104,7 @@ class LeafChange:
 
 
 def find_changed(a: Contents, b: Contents, select: Callable[[str], bool] | None) -> tuple[list[LeafChange], int]:
-    """**Pure.** The arrays that are not the same by their records alone, and how many are the same."""
+    """**Pure.** Compares arrays by their records alone. Returns those that differ, and the number of equal ones."""
     before, after = _signatures(a), _signatures(b)
     changes: list[LeafChange] = []
     same = 0
@@ -131,7 +131,7 @@ _Signature: TypeAlias = tuple[StoredLeaf, frozenset[tuple[object, ...]]]
 
 
 def _signatures(contents: Contents) -> dict[str, _Signature]:
-    """For each leaf its form, and the digests of its boxes, each with the place of the box."""
+    """Returns the type and shape of each leaf, and the digests of its boxes with the offsets of each box."""
     spans: dict[str, set[tuple[object, ...]]] = {}
     forms: dict[str, StoredLeaf] = {}
     for index in contents.opened.indexes:
@@ -143,9 +143,9 @@ def _signatures(contents: Contents) -> dict[str, _Signature]:
 
 
 def measure(changes: Sequence[LeafChange], a: LeafReader, b: LeafReader) -> Iterator[LeafChange | None]:
-    """**Blocks.** Reads the arrays that changed. Gives each with its norms, in order, or None if it is the same.
+    """**Blocks.** Reads the arrays that changed. Yields each with its norms, in order, or None if it is the same.
 
-    Other bytes are not the only reason for other digests: a leaf may have been cut into other boxes.
+    An array may be the same although its digests differ: it may have been divided into other boxes.
 
     Raises:
         DamageError: If bytes are not what was written.
@@ -233,12 +233,12 @@ _EIGHT_BITS: Final = {
 
 
 def is_numeric(dtype: str) -> bool:
-    """**Pure.** Whether the elements of a type stand for numbers that can be read here."""
+    """**Pure.** True if `to_numbers` can convert elements of this type."""
     return dtype in _PLAIN or dtype in _COMPLEX or dtype in _EIGHT_BITS or dtype == "BF16"
 
 
 def to_numbers(data: Bytes, dtype: str) -> Numbers:
-    """**Pure.** The numbers that bytes stand for, as doubles; `dtype` is one for which `is_numeric` holds."""
+    """**Pure.** Converts bytes to float64 or complex128; `is_numeric(dtype)` must be true."""
     with np.errstate(invalid="ignore"):  # A NaN that signals is a NaN.
         if dtype in _COMPLEX:
             return data.view(np.dtype(_COMPLEX[dtype])).astype(np.complex128)
@@ -271,7 +271,7 @@ def _eight_bit_table(dtype: str) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class ValueChange:
-    """One value, not an array, that is not the same in both: its text in each; None where one has none."""
+    """A value, not an array, that differs: its text in each checkpoint; None if that checkpoint lacks it."""
 
     path: str
     a: str | None
@@ -322,7 +322,7 @@ _Parts: TypeAlias = list[tuple[str, Node]] | None
 
 
 def _are_alike(a: Node, b: Node, parts_a: _Parts, parts_b: _Parts) -> bool:
-    """Whether both are containers that are compared part by part; so is one that the other checkpoint lacks."""
+    """True if two containers are to be compared part by part, or one container that the other checkpoint lacks."""
     is_deep = any(parts_of(part) or array_of(part) for parts in (parts_a, parts_b) for _, part in parts or ())
     if a is _NOTHING or b is _NOTHING:
         return is_deep

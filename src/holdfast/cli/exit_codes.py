@@ -1,4 +1,4 @@
-"""What a verb's exit code says, in one table."""
+"""The exit codes of the verbs, in one table."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NoWho
 
 
 class ExitCode(enum.IntEnum):
-    """How a verb ended. What a number means never changes."""
+    """Result of a verb. The meaning of a number never changes."""
 
     OK = 0
-    """All went well, and what was checked is whole."""
+    """The verb succeeded, and everything that it checked is whole."""
     DAMAGED = 1
     """Damage was found: bytes or records are not what was written, or not what this version can read."""
     USAGE = 2
-    """The command line is wrong, or asks for what is never done."""
+    """The command line is wrong, or asks for something that the verb never does."""
     NOTHING_THERE = 3
     """There is no such directory, run, step or checkpoint."""
     FAILED = 4
-    """The place could not be read or changed, or another error that holdfast names."""
+    """The directory could not be read or changed, or another error of `holdfast.errors` occurred."""
     UNFIT = 5
     """A directory that was examined is not fit for checkpoints."""
     DIFFERENT = 6
     """`diff --exit-code` found differences."""
     BUG = 70
-    """Something that should not happen: a fault of holdfast itself."""
+    """An unexpected exception: a bug in holdfast."""
     INTERRUPTED = 130
     """Ctrl-C, as a shell reports it."""
     BROKEN_PIPE = 141
@@ -58,7 +58,7 @@ def error_fields(error: BaseException, exit_code: int, message: str, hint: str =
 
 
 def holdfast_error_fields(error: HoldfastError) -> dict[str, Any]:
-    """**Pure.** The same of an error that holdfast names."""
+    """**Pure.** An error of `holdfast.errors` that ended a verb, in a JSON document."""
     return error_fields(error, exit_code_of(error), error.message, error.hint)
 
 

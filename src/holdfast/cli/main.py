@@ -1,4 +1,4 @@
-"""The command `holdfast`: finds the verb, and turns its end, good or bad, into a line of text and an exit code."""
+"""The command `holdfast`: runs a verb, and turns its errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ VERBS: Final = {
     "import": "Make a checkpoint from files of torch.save, Lightning, Orbax, DCP or safetensors.",
     "doctor": "Check the installation and a directory, and recommend how often to save.",
 }
-"""Each verb with its line of help. Its module, of the same name, is imported when the verb is called, not before: help
-is quick, and no verb pays for what another needs."""
+"""Each verb with its line of help. The module of a verb has the same name, and is imported only when the verb is
+called: help is quick, and no verb imports libraries that only another one needs."""
 
 _MODULES: Final = {"import": "importing"}
 """Modules of verbs whose names are keywords of Python."""
@@ -62,7 +62,7 @@ class Verbs(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> None:
-        """Runs the verb; every way for it to end has its exit code."""
+        """Runs the verb, and turns each exception into its exit code."""
         try:
             super().invoke(ctx)
             sys.stdout.flush()
@@ -103,7 +103,7 @@ def _help_hint(error: click.ClickException) -> str:
 
 
 def _end(ctx: click.Context, fields: dict[str, Any]) -> NoReturn:
-    """Says what went wrong, as text on the error stream, with `--json` on the output too, and ends the command."""
+    """Reports an error as text on the error stream, with `--json` on the output too, and ends the command."""
     _write_error(ctx, fields)
     _complain(fields["message"], fields["hint"])
     ctx.exit(fields["exit_code"])
@@ -157,9 +157,9 @@ def main() -> None:
 
 
 def _complain(message: str, hint: str) -> None:
+    """Flushes the output, then writes an error and its hint to the error stream."""
     from holdfast.cli.screen import BAD, FAINT, Screen
 
-    """Says what went wrong, on the error stream, after what was put out before."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -178,7 +178,7 @@ def _complain(message: str, hint: str) -> None:
 
 
 def _silence(stream: TextIO) -> None:
-    """Lets what is still to be written go nowhere, so that the end of the process does not fail over it."""
+    """Discards output that is not written yet, so that the end of the process does not fail over it."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -90,9 +90,9 @@ class RunSummary:
 
 
 def find_runs(directory: Path) -> Iterator[Path]:
-    """**Blocks.** The directories of runs at or below a directory, in the order of their names.
+    """**Blocks.** Yields the directories of runs at or below a directory, in the order of their names.
 
-    Hidden directories are passed over, and so is what lies within a run.
+    Hidden directories and the insides of runs are not searched.
     """
     left = _MOST_DIRECTORIES
 
@@ -157,7 +157,7 @@ def _find_state(storage: Storage, catalog: Catalog, newest: Found | None, openin
 
 
 def is_alive(opening: Opening) -> bool:
-    """Whether the process that opened a generation is alive on this machine: a younger one may have its number."""
+    """True if the process that opened a generation is alive on this machine, and not a later one with its number."""
     if opening.host != socket.gethostname():
         return False
     with suppress(OSError, ValueError, IndexError):

@@ -39,13 +39,12 @@ reaches a terminal as it is."""
 class Screen:
     """Writes lines and tables to a stream.
 
-    On a terminal they have styles; elsewhere they are plain text, so that other programs can rely on it. Nothing is
-    ever cut: a terminal that is too narrow goes on in the next line. The environment variable NO_COLOR takes the
-    colours away.
+    On a terminal they have styles; elsewhere they are plain text that other programs can parse. Nothing is ever cut: on
+    a narrow terminal, lines wrap. The environment variable NO_COLOR turns colors off.
 
     Attributes:
         is_terminal: Whether the stream is a terminal. Only then is rich imported.
-        has_symbols: Whether it is one that shows more than ASCII.
+        has_symbols: Whether it is a terminal that shows more than ASCII.
         width: How many characters fit on a line of the terminal.
     """
 
@@ -137,7 +136,7 @@ def write_json(stream: TextIO, verb: str | None, fields: dict[str, Any]) -> None
 
 
 def has_document(context: click.Context) -> bool:
-    """Whether the JSON document of this command has been written: there is never a second one."""
+    """True once the JSON document of this command has been written: there is never a second one."""
     return bool(context.meta.get(_HAS_DOCUMENT))
 
 
@@ -150,18 +149,18 @@ def _legible(words: Words) -> Words:
 
 
 class Bar:
-    """**Thread-safe.** How far reading or writing has come, as a bar; a `ProgressWatcher`."""
+    """**Thread-safe.** Progress bar for reading or writing; a `ProgressWatcher`."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
 
     def expect(self, total_bytes: int) -> None:
-        """Begins, or begins again, with so much to do."""
+        """Starts, or restarts, the bar with this many bytes to do."""
         self._progress.reset(self._task, total=total_bytes)
 
     def advance(self, moved_bytes: int) -> None:
-        """Adds what was just done."""
+        """Adds bytes that are done."""
         self._progress.advance(self._task, moved_bytes)
 
 
@@ -188,10 +187,10 @@ def byte_progress(stream: TextIO, label: str) -> Iterator[Bar | None]:
 
 
 def legible(text: str) -> str:
-    """**Pure.** Text with everything escaped that a terminal might obey rather than show.
+    """**Pure.** Escapes every character that a terminal might obey rather than show.
 
     Names and notes in a checkpoint may hold anything: escape sequences that move the cursor, marks
-    that turn the direction of writing, ends of line, bytes that are no text.
+    that turn the direction of writing, ends of line, bytes that are not text.
     """
     if text.isprintable():
         return text
@@ -201,7 +200,7 @@ def legible(text: str) -> str:
 
 
 def unspaced(text: str) -> str:
-    """**Pure.** Text as a cell of a table that other programs take apart at its spaces."""
+    """**Pure.** Text without spaces, for a table that other programs split at spaces."""
     return text.replace(" ", "_")
 
 
@@ -270,7 +269,7 @@ _MAX_SECONDS: Final = 1e10
 
 
 def parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
-    """**Pure.** The bytes that `1.5GB`, `2GiB` or plain `4096` stands for; for an option that may be left out."""
+    """**Pure.** Parses a size such as `1.5GB`, `2GiB` or `4096` to bytes; None if the option is left out."""
     if text is None:
         return None
     match = _SIZE.fullmatch(text.strip())
@@ -284,7 +283,7 @@ def parse_size(ctx: click.Context, param: click.Parameter, text: str | None) -> 
 
 
 def parse_seconds(ctx: click.Context, param: click.Parameter, text: str | None) -> float | None:
-    """**Pure.** The seconds that `350ms` or `24h` stands for; for an option that may be left out."""
+    """**Pure.** Parses a time such as `350ms` or `24h` to seconds; None if the option is left out."""
     if text is None:
         return None
     match = _TIME.fullmatch(text.strip())

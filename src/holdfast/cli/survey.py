@@ -1,4 +1,4 @@
-"""What lies in a run's directory, as the verbs show it: more than names, less than every byte."""
+"""Lists the checkpoints and remains in a run's directory, with their manifests and sizes; reads no arrays."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from holdfast.storage import Storage
 
 
 class State(enum.StrEnum):
-    """Where a directory stands in its run."""
+    """State of a directory in its run."""
 
     LIVING = "living"
     """Committed, on the living line."""
     OFF_LINE = "off_line"
     """Committed, but off the living line: the run went on from elsewhere."""
     UNFINISHED = "unfinished"
-    """Without a manifest: being written, or left behind by a save that never ended."""
+    """Without a manifest: being written, or left over from a save that never ended."""
     LOST = "lost"
-    """Committed once, and its manifest is gone: no restore takes it, and no job removes it."""
+    """Committed once, and its manifest is gone: no restore uses it, and no job removes it."""
     SET_ASIDE = "set_aside"
-    """Renamed to be removed, and not removed yet."""
+    """Renamed for removal, and not removed yet."""
     SPARE = "spare"
-    """No directory but a file: what is left of a removed checkpoint, in whose room the next save is to be written."""
+    """Not a directory but a file: the data file of a removed checkpoint, kept for the next save to write into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class Found:
 
     Attributes:
         directory: Its name.
-        state: Where it stands.
-        name: The checkpoint that it is or was to be; None for what was set aside, and for the spare.
-        size_bytes: What its files take; for a checkpoint, its data files and indexes.
-        manifest: Its manifest; None if it has none or that is damaged.
-        damages: What can be seen to be wrong without reading the arrays.
+        state: Its state in the run.
+        name: The checkpoint that it is or was to be; None if it was set aside, and for the spare.
+        size_bytes: Size of its files; for a checkpoint, of its data files and indexes.
+        manifest: Its manifest; None if it has none, or it is damaged.
+        damages: Damage that is found without reading the arrays.
         may_be_in_progress: Whether a job may be writing it at this moment.
-        refers_to: The steps in whose directories a part of its bytes lies.
-        referred_by: The directories of the steps a part of whose bytes lies in it.
+        refers_to: The steps whose directories hold a part of its bytes.
+        referred_by: The directories of the steps that refer to bytes in this one.
     """
 
     directory: str
@@ -69,7 +69,7 @@ class Found:
 
     @property
     def referred_bytes(self) -> int:
-        """What of it lies in the directories of other steps."""
+        """Number of its bytes that are stored in the directories of other steps."""
         return self.manifest.referred_bytes if self.manifest else 0
 
 
@@ -78,10 +78,10 @@ class Survey:
     """A run at one moment.
 
     Attributes:
-        catalog: What lies there, by name.
-        found: Every directory: committed steps in order, those that lost their manifests, unfinished ones, then what
-            was set aside; then the spare.
-        opening: Who opened the newest generation; None if that is not known.
+        catalog: Its directories, by name.
+        found: Every directory: committed steps in order, those that lost their manifests, unfinished ones, those set
+            aside; then the spare.
+        opening: The record of the process that opened the newest generation; None if that is not known.
     """
 
     catalog: Catalog
@@ -108,11 +108,11 @@ class Survey:
 
 
 NOTHING: Final = Survey(Catalog((), (), (), (), (), 0, (), None), (), None)
-"""What lies where there is no run."""
+"""The survey of a directory without a run."""
 
 
 def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
-    """**Blocks.** Looks at every directory of a run; reads the manifests, but no arrays."""
+    """**Blocks.** Examines every directory of a run; reads the manifests, but no arrays."""
     catalog = read_catalog(storage, closely=closely)
     living = set(catalog.living)
     committed = [
@@ -120,7 +120,7 @@ def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
         for name in catalog.committed
     ]
     if not closely and None in committed:
-        # It is being removed; or the summary is wrong, by which nobody had looked for its manifest before.
+        # The step is being removed, or the summary that lists it as committed is wrong.
         return survey_run(storage, closely=True)
     lost = {*catalog.lost, *find_lost(storage, catalog), *find_journaled(storage, catalog)}
     unfinished = (
@@ -151,7 +151,7 @@ def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
 
 
 def _connect(found: Sequence[Found]) -> tuple[Found, ...]:
-    """Tells each directory which steps refer to it, and each of these what of it is missing or too short."""
+    """Adds to each directory the steps that refer to it, and to each of those the damage of what it refers to."""
     by_directory = {one.directory: one for one in found}
     referred_by: dict[str, list[str]] = {}
     for one in found:
@@ -182,7 +182,7 @@ def _find_lacking(one: Found, by_directory: dict[str, Found]) -> Iterable[Damage
 
 
 def look_at_step(storage: Storage, directory: str, name: StepName, state: State) -> Found | None:
-    """**Blocks.** Reads a committed step's manifest and holds the sizes of its files against it."""
+    """**Blocks.** Reads a committed step's manifest and compares the sizes of its files with it."""
     try:
         manifest = read_manifest(storage, name)
     except NotFoundError:
@@ -216,7 +216,7 @@ def _read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
 
 
 def checkpoint_bytes(manifest: Manifest) -> int:
-    """**Pure.** What a checkpoint's data files and indexes take."""
+    """**Pure.** Size of a checkpoint's data files and indexes."""
     return sum(worker.data_bytes + worker.index_bytes for worker in manifest.workers)
 
 
@@ -250,12 +250,12 @@ def _read_opening(storage: Storage, generation: int) -> Opening | None:
 
 
 def time_fields(key: str, unix_seconds: float) -> dict[str, Any]:
-    """**Pure.** A time in a JSON document: as a figure, and in ISO 8601 for people."""
+    """**Pure.** A time in a JSON document: as a number, and in ISO 8601 for people."""
     return {f"{key}_unix_seconds": unix_seconds, key: iso_text(unix_seconds)}
 
 
 def problem_fields(problem: HoldfastError) -> dict[str, Any]:
-    """**Pure.** Damage, or a place that failed, in a JSON document."""
+    """**Pure.** Damage, or an I/O error, in a JSON document."""
     return {
         "file": getattr(problem, "path", "") or None,
         "offset_bytes": getattr(problem, "offset_bytes", None),
@@ -265,7 +265,7 @@ def problem_fields(problem: HoldfastError) -> dict[str, Any]:
 
 
 def name_fields(name: StepName | None) -> dict[str, Any]:
-    """**Pure.** Which checkpoint it is, in a JSON document."""
+    """**Pure.** The name of a checkpoint, in a JSON document."""
     return {
         "step": name.step if name else None,
         "generation": name.generation if name else None,
@@ -292,7 +292,7 @@ def found_fields(found: Found) -> dict[str, Any]:
 
 
 def manifest_fields(manifest: Manifest | None) -> dict[str, Any]:
-    """**Pure.** What a manifest says, in a JSON document; all null where it is damaged."""
+    """**Pure.** The fields of a manifest, in a JSON document; all null if it is damaged."""
     if manifest is None:
         absent = ("committed_at_unix_seconds", "committed_at", "workers", "metrics", "metadata", "versions")
         return dict.fromkeys((*absent, "referred_bytes", "references"))
@@ -318,7 +318,7 @@ def manifest_fields(manifest: Manifest | None) -> dict[str, Any]:
 def find_extremes(steps: Sequence[Found]) -> dict[str, tuple[StepName | None, StepName | None]]:
     """**Pure.** For each metric the steps with its lowest and its highest value; of equal values the newest.
 
-    Which of the two is the better one only the job knows. A metric that is the same everywhere has neither.
+    Only the job knows which of the two is better. A metric with the same value everywhere has neither.
     """
     values: dict[str, list[tuple[float, StepName]]] = {}
     for one in steps:

@@ -1,4 +1,4 @@
-"""What `RUN` and `RUN@STEP` on the command line stand for."""
+"""Finds the run or step that `RUN` or `RUN@STEP` on the command line names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.format.names import (
 from holdfast.storage import Entry, LocalStorage, Storage, open_storage
 
 MOST_LOOKS: Final = 30
-"""How often the newest checkpoint is looked for again, since a job that goes on has removed what was found."""
+"""Most tries at finding the newest checkpoint: a running job may remove the one that was found."""
 
 _MAX_STEP_DIGITS: Final = 16
 _NAMED_RUNS: Final = 5
@@ -28,13 +28,13 @@ _NAMED_RUNS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class RunTarget:
-    """A place that was found.
+    """The run or step that an argument names.
 
     Attributes:
         storage: Its root is the run's directory, or that of a single step.
-        location: The place as it was written, without the step.
+        location: The directory as it was written, without the step.
         step: The step that was asked for, or None.
-        is_step: Whether the root is the directory of a single step, which may lie anywhere and have any name.
+        is_step: Whether the root is the directory of a single step. Such a directory may have any name and parent.
     """
 
     storage: Storage
@@ -44,20 +44,20 @@ class RunTarget:
 
     @property
     def beside(self) -> Storage | None:
-        """Where the steps lie that a step may refer to: the run, or what is around a single step's directory."""
+        """Directory with the steps that a step may refer to: the run, or the parent of a single step's directory."""
         if not self.is_step:
             return self.storage
-        # Of a link to a step's directory, what is around that directory itself.
+        # If it is a link to a step's directory, the parent of its target.
         return LocalStorage(Path(self.storage.url).resolve().parent) if isinstance(self.storage, LocalStorage) else None
 
 
 def find_target(
     text: str, *, hint: str = "Name the directory that the job saves into, or that of one step."
 ) -> RunTarget:
-    """**Blocks.** Finds the run, the step of a run, or the directory of a single step that is meant.
+    """**Blocks.** Finds a run, a step of a run, or the directory of a single step.
 
-    A directory that exists is taken by its name, `@` and all; otherwise what follows the last `@` is a step. Raises
-    `NoCheckpointError` if there is no such directory, or nothing of holdfast's in it.
+    If a directory of that name exists, `@` included, it is used. Otherwise the text after the last `@` is a step.
+    Raises `NoCheckpointError` if there is no such directory, or no file of holdfast in it.
     """
     location, step = _split(text)
     storage = open_storage(location)
@@ -71,7 +71,7 @@ def find_target(
 
 
 def find_run(text: str) -> RunTarget:
-    """**Blocks.** As `find_target`, for verbs that want a whole run; raises `UsageError` for a single step."""
+    """**Blocks.** Finds a whole run, as `find_target` does; raises `UsageError` for a single step."""
     target = find_target(text, hint="Name the directory that the job saves into.")
     if target.is_step:
         raise UsageError(
@@ -87,7 +87,7 @@ def find_run(text: str) -> RunTarget:
 
 
 def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
-    """**Blocks.** The checkpoint of a run that is meant: the step that was named, else the newest that is living."""
+    """**Blocks.** Returns the step that was named, or else the newest step of the living line."""
     if target.step is None:
         if catalog.newest is None:
             raise no_living(catalog, target)
@@ -141,7 +141,7 @@ def _exists(location: str) -> bool:
 
 
 def belongs_to_run(entry: Entry) -> bool:
-    """**Pure.** Whether a directory with this entry is the directory of a run."""
+    """**Pure.** True if a directory with this entry is the directory of a run."""
     name = entry.name
     return entry.is_directory and (
         name == GENERATIONS_DIRECTORY or name.startswith(TRASH_PREFIX) or parse_step_directory(name) is not None
@@ -167,6 +167,6 @@ def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: 
         hint = "Check the path."
         before, at, after = location.rpartition("@")
         if at and before and os.path.isdir(before):  # noqa: PTH112
-            hint = f"There is {before}; but {after!r} is no step. A step is a number, as in {before}@500."
+            hint = f"{before} exists, but {after!r} is not a step. A step is a number, as in {before}@500."
         return NoCheckpointError(f"there is no directory {location}", hint=hint)
     return NoCheckpointError(f"{location} is empty", hint="No job has saved there yet.")

@@ -1,4 +1,4 @@
-"""`holdfast diff`: what changed from one checkpoint to another."""
+"""`holdfast diff`: shows what changed from one checkpoint to another."""
 
 from __future__ import annotations
 
@@ -127,13 +127,13 @@ def _measure(sides: Sequence[_Side], changes: Sequence[LeafChange]) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDifference:
-    """What differs.
+    """The differences of two checkpoints.
 
     Attributes:
         a: The first checkpoint.
         b: The second.
         changes: The arrays that are not the same.
-        same: How many arrays are.
+        same: Number of arrays that are the same.
         values: The other values that are not the same.
         is_measured: Whether the arrays that changed were read.
         objects: The objects of the first, in their order.
@@ -149,7 +149,7 @@ class CheckpointDifference:
 
     @property
     def is_same(self) -> bool:
-        """Whether arrays and values are the same; metrics do not count, they are not restored."""
+        """True if arrays and values are the same. Metrics may differ: they are not restored."""
         return not self.changes and not self.values
 
     def fields(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class CheckpointDifference:
         }
 
     def metrics(self) -> Iterator[tuple[str, float | None, float | None]]:
-        """**Pure.** Each metric with its value in both."""
+        """**Pure.** Yields each metric with its value in both."""
         before, after = self.a.manifest.metrics, self.b.manifest.metrics
         for metric in dict.fromkeys((*before, *after)):
             yield metric, before.get(metric), after.get(metric)

@@ -53,11 +53,11 @@ from holdfast.storage.local.recycle import has_spare
 Status: TypeAlias = Literal["ok", "note", "unfit"]
 
 PREFIX: Final = ".holdfast-doctor-"
-"""What the trial's directory is called. It begins with a dot, so no verb and no job takes notice of it."""
+"""Prefix of the trial's directory. It begins with a dot, so verbs and jobs ignore the directory."""
 
 _DEFAULT_BYTES: Final = 10**9
 _MIN_BYTES: Final = 100_000
-"""Less says nothing of a disk, and is most often a size whose unit was forgotten."""
+"""A smaller size does not measure a disk, and usually lacks its unit by mistake."""
 _TRIAL_BYTES: Final = 128_000_000
 """The most that is saved at once: with five saves and as many restores the whole takes a few seconds."""
 _SAVES: Final = 5
@@ -185,7 +185,7 @@ class Finding(NamedTuple):
 
 
 def examine_installation() -> Iterator[Finding]:
-    """What is installed here, and whether holdfast can use it."""
+    """Lists the installed libraries, and checks whether holdfast can use them."""
     yield Finding("holdfast", "ok", f"{holdfast.__version__}, from {Path(holdfast.__file__).parent}")
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.python_implementation()}")
     system = f"{platform.system()} {platform.machine()}"
@@ -213,7 +213,7 @@ def _find_compiled_code() -> Finding:
 
 @dataclass
 class Examination:
-    """Looks at an empty directory as a job uses it. Each method raises `StorageError` where the place itself fails.
+    """Uses an empty directory as a job does. Each method raises `StorageError` if the file system fails.
 
     The names of figures end with their units.
     """
@@ -226,12 +226,12 @@ class Examination:
 
     @property
     def is_fit(self) -> bool:
-        """Whether checkpoints are safe there, and fit."""
+        """True if checkpoints are safe there, and fit."""
         return all(finding.status != "unfit" for finding in self.findings)
 
     @property
     def can_commit(self) -> bool:
-        """Whether a save could be committed; where not, there is nothing to measure."""
+        """True if a save could be committed; otherwise there is nothing to measure."""
         return "publish_seconds" in self.figures
 
     @property
@@ -388,7 +388,7 @@ class Examination:
 
 
 def _find_kind(directory: Path) -> str:
-    """The kind of file system that a directory lies on, as Linux names it; `unknown` if it does not say."""
+    """Type of the file system of a directory, as Linux names it; `unknown` if Linux does not list it."""
     with suppress(OSError):
         device = directory.stat().st_dev
         for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():

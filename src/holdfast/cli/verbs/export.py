@@ -1,4 +1,4 @@
-"""`holdfast export`: a checkpoint as files that other programs read."""
+"""`holdfast export`: writes a checkpoint as files that other programs read."""
 
 from __future__ import annotations
 

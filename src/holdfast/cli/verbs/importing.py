@@ -1,4 +1,4 @@
-"""`holdfast import`: files of other programs as a checkpoint."""
+"""`holdfast import`: makes a checkpoint from files of other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast list`: the checkpoints of a run, one a line."""
+"""`holdfast list`: lists the checkpoints of a run, one a line."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _show(target: RunTarget, survey: Survey, show_all: bool, screen: Screen) -> 
 
 
 def _remark(survey: Survey, show_all: bool) -> None:
-    """What the table does not say; on the error stream, so that a pipe gets the table alone."""
+    """Writes damage and hidden rows to the error stream, so that a pipe gets the table alone."""
     sys.stdout.flush()
     remarks = Screen(sys.stderr)
     # A directory that was lost is missing in two files for each worker, and there may be thousands.

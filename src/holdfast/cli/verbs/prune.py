@@ -1,4 +1,4 @@
-"""`holdfast prune`: removes checkpoints that are no longer wanted, and what unfinished saves have left."""
+"""`holdfast prune`: removes checkpoints that are no longer wanted, and the remains of unfinished saves."""
 
 from __future__ import annotations
 
@@ -191,16 +191,16 @@ def _ask(plan: RemovalPlan) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the command line asks for.
+    """The selection that the command line makes.
 
     Attributes:
         off_line: All steps off the living line.
-        unfinished: What unfinished saves have left, what is set aside already, and the spare.
+        unfinished: Remains of unfinished saves, directories that are set aside already, and the spare.
         lost: All steps that have lost their manifests.
-        job_is_dead: Whether the person vouches that no job saves here, so that also the newest generation's
-            unfinished saves belong to no job, and the spare.
+        job_is_dead: Whether the user confirms that no job saves here, so that the newest generation's unfinished saves
+            and the spare can be removed too.
         steps: Single checkpoints, each a step or the name of its directory.
-        policy: What to keep of the living line; None to keep all that is not named otherwise.
+        policy: Which checkpoints of the living line to keep; None to keep all that are not named otherwise.
     """
 
     off_line: bool
@@ -213,13 +213,13 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class RemovalPlan:
-    """What is to go.
+    """The directories to remove, and those that were selected but stay.
 
     Attributes:
-        remove: What is to be removed, in the order in which that is done.
-        left_alone: What was asked for in general and is not removed, since a job may be writing it, or since it was
-            committed and has lost its manifest.
-        kept: What was asked for and stays, since a step that stays refers to it; each with that reason.
+        remove: The directories to remove, in the order of their removal.
+        left_alone: Selected by `--unfinished` but not removed: a job may be writing it, or it was committed and has
+            lost its manifest.
+        kept: Selected but not removed, because a step that stays refers to it; each with that reason.
     """
 
     remove: tuple[Found, ...]
@@ -228,20 +228,20 @@ class RemovalPlan:
 
     @property
     def committed(self) -> list[Found]:
-        """The checkpoints among what is to be removed."""
+        """The checkpoints among the directories to remove."""
         return [one for one in self.remove if one.state in (State.LIVING, State.OFF_LINE)]
 
     @property
     def size_bytes(self) -> int:
-        """How much room that makes."""
+        """Number of bytes that the removal frees."""
         return sum(one.size_bytes for one in self.remove)
 
 
 def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
-    """**Pure.** What of a run is to go.
+    """**Pure.** Chooses the directories of a run to remove.
 
     Raises:
-        UsageError: If a wish is not clear, or the records of the run are damaged so that its line is not known.
+        UsageError: If a selection is ambiguous, or damaged records leave the living line of the run unknown.
         NoCheckpointError: If a step that was named does not exist.
     """
     chosen = {one.directory for one in _choose_named(survey, wishes.steps)}
@@ -276,7 +276,7 @@ def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
 BRING_BACK: Final = (
     f"`{COMMITTED_NAME}` in the step's directory is a copy of `{MANIFEST_NAME}`, unless it is empty or missing"
 )
-"""How a step that has lost its manifest gets it again."""
+"""Explains how to restore a lost manifest."""
 
 
 def _choose_outdated(survey: Survey, policy: RetentionPolicy) -> Iterable[str]:
@@ -299,9 +299,9 @@ _POLICIES: Final = {"Latest": Latest, "EveryN": EveryN, "Best": Best, "Newer": N
 
 
 def parse_policy(text: str) -> RetentionPolicy:
-    """**Pure.** The policy that `Latest(3) | Best('val_loss')` stands for, as a program would write it.
+    """**Pure.** Parses a policy such as `Latest(3) | Best('val_loss')`, written as in a program.
 
-    Nothing of the text is executed. Raises `UsageError` if it is anything else.
+    The text is never executed. Raises `UsageError` if it is not a policy.
     """
 
     def read(node: ast.expr) -> RetentionPolicy:
@@ -398,7 +398,7 @@ def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> Non
 
 
 def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
-    """**Blocks.** What the steps refer to that are committed at this moment and are to stay."""
+    """**Blocks.** Returns the steps that the remaining steps refer to, as the run is at this moment."""
     going = {one.name for one in plan.remove}
     catalog = read_catalog(storage, closely=True)
     staying = (name for name in (*catalog.committed, *catalog.lost) if name not in going)
@@ -407,7 +407,7 @@ def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What came of one removal."""
+    """Result of one removal."""
 
     found: Found
     is_gone: bool
@@ -415,9 +415,9 @@ class Removed:
 
 
 def carry_out(storage: Storage, plan: RemovalPlan) -> list[Removed]:
-    """**Blocks.** Removes all that is planned; what fails keeps only what it refers to itself.
+    """**Blocks.** Removes everything in the plan. If one removal fails, only the steps that it refers to are kept too.
 
-    A crash in the middle leaves something that `--unfinished` removes.
+    A crash in the middle leaves remains that `--unfinished` removes.
     """
     failures: dict[str, HoldfastError] = {}
     held: dict[StepName, str] = {}

@@ -1,4 +1,4 @@
-"""`holdfast show`: what one checkpoint holds."""
+"""`holdfast show`: shows the contents of one checkpoint."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ContentsPage:
         self._screen = screen
 
     def show_heading(self, heading: Heading) -> None:
-        """What the manifest says."""
+        """Writes what the manifest records."""
         manifest = heading.manifest
         standing: Words = ""
         if heading.is_newest:

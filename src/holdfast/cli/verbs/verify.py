@@ -1,4 +1,4 @@
-"""`holdfast verify`: whether every byte is what was written."""
+"""`holdfast verify`: reads every byte of a checkpoint and checks it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _THREADS: Final = max(2, min(4, os.cpu_count() or 1))
 
 
 class CheckOutcome(enum.StrEnum):
-    """What came of reading a checkpoint."""
+    """Outcome of reading a checkpoint."""
 
     WHOLE = "whole"
     """Every byte is as it was written."""
@@ -47,22 +47,22 @@ class CheckOutcome(enum.StrEnum):
     DAMAGED = "damaged"
     """Something is not as it was written."""
     UNREADABLE = "unreadable"
-    """The place failed, so that nothing can be said of what was not read."""
+    """An I/O error ended the reading; the rest of the checkpoint was not checked."""
     REMOVED = "removed"
     """It was removed while it was being read."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckVerdict:
-    """What came of reading one checkpoint.
+    """Result of reading one checkpoint.
 
     Attributes:
         directory: The name of its directory; empty where that itself was named.
-        name: Which checkpoint it is; None where the directory may have any name and its manifest is damaged.
-        outcome: What came of it.
-        problems: What is damaged, in the order of the files, or what the place said.
-        read_bytes: How much was read.
-        seconds: How long that took.
+        name: The checkpoint; None if the directory may have any name and its manifest is damaged.
+        outcome: The outcome.
+        problems: The damage, in the order of the files, and any I/O error.
+        read_bytes: Number of bytes that were read.
+        seconds: Duration of the reading.
     """
 
     directory: str
@@ -84,10 +84,10 @@ def judge_step(
 ) -> CheckVerdict:
     """**Blocks.** Reads every byte of one checkpoint, with a bar on the error stream if that is a terminal.
 
-    The steps that it refers to lie `beside`; what was `checked` of them is not read again.
+    `beside` holds the steps that it refers to; their data that are in `checked` are not read again.
 
     Raises:
-        StorageError: If not even the directory can be looked at.
+        StorageError: If the run's directory cannot be listed.
     """
     begun_at = time.monotonic()
     read_bytes = 0
@@ -175,7 +175,7 @@ def _choose(target: RunTarget, verify_all: bool) -> tuple[Catalog | None, Sequen
 
 
 def _find_damaged_records(target: RunTarget, catalog: Catalog | None, verify_all: bool) -> Iterator[DamageError]:
-    """The run's own records that are damaged: they say which step follows which."""
+    """Yields the damage of the run's own records, which give the order of its steps."""
     if catalog is None:
         return
     yield from catalog.faults
@@ -213,7 +213,7 @@ _STYLES: Final = {
 
 @dataclass
 class VerifyReport:
-    """What was found; shows each verdict as it comes, and the sum of them at the end."""
+    """Collects the verdicts; shows each one at once, and a summary at the end."""
 
     target: RunTarget
     catalog: Catalog | None
@@ -222,7 +222,7 @@ class VerifyReport:
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the verb ends with."""
+        """Exit code of the verb."""
         outcomes = self._count()
         if self.records or outcomes[CheckOutcome.DAMAGED] or outcomes[CheckOutcome.RESTORABLE]:
             return ExitCode.DAMAGED
@@ -231,19 +231,19 @@ class VerifyReport:
         return ExitCode.OK if outcomes[CheckOutcome.WHOLE] else ExitCode.NOTHING_THERE
 
     def _find_newest(self, *outcomes: CheckOutcome) -> StepName | None:
-        """The newest checkpoint of the living line that was found so, or None."""
+        """Returns the newest checkpoint of the living line with one of these outcomes, or None."""
         if self.catalog is None:
             return None
         names = {verdict.name for verdict in self.verdicts if verdict.outcome in outcomes}
         return next((name for name in reversed(self.catalog.living) if name in names), None)
 
     def show_records(self, screen: Screen) -> None:
-        """Names the damaged records of the run."""
+        """Writes the damaged records of the run."""
         for damage in self.records:
             screen.say(("damaged   ", BAD), damage.message)
 
     def show_verdict(self, screen: Screen, verdict: CheckVerdict) -> None:
-        """One checkpoint: a line, and one more for each place that is damaged."""
+        """Writes one line for a checkpoint, and one more for each damaged place."""
         symbol, style = _STYLES[verdict.outcome]
         step = f"step {verdict.name.step}" if verdict.name else "step ?"
         screen.say(
@@ -259,7 +259,7 @@ class VerifyReport:
             screen.say(f"    and {len(verdict.problems) - _SHOWN_PROBLEMS} more places (--json names them all)")
 
     def show_sum(self, screen: Screen) -> None:
-        """All in a sentence, and what it means for a restore."""
+        """Writes a summary, and what it means for a restore."""
         outcomes = self._count()
         counts = ", ".join(f"{count} {outcome.value}" for outcome, count in outcomes.items())
         words: list[Words] = [f"{counted(len(self.verdicts), 'checkpoint')} read: {counts}"]
