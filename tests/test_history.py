@@ -334,9 +334,8 @@ def test_a_job_that_sleeps_at_its_opening_disturbs_none_that_began(others: int) 
             running.append(other)
 
         storage.sleep("generations/0002.json", begin_others)
-        with pytest.raises(SaveFailedError, match="after this job chose"), open_manager(storage) as manager:
-            manager.restore()
-            manager.save(6).wait_committed(60)
+        with pytest.raises(SaveFailedError, match="after this job chose"):
+            save_steps(storage, 1)
         (other,) = running
         newest = other.steps()[-1]
         other.save(newest + 1).wait_committed(60)

@@ -8,7 +8,7 @@ back. The appearance of a manifest commits a step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
