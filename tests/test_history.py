@@ -298,9 +298,10 @@ class Sleeping(MemoryStorage):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.path, self.meanwhile = "", lambda: None
+        self.path = ""
+        self.meanwhile: Callable[[], object] = list
 
-    def sleep(self, path: str, meanwhile: Callable[[], None]) -> None:
+    def sleep(self, path: str, meanwhile: Callable[[], object]) -> None:
         self.path, self.meanwhile = path, meanwhile
 
     def _wake(self, path: str) -> None:
