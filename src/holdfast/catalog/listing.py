@@ -328,7 +328,7 @@ def open_generation(storage: Storage, token: str = "", *, seen_generation: int |
             newer one since. None to open one regardless.
 
     Raises:
-        FencedError: If another job has opened a newer one since. Then this job opens none, and disturbs nobody.
+        FencedError: If another job has opened a newer one since. Then this job opens none, and fences no other.
         StorageError: If the storage fails.
     """
     storage.make_directory(GENERATIONS_DIRECTORY)
