@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import patience
 import preloaded
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -49,8 +50,7 @@ class Life:
     def wait_steps(self, count: int, beginning: str = '{"step"') -> None:
         """Reads until so many steps are reported, or the program ends."""
         found = 0
-        assert self.process.stdout is not None
-        while found < count and (line := self.process.stdout.readline()):
+        while found < count and (line := patience.read_line(self.process)):
             self._take(line)
             found += line.startswith(beginning)
 
@@ -62,10 +62,14 @@ class Life:
             self.process.send_signal(number)
 
     def end(self) -> int:
-        """Reads what is left, and gives the exit code."""
+        """Reads what is left, and gives the exit code.
+
+        A program that says nothing for long is killed, so that its test fails: pytest ends a process of its own for a
+        test that takes too long, with all that this process was to test.
+        """
         assert self.process.stdout is not None
-        with self.process.stdout as told:
-            for line in told:
+        with self.process.stdout:
+            while line := patience.read_line(self.process):
                 self._take(line)
         return int(self.process.wait(timeout=120))
 

@@ -20,7 +20,7 @@ pytest.importorskip("lightning")
 import torch
 import torch.distributed.run
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -201,7 +201,8 @@ class Ones(IterableDataset[Any]):
 
 def test_statistics_of_each_worker_are_refused_where_a_model_is_divided(tmp_path: Path) -> None:
     both = live_together(PROGRAM, tmp_path, "statistics", preload=PRELOAD, ends_with=1)
-    assert all("net.1 is a BatchNorm1d, whose statistics are others on each worker" in life.errors for life in both)
+    words = "net.1 is a BatchNorm1d: with ModelParallelStrategy its statistics differ between workers"
+    assert all(words in life.errors for life in both)
 
 
 def test_a_model_that_has_changed_is_refused_and_names_the_tensor(tmp_path: Path) -> None:
@@ -232,9 +233,12 @@ def test_a_trainer_with_two_of_them_is_refused(tmp_path: Path) -> None:
         trainer.fit(Line(), make_loader())
 
 
-def test_a_callback_that_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
-    trainer = make_trainer(hf.lightning.Resumable(tmp_path), StochasticWeightAveraging(0.1))
-    with pytest.raises(UsageError, match="does not support StochasticWeightAveraging"):
+@pytest.mark.parametrize(
+    "callback", [StochasticWeightAveraging(0.1), ModelPruning("l1_unstructured"), BackboneFinetuning()]
+)
+def test_a_callback_that_cannot_be_kept_is_refused_by_name(tmp_path: Path, callback: Any) -> None:
+    trainer = make_trainer(hf.lightning.Resumable(tmp_path), callback)
+    with pytest.raises(UsageError, match=f"does not support {type(callback).__name__}"):
         trainer.fit(Line(), make_loader())
 
 

@@ -110,19 +110,27 @@ def main() -> None:
         keras_cases.make_model(), [hf.keras.Resumable(directory / "keep", save_every="epoch", keep=keep, quiet=True)], 4
     )
     steps = [int(path.name.split("-")[1].split(".")[0]) for path in (directory / "keep").glob("step-*")]
-    place_of_its_own = False
+    place_of_its_own = carried_over = False
     data = keras_cases.make_loader()["x"].dataset
     loader = torch.utils.data.DataLoader(data, batch_sampler=hf.ResumableSampler(data, batch_size=8))
     try:
         keras_cases.make_model().fit(loader, verbose=0, callbacks=[hf.keras.Resumable(directory / "own")])
     except hf.errors.UsageError:
         place_of_its_own = True
+    # Data that its workers have loaded goes on from one epoch to the next.
+    rows = keras_cases.Rows(workers=2)
+    try:
+        keep = hf.keras.Resumable(directory / "carried")
+        keras_cases.make_model().fit(rows, steps_per_epoch=4, verbose=0, callbacks=[keep])
+    except hf.errors.UsageError as error:
+        carried_over = "PyDataset with workers" in str(error)
     print(
         json.dumps(
             {
                 "best weights are put back again": weights[0] == weights[1],
                 "steps kept": sorted(steps),
                 "a loader with a place of its own is refused": place_of_its_own,
+                "workers of which batches are carried over are refused": carried_over,
             }
         )
     )

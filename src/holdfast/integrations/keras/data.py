@@ -498,11 +498,11 @@ def _find_source(iterator: Any) -> _Source:
     if isinstance(adapter, TorchDataLoaderAdapter):
         return _Loader(adapter)
     if isinstance(adapter, PyDatasetAdapter):
-        source = _Dataset(adapter)
         if adapter.enqueuer is not None and iterator.steps_per_epoch:
-            source.remark = (
-                "the position of a PyDataset with workers cannot be saved if steps_per_epoch is given, because "
-                "batches are carried over from one epoch to the next. Leave out steps_per_epoch, or the workers"
+            raise UsageError(
+                "the position of a PyDataset with workers cannot be saved if steps_per_epoch is given: "
+                "batches are carried over from one epoch to the next, so a resumed run would train other data",
+                hint="Leave out steps_per_epoch, or give the PyDataset workers=0.",
             )
-        return source
+        return _Dataset(adapter)
     return _Source(adapter, type(adapter).__name__.removesuffix("Adapter"))

@@ -7,7 +7,7 @@ import os
 from typing import Any, Final, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from holdfast.errors import UsageError
@@ -21,6 +21,21 @@ from holdfast.tracebacks import short_traceback
 
 _OPTIONS: Final = frozenset(resumable.__kwdefaults__ or ())
 _STRATEGIES: Final = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
+_CHANGING: Final[dict[type, tuple[str, str]]] = {
+    StochasticWeightAveraging: (
+        "changes the scheduler during training",
+        "Average the weights with EMAWeightAveraging or WeightAveraging, which Lightning has since 2.6.",
+    ),
+    ModelPruning: (
+        "gives the model other parameters during training",
+        "Set what is pruned to zero in a hook of the module's own, and keep the mask as a buffer.",
+    ),
+    BaseFinetuning: (
+        "adds groups of parameters to the optimizer during training",
+        "Give the optimizer all parameters at first, and set requires_grad by trainer.current_epoch.",
+    ),
+}
+"""Callbacks after which a new process has another model, optimizer or scheduler than the checkpoint."""
 
 
 @short_traceback
@@ -159,8 +174,7 @@ def _check_trainer(trainer: Any) -> None:
         raise UsageError(
             "a Trainer can have only one Resumable", hint="Remove the others: each would resume the same fit."
         )
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
-        raise UsageError(
-            "Resumable does not support StochasticWeightAveraging, which changes the scheduler during training",
-            hint="Average the weights with EMAWeightAveraging or WeightAveraging, which Lightning has since 2.6.",
-        )
+    for kind, (reason, hint) in _CHANGING.items():
+        for callback in trainer.callbacks:
+            if isinstance(callback, kind):
+                raise UsageError(f"Resumable does not support {type(callback).__name__}, which {reason}", hint=hint)

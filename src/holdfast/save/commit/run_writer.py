@@ -203,7 +203,7 @@ class RunWriter(CheckpointWriter):
         if self.generation is None:
             check_unpassed(self._storage, origin.seen_generation, self._token)
             before = self._keep_lost()
-            generation = open_generation(self._storage, self._token)
+            generation = open_generation(self._storage, self._token, seen_generation=origin.seen_generation)
             if self._history.summary is not None:
                 self._summarizer.carry_over(generation)
             base = make_base(generation, origin.base)
