@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from holdfast.preemption.grace import (
     MARGIN_SECONDS,
     Action,
-    Heard,
     Outlook,
+    ReceivedNotice,
     combine,
     decide,
     has_time_to_save,
@@ -20,38 +20,38 @@ from holdfast.preemption.sources.protocol import Demand, Notice
 SAVE, LEAVE_BY, LEAVE = Demand.SAVE, Demand.LEAVE_BY, Demand.LEAVE
 
 
-def heard(demand: Demand, at: float = 0.0, left: float | None = None, *, insists: bool = False) -> Heard:
-    return Heard(Notice(source="s", text="t", demand=demand, left_seconds=left, insists=insists), at)
+def received(demand: Demand, at: float = 0.0, left: float | None = None, *, insists: bool = False) -> ReceivedNotice:
+    return ReceivedNotice(Notice(source="s", text="t", demand=demand, left_seconds=left, insists=insists), at)
 
 
 @pytest.mark.parametrize(
     ("notices", "grace", "expected"),
     [
         # What sources say by themselves.
-        ([heard(SAVE)], None, (SAVE, None)),
-        ([heard(LEAVE)], None, (LEAVE, None)),
-        ([heard(LEAVE, left=30)], None, (LEAVE, 20)),
-        ([heard(LEAVE_BY, left=120)], None, (LEAVE_BY, 110)),
-        ([heard(LEAVE_BY)], None, (LEAVE, None)),
+        ([received(SAVE)], None, (SAVE, None)),
+        ([received(LEAVE)], None, (LEAVE, None)),
+        ([received(LEAVE, left=30)], None, (LEAVE, 20)),
+        ([received(LEAVE_BY, left=120)], None, (LEAVE_BY, 110)),
+        ([received(LEAVE_BY)], None, (LEAVE, None)),
         # The earliest end counts, and an order more than a forecast.
-        ([heard(SAVE), heard(LEAVE_BY, 2, 120), heard(LEAVE_BY, 5, 30)], None, (LEAVE_BY, 25)),
-        ([heard(LEAVE_BY, left=120), heard(LEAVE)], None, (LEAVE, 110)),
+        ([received(SAVE), received(LEAVE_BY, 2, 120), received(LEAVE_BY, 5, 30)], None, (LEAVE_BY, 25)),
+        ([received(LEAVE_BY, left=120), received(LEAVE)], None, (LEAVE, 110)),
         # What the user allows.
-        ([heard(LEAVE)], 60, (LEAVE_BY, 50)),
-        ([heard(LEAVE, 4)], 60, (LEAVE_BY, 54)),
-        ([heard(LEAVE, left=30)], 60, (LEAVE_BY, 20)),
-        ([heard(LEAVE_BY, left=3600)], 60, (LEAVE_BY, 50)),
-        ([heard(LEAVE_BY, left=3600)], 0, (LEAVE, 3590)),
-        ([heard(LEAVE)], 0, (LEAVE, None)),
-        ([heard(SAVE)], 60, (SAVE, None)),
+        ([received(LEAVE)], 60, (LEAVE_BY, 50)),
+        ([received(LEAVE, 4)], 60, (LEAVE_BY, 54)),
+        ([received(LEAVE, left=30)], 60, (LEAVE_BY, 20)),
+        ([received(LEAVE_BY, left=3600)], 60, (LEAVE_BY, 50)),
+        ([received(LEAVE_BY, left=3600)], 0, (LEAVE, 3590)),
+        ([received(LEAVE)], 0, (LEAVE, None)),
+        ([received(SAVE)], 60, (SAVE, None)),
         # Further notices do not lengthen it, and a second signal ends it.
-        ([heard(LEAVE), heard(LEAVE, 9)], 60, (LEAVE_BY, 50)),
-        ([heard(LEAVE, insists=True), heard(LEAVE, 9, insists=True)], 60, (LEAVE, None)),
-        ([heard(LEAVE, left=30, insists=True), heard(LEAVE, 9, insists=True)], 60, (LEAVE, 20)),
+        ([received(LEAVE), received(LEAVE, 9)], 60, (LEAVE_BY, 50)),
+        ([received(LEAVE, insists=True), received(LEAVE, 9, insists=True)], 60, (LEAVE, None)),
+        ([received(LEAVE, left=30, insists=True), received(LEAVE, 9, insists=True)], 60, (LEAVE, 20)),
     ],
 )
 def test_what_notices_ask_for_together(
-    notices: list[Heard], grace: float | None, expected: tuple[Demand, float | None]
+    notices: list[ReceivedNotice], grace: float | None, expected: tuple[Demand, float | None]
 ) -> None:
     assert combine(notices, grace, 10.0) == expected
 

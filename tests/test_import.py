@@ -89,6 +89,17 @@ def test_a_job_goes_on_and_saves_behind_it(tmp_path: Path) -> None:
     assert call_json("list", tmp_path / "run")["newest_step"] == 7
 
 
+@pytest.mark.parametrize(
+    ("entries", "step"),
+    [({"step": 17, "epoch": 3}, 17), ({"global_step": 5}, 5), ({"step": 1.5, "global_step": 6}, 6), ({"step": -1}, 0)],
+)
+def test_a_whole_step_at_the_top_of_a_file_is_the_step(tmp_path: Path, entries: dict[str, Any], step: int) -> None:
+    torch.save({"model": torch.nn.Linear(2, 1).state_dict(), **entries}, tmp_path / "old.pt")
+    assert call_json("import", tmp_path / "old.pt", tmp_path / "run")["step"] == step
+    with hf.resumable(tmp_path / "run", model=torch.nn.Linear(2, 1), strict=False) as run:
+        assert run.step == step
+
+
 def test_a_training_goes_on_from_a_dcp_directory(tmp_path: Path) -> None:
     objects = trained()
     state = as_saved(objects) | {"optimizer": get_optimizer_state_dict(objects["model"], objects["optimizer"])}

@@ -401,7 +401,21 @@ def test_a_metric_that_no_checkpoint_has_is_warned_of_once(tmp_path: Path) -> No
     with hf.resumable(tmp_path, state=state, save_every=hf.Steps(1), keep=keep, sinks=[events.append]) as run:
         for _ in run.steps(5):
             run.report(val_loss=1.0)
-    assert len([event for event in events if isinstance(event, Warned) and "val_los" in event.text]) == 1
+    (line,) = [event.text for event in events if isinstance(event, Warned) and "val_los" in event.text]
+    assert line.startswith("Best('val_los') keeps nothing")
+    assert line.endswith("Reported so far: val_loss.")
+
+
+def test_best_is_not_warned_of_before_any_metric_was_reported(tmp_path: Path) -> None:
+    events: list[Event] = []
+    keep = hf.Latest(9) | hf.Best("val_loss")
+    with hf.resumable(tmp_path, state=[0], save_every=hf.Steps(1), keep=keep, sinks=[events.append]) as run:
+        for step in run.steps(6):
+            run.manager.wait()
+            assert told(events) == []
+            if step == 5:
+                run.report(val_loss=1.0)
+    assert told(events) == []
 
 
 @pytest.mark.parametrize(("asked_in", "code", "last"), [(3, 42, 4), (5, 42, 6), (9, 0, 6)])
@@ -1109,3 +1123,65 @@ def test_what_a_program_prints_says_how_far_it_is(tmp_path: Path) -> None:
     assert repr(loader).startswith("<ResumableDataLoader of list: ResumableSampler(2, batch_size=1")
     assert repr(hf.RNG()).startswith("RNG(python, numpy")
     assert repr(hf.PerWorker(model)) == "PerWorker(Linear)"
+
+
+def metrics_of(directory: Path) -> list[tuple[int, dict[str, float]]]:
+    """Returns the steps of the current lineage, with their metrics."""
+    storage = LocalStorage(directory)
+    return [(name.step, dict(read_manifest(storage, name).metrics)) for name in read_catalog(storage).living]
+
+
+def test_metrics_reported_after_the_last_save_are_stored_at_the_end(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with hf.resumable(tmp_path, state=[0], save_every=hf.Steps(2), sinks=[events.append]) as run:
+        for step in run.steps(4):
+            if step == 3:
+                run.report(loss=2.0)
+        assert run.save() is None, "nothing is new"
+        run.report(val_loss=1.0)
+    assert metrics_of(tmp_path)[-1] == (4, {"loss": 2.0, "val_loss": 1.0})
+    assert told(events) == []
+
+
+def test_save_after_a_report_stores_the_metric_with_the_weights_it_is_of(tmp_path: Path) -> None:
+    def train(epochs: int) -> None:
+        sampler = hf.ResumableSampler(20, batch_size=4)
+        state = {"value": np.zeros(1)}
+        keep = hf.Latest(1) | hf.Best("val_loss")
+        with hf.resumable(tmp_path, sampler=sampler, state=state, save_every=hf.Steps(5), keep=keep) as run:
+            for epoch in sampler.epochs(epochs):
+                for _ in sampler.batches(sampler):
+                    state["value"] += 1
+                    run.finish_step()
+                run.report(val_loss=abs(float(state["value"][0]) - 10))
+                handle = run.save()
+                assert handle is None or handle.step == 5 * (epoch + 1)
+
+    train(3)
+    assert metrics_of(tmp_path) == [(10, {"val_loss": 0.0}), (15, {"val_loss": 5.0})]
+    before = sorted(path.name for path in tmp_path.iterdir())
+    train(3)  # A complete run validates again, and saves nothing again.
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    train(4)
+    assert metrics_of(tmp_path) == [(10, {"val_loss": 0.0}), (20, {"val_loss": 10.0})]
+
+
+def test_a_restored_step_gets_the_metric_that_it_lacks_and_keeps_others(tmp_path: Path) -> None:
+    with hf.resumable(tmp_path, state=[0]) as run:
+        for _ in run.steps(3):
+            run.report(loss=1.0)
+    with hf.resumable(tmp_path, state=[0]) as run:
+        run.report(val_loss=2.0)
+        assert run.save(metadata={"why": "validated"}) is not None
+    assert metrics_of(tmp_path) == [(3, {"loss": 1.0, "val_loss": 2.0})]
+
+
+def test_metrics_of_a_step_that_the_program_saved_are_named_at_the_end(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with hf.resumable(tmp_path, state=[0], save_every=hf.Steps(100), sinks=[events.append]) as run:
+        run.manager.save(1).wait_committed()
+        run.finish_step()
+        run.report(val_loss=1.0)
+    lines = [event.text for event in events if isinstance(event, Warned)]
+    assert [line for line in lines if "reported after the last save and are stored nowhere: val_loss." in line]
+    assert metrics_of(tmp_path) == [(1, {})]

@@ -513,3 +513,11 @@ def test_a_restore_asks_no_object_for_its_state_that_can_be_loaded_without() -> 
     through_checkpoint({"a": Asked(shadow=torch.ones(3))}, {"a": average})
     assert average.times_asked == 1
     assert average.state["shadow"].tolist() == [1, 1, 1]
+
+
+def test_batch_size_is_positional_and_one_by_default_as_in_torch() -> None:
+    assert [len(batch) for batch in ResumableDataLoader(range(5), 2)] == [2, 2, 1]
+    assert [len(batch) for batch in ResumableDataLoader(range(3))] == [1, 1, 1]
+    with pytest.raises(UsageError, match="comes from seed=") as refused:
+        ResumableDataLoader(range(5), 2, generator=torch.Generator())
+    assert refused.value.hint == "Pass seed=1."

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ class TrainingLoop:
         self.metrics: dict[str, Any] = {}
         self.metadata: Mapping[str, Any] | None = None
         self.is_stopped = False
-        self._saved_metrics: dict[str, Any] = {}
+        self._saved_notes: tuple[Mapping[str, Any], Mapping[str, Any] | None] = ({}, None)
 
     def warn(self, text: str, *, is_error: bool = False) -> None:
         """Sends a warning to the log and the sinks."""
@@ -191,12 +192,14 @@ class TrainingLoop:
         Raises:
             SaveFailedError: If saves have failed, and no last save is to come.
         """
-        step = self.count.done
+        step, metrics, metadata = self.count.done, self.metrics, self.metadata
         try:
-            self._note_begun(step, self.manager.save_if_due(step, metrics=self.metrics, metadata=self.metadata))
+            self._note_begun(
+                step, self.manager.save_if_due(step, metrics=metrics, metadata=metadata), metrics, metadata
+            )
         except SaveFailedError as failure:
             # The save that reports an earlier failure continues nevertheless, and counts.
-            self._note_begun(step, failure.next_save)
+            self._note_begun(step, failure.next_save, metrics, metadata)
             if not self._is_to_leave():
                 raise
 
@@ -221,21 +224,36 @@ class TrainingLoop:
 
     def save(self, step: int, *, metadata: Mapping[str, Any] | None = None, number: int | None = None) -> SaveHandle:
         """Saves a step now, under another number if one is given; raises as the manager's `save` does."""
-        is_again = step == self.count.saved_step
-        replace = number is None and is_again and self.count.saved is not None and self.count.saved.must_be_replaced
-        metrics = {**self._saved_metrics, **self.metrics} if is_again else self.metrics
+        metrics = self.metrics
+        replace = False
+        if step == self.count.saved_step:
+            saved_metrics, saved_metadata = self._notes_of_saved()
+            metrics = {**saved_metrics, **self.metrics}
+            metadata = metadata or self.metadata or saved_metadata
+            replace = number is None and self._must_replace()
+        metadata = metadata or self.metadata
         try:
             handle = self.manager.save(
-                step if number is None else number,
-                metrics=metrics,
-                metadata=metadata or self.metadata,
-                replace=replace,
+                step if number is None else number, metrics=metrics, metadata=metadata, replace=replace
             )
         except SaveFailedError as failure:
-            self._note_begun(step, failure.next_save)
+            self._note_begun(step, failure.next_save, metrics, metadata)
             raise
-        self._note_begun(step, handle)
+        self._note_begun(step, handle, metrics, metadata)
         return handle
+
+    def _notes_of_saved(self) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+        """Returns the metrics and metadata of the step that was saved last."""
+        restored = _restored_step(self)
+        if restored is None:
+            return self._saved_notes
+        return restored.manifest.metrics, restored.manifest.metadata
+
+    def _must_replace(self) -> bool:
+        """Returns True if a save of the step that was saved last replaces a checkpoint."""
+        if self.count.saved is None:
+            return must_save_metrics(self)
+        return self.count.saved.must_be_replaced
 
     def _save_once(self, step: int) -> SaveHandle | None:
         """Begins the save of a step for the guard, which checks the result, unless it is saved or in progress."""
@@ -258,13 +276,44 @@ class TrainingLoop:
             # The program saves under larger numbers. A number chosen here must not lose the state.
             return self.save(step, number=newest + 1)
 
-    def _note_begun(self, step: int, saved: SaveHandle | None) -> None:
+    def _note_begun(
+        self, step: int, saved: SaveHandle | None, metrics: Mapping[str, Any], metadata: Mapping[str, Any] | None
+    ) -> None:
         """Records that a save of the step was begun, unless there is none, or it was skipped."""
         if saved is not None and not saved.skipped:
             self.count.note(step, saved)
             self.watch.note_saved()
-            self.metrics, self._saved_metrics = {}, self.metrics
+            self.metrics, self._saved_notes = {}, (metrics, metadata)
             self.guard.provisional = None
+
+
+def must_save_metrics(loop: TrainingLoop) -> bool:
+    """Returns True if metrics were reported after the last save, whose step can be saved again to store them.
+
+    With several workers it cannot: all of them would have to save again, and the others may know of no metric. A
+    checkpoint that the program saved by the manager stays as it is. So does a restored one that has these metrics.
+    """
+    if not loop.metrics or loop.manager.participant is not None or not loop.count.is_begun(loop.count.done):
+        return False
+    if loop.count.saved is not None:
+        return True
+    restored = _restored_step(loop)
+    return restored is not None and any(
+        name not in restored.manifest.metrics and math.isfinite(float(value)) for name, value in loop.metrics.items()
+    )
+
+
+def has_unsaved_metrics(loop: TrainingLoop) -> bool:
+    """Returns True if metrics were reported that no checkpoint has, because they came after the last save."""
+    restored = _restored_step(loop)
+    return bool(loop.metrics.keys() - (restored.manifest.metrics.keys() if restored is not None else ()))
+
+
+def _restored_step(loop: TrainingLoop) -> Restoration | None:
+    """Returns the restore of the step that was saved last; None if that step was saved by this process."""
+    restored = loop.manager.restored
+    is_last = restored is not None and loop.count.saved is None and restored.step == loop.count.saved_step
+    return restored if is_last else None
 
 
 class StepNumbers(Iterator[int]):

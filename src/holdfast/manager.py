@@ -420,7 +420,7 @@ class CheckpointManager:
                 self.url,
                 progress,
                 self._wait_seconds,
-                self._failures.mark_told,
+                self._failures.mark_raised,
                 replaces=replace,
                 barrier=self._saver.barrier,
                 try_cancel=try_cancel,

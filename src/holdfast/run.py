@@ -18,7 +18,7 @@ from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, HoldfastError, UnnamedError, UsageError
 from holdfast.events import Sink
-from holdfast.loop import StepNumbers, TrainingLoop
+from holdfast.loop import StepNumbers, TrainingLoop, has_unsaved_metrics, must_save_metrics
 from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
@@ -76,7 +76,7 @@ def resumable(
         ```
 
     Args:
-        directory: The run's directory, a URL, or an open storage.
+        directory: The run's directory, a `file://` URL, or an open storage.
         checkpoint: A `Checkpoint` with the objects, instead of `objects`: it allows any names.
         save_every: When to save; None for `Auto()`, which measures the cost of a save.
         keep: Which checkpoints to keep; None for `Latest(3)`.
@@ -84,7 +84,7 @@ def resumable(
         begin_anew: True to start from the beginning even if there are checkpoints.
         incremental: True to write only arrays that have changed, and refer to earlier steps for the others.
         reuse_space: False to never write a save over the data file of a removed checkpoint; see `CheckpointManager`.
-        failures_allowed: How many saves in a row may fail before the loop ends with an error.
+        failures_allowed: How many saves in a row may fail without an error; one more ends the loop.
         when_busy: What to do with a save if the previous one is still in progress: wait for it, or skip this one.
         sinks: Functions that are called with each event.
         timeout_seconds: The deadline of each wait.
@@ -265,6 +265,9 @@ class Run:
     def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
         """Records metrics; the next save stores those that were reported since the save before.
 
+        If there is no next save, the end of the block saves the last step again to store them. With several workers it
+        cannot: report before the last step ends.
+
         Args:
             *unnamed: Not allowed: every metric needs a name.
             **metrics: Numbers, or arrays with one element, which are read when they are saved. Only finite values are
@@ -308,8 +311,11 @@ class Run:
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """Saves now, regardless of the policy: between steps, or last in a step, which then counts as complete.
 
+        If this step was saved already and `report` was called since, it is saved again, with all of its metrics; not if
+        the job has several workers.
+
         Returns:
-            The save, or None if this step was saved already.
+            The save, or None if this step was saved already and there is nothing new to store.
 
         Raises:
             SaveFailedError: If an earlier save failed and the failure has not been raised yet.
@@ -322,7 +328,8 @@ class Run:
             )
         step = self._loop.count_with_open_step()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
-        if self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None):
+        is_saved = self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None)
+        if is_saved and not (step == self._count.done and must_save_metrics(self._loop)):
             self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
             return None
         return self._loop.save(step, metadata=metadata)
@@ -410,6 +417,7 @@ class Run:
             step = self._count.done
             self._guard.pass_last(step, is_over=True)
             self._loop.save_last()
+            self._save_late_metrics(step)
             if self.manager.participant is not None:
                 # Others may wait in a collective, and come to no save, since this worker has left its loop too early.
                 self._guard.wait_saved()
@@ -422,6 +430,18 @@ class Run:
         except Exception as error:
             self._end_badly(error)
             raise
+
+    def _save_late_metrics(self, step: int) -> None:
+        """Stores metrics that were reported after the last step was saved; where that is not possible, warns."""
+        if must_save_metrics(self._loop):
+            self.manager.wait()
+            self._loop.save(step)
+        elif has_unsaved_metrics(self._loop):
+            names = ", ".join(self._loop.metrics)
+            self._loop.warn(
+                f"metrics were reported after the last save and are stored nowhere: {names}. Report them before the "
+                "last step ends: before its run.finish_step(), or inside the turn of run.steps(n)"
+            )
 
     def _end_badly(self, error: BaseException) -> None:
         """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""

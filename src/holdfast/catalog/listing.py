@@ -316,7 +316,7 @@ def read_index(storage: Storage, directory: str, manifest: Manifest, rank: int) 
     return index
 
 
-def open_generation(storage: Storage, token: str = "") -> int:
+def open_generation(storage: Storage, token: str = "", *, seen_generation: int | None = None) -> int:
     """**Blocks.** Opens the next generation of the run and returns its number; from now on older ones are fenced.
 
     A crash after this leaves a generation without a base, which saved nothing and does not change the lineage.
@@ -324,14 +324,21 @@ def open_generation(storage: Storage, token: str = "") -> int:
     Args:
         storage: The storage of the run.
         token: Random text that identifies the opener; empty for one made here.
+        seen_generation: The newest generation when this job chose where to resume from: no other job may have opened a
+            newer one since. None to open one regardless.
 
     Raises:
+        FencedError: If another job has opened a newer one since. Then this job opens none, and fences no other.
         StorageError: If the storage fails.
     """
     storage.make_directory(GENERATIONS_DIRECTORY)
     names = filter(None, (parse_step_directory(entry.name) for entry in storage.list("") if entry.is_directory))
     generation = max([*read_generations(storage), *(name.generation for name in names)], default=0) + 1
     for _ in range(1000):
+        # Looked at after the number was chosen: a job that opens one later than this look takes the same number, and
+        # then only one of the two gets it. So a job that slept here for hours cannot pass one that began meanwhile.
+        if seen_generation is not None:
+            check_unpassed(storage, seen_generation, token)
         if generation > MAX_GENERATION:
             raise StorageError(
                 f"{storage.url}: no generation can follow {MAX_GENERATION}",
@@ -460,7 +467,7 @@ class History:
         Returns:
             The bases of the generations that were opened, and the problems of those that are damaged.
         """
-        names = [entry.name for entry in self._storage.list(GENERATIONS_DIRECTORY)]
+        names = [entry.name for entry in self._storage.list(GENERATIONS_DIRECTORY) if not entry.is_directory]
         self.opened = sorted(filter(None, map(parse_generation_file, names)))
         newest = max(self.opened, default=0)
         self.summaries = sorted(filter(None, (parse_summary_file(name) for name in names if ".summary-" in name)))

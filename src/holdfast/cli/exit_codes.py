@@ -72,8 +72,8 @@ def ending_on(*numbers: signal.Signals) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in heard}
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in handled}
     try:
         yield
     finally:

@@ -66,8 +66,8 @@ def find_engine(environment: Mapping[str, str], modules: Mapping[str, Any]) -> t
     Returns:
         The module and the function that open its cluster; None if the process is alone.
     """
-    is_told = all(environment.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    is_several = is_told and environment.get("WORLD_SIZE", "1") != "1"
+    is_configured = all(environment.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    is_several = is_configured and environment.get("WORLD_SIZE", "1") != "1"
     if is_several and "TORCHELASTIC_RUN_ID" in environment:
         return _TORCH, "open_environment"
     torch = modules.get("torch.distributed")

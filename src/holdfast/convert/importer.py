@@ -15,7 +15,7 @@ from holdfast.catalog import read_catalog, read_generations
 from holdfast.convert.detect import ImportSource
 from holdfast.convert.exporter import ProgressWatcher
 from holdfast.convert.frameworks.orbax import MOST_TIMES as MOST_TIMES_COMPRESSED
-from holdfast.convert.frameworks.recognized import MODEL, Recognized
+from holdfast.convert.frameworks.recognized import MODEL, Recognized, step_of
 from holdfast.convert.input_files import InputArray, read_spans, whole_array
 from holdfast.convert.leaf_tree import LeftOut
 from holdfast.convert.pickle_read import PickledObject, shown
@@ -48,6 +48,7 @@ from holdfast.storage.buffers import take_pages
 from holdfast.tracebacks import short_traceback
 
 _WRAPPERS: Final = ("module.", "_orig_mod.")
+_STEP_NAMES: Final = ("step", "global_step")
 _WHOLE: Final = "."
 _MOST_TIMES: Final = 4
 _ALWAYS_BYTES: Final = 64 << 20
@@ -107,7 +108,8 @@ def import_checkpoint(
         source: A file of `torch.save` or of Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or of
             `torch.distributed.checkpoint`, a safetensors file, or a directory of safetensors files.
         run: The run's directory, a URL, or an open storage. It must not contain a checkpoint yet.
-        step: The step of the checkpoint, from which a job resumes. None for the step in the source, or else 0.
+        step: The step of the checkpoint, from which a job resumes. None for the one in the source, or 0:
+            the step that a framework has stored, or a whole number `step` or `global_step` at the top of the file.
         only: The objects to import, by their new names; None for all that are state of the training.
         name: The name of the model, and of the only object of a source such as a plain `model.state_dict()`.
         rename: New names for objects, by those that they have in the source. The name of a part, such as
@@ -138,6 +140,8 @@ def import_checkpoint(
         )
     with closing(ImportSource(Path(source), keep_unknown=skip_unknown)) as opened:
         found = opened.recognized or list_objects(opened.root, name)
+        if opened.recognized is None:
+            found.step = _find_step(found.objects)
         step = min(found.step or 0, MAX_STEP) if step is None else step
         if opened.recognized is not None and name != MODEL and MODEL in found.objects:
             _rename(found, {MODEL: name}, str(source))
@@ -190,6 +194,12 @@ def list_objects(root: Any, name: str) -> Recognized:
         return Recognized({name: ArchivedTree(value, archive)}, [name])
     objects = {key: part if type(part) is ArchivedTree else ArchivedTree(part, archive) for key, part in value.items()}
     return Recognized(objects, list(objects))
+
+
+def _find_step(objects: Mapping[str, ArchivedTree]) -> int | None:
+    """Returns the step that the program has stored at the top of the file; None if there is none."""
+    numbers = (step_of(objects[name].value) for name in _STEP_NAMES if name in objects)
+    return next((number for number in numbers if number is not None), None)
 
 
 def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:

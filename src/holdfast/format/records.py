@@ -8,7 +8,7 @@ back. The appearance of a manifest commits a step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -333,61 +333,6 @@ def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple
         else:
             break
     return tuple(living[step] for step in sorted(living))
-
-
-KEPT_GENERATIONS: Final = 16
-"""The records of this many newest generations always stay: jobs that are about to end may look for them."""
-
-
-def plan_forgetting(
-    living: Sequence[StepName], others: Collection[StepName], bases: Mapping[int, Base], opened: Iterable[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """**Pure.** Returns the generations whose records the lineage does not need, so that they can be removed.
-
-    Without a base, `choose_living` continues with the generation before. That is right for a generation that began
-    where the one before had ended, as long as no directory exists that its base excludes from the lineage. It stays
-    right regardless of which steps are removed, and of what newer generations begin from.
-
-    Args:
-        living: The current lineage, in order of step.
-        others: Every other step that has a directory, committed or not.
-        bases: The base of each generation that recorded one.
-        opened: All generations that were opened.
-
-    Returns:
-        The generations to remove first, which are not in the lineage, and those to remove once the first are gone for
-        good. Otherwise the lineage might continue from the base of one of the first.
-    """
-    generations = [name.generation for name in living]
-    if generations != sorted(generations):
-        return (), ()  # An earlier step was replaced by a later generation, and the steps after it count all the same.
-    beyond = max((name.generation for name in others), default=0)
-    # The generation whose base keeps all of the others off the line, for nothing after it allows less.
-    cut, least = 0, (MAX_STEP, MAX_ATTEMPT)
-    visited = set()
-    known = sorted({*bases, *generations})
-    while known:
-        generation = known.pop()
-        visited.add(generation)
-        base = bases.get(generation)
-        if base is None:
-            continue
-        left = base.name
-        place = (-1, 0) if left is None else (left.step, left.attempt)
-        if generation > beyond and place <= least:
-            cut, least = generation, place
-        if left is None:
-            break
-        del known[bisect_right(known, left.generation) :]
-    if beyond == 0:
-        cut = 0
-    elif cut == 0:
-        return (), ()
-    old = sorted(opened)[:-KEPT_GENERATIONS]
-    return (
-        tuple(generation for generation in old if generation > cut and generation not in visited),
-        tuple(generation for generation in old if generation > cut and generation in visited),
-    )
 
 
 MAX_SUMMARY_BYTES: Final = 256 << 20

@@ -194,10 +194,10 @@ class FinalSave:
         """
         limit_seconds = find_wait_seconds(self._manager.timeout_seconds, self._manager.worker)
         begun_at = time.monotonic()
-        end_at, is_told = begun_at + limit_seconds, False
+        end_at, is_reported = begun_at + limit_seconds, False
         while not is_alert():
-            if not is_told and time.monotonic() >= begun_at + SILENT_SECONDS:
-                is_told = True
+            if not is_reported and time.monotonic() >= begun_at + SILENT_SECONDS:
+                is_reported = True
                 limit = describe_limit(end_at - time.monotonic())
                 say(
                     f"holdfast: training is done, and the last save is being written{limit}; Ctrl-C twice stops "

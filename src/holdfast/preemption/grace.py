@@ -43,7 +43,7 @@ class Verdict(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Heard(msgspec.Struct, frozen=True):
+class ReceivedNotice(msgspec.Struct, frozen=True):
     """A notice, and when it arrived by the monotonic clock."""
 
     notice: Notice
@@ -98,12 +98,12 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         return max(step, self.rest_seconds) + self.next_save_seconds + MARGIN_SECONDS
 
 
-def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> CombinedDemand:
+def combine(received: Sequence[ReceivedNotice], grace_period: float | None, now: float) -> CombinedDemand:
     """**Pure.** Returns the combined demand of several notices, and the time that remains at `now` (monotonic).
 
     `grace_period` is the user's limit for training on; None for what the sources say.
     """
-    stopping = [each for each in heard if each.notice.demand is not Demand.SAVE]
+    stopping = [each for each in received if each.notice.demand is not Demand.SAVE]
     if not stopping:
         return CombinedDemand(Demand.SAVE, None)
     ends = [each.at + each.notice.left_seconds for each in stopping if each.notice.left_seconds is not None]
@@ -116,9 +116,9 @@ def combine(heard: Sequence[Heard], grace_period: float | None, now: float) -> C
     return CombinedDemand(Demand.LEAVE_BY, min(ends) - now)
 
 
-def is_by_hand(heard: Sequence[Heard]) -> bool:
+def is_by_hand(received: Sequence[ReceivedNotice]) -> bool:
     """**Pure.** Returns True if a person at a terminal asked, and no other source."""
-    return all(each.notice.by_hand for each in heard)
+    return all(each.notice.by_hand for each in received)
 
 
 def allow_for_others(outlook: Outlook) -> Outlook:
@@ -170,12 +170,12 @@ def has_time_to_save(outlook: Outlook) -> bool:
     return outlook.left_seconds > saves_seconds + MARGIN_SECONDS / 2
 
 
-def find_lateness(heard: Sequence[Heard], left_seconds: float | None, passed_at: float, now: float) -> str:
+def find_lateness(received: Sequence[ReceivedNotice], left_seconds: float | None, passed_at: float, now: float) -> str:
     """**Pure.** Returns the warning about a loop that was asked to stop and does not reach the end of its step, if any.
 
     It reached the end of one at `passed_at`, by the clock of `now`.
     """
-    stopping = [each for each in heard if each.notice.demand is not Demand.SAVE]
+    stopping = [each for each in received if each.notice.demand is not Demand.SAVE]
     if not stopping:
         return ""
     patience_seconds = _PATIENCE_SECONDS if left_seconds is None else min(max(left_seconds, 1.0), _PATIENCE_SECONDS)

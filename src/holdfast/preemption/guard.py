@@ -471,8 +471,8 @@ class Guard:
         except BaseException as leaving:
             if self._final_save.has_left:
                 self._ownership.shared.has_left = True
-            is_heard = self._consensus.is_outcome_known and not self._consensus.is_cut_short
-            if error and not is_heard and self._failures.error is None:
+            is_outcome_shared = self._consensus.is_outcome_known and not self._consensus.is_cut_short
+            if error and not is_outcome_shared and self._failures.error is None:
                 # One that does not come to the end of its step would never hear of it.
                 self._failures.report(SaveFailedError(error, step=step or 0), left_seconds, is_exit=True)
             elif not error and self._has_exit_fn:

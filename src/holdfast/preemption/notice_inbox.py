@@ -18,7 +18,7 @@ from holdfast.concurrency import Latch
 from holdfast.events import Event, NoticeHeard, Warned
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import EarlyExit, describe_early_exit
-from holdfast.preemption.grace import CombinedDemand, Heard, combine
+from holdfast.preemption.grace import CombinedDemand, ReceivedNotice, combine
 from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.protocol import Hear, Notice
 from holdfast.preemption.sources.signals import Signals
@@ -35,7 +35,7 @@ _STAND_IN_SECONDS: Final = 0.3
 _LOOK_SECONDS: Final = 0.1
 """How often to check that."""
 
-_TELLING_SECONDS: Final = 2.0
+_REPORTING_SECONDS: Final = 2.0
 """How long to wait for another thread that makes events of them."""
 
 _WAIT_SECONDS: Final = 2.0
@@ -67,27 +67,27 @@ class NoticeInbox:
         self._poller = SourcePoller(sources, self.hear, emit)
         is_launched = any(name in os.environ for name in _LAUNCHED_BY) and not is_interactive()
         self._interrupts_taken = _MOST_SIGNALS if is_launched else 1
-        # Only grows. Notices before `_settled` are handled; those before `_told` have an event.
-        self._heard: list[Heard] = []
+        # Only grows. Notices before `_settled` are handled; those before `_reported` have an event.
+        self._received: list[ReceivedNotice] = []
         self._settled = 0
         self._takes_more = True
-        self._told = 0
-        self._telling = threading.Lock()
+        self._reported = 0
+        self._reporting = threading.Lock()
         # What the signals say for which Python has run no handler yet, and since when.
         self._unhandled: list[Notice] = []
         self._unhandled_at = 0.0
-        # What was heard in the stead of handlers that are still to run. It is replaced whole.
-        self._heard_ahead: list[Notice] = []
+        # Notices that were received here, ahead of handlers that are still to run. It is replaced whole.
+        self._received_early: list[Notice] = []
 
     @property
-    def pending(self) -> list[Heard]:
+    def pending(self) -> list[ReceivedNotice]:
         """The notices that have not been handled."""
-        return self._heard[self._settled :]
+        return self._received[self._settled :]
 
     @property
     def count(self) -> int:
         """How many notices have arrived, including handled ones."""
-        return len(self._heard)
+        return len(self._received)
 
     def open(self) -> None:
         """Starts listening; waits for nothing.
@@ -119,15 +119,15 @@ class NoticeInbox:
         """**Thread-safe.** Receives a notice, also in signal handlers; False if it should have its own effect."""
         if threading.get_ident() == threading.main_thread().ident:
             answer()
-            if notice in self._heard_ahead:
-                self._heard_ahead = [each for each in self._heard_ahead if each != notice]
+            if notice in self._received_early:
+                self._received_early = [each for each in self._received_early if each != notice]
                 return True
         if not self._takes(notice):
             is_repeated = any(each.notice.by_hand and each.notice.insists for each in self.pending)
             # The first Ctrl-C where no loop has to be waited for gives nothing up.
             self.gave_up = self.gave_up or is_repeated or self.patient or not notice.by_hand
             return False
-        self._heard.append(Heard(notice, time.monotonic()))
+        self._received.append(ReceivedNotice(notice, time.monotonic()))
         self.alarmed = True
         if notice.by_hand and notice.insists:
             if is_interactive():
@@ -144,7 +144,7 @@ class NoticeInbox:
 
     def forget(self, count: int) -> None:
         """Marks that many notices, counted from the beginning, as handled."""
-        # In this order: what is heard meanwhile is found, or rings the alarm again.
+        # In this order: what is received meanwhile is found, or rings the alarm again.
         self.alarmed = False
         self._settled = count
         if self.pending:
@@ -182,26 +182,28 @@ class NoticeInbox:
                 self._unhandled.clear()
             else:
                 self._unhandled_at = self._unhandled_at if self._unhandled else time.monotonic()
-                told = [source.foretell(number, self.hear) for source in self._sources if isinstance(source, Signals)]
-                self._unhandled += [notice for notice in told if notice is not None]
+                foretold = [
+                    source.foretell(number, self.hear) for source in self._sources if isinstance(source, Signals)
+                ]
+                self._unhandled += [notice for notice in foretold if notice is not None]
         if self._unhandled and time.monotonic() - self._unhandled_at >= _STAND_IN_SECONDS:
             self._stand_in()
         self.tell()
 
     def tell(self) -> None:
         """**Thread-safe.** **Blocks.** Emits the events of notices that have none yet, such as before the exit."""
-        if not self._telling.acquire(timeout=_TELLING_SECONDS):
+        if not self._reporting.acquire(timeout=_REPORTING_SECONDS):
             return  # A sink hangs: that must not keep anybody from leaving.
         try:
-            while self._told < len(self._heard):
-                notice = self._heard[self._told].notice
-                self._told += 1
+            while self._reported < len(self._received):
+                notice = self._received[self._reported].notice
+                self._reported += 1
                 demand = notice.demand.name.lower()
                 self._emit(
                     NoticeHeard(source=notice.source, text=notice.text, demand=demand, left_seconds=notice.left_seconds)
                 )
         finally:
-            self._telling.release()
+            self._reporting.release()
 
     def _takes(self, notice: Notice) -> bool:
         if not notice.insists:
@@ -216,7 +218,7 @@ class NoticeInbox:
         unhandled, self._unhandled = self._unhandled, []
         for notice in unhandled:
             if self._takes_more and self._takes(notice):
-                self._heard_ahead = [*self._heard_ahead, notice]
+                self._received_early = [*self._received_early, notice]
                 self.hear(notice)
 
 
@@ -231,7 +233,7 @@ class EarlyNotices:
     def __init__(self, config: TerminationConfig) -> None:
         self._config = config
         self._sources: list[Signals] = []
-        self._heard: list[Heard] = []
+        self._received: list[ReceivedNotice] = []
         # Guards that the signal is sent once more only while this listens.
         self._lock = threading.Lock()
         self._closed = Latch()
@@ -250,12 +252,12 @@ class EarlyNotices:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
-        if self._heard and isinstance(error, Exception):
+        if self._received and isinstance(error, Exception):
             # As when all workers are taken away at once, and each finds the others gone. An error that lasts comes
             # again at the next start.
             found = f"{type(error).__name__}: {error}"
             self._end(
-                f"{self._heard[0].notice.text} while the run was being created, which then failed: {found}", error
+                f"{self._received[0].notice.text} while the run was being created, which then failed: {found}", error
             )
         elif text := describe_early_exit(error):
             self._end(text, error)
@@ -263,8 +265,8 @@ class EarlyNotices:
     def hand_over(self, hear: Hear) -> None:
         """Stops listening, and returns the notices."""
         self._close()
-        heard, self._heard = self._heard, []
-        for each in heard:
+        received, self._received = self._received, []
+        for each in received:
             left_seconds = each.notice.left_seconds
             if left_seconds is not None:
                 left_seconds -= time.monotonic() - each.at
@@ -275,10 +277,10 @@ class EarlyNotices:
             self._is_late = False
             self._end(self._describe_delay())
             return True
-        if notice.by_hand or len(self._heard) >= _MOST_SIGNALS:
+        if notice.by_hand or len(self._received) >= _MOST_SIGNALS:
             return False
-        self._heard.append(Heard(notice, time.monotonic()))
-        if len(self._heard) == 1:
+        self._received.append(ReceivedNotice(notice, time.monotonic()))
+        if len(self._received) == 1:
             # Not a `Thread`: this is a signal handler, which may have come while one starts.
             with suppress(RuntimeError):
                 _thread.start_new_thread(self._hurry, ())
@@ -304,7 +306,7 @@ class EarlyNotices:
 
     def _describe_delay(self) -> str:
         return (
-            f"{self._heard[0].notice.text} while the run was being created, which did not end within "
+            f"{self._received[0].notice.text} while the run was being created, which did not end within "
             f"{_WAIT_SECONDS:g} s"
         )
 

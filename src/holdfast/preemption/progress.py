@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError
-from holdfast.preemption.grace import MARGIN_SECONDS, Heard, Outlook, find_lateness
+from holdfast.preemption.grace import MARGIN_SECONDS, Outlook, ReceivedNotice, find_lateness
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
@@ -38,7 +38,7 @@ class LoopProgress:
         self.passed_at: float | None = None
         self.early: SaveHandle | None = None
         self.early_step: int | None = None
-        self.is_left_out = self._is_late_told = False
+        self.is_left_out = self._is_late_reported = False
         self._early_demand: Demand | None = None
         self._early_at = 0.0
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -58,7 +58,7 @@ class LoopProgress:
     def forget_early(self) -> None:
         """Called when the notice has been handled."""
         self.early = self._early_demand = None
-        self._is_late_told = False
+        self._is_late_reported = False
 
     def make_outlook(
         self, demand: Demand, left_seconds: float | None, save_seconds: float | None, *, is_paused: bool
@@ -83,11 +83,11 @@ class LoopProgress:
             has_failed=early is not None and early.failed,
         )
 
-    def find_lateness(self, heard: Sequence[Heard], left_seconds: float | None) -> str:
+    def find_lateness(self, received: Sequence[ReceivedNotice], left_seconds: float | None) -> str:
         """Returns the warning, once, about a step that does not end after a notice; empty as long as there is none."""
-        text = find_lateness(heard, left_seconds, self.passed_at or 0.0, time.monotonic())
-        is_told, self._is_late_told = self._is_late_told, self._is_late_told or bool(text)
-        return "" if is_told else text
+        text = find_lateness(received, left_seconds, self.passed_at or 0.0, time.monotonic())
+        is_reported, self._is_late_reported = self._is_late_reported, self._is_late_reported or bool(text)
+        return "" if is_reported else text
 
 
 def end_at_of(outlook: Outlook) -> float | None:

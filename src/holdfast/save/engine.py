@@ -371,9 +371,12 @@ class Engine:
             return
         if cleaning is None:
             return
+        # A job that validates for the first time after some saves has done nothing wrong.
         warnings = [
-            f"Best({metric!r}) keeps nothing: no checkpoint has that metric. Is it spelled as it is reported?"
+            f"Best({metric!r}) keeps nothing: no checkpoint has that metric. "
+            f"Reported so far: {', '.join(cleaning.reported)}."
             for metric in cleaning.absent
+            if cleaning.reported
         ]
         if cleaning.lost:
             warnings.append(f"{describe_lost(cleaning.lost)}, and are kept until `holdfast prune --lost`")

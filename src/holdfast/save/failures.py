@@ -25,7 +25,7 @@ class PendingFailures:
         self._failures_allowed = failures_allowed
         # Acquired again by a signal handler that waits, say, in the middle of what it guards: these four.
         self._lock = threading.RLock()
-        self._untold: list[HoldfastError] = []
+        self._unraised: list[HoldfastError] = []
         self._failures_in_a_row = 0
         self._changes_in_a_row = 0
         self._in_flight: SaveRequest | None = None
@@ -42,7 +42,7 @@ class PendingFailures:
         """Called when a save was committed: tolerated failures no longer count."""
         with self._lock:
             if self._failures_in_a_row <= self._failures_allowed:
-                self._untold = [error for error in self._untold if not isinstance(error, SaveFailedError)]
+                self._unraised = [error for error in self._unraised if not isinstance(error, SaveFailedError)]
             self._failures_in_a_row = self._changes_in_a_row = 0
 
     def note_ended(self, request: SaveRequest) -> None:
@@ -55,7 +55,7 @@ class PendingFailures:
     def add(self, error: HoldfastError) -> None:
         """Adds a failure that must be raised."""
         with self._lock:
-            self._untold.append(error)
+            self._unraised.append(error)
             if isinstance(error, SaveFailedError):
                 if _is_changed(error.__cause__):
                     # What has changed is copied at once from now on: no reason to end a job for, but by its last save.
@@ -66,25 +66,25 @@ class PendingFailures:
     def take(self, *, last: bool) -> list[HoldfastError]:
         """Returns the failures to raise now, oldest first; they count as raised. The `last` call tolerates none."""
         with self._lock:
-            fenced = any(isinstance(error.__cause__, FencedError) for error in self._untold)
+            fenced = any(isinstance(error.__cause__, FencedError) for error in self._unraised)
             counted, any_lost = self._failures_in_a_row, self._failures_in_a_row + self._changes_in_a_row > 0
             tolerated = not last and not fenced and any_lost and counted <= self._failures_allowed
-            taken = [error for error in self._untold if not (tolerated and isinstance(error, SaveFailedError))]
-            self._untold = [error for error in self._untold if error not in taken]
+            taken = [error for error in self._unraised if not (tolerated and isinstance(error, SaveFailedError))]
+            self._unraised = [error for error in self._unraised if error not in taken]
             self._release_if_done()
         return taken
 
     def put_back(self, errors: list[HoldfastError]) -> None:
         """Undoes `take`, for a caller that could not raise what it took."""
         with self._lock:
-            self._untold = errors + self._untold
+            self._unraised = errors + self._unraised
         if errors:
             register_drain(self)
 
-    def mark_told(self, error: HoldfastError) -> None:
+    def mark_raised(self, error: HoldfastError) -> None:
         """Called when a wait on a handle has raised this failure."""
         with self._lock:
-            self._untold = [other for other in self._untold if other is not error]
+            self._unraised = [other for other in self._unraised if other is not error]
             self._release_if_done()
 
     def close_behind(self, error: BaseException | None, close: Callable[[], None]) -> None:
@@ -143,11 +143,11 @@ class PendingFailures:
         """Stops waiting for the save in progress, and drops all failures."""
         with self._lock:
             self._in_flight = None
-            self._untold = []
+            self._unraised = []
             self._release_if_done()
 
     def _release_if_done(self) -> None:
-        if self._in_flight is None and not self._untold:
+        if self._in_flight is None and not self._unraised:
             unregister_drain(self)
 
 

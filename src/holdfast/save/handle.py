@@ -106,7 +106,7 @@ class SaveHandle:
         url: str,
         progress: SaveProgress,
         wait_seconds: float,
-        mark_told: Callable[[HoldfastError], None],
+        mark_raised: Callable[[HoldfastError], None],
         *,
         replaces: bool = False,
         barrier: OptimizerStepBarrier | None = None,
@@ -119,7 +119,7 @@ class SaveHandle:
         # How long all waits that ended with the time-out have lasted together.
         self._vain_wait_seconds = 0.0
         self._timeout_seconds = wait_seconds
-        self._mark_told = mark_told
+        self._mark_raised = mark_raised
         self._progress = progress
         self._barrier = barrier
         # A wait for a save holds up no step that the save waits for.
@@ -247,7 +247,7 @@ class SaveHandle:
         """Raises the failure if there is one; the manager does not raise it again then."""
         error = self._progress.error
         if error is not None and not self._progress.is_committed:
-            self._mark_told(error)
+            self._mark_raised(error)
             raise error
 
     def _wait_for(

@@ -227,7 +227,7 @@ class TrainingWatch:
     """
 
     _lack = "no step was counted"
-    _remark = ". If one step takes even longer, ignore this"
+    _remark = ". If a single step takes longer than that, ignore this warning"
 
     def __init__(
         self,

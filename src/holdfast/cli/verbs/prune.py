@@ -27,7 +27,6 @@ from holdfast.cli.survey import Found, State, Survey, found_fields, survey_run
 from holdfast.cli.target import RunTarget, find_run
 from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
-from holdfast.events.kinds import size_text
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import Best, EveryN, Latest, Newer, RetentionPolicy, spare_referred
 from holdfast.policies.retention import AnyKeeps, KeptCandidate, absent_metrics, plan_retention
@@ -129,7 +128,7 @@ def _show_plan(screen: Screen, plan: RemovalPlan) -> None:
     if rows:
         screen.table(titles, rows, figures={titles[1]})
     what = _count(plan.remove)
-    screen.say(f"to remove: {what}, {size_text(plan.size_bytes)}" if rows else "there is nothing to remove")
+    screen.say(f"to remove: {what}, {screen.size(plan.size_bytes)}" if rows else "there is nothing to remove")
     if any(one.state is State.LOST for one in (*plan.remove, *plan.left_alone)):
         screen.say(f"to restore a lost step: {BRING_BACK}")
     for one, reason in plan.kept:
@@ -155,7 +154,7 @@ def _count(found: Sequence[Found]) -> str:
 
 def _show_done(screen: Screen, done: Sequence[Removed]) -> None:
     gone = [removed for removed in done if removed.is_gone]
-    size = size_text(sum(removed.found.size_bytes for removed in gone))
+    size = screen.size(sum(removed.found.size_bytes for removed in gone))
     screen.say((f"removed {_count([removed.found for removed in gone])}, {size}", GOOD if gone else PLAIN))
     for removed in done:
         if removed.error is not None:

@@ -34,12 +34,12 @@ _FOR_COLLATE: Final = 3
 _OWN_OPTIONS: Final = {
     "sampler": "the order is the loader's own",
     "batch_sampler": "the order is the loader's own; for another order, use ResumableSampler and a DataLoader",
-    "generator": "no random generator is used; pass a seed",
+    "generator": "the order comes from seed=, not from a generator",
 }
 
 
 class ResumableDataLoader:
-    """Batches of a map-style dataset, like those of a `DataLoader`, that a job can resume at any batch.
+    """A `DataLoader` for map-style datasets that can resume at any batch.
 
         loader = ResumableDataLoader(dataset, batch_size=32, seed=1, num_workers=2)
         for epoch in loader.epochs(10):
@@ -62,8 +62,8 @@ class ResumableDataLoader:
     def __init__(
         self,
         dataset: Any,
+        batch_size: int = 1,
         *,
-        batch_size: int,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -78,7 +78,7 @@ class ResumableDataLoader:
 
         Args:
             dataset: An object with a length and `__getitem__`, or `__getitems__` as well.
-            batch_size: The samples of one batch, of all workers of the job together.
+            batch_size: The samples of one batch, of all workers of the job together; 1 by default, as in torch.
             shuffle: True for another order in each epoch.
             seed: The seed of the orders.
             drop_last: True to skip an incomplete last batch.
@@ -100,7 +100,10 @@ class ResumableDataLoader:
             )
         for name, reason in _OWN_OPTIONS.items():
             if name in options:
-                raise UsageError(f"{name}= cannot be passed to ResumableDataLoader: {reason}")
+                raise UsageError(
+                    f"{name}= cannot be passed to ResumableDataLoader: {reason}",
+                    hint="Pass seed=1." if name == "generator" else f"Leave {name}= out.",
+                )
         num_workers = check_whole("num_workers", num_workers)
         self._dataset = dataset
         self._sampler = ResumableSampler(

@@ -441,7 +441,7 @@ class ConsensusTimeout:
         self._peers = peers
         self._emit = emit
         self._waiting_since: float | None = None
-        self._is_told = False
+        self._is_reported = False
 
     def find_objection(self, turn: Turn, left_seconds: float | None, trouble: str, *, is_behind: bool) -> str:
         """Returns why to stop waiting for the others; an empty string to wait on, or if no wait is needed.
@@ -453,7 +453,7 @@ class ConsensusTimeout:
             is_behind: True if all stop at a step that this worker, which is paused, has not begun.
         """
         if turn is Turn.STOP or (turn is Turn.GO and not is_behind):
-            self._waiting_since, self._is_told = None, False
+            self._waiting_since, self._is_reported = None, False
             return ""
         now = time.monotonic()
         self._waiting_since = self._waiting_since or now
@@ -470,8 +470,8 @@ class ConsensusTimeout:
             )
         if (is_late and waited_seconds >= LEAST_SECONDS) or waited_seconds > self._peers.timeout_seconds:
             return what.format("within", waited_seconds)
-        if waited_seconds > _WARN_SECONDS and not self._is_told:
-            self._is_told = True
+        if waited_seconds > _WARN_SECONDS and not self._is_reported:
+            self._is_reported = True
             self._emit(Warned(text=what.format("for", waited_seconds)))
         return ""
 

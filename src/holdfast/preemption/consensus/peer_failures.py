@@ -88,7 +88,7 @@ class PeerFailures:
         self._blamed: Failure | None = None
         # When that was heard, by the monotonic clock; or since when the training thread waits in vain for it.
         self._erred_at = 0.0
-        self._is_told = False
+        self._is_reported = False
         # Guarded by nothing: at worst it is in the log twice.
         self._is_logged = False
         self._is_over = False
@@ -137,9 +137,9 @@ class PeerFailures:
         """**Blocks** for a moment. Tells the others of an error that ends training here; returns None if they know."""
         if is_exit:
             self._tell(error, left_seconds)
-        if is_exit or self._is_told or not self._is_open:
+        if is_exit or self._is_reported or not self._is_open:
             return None
-        self._is_told = True
+        self._is_reported = True
         cause = self._tell(error, left_seconds)
         self._log(cause or error)
         blamed = error if isinstance(error, ClusterError) else cause
@@ -298,10 +298,10 @@ class PeerFailures:
         if self._failure is None:
             self._failure = self._records.read(Failure, "failure")
             if self._failure is not None:
-                self._note_heard()
+                self._confirm_failure_is_read()
                 self._err(self._failure)
 
-    def _note_heard(self) -> None:
+    def _confirm_failure_is_read(self) -> None:
         """Makes the leader wait for the others before its process, and perhaps the store, is gone."""
         if not self._peers.is_leader:
             self._records.count_read("failure-heard")
@@ -349,7 +349,7 @@ class PeerFailures:
             # Without the store each worker names what it has found itself.
             with suppress(HoldfastError):
                 failure = self._failure = self._records.post_once(failure, "failure")
-                self._note_heard()
+                self._confirm_failure_is_read()
                 self._records.count(1, "news")
         error = self._peers.failures.make_error(failure)
         self._erred_at = since or time.monotonic()

@@ -53,7 +53,7 @@ class AWS(MetadataSource):
         check_seconds("interval_seconds", interval_seconds)
         self.interval_seconds: float | None = interval_seconds
         self._token = ""
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def look(self) -> Iterable[Notice]:
         """**Blocks.** Asks whether the instance will be interrupted, or else whether that has become likely.
@@ -64,13 +64,13 @@ class AWS(MetadataSource):
             OSError: If the server fails.
         """
         action = self._read(_ACTION_PATH)
-        if action and (notice := self._action(action)).text not in self._told:
-            self._told.add(notice.text)
+        if action and (notice := self._action(action)).text not in self._reported:
+            self._reported.add(notice.text)
             return (notice,)
         with suppress(OSError):
             text = "an interruption of this spot instance is likely"
-            if text not in self._told and self._read(_REBALANCE_PATH) is not None:
-                self._told.add(text)
+            if text not in self._reported and self._read(_REBALANCE_PATH) is not None:
+                self._reported.add(text)
                 return (Notice(source=self.name, text=text, demand=Demand.SAVE),)
         return ()
 

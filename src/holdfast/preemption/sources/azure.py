@@ -81,7 +81,7 @@ class Azure(MetadataSource):
         self._acknowledge = acknowledge
         self._is_on = False
         # What was reported, as `_shown` has it, and the events in it that end this machine.
-        self._told: set[tuple[str, ...]] = set()
+        self._reported: set[tuple[str, ...]] = set()
         self._ending: set[str] = set()
 
     def look(self) -> Iterable[Notice]:
@@ -105,9 +105,9 @@ class Azure(MetadataSource):
             except msgspec.ValidationError:
                 continue
             is_here = machine.casefold() in {name.casefold() for name in event.resources}
-            if is_here and (shown := _shown(event)) not in self._told:
+            if is_here and (shown := _shown(event)) not in self._reported:
                 notices.append(self._notice(event))
-                self._told.add(shown)
+                self._reported.add(shown)
         return notices
 
     def note_leaving(self) -> None:

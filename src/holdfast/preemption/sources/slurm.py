@@ -39,16 +39,16 @@ class Slurm(PolledSource):
         self._ahead_seconds = ahead_seconds
         self._end_at_unix_seconds = _read_seconds(variables.get("SLURM_JOB_END_TIME", ""))
         self._advice = requeue_advice(variables)
-        self._is_told = False
+        self._is_reported = False
 
     def look(self) -> Iterable[Notice]:
         """Reports once that the end is near."""
-        if self._is_told or self._end_at_unix_seconds is None:
+        if self._is_reported or self._end_at_unix_seconds is None:
             return ()
         left_seconds = self._end_at_unix_seconds - time.time()
         if left_seconds > self._ahead_seconds:
             return ()
-        self._is_told = True
+        self._is_reported = True
         return (
             Notice(
                 source=self.name,

@@ -55,6 +55,7 @@ class Cleaning(msgspec.Struct, frozen=True):
         swept: The directories of unfinished saves that were removed.
         problems: The files that could not be removed, and why.
         absent: Metrics that the policy needs and none of several checkpoints has.
+        reported: The metrics that the checkpoints have.
         lost: Committed steps that have lost their manifests. Their data is kept.
     """
 
@@ -63,6 +64,7 @@ class Cleaning(msgspec.Struct, frozen=True):
     swept: tuple[str, ...]
     problems: tuple[HoldfastError, ...]
     absent: tuple[str, ...]
+    reported: tuple[str, ...]
     lost: tuple[StepName, ...] = ()
 
 
@@ -201,7 +203,7 @@ class RunWriter(CheckpointWriter):
         if self.generation is None:
             check_unpassed(self._storage, origin.seen_generation, self._token)
             before = self._keep_lost()
-            generation = open_generation(self._storage, self._token)
+            generation = open_generation(self._storage, self._token, seen_generation=origin.seen_generation)
             if self._history.summary is not None:
                 self._summarizer.carry_over(generation)
             base = make_base(generation, origin.base)
@@ -307,6 +309,7 @@ class RunWriter(CheckpointWriter):
         candidates = self._list_candidates(catalog)
         problems: list[HoldfastError] = []
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
+        reported = tuple(sorted({metric for each in candidates for metric in each.metrics})) if absent else ()
         referrers = self._history.referrers((*catalog.committed, *catalog.lost))
         own = {(name.step, name.generation) for name in catalog.living if name.generation == newest.generation}
         replaced = [
@@ -352,7 +355,7 @@ class RunWriter(CheckpointWriter):
             # Whether or not they are gone: some may be half removed.
             self._summarizer.update(catalog, plan.remove, newest.generation)
         self._history.forget_all_but(set(catalog.committed) - set(removed))
-        return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, catalog.lost)
+        return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, reported, catalog.lost)
 
     def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
         """Returns the steps of the current lineage. Steps that cannot be judged stay; a restore or `verify` reports the

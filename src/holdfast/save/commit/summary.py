@@ -1,8 +1,7 @@
 """Keeps long histories cheap: the owner of the newest generation summarizes old steps in one file.
 
-It also removes records of old generations that the lineage no longer needs. No checkpoint depends on a summary. A
-summary says that a step is committed, and then its directory is not looked into. Therefore a step is taken out of the
-summary before its manifest is removed.
+No checkpoint depends on a summary. A summary says that a step is committed, and then its directory is not looked into.
+Therefore a step is taken out of the summary before its manifest is removed.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from holdfast.format.digests import seal
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
     StepName,
-    base_path,
-    generation_path,
     parse_summary_file,
     summary_path,
 )
-from holdfast.format.records import KEPT_GENERATIONS, MAX_SUMMARY_BYTES, Summary, plan_forgetting
+from holdfast.format.records import MAX_SUMMARY_BYTES, Summary
 from holdfast.storage.protocol import Storage
 
 FEW: Final = 16
@@ -40,9 +37,6 @@ of the oldest are left out with it: they are likely to be removed next."""
 _LOOKED_AT: Final = 2
 """This many steps of the summary are checked after each save, in turn, because their manifests may have been removed by
 hand."""
-
-_MOST_FORGOTTEN: Final = 512
-"""The records of this many generations are removed after one save."""
 
 
 class Summarizer:
@@ -114,9 +108,6 @@ class Summarizer:
             if len(new) >= _BATCH or len(catalog.bases.keys() - told) > FEW:
                 self._sum_up(catalog, generation, going)
             self._look_at_some(catalog)
-        if len(history.opened) > KEPT_GENERATIONS + _BATCH and not catalog.faults:
-            with suppress(HoldfastError):
-                self._forget_generations(catalog)
 
     def _look_at_some(self, catalog: Catalog) -> None:
         for _ in range(_LOOKED_AT):
@@ -166,20 +157,6 @@ class Summarizer:
         for owner, number in before[:-1]:
             self._storage.remove(summary_path(owner, number))
 
-    def _forget_generations(self, catalog: Catalog) -> None:
-        """**Blocks.** Removes records of generations that the lineage does not need.
-
-        A crash in the middle leaves some of them, and the lineage unchanged.
-        """
-        others = [*set(catalog.committed).difference(catalog.living), *catalog.unfinished, *catalog.lost]
-        first, then = plan_forgetting(catalog.living, others, catalog.bases, self._history.opened)
-        for generations in (first[:_MOST_FORGOTTEN], then[:_MOST_FORGOTTEN] if len(first) <= _MOST_FORGOTTEN else ()):
-            for generation in generations:
-                self._storage.remove(base_path(generation))
-                self._storage.remove(generation_path(generation))
-            if generations:
-                self._storage.sync_directory(GENERATIONS_DIRECTORY)
-
 
 def drop_summaries(storage: Storage) -> None:
     """**Blocks.** Removes all summaries for good, so that each directory is looked into until there is a new one.
@@ -188,6 +165,7 @@ def drop_summaries(storage: Storage) -> None:
         StorageError: If one may still exist.
     """
     # The last one goes last, and is the only one by then: an older one may vouch for what has been removed since.
-    for summary in sorted(filter(None, (parse_summary_file(one.name) for one in storage.list(GENERATIONS_DIRECTORY)))):
+    files = [entry.name for entry in storage.list(GENERATIONS_DIRECTORY) if not entry.is_directory]
+    for summary in sorted(filter(None, map(parse_summary_file, files))):
         storage.remove(summary_path(*summary))
         storage.sync_directory(GENERATIONS_DIRECTORY)
