@@ -237,7 +237,7 @@ def make_objects(epoch: int) -> dict[str, Any]:
 def make_run(directory: Path) -> Path:
     """A run that was begun, and went on from an earlier step once.
 
-    Steps 100 and 200 by generation 1 and 250 and 300 by generation 2 are its living line; step 300 of generation 1
+    Steps 100 and 200 by generation 1 and 250 and 300 by generation 2 are its current lineage; step 300 of generation 1
     lies off it.
     """
     with hf.CheckpointManager(directory, hf.Checkpoint(**make_objects(1))) as manager:

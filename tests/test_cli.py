@@ -227,7 +227,7 @@ def test_list_in_a_pipe_is_a_table_that_can_be_taken_apart(run: Path) -> None:
     assert rows[0][7:] == ["highest:val_loss", "2.5", "-"]
     assert rows[3][7:] == ["newest,lowest:val_loss,highest:accuracy", "1.75", "0.3"]
     assert "\x1b" not in result.stdout
-    assert result.stderr == "not shown: 1 step off the living line (--all shows them)\n"
+    assert result.stderr == "not shown: 1 step off the current lineage (--all shows them)\n"
 
 
 def test_list_all_shows_what_is_off_the_line_and_what_is_unfinished(run: Path) -> None:
@@ -237,7 +237,9 @@ def test_list_all_shows_what_is_off_the_line_and_what_is_unfinished(run: Path) -
     (run / ".trash-ab-step").mkdir()
     result = call("list", run)
     assert len(lines_of(result.stdout)) == 5
-    assert result.stderr == "not shown: 1 step off the living line, 2 unfinished, 1 being removed (--all shows them)\n"
+    assert (
+        result.stderr == "not shown: 1 step off the current lineage, 2 unfinished, 1 being removed (--all shows them)\n"
+    )
     result = call("list", run, "--all")
     states = {row[6]: (row[2], row[4], row[7]) for row in lines_of(result.stdout)[1:]}
     assert states[FIRST_300][0] == "off_line"
@@ -325,7 +327,7 @@ def test_list_of_a_run_that_was_begun_anew(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run" / "step-000000005.g0002")
     code, said = complaint("list", tmp_path / "run")
     assert code == ExitCode.NOTHING_THERE
-    assert "no checkpoint on its living line, only 1 elsewhere" in said
+    assert "no checkpoint in its current lineage, only 1 elsewhere" in said
 
 
 # show

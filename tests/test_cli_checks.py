@@ -271,7 +271,7 @@ def test_prune_removes_no_checkpoint_where_the_line_has_no_whole_one(run: Path) 
     (run / "step-000000400.g0001").mkdir()
     code, said = complaint("prune", run, "--off-line", "--yes")
     assert code == ExitCode.NOTHING_THERE
-    assert "no checkpoint of the living line is whole" in said
+    assert "no checkpoint of the current lineage is whole" in said
     assert (run / FIRST_300).exists()
     assert call("prune", run, "--unfinished", "--yes").exit_code == ExitCode.OK
 

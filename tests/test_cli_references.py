@@ -123,7 +123,7 @@ def test_verify_finds_damage_in_every_step_that_has_it(run: Path) -> None:
     flip_bit(run / ONE / DATA, 6816 + 100)
     result = call("verify", run, "--all")
     assert result.exit_code == ExitCode.DAMAGED
-    assert result.stdout.splitlines()[-1] == "No checkpoint of the living line is whole."
+    assert result.stdout.splitlines()[-1] == "No checkpoint of the current lineage is whole."
     problems = [step["problems"] for step in call_json("verify", run, "--all", exit_code=1)["steps"]]
     assert [[(one["file"], one["tensor"]) for one in of_step] for of_step in problems] == [
         [(f"{ONE}/{DATA}", "arrays/table")]

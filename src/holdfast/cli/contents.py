@@ -36,7 +36,7 @@ class Heading:
         directory: The name of the step's directory in the run; empty where the step's directory itself was named.
         expected: The step that the directory's name gives; None if the directory may have any name.
         state: Its state in its run; None if it was named by its own directory.
-        is_newest: Whether it is the newest of the living line.
+        is_newest: Whether it is the newest of the current lineage.
         manifest: Its manifest.
     """
 

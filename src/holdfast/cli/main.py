@@ -20,8 +20,8 @@ VERBS: Final = {
     "diff": "Show what changed from one checkpoint to another.",
     "verify": "Read every byte of a checkpoint and check it.",
     "prune": "Remove checkpoints that you no longer want, and remains of unfinished saves.",
-    "export": "Write a checkpoint as safetensors, torch.save or DCP files.",
-    "import": "Make a checkpoint from files of torch.save, Lightning, Orbax, DCP or safetensors.",
+    "export": "Write a checkpoint as safetensors, torch.save, DCP or transformers files.",
+    "import": "Make a checkpoint from files of torch.save, Lightning, transformers, Orbax, DCP or safetensors.",
     "doctor": "Check the installation and a directory, and recommend how often to save.",
 }
 """Each verb with its line of help. The module of a verb has the same name, and is imported only when the verb is

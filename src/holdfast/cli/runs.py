@@ -54,9 +54,9 @@ class RunSummary:
         state: `running` if the process that opened the newest generation is alive on this machine; `damaged` if the
             newest checkpoint, or the record of a generation, can be seen to be; `lost` if manifests are gone; `empty`
             if it has no checkpoint; `unreadable` if its directory cannot be read; else `ok`.
-        newest: The newest checkpoint of the living line, or None.
-        steps: How many checkpoints are on the living line.
-        size_bytes: What all steps take, unfinished ones and those off the living line included.
+        newest: The newest checkpoint of the current lineage, or None.
+        steps: How many checkpoints are in the current lineage.
+        size_bytes: What all steps take, unfinished ones and those off the current lineage included.
         opening: Who opened the newest generation; None if that is not known.
         problem: Why it is `unreadable`; else empty.
     """

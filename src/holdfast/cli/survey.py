@@ -28,9 +28,9 @@ class State(enum.StrEnum):
     """State of a directory in its run."""
 
     LIVING = "living"
-    """Committed, on the living line."""
+    """Committed, in the current lineage."""
     OFF_LINE = "off_line"
-    """Committed, but off the living line: the run went on from elsewhere."""
+    """Committed, but off the current lineage: the run went on from elsewhere."""
     UNFINISHED = "unfinished"
     """Without a manifest: being written, or left over from a save that never ended."""
     LOST = "lost"
@@ -94,7 +94,7 @@ class Survey:
 
     @property
     def newest(self) -> Found | None:
-        """The newest step of the living line, or None."""
+        """The newest step of the current lineage, or None."""
         return next((one for one in reversed(self.found) if one.state is State.LIVING), None)
 
     @property

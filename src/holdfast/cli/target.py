@@ -87,7 +87,7 @@ def find_run(text: str) -> RunTarget:
 
 
 def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
-    """**Blocks.** Returns the step that was named, or else the newest step of the living line."""
+    """**Blocks.** Returns the step that was named, or else the newest step of the current lineage."""
     if target.step is None:
         if catalog.newest is None:
             raise no_living(catalog, target)
@@ -105,13 +105,13 @@ def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
 
 
 def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
-    """**Blocks.** The error for a run without a checkpoint on its living line."""
+    """**Blocks.** The error for a run without a checkpoint in its current lineage."""
     if lost := find_lost(target.storage, catalog):
         return make_lost_error(lost, target.location)
     off_line = len(catalog.committed) - len(catalog.living)
     if off_line:
         return NoCheckpointError(
-            f"{target.location} has no checkpoint on its living line, only {off_line} elsewhere",
+            f"{target.location} has no checkpoint in its current lineage, only {off_line} elsewhere",
             hint="The run was started again from the beginning. `holdfast list --all` shows every step.",
         )
     if catalog.unfinished:

@@ -139,7 +139,7 @@ def _remark(survey: Survey, show_all: bool) -> None:
         return
     hidden = []
     if off_line := len(survey.of(State.OFF_LINE)):
-        hidden.append(f"{counted(off_line, 'step')} off the living line")
+        hidden.append(f"{counted(off_line, 'step')} off the current lineage")
     if unfinished := len(survey.of(State.UNFINISHED)):
         hidden.append(f"{unfinished} unfinished")
     if lost := len(survey.of(State.LOST)):

@@ -43,10 +43,10 @@ from holdfast.storage import Storage
     metavar="POLICY",
     help="Remove what a policy does not keep, such as \"Latest(3) | Best('val_loss')\".",
 )
-@click.option("--off-line", is_flag=True, help="Remove all steps that are not on the living line.")
+@click.option("--off-line", is_flag=True, help="Remove all steps that are not in the current lineage.")
 @click.option("--unfinished", is_flag=True, help="Remove the remains of saves that never finished.")
 @click.option("--lost", is_flag=True, help="Remove steps whose manifests are gone, with their data.")
-@click.option("--steps", metavar="A,B,...", default="", help="Remove these steps, on the living line or not.")
+@click.option("--steps", metavar="A,B,...", default="", help="Remove these steps, in the current lineage or not.")
 @click.option(
     "--job-is-dead",
     is_flag=True,
@@ -193,13 +193,13 @@ class Wishes:
     """The selection that the command line makes.
 
     Attributes:
-        off_line: All steps off the living line.
+        off_line: All steps off the current lineage.
         unfinished: Remains of unfinished saves, directories that are set aside already, and the spare.
         lost: All steps that have lost their manifests.
         job_is_dead: Whether the user confirms that no job saves here, so that the newest generation's unfinished saves
             and the spare can be removed too.
         steps: Single checkpoints, each a step or the name of its directory.
-        policy: Which checkpoints of the living line to keep; None to keep all that are not named otherwise.
+        policy: Which checkpoints of the current lineage to keep; None to keep all that are not named otherwise.
     """
 
     off_line: bool
@@ -240,7 +240,7 @@ def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
     """**Pure.** Chooses the directories of a run to remove.
 
     Raises:
-        UsageError: If a selection is ambiguous, or damaged records leave the living line of the run unknown.
+        UsageError: If a selection is ambiguous, or damaged records leave the current lineage of the run unknown.
         NoCheckpointError: If a step that was named does not exist.
     """
     chosen = {one.directory for one in _choose_named(survey, wishes.steps)}
@@ -266,7 +266,7 @@ def plan_removals(survey: Survey, wishes: Wishes) -> RemovalPlan:
     )
     if plan.committed and survey.catalog.faults:
         raise UsageError(
-            f"cannot tell which steps are on the living line: {survey.catalog.faults[0].message}",
+            f"cannot tell which steps are in the current lineage: {survey.catalog.faults[0].message}",
             hint="No checkpoint is removed while that record is damaged; --unfinished alone works.",
         )
     return plan
@@ -279,7 +279,7 @@ BRING_BACK: Final = (
 
 
 def _choose_outdated(survey: Survey, policy: RetentionPolicy) -> Iterable[str]:
-    """The directories of the living line that a policy does not keep; a checkpoint with a damaged manifest is kept."""
+    """Returns the directories in the lineage that a policy does not keep; one with a damaged manifest is kept."""
     candidates = [
         KeptCandidate(one.directory, manifest.step, manifest.committed_at_unix_seconds, manifest.metrics)
         for one in survey.of(State.LIVING)
@@ -354,7 +354,7 @@ def _choose_named(survey: Survey, steps: Iterable[str]) -> Iterable[Found]:
 
 
 def find_newest_whole(storage: Storage, living: Sequence[StepName]) -> StepName:
-    """**Blocks.** Reads the living line, the newest first, until one is whole; `NoWholeCheckpointError` if none is."""
+    """**Blocks.** Reads the lineage, the newest first, until one is whole; `NoWholeCheckpointError` if none is."""
     for name in reversed(living):
         verdict = judge_step(storage, name.directory, name, f"is step {name.step} whole?")
         if verdict.outcome is CheckOutcome.WHOLE:
@@ -362,14 +362,14 @@ def find_newest_whole(storage: Storage, living: Sequence[StepName]) -> StepName:
         if verdict.outcome is CheckOutcome.UNREADABLE:
             raise verdict.problems[-1]
     raise NoWholeCheckpointError(
-        f"{storage.url}: no checkpoint of the living line is whole, so nothing is removed",
+        f"{storage.url}: no checkpoint of the current lineage is whole, so nothing is removed",
         damages=(),
         hint="Other steps may be all you have. To remove one all the same, delete its directory by hand.",
     )
 
 
 def check_removable(storage: Storage, plan: RemovalPlan, catalog: Catalog) -> None:
-    """**Blocks.** Makes sure that a whole checkpoint stays on the living line; reads at least one for that.
+    """**Blocks.** Makes sure that a whole checkpoint stays in the current lineage; reads at least one for that.
 
     Raises `UsageError` if the newest whole one is among what is to go, and `NoWholeCheckpointError` if there is none.
     """
@@ -378,7 +378,7 @@ def check_removable(storage: Storage, plan: RemovalPlan, catalog: Catalog) -> No
     newest = find_newest_whole(storage, catalog.living)
     if any(one.name == newest for one in plan.committed):
         raise UsageError(
-            f"step {newest.step} is the newest whole checkpoint of the living line, which is never removed",
+            f"step {newest.step} is the newest whole checkpoint of the current lineage, which is never removed",
             hint="Leave it out, or remove the whole directory of the run by hand.",
         )
 

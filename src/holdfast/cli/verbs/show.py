@@ -101,7 +101,7 @@ class ContentsPage:
         if heading.is_newest:
             standing = ("  newest", GOOD)
         elif heading.state is State.OFF_LINE:
-            standing = ("  off the living line", NOTABLE)
+            standing = ("  off the current lineage", NOTABLE)
         self._screen.say((f"{heading.location}  step {manifest.step}", STRONG), standing)
         at = manifest.committed_at_unix_seconds
         committed = iso_text(at) or "?"

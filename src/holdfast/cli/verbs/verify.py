@@ -126,7 +126,7 @@ def judge_step(
 @click.command()
 @click.argument("run", metavar="RUN[@STEP]", type=click.Path())
 @click.option(
-    "--all", "verify_all", is_flag=True, help="Read every checkpoint, also those that are not on the living line."
+    "--all", "verify_all", is_flag=True, help="Read every checkpoint, also those that are not in the current lineage."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
 def command(run: str, verify_all: bool, as_json: bool) -> None:
@@ -231,7 +231,7 @@ class VerifyReport:
         return ExitCode.OK if outcomes[CheckOutcome.WHOLE] else ExitCode.NOTHING_THERE
 
     def _find_newest(self, *outcomes: CheckOutcome) -> StepName | None:
-        """Returns the newest checkpoint of the living line with one of these outcomes, or None."""
+        """Returns the newest checkpoint of the current lineage with one of these outcomes, or None."""
         if self.catalog is None:
             return None
         names = {verdict.name for verdict in self.verdicts if verdict.outcome in outcomes}
@@ -282,7 +282,7 @@ class VerifyReport:
         elif len(self.verdicts) == 1 and len(self.catalog.living if self.catalog else ()) > 1:
             screen.say(("A restore skips it and uses an older step; --all shows which are whole.", NOTABLE))
         else:
-            screen.say(("No checkpoint of the living line is whole.", BAD))
+            screen.say(("No checkpoint of the current lineage is whole.", BAD))
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
