@@ -499,3 +499,9 @@ def strikes(
 
 def interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def test_a_directory_that_cannot_exist_is_refused_with_what_to_check() -> None:
+    with pytest.raises(NotFoundError) as refused:
+        LocalStorage("/proc/runs").publish("a", b"")
+    assert refused.value.hint.startswith("Check the path")

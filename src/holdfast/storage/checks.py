@@ -132,13 +132,13 @@ def missing_error(path: str, written_bytes: int, size_bytes: int) -> UsageError:
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 _HINTS: Final = {
-    errno.EACCES: "check who owns the directory, and its permissions",
-    errno.EPERM: "check who owns the directory, and its permissions",
+    errno.EACCES: "Check who owns the directory, and its permissions.",
+    errno.EPERM: "Check who owns the directory, and its permissions.",
     errno.EROFS: "the file system is mounted read-only, perhaps after an error: see the kernel's log",
-    errno.EIO: "the device failed: see the kernel's log, and save elsewhere",
+    errno.EIO: "The device failed: see the kernel's log, and save elsewhere.",
     errno.EMFILE: "this process has too many open files: raise the limit (ulimit -n)",
     errno.ENOTDIR: "a directory's path is a file or link; links below the root are not followed",
-    errno.ESTALE: "the file server no longer knows the directory: mount it again",
+    errno.ESTALE: "The file server no longer knows the directory: mount it again.",
 }
 
 
@@ -167,7 +167,9 @@ def storage_error(error: OSError, doing: str, path: str, root: Path, needed_byte
     if error.errno in FULL:
         return StorageFullError(message, path=path, hint=_room_hint(error.errno or 0, root, needed_bytes))
     if error.errno == errno.ENOENT:
-        return NotFoundError(message, path=path, hint="the path, or a directory on the way to it, does not exist")
+        return NotFoundError(
+            message, path=path, hint="Check the path, and that the file system is mounted and takes new directories."
+        )
     if error.errno == errno.EEXIST:
         file = find_file_above(root / path)
         hint = f"{file} is not a directory" if file else "the path already exists, and is never overwritten"
