@@ -390,7 +390,7 @@ class Readying:
     The thread has the usual priority and rests instead. A thread of low priority would wait for a processor while it
     holds the interpreter's lock, or the kernel's lock on the process's memory, and training would wait for it.
 
-    An interrupt leaves nothing locked: whoever ends it waits for a latch that each piece has of its own.
+    An interrupt leaves nothing locked: `end` waits for a latch that each piece has of its own.
 
     Attributes:
         has_ended: True once `end` has returned.
@@ -406,7 +406,7 @@ class Readying:
         self._thread = WorkerPool(1, "holdfast-ready")
 
     def begin(self) -> None:
-        """Starts the thread, which ends by itself. Nothing is touched if no thread can be had, or after `end`."""
+        """Starts the thread, which ends by itself. Nothing is touched if no thread is available, or after `end`."""
         if self._thread.start():
             # It knows this by a weak reference: a manager that is dropped takes its memory with it.
             me, over, share = weakref.ref(self), self._over, self._rest_share
