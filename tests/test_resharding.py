@@ -266,7 +266,9 @@ def test_an_array_is_no_worker_s_own_and_shared_at_once(names: tuple[str, str]) 
     """Each would be written, and a restore could not tell which of the two it is to hold."""
     both = np.zeros(3)
     objects = {names[0]: both, names[1]: hf.PerWorker({"view": both})}
-    with pytest.raises(errors.UnsupportedValueError, match=r"an array that is also \w+(/view~w0)?, one of the two") as caught:
+    with pytest.raises(
+        errors.UnsupportedValueError, match=r"an array that is also \w+(/view~w0)?, one of the two"
+    ) as caught:
         capture_objects({name: objects[name] for name in sorted(objects)}, worker=Worker(0, 2))
     assert "PerWorker" in caught.value.message
     capture_objects(objects)
