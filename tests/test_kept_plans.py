@@ -304,7 +304,7 @@ def test_what_is_as_it_was_is_taken_as_it_was() -> None:
     """The trees stay the same objects, also where memory moves and counts go on."""
     with being(Worker(0, 2)):
         job, captures = Job(Worker(0, 2), random.Random(3)), CaptureCache()
-        job.capture(captures, False)
+        assert isinstance(first := job.capture(captures, False), Captured), first
         kept = dict(captures.trees)
         for change in (job.train, job.counts_go_on, job.other_memory, job.rate_changed):
             change()
