@@ -20,6 +20,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import holdfast as hf  # noqa: E402
@@ -46,6 +47,8 @@ PATIENCE_SECONDS = 600.0
 def being(worker: Worker) -> Iterator[None]:
     """This process as one worker of several, which communicates with nobody."""
     dist.init_process_group("fake", rank=worker.rank, world_size=worker.world_size, store=FakeStore())
+    # Torch remembers tensors' meshes by what these equal, and with them the rank that an earlier worker had.
+    _clear_sharding_prop_cache()
     try:
         yield
     finally:
