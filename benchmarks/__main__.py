@@ -98,8 +98,6 @@ def main(
             # Before anything is measured: all that time would be lost.
             _make_directory(place)
     if not render:
-        # An end that is asked for politely still ends the processes and removes the files.
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         before = _read(path) if path.exists() and not anew else None
         misfit = find_misfit(before, describe_machine(out), scale) if before is not None else ""
         if misfit:
@@ -211,4 +209,6 @@ def _measure(
 
 
 if __name__ == "__main__":
+    # A polite request to end still ends the processes and removes the files.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()

@@ -36,8 +36,6 @@ def main(names: tuple[str, ...], rounds: int, dry: bool, json_path: Path | None,
     """Compares holdfast with the checkpointing that frameworks have: time lost for each save, time until training."""
     if docs is not None and (names or dry):
         raise click.UsageError("--docs shows all frameworks at full size: leave --only and --dry away")
-    # An end that is asked for politely still ends the processes and removes the files.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     plan = _DRY if dry else Plan(rounds=rounds)
     scale = _DRY_SCALE if dry else 1.0
     begun_at = time.monotonic()
@@ -71,4 +69,6 @@ def main(names: tuple[str, ...], rounds: int, dry: bool, json_path: Path | None,
 
 
 if __name__ == "__main__":
+    # A polite request to end still ends the processes and removes the files.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()
