@@ -11,7 +11,7 @@ from benchmarks.many_saves import COUNTED
 from benchmarks.peers import PEERS
 from benchmarks.results import LIMITS, Results, Shape
 from benchmarks.summary import Figure, Standing, limits_of, ratio_to, rounds_of, spread, standings
-from benchmarks.targets import find_targets
+from benchmarks.targets import find_targets, target_lines
 from benchmarks.writing import multiple, seconds, show_number, show_spread
 
 _SAVES: Final = (("stall", "stall"), ("held", "until the state may change"), ("durable", "until durable"))
@@ -84,7 +84,7 @@ def render_report(results: Results, picture: str) -> str:
     """**Pure.** The page in Markdown; `picture` is the name of its picture."""
     if not any(entry.contender != LIMITS for entry in results.rounds):
         return "\n".join([_TITLE, "Nothing was measured.\n", *_machine(results), *_failures(results)]).rstrip() + "\n"
-    targets, noise, rounds = "\n".join(_targets(results)), _noise(results), _rounds(results)
+    targets, noise, rounds = "\n".join(target_lines(find_targets(results))), _noise(results), _rounds(results)
     head = _HEAD.format(targets=targets, noise=noise, picture=picture, rounds=rounds)
     parts = [_TITLE, head, *_machine(results)]
     for workload in _NAMES:
@@ -112,15 +112,6 @@ def _rounds(results: Results) -> str:
     if len(counts) == 1:
         return f"{counts[0]} round{'s' if counts[0] > 1 else ''}"
     return f"{counts[0]} to {counts[-1]} rounds"
-
-
-def _targets(results: Results) -> Iterator[str]:
-    yield "| | must reach | has reached | |"
-    yield "|---|---|---|---|"
-    for target in find_targets(results):
-        verdict = {True: "yes", False: "**no**", None: ""}[target.holds]
-        yield f"| {target.figure} | {target.must} | {target.reached} | {verdict} |"
-    yield ""
 
 
 def _noise(results: Results) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -45,6 +45,16 @@ class Target:
     must: str
     reached: str
     holds: bool | None
+
+
+def target_lines(targets: Iterable[Target]) -> Iterator[str]:
+    """**Pure.** Yields the lines of a table of targets."""
+    yield "| | must reach | has reached | |"
+    yield "|---|---|---|---|"
+    for target in targets:
+        verdict = {True: "yes", False: "**no**", None: ""}[target.holds]
+        yield f"| {target.figure} | {target.must} | {target.reached} | {verdict} |"
+    yield ""
 
 
 def find_targets(results: Results) -> list[Target]:

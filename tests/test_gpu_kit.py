@@ -84,7 +84,7 @@ def test_a_part_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> No
     child = int((tmp_path / "pid").read_text())
     end_at = time.monotonic() + 60
     while Path(f"/proc/{child}/stat").exists() and time.monotonic() < end_at:
-        # It is the child of nobody here, so that whoever adopts it has to take note of its end.
+        # It is no child of this process: the one that adopts it has to collect its exit code.
         if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
             break
     else:

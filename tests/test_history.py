@@ -271,7 +271,7 @@ def race(seed: int, at: int) -> bool:
     assert given_up.isdisjoint(closely.living)
     assert before.newest == closely.newest
     assert told[0] in {name.step for name in closely.living}, "what was acknowledged last has left the line"
-    # Whoever goes on finds that out in time.
+    # The next job finds that out in time.
     save_steps(storage, 40, keep=hf.Latest(70))
     check_true(storage)
     check_whole(storage)

@@ -45,7 +45,7 @@ PATIENCE_SECONDS = 600.0
 
 @contextmanager
 def being(worker: Worker) -> Iterator[None]:
-    """This process as one worker of several, which communicates with nobody."""
+    """This process as one worker of several, which communicates with no other."""
     dist.init_process_group("fake", rank=worker.rank, world_size=worker.world_size, store=FakeStore())
     # Torch remembers tensors' meshes by what these equal, and with them the rank that an earlier worker had.
     _clear_sharding_prop_cache()

@@ -20,6 +20,7 @@ from benchmarks.several_workers import (
 )
 from benchmarks.several_workers.goals import find_goals
 from benchmarks.summary import Figure, Standing, limits_of, rounds_of, spread, standing_of, standings
+from benchmarks.targets import target_lines
 from benchmarks.writing import show_time
 
 _STEADY: Final = 1.25
@@ -62,7 +63,12 @@ def render_page(results: Results, picture: str) -> str:
     """**Pure.** The page in Markdown; `picture` is the name of its picture."""
     if not was_measured(results):
         return f"{_TITLE}\n{_NOT_YET}"
-    parts = [_TITLE, *_goals(results), _noise(results), _HEAD.format(picture=picture, rounds=_rounds(results))]
+    parts = [
+        _TITLE,
+        *target_lines(find_goals(results)),
+        _noise(results),
+        _HEAD.format(picture=picture, rounds=_rounds(results)),
+    ]
     parts += _machine(results)
     for setup in list_setups(results.scale):
         parts += _setup(results, setup)
@@ -89,15 +95,6 @@ def was_measured(results: Results) -> bool:
     """**Pure.** Whether there is anything to show."""
     names = {setup.name for setup in list_setups(results.scale)} | {TRAINING}
     return any(entry.workload in names and entry.contender != LIMITS for entry in results.rounds)
-
-
-def _goals(results: Results) -> Iterator[str]:
-    yield "| | must reach | has reached | |"
-    yield "|---|---|---|---|"
-    for goal in find_goals(results):
-        verdict = {True: "yes", False: "**no**", None: ""}[goal.holds]
-        yield f"| {goal.figure} | {goal.must} | {goal.reached} | {verdict} |"
-    yield ""
 
 
 def _noise(results: Results) -> str:

@@ -26,7 +26,7 @@ _WHOLE: Final = 1 << 22
 
 
 class WorkersState(State):
-    """What one worker holds. Values tell the version, the tensor and the row, whoever holds that row."""
+    """What one worker holds. Values tell the version, the tensor and the row, whichever worker holds that row."""
 
     def __init__(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
         super().__init__({"model": module, "optimizer": optimizer})

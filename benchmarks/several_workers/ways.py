@@ -125,7 +125,7 @@ def make_way(name: str) -> TorchPeer:
 
 
 def sync_some(path: Path) -> None:
-    """Makes a directory last that all workers have written: each of them every so-manieth file, and the names."""
+    """Makes a directory last that all workers have written: each worker syncs its share of the files, and the names."""
     workers, rank = dist.get_world_size(), dist.get_rank()
     for entry in sorted(path.rglob("*"))[rank::workers]:
         sync_path(entry)

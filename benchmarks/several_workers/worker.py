@@ -1,4 +1,4 @@
-"""One worker of a job: does what it is told, with the others. torchrun starts it with the number of a port."""
+"""One worker of a job: carries out orders, with the others. torchrun starts it with the number of a port."""
 
 from __future__ import annotations
 
