@@ -17,7 +17,7 @@ from benchmarks.gpu import process
 from benchmarks.gpu.contender import PEERS
 from benchmarks.gpu.findings import BARE, Findings, read_lines
 from benchmarks.gpu.parts import TOTAL_SECONDS, choose, list_parts
-from benchmarks.gpu.site import fits, make_site
+from benchmarks.gpu.site import fits
 
 ROOT = Path(__file__).parents[1]
 
