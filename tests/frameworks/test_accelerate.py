@@ -37,6 +37,7 @@ def begin(*options: str | Path) -> Life:
         pytest.param(("--stream",), marks=LONG),
         pytest.param(("--dispatch", "--accumulate=2"), marks=LONG),
         pytest.param(("--stream", "--workers=1"), marks=LONG),
+        ("--row=last",),
     ],
     ids=" ".join,
 )
@@ -86,6 +87,15 @@ def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path, 
     for rank in range(2):
         check_same([killed[rank], after[rank]], untouched[rank])
         assert after[rank].first_step() != untouched[rank].first_step()
+
+
+@LONG
+def test_a_loop_that_passes_over_the_rest_of_an_epoch_is_told_so(tmp_path: Path) -> None:
+    left = begin(tmp_path, "--row=first", "--leaves-after=16")
+    assert left.end() == 42, left.errors
+    after = train(tmp_path, "--row=first")
+    assert json.loads(after.first_step())["epoch"] == 1
+    assert "step 16: the checkpoint is in the middle of one loader's epoch" in after.errors
 
 
 @LONG

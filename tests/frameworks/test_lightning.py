@@ -20,6 +20,7 @@ pytest.importorskip("lightning")
 import torch
 import torch.distributed.run
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
@@ -64,7 +65,10 @@ def leave_in(validation: int, directory: Path, variant: str) -> Life:
     """A fit that is asked to leave in the first batch of the validation after so many steps."""
     life = begin(directory, variant, "-1", str(validation))
     assert life.end() == 42, life.errors
-    assert find_last_validated(life) == (validation, 0)
+    step, batch = find_last_validated(life)
+    assert step == validation
+    # Before training another thread ends the process, while the check goes on.
+    assert batch == 0 or step == 0
     return life
 
 
@@ -167,6 +171,31 @@ def test_a_fit_that_is_done_trains_nothing_when_it_is_started_again(tmp_path: Pa
     trainer.fit(second, make_loader())
     assert trainer.global_step == 4
     assert torch.equal(first.layer.weight, second.layer.weight)
+
+
+AVERAGING: Any = getattr(lightning_callbacks, "EMAWeightAveraging", None)  # Older versions average no weights.
+
+
+@pytest.mark.parametrize("averages", [False, pytest.param(True, marks=pytest.mark.skipif(not AVERAGING, reason="old"))])
+@pytest.mark.parametrize("steps", [3, 4], ids=["within an epoch", "between epochs"])
+def test_a_fit_that_has_ended_can_be_made_longer(tmp_path: Path, steps: int, averages: bool) -> None:
+    dataset = TensorDataset(torch.arange(16.0).reshape(8, 2) / 16)
+
+    def fit_until(total: int, directory: Path) -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        callbacks = [AVERAGING(decay=0.5)] if averages else []
+        resumable = hf.lightning.Resumable(directory, save_every=hf.Steps(1000))
+        trainer, model = make_trainer(resumable, *callbacks, epochs=-1, max_steps=total), Line()
+        trainer.fit(model, DataLoader(dataset, batch_size=2, shuffle=True))
+        assert trainer.global_step == total
+        return model.layer.weight.detach(), trainer.current_epoch
+
+    untouched = fit_until(9, tmp_path / "untouched")
+    ended = fit_until(steps, tmp_path / "longer")
+    assert fit_until(steps, tmp_path / "longer")[0].equal(ended[0])
+    longer = fit_until(9, tmp_path / "longer")
+    assert longer[0].equal(untouched[0])
+    assert longer[1] == untouched[1]
 
 
 def test_a_new_run_begins_at_the_step_of_the_file_that_it_is_given(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ def test_a_training_that_has_ended_trains_nothing_when_it_is_begun_again(tmp_pat
     assert not [line for line in again.lines if line.startswith('{"step"')]
     assert again.lines[-1] == first.lines[-1]
     longer = train(tmp_path, "--epochs=4")
+    assert "no step was added" in again.errors
+    assert "no step was added" not in longer.errors
     assert longer.first_step().startswith('{"step": 43,')
     assert longer.lines[-1].startswith('{"ended": 56,')
 
@@ -135,6 +137,24 @@ def test_a_stream_without_a_place_is_loaded_again_with_a_warning(tmp_path: Path)
     after = train(tmp_path / "killed", "--stream")
     check_same([killed, after], untouched)
     assert "Stream can only be iterated, and keeps no position" in after.errors
+
+
+@pytest.mark.parametrize(("evaluates", "leaves_in"), [("epoch", 14), ("steps", 10)])
+def test_a_stream_of_unknown_length_goes_on_in_its_epoch_and_ends_once(
+    tmp_path: Path, evaluates: str, leaves_in: int
+) -> None:
+    options = ("--unsized-steps=20", "--accumulate=2", f"--evaluate={evaluates}")  # An epoch has seven steps.
+    untouched = train(tmp_path / "untouched", *options)
+    left = begin(tmp_path / "left", *options, f"--leaves-in={leaves_in}")
+    assert left.end() == 42, left.errors
+    after = train(tmp_path / "left", *options)
+    check_same([left, after], untouched)
+    assert json.loads(after.first_step())["step"] == leaves_in + 1
+    again = train(tmp_path / "left", *options)
+    assert not [line for line in again.lines if line.startswith('{"step"')]
+    assert again.lines[-1] == untouched.lines[-1]
+    longer = train(tmp_path / "left", *options, "--unsized-steps=24")
+    assert json.loads(longer.first_step())["seen"] == [52.0]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import threading
@@ -77,6 +78,8 @@ def main() -> None:
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--row", choices=["last", "first"])
+    parser.add_argument("--leaves-after", type=int, default=-1)
     parser.add_argument("--leaves-in", type=int, default=-1)
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -108,9 +111,12 @@ def main() -> None:
     model, optimizer, scheduler, loader = accelerator.prepare(layers, optimizer, scheduler, loader)
     average = Average()
     accelerator.register_for_checkpointing(average)
+    # An epoch may train on a second loader after the first one; the third one is for short evaluations.
+    second, third = accelerator.prepare(DataLoader(Samples(), 8, shuffle=True), DataLoader(Samples(), 4))
+    loaders = [loader, second] if given.row else [loader]
     with hf.accelerate.resumable(accelerator, given.directory, save_every=hf.Steps(3)) as run:
-        for epoch in range(loader.iteration, 3):
-            for samples, indices in loader:
+        for epoch in range(loaders[0 if given.row == "first" else -1].iteration, 3):
+            for samples, indices in itertools.chain(*(each for each in loaders if each.iteration == epoch)):
                 with accelerator.accumulate(model):
                     loss = model(samples).pow(2).mean()
                     accelerator.backward(loss)
@@ -118,6 +124,9 @@ def main() -> None:
                     scheduler.step()
                     optimizer.zero_grad()
                 average.loss = 0.9 * average.loss + 0.1 * loss.item()
+                evaluated = [part.tolist() for _, part in itertools.islice(third, 2)] if given.row else []
+                if run.step + 1 == given.leaves_after:
+                    ask_to_leave(run)
                 run.finish_step()
                 if accelerator.sync_gradients:
                     momenta = [value for each in optimizer.optimizer.state.values() for value in each.values()]
@@ -128,6 +137,7 @@ def main() -> None:
                         loss=loss.item(),
                         average=average.loss,
                         seen=indices.tolist(),
+                        evaluated=evaluated,
                         rate=scheduler.get_last_lr(),
                         state=digest(*layers.parameters(), *momenta),
                         generators=digest_generators(),

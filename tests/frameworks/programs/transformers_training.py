@@ -40,6 +40,13 @@ class Stream(IterableDataset[Any]):
         return 53
 
 
+class Unsized(IterableDataset[Any]):
+    """Samples in a row; it does not say how many."""
+
+    def __iter__(self) -> Any:
+        return iter(Stream())
+
+
 class Model(torch.nn.Module):
     """Two layers, with dropout between."""
 
@@ -118,6 +125,7 @@ def main() -> None:
     parser.add_argument("--evaluate", default="epoch")
     parser.add_argument("--patience", type=int, default=100)
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--unsized-steps", type=int, default=-1)
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--own-saves", type=int, default=0)
@@ -132,6 +140,7 @@ def main() -> None:
     arguments = TrainingArguments(
         str(given.directory / "out"),
         num_train_epochs=given.epochs,
+        max_steps=given.unsized_steps,
         per_device_train_batch_size=4,
         save_strategy="steps" if given.own_saves else "no",
         save_steps=given.own_saves or 500,
@@ -158,7 +167,7 @@ def main() -> None:
     trainer = (ShardingTrainer if given.fsdp else Trainer)(
         Model(),
         arguments,
-        train_dataset=Stream() if given.stream else Samples(),
+        train_dataset=Unsized() if given.unsized_steps > 0 else Stream() if given.stream else Samples(),
         eval_dataset=Samples(),
         callbacks=[stopping, Teller(stopping, resumable, given.leaves_in), resumable],
     )

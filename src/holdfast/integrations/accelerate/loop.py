@@ -25,6 +25,12 @@ _SUPPORTED: Final = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP"}
 _OTHER_DIVISIONS: Final = ("dp_replicate_size", "tp_size", "cp_size", "sp_size")
 """The ways besides `dp_shard_size` in which a `ParallelismConfig` may split the job."""
 
+_SKIPPED: Final = (
+    "the checkpoint is in the middle of one loader's epoch, and the loop began with a batch of another loader: the "
+    "rest of that epoch is not trained. If an epoch trains on several loaders one after the other, begin at the "
+    "`iteration` of the last one, and take only the loaders whose `iteration` is that epoch"
+)
+
 
 def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **options: Any) -> Run:
     """Creates a run, like `hf.resumable`, that saves everything the accelerator has prepared.
@@ -65,14 +71,15 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
     if taken := own.keys() & kept.keys():
         raise UsageError(f"{min(taken)} was prepared by the accelerator, and is saved already")
     kept |= own
-    kept["accelerator"] = PerWorker(_Progress(accelerator, places))
+    progress = _Progress(accelerator, places)
+    kept["accelerator"] = PerWorker(progress)
     kept["rng"] = RNG()
     options.setdefault("on_resize", "refuse")
     run = holdfast.run.resumable(directory, Checkpoint(**kept), **options)
-    run.completes_step = lambda: bool(accelerator.sync_gradients)
+    run.completes_step = lambda: progress.end_batch(run)
     for place in places:
         # The loop goes on where it was by the loader: it need not ask for the step.
-        place.on_resume = lambda: run.step
+        place.on_resume = lambda: progress.begin_where_it_was(run)
     for text in {place.caveat for place in places if place.caveat}:
         run.manager.emit(Warned(text=text))
     return run
@@ -177,11 +184,28 @@ class _Progress:
 
     def __init__(self, accelerator: Any, places: list[DataPlace]) -> None:
         self._accelerator, self._places = accelerator, places
+        self._is_restored = False
+
+    def begin_where_it_was(self, run: Run) -> None:
+        """Called when the loop takes the rest of a loader's epoch."""
+        self._is_restored = False
+        _ = run.step
+
+    def end_batch(self, run: Run) -> bool:
+        """Called when a batch is trained. Returns True if a step ends with it."""
+        for place in self._places:
+            place.forget_left()
+        if self._is_restored:
+            self._is_restored = False
+            if any(place.resumes for place in self._places):
+                run.manager.emit(Warned(text=_SKIPPED, step=run.step, is_error=True))
+        return bool(self._accelerator.sync_gradients)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._accelerator.step, "places": [place.state_dict() for place in self._places]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.step = state["step"]
+        self._is_restored = True
         for place, stored in zip(self._places, state["places"], strict=True):
             place.load_state_dict(stored)

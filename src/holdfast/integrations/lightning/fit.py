@@ -244,18 +244,19 @@ class Fit:
                 "Resumable does not support training_step(self, dataloader_iter)",
                 hint="Take the batch as the argument: training_step(self, batch, batch_idx).",
             )
-        if self._progress is None or not self._is_in_epoch or not loop.done:
+        if self._progress is None or not loop.done:
             original()
             return
         # The last step is complete, and what comes after it is not: Lightning would take the fit for done.
         loop.reset()
         loop.on_run_start()
-        try:
-            loop.on_advance_start()
-            loop.advance()
-            loop.on_advance_end()
-        finally:
-            loop.on_iteration_done()
+        if self._is_in_epoch:
+            try:
+                loop.on_advance_start()
+                loop.advance()
+                loop.on_advance_end()
+            finally:
+                loop.on_iteration_done()
         loop.on_run_end()
 
     def _begin_fit(self, original: Callable[[], None]) -> None:
@@ -327,6 +328,10 @@ class Fit:
             self.has_validated = False
             run.report(**{name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1})
         run.finish_step()
+        loop = trainer.fit_loop.epoch_loop
+        if loop.done and not loop.batch_progress.is_last_batch:
+            # The fit ends here, within its epoch: a longer one goes on with the rest of it.
+            run._loop.save_last()
 
     def _validate(self, original: Callable[[], Any]) -> Any:
         trainer, run, loop = self._trainer, self.run, self._trainer.fit_loop.epoch_loop
@@ -376,8 +381,11 @@ class Fit:
             getattr(callback, f"on_validation_epoch_{moment}")(self._trainer, self._trainer.lightning_module)
 
     def _end_fit(self, original: Callable[[], None]) -> None:
-        original()
         self._is_in_epoch = False
+        if self.run is not None:
+            # What callbacks do at the end, such as averaging the weights, is not part of the training.
+            self.run._loop.save_last()
+        original()
         run, self.run = self.run, None
         if run is not None:
             run.__exit__(None, None, None)

@@ -71,6 +71,7 @@ class DataPlace:
         self._begin: dict[str, Any] | None = None
         self._stream_states: list[Any] = []
         self._fetched, self._begun_iteration, self._has_ended = 0, 0, False
+        self._is_left = False
         self._restored: Mapping[str, Any] | None = None
         self.resumes = False
         self.on_resume: Callable[[], object] = lambda: None
@@ -163,6 +164,11 @@ class DataPlace:
         if workers is not None:
             workers._shutdown_workers()
 
+    def forget_left(self) -> None:
+        """Called when training goes on: if its loop has left the epoch by `break`, the next one begins anew."""
+        if self._is_left:
+            self._begin, self._is_left = None, False
+
     def try_pass(self) -> bool:
         """Returns True if the epoch that begins is the restored one, and nothing is left of it: then it is over."""
         if self._restored is None or not self.resumes or not self._restored["ended"]:
@@ -176,7 +182,7 @@ class DataPlace:
         """Begins an epoch, or continues in the restored one."""
         state = self._restored if self.resumes else None
         self._restored, self.resumes = None, False
-        self._has_ended, self._stream_states = False, []
+        self._has_ended, self._is_left, self._stream_states = False, False, []
         self._begun_iteration = getattr(self._owner, "iteration", 0)
         if state is None:
             self._begin, self._fetched = {**read_generators(), "parts": read_parts(self._loader)}, 0
@@ -232,8 +238,9 @@ class DataPlace:
         with signals_blocked() if self._loader.num_workers else nullcontext():
             batches = DataLoader.__iter__(self._loader)
         if state is not None and kept is None:
-            for number in range(taken):
-                self._next_of_stream(batches, number)
+            with suppress(StopIteration):  # It may have become shorter.
+                for number in range(taken):
+                    self._next_of_stream(batches, number)
         return batches
 
     def _next_of_stream(self, batches: Iterator[Any], number: int) -> Any:
@@ -256,7 +263,11 @@ class DataPlace:
                     self._begin = None  # The loop has asked for a batch after the last one.
                 return
             self._fetched += 1
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:
+                self._is_left = True
+                raise
 
 
 class _FollowedLoader(DataLoader[Any]):

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from transformers import Trainer, TrainerCallback
 from transformers import trainer as trainer_module
+from transformers.trainer_utils import has_length
 
 import holdfast.run
 from holdfast.checkpoint import Checkpoint
@@ -43,8 +44,9 @@ _LOADING: Final = (
 _OF_A_READER: Final = ("cluster", "liveness_seconds", "timeout_seconds", "threads")
 """The options that are also needed to read the newest checkpoint."""
 
-_BEYOND_ANY: Final = 10**15
-"""A step beyond every epoch: the Trainer trains no more, and ends as it does after the last step."""
+_BEYOND_ANY: Final = 10**40
+"""A step beyond every epoch, also where the Trainer plans `sys.maxsize` of them, as it does for a stream: it trains no
+more, and ends as it does after the last step."""
 
 
 class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -146,7 +148,7 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Notes the epoch's end."""
         if self._session is not None:
-            self._session.is_epoch_over = True
+            self._session.end_epoch()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """Records metrics for the next save."""
@@ -221,7 +223,7 @@ class _Session:
         self._trainer, self._open_run, self._stack, self._progress = trainer, open_run, stack, progress
         self._is_finished, self._is_stopped = is_finished, is_stopped
         if is_finished is None:
-            self._is_finished = progress is not None and progress.is_finished(int(progress.fields["max_steps"]))
+            self._is_finished = progress is not None and progress.is_finished(progress.guess_steps(trainer.args))
         self._run: Run | None = None
         self._place: DataPlace | None = None
         self._loader: Any = None
@@ -233,7 +235,7 @@ class _Session:
         self._evaluation: Evaluation | None = None
         self._run_stack = ExitStack()
         self._generators: dict[str, Any] | None = None
-        self.is_epoch_over = False
+        self._is_epoch_over = self._is_over = False
 
     def prepare(self, given: str | None) -> str | None:
         """Replaces the methods. Returns the folder from which the Trainer reads its state, if any."""
@@ -258,7 +260,8 @@ class _Session:
         stack.callback(setattr, trainer.args, "eval_on_start", trainer.args.eval_on_start)
         trainer.args.eval_on_start = progress.unfinished is not None
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        fields = {**progress.fields, **({"global_step": _BEYOND_ANY} if self._is_finished else {})}
+        begin = _BEYOND_ANY if self._is_finished else progress.plan_begin(trainer.args.max_steps)
+        fields = {**progress.fields, "global_step": begin}
         (Path(folder) / trainer_module.TRAINER_STATE_NAME).write_text(json.dumps(fields))
         return folder
 
@@ -282,6 +285,7 @@ class _Session:
             self._run_stack.close()
             raise _BeginAgain(run.restored.step, is_finished=is_finished)
         self._generators = RNG().state_dict()
+        self._is_over = bool(self._is_finished)
         progress.apply(trainer)
         self._worker.apply()
         if progress.unfinished is None:
@@ -291,14 +295,20 @@ class _Session:
 
     def begin_epoch(self) -> None:
         """Called when the Trainer has begun an epoch; its loader begins soon."""
-        self.is_epoch_over = False
+        self._is_epoch_over = False
         if self._place is not None:
             # The Trainer says by `skip_first_batches` whether it goes on in the middle of an epoch.
             self._is_place_kept, self._place.resumes = self._place.resumes, False
 
+    def end_epoch(self) -> None:
+        """Called when the Trainer ends an epoch, or all of the training within one."""
+        self._is_epoch_over = True
+        if self._has_epoch_ended() or self._trainer.control.should_epoch_stop:
+            self._live.end_epoch()
+
     def report(self, logs: Mapping[str, Any]) -> None:
         """Records metrics for the next save."""
-        if self._run is not None:
+        if self._run is not None and not self._is_over:
             figures = {
                 name: value
                 for name, value in logs.items()
@@ -326,6 +336,7 @@ class _Session:
     def _get_loader(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         self._loader = loader = original(*positional, **named)
         self._place = self._worker.place = follow(loader)
+        self._live.counts_epochs = not has_length(loader)
         return loader
 
     def _skip_batches(self, original: Callable[..., Any], loader: Any, number: int = 0) -> Any:
@@ -352,12 +363,14 @@ class _Session:
             return result
         control = trainer.control
         is_stopping = control.should_epoch_stop or control.should_training_stop
-        if (is_stopping or self._has_epoch_ended()) and not self.is_epoch_over:
+        if (is_stopping or self._has_epoch_ended()) and not self._is_epoch_over:
             return result
         self._counted = trainer.state.global_step
         run.finish_step()
         if control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps:
-            # What comes now, such as loading the best model, is not part of the training.
+            # What comes now, such as loading the best model, is not part of the training; nor are metrics of it, for
+            # which the step would be saved again.
+            self._is_over = True
             run._loop.save_last()
         return result
 
@@ -371,7 +384,7 @@ class _Session:
         norm = ending["grad_norm"]
         self._live.begin_evaluation(
             {
-                "ends_epoch": not self.is_epoch_over and self._has_epoch_ended(),
+                "ends_epoch": not self._is_epoch_over and self._has_epoch_ended(),
                 "epoch": ending["epoch"],
                 "grad_norm": None if norm is None else float(norm),
                 "learning_rate": ending.get("learning_rate"),

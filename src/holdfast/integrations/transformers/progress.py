@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ class TrainerProgress:
     Attributes:
         fields: The fields of `TrainerState`.
         unfinished: While the step ends with an evaluation, what a restart needs to end it; else None.
+        counts_epochs: True if the loader has no length, so that the step does not say which epoch it is in.
     """
 
     def __init__(self, trainer: Any = None) -> None:
@@ -38,6 +40,9 @@ class TrainerProgress:
         self._files = {} if trainer is None else describe_model(trainer.model)
         self.fields: dict[str, Any] = {}
         self.unfinished: dict[str, Any] | None = None
+        self.counts_epochs = False
+        # How many epochs are over, and how many steps were complete when the last one of them was.
+        self._epochs = self._steps_before = 0
         self._held: dict[str, Any] | None = None
 
     @property
@@ -49,6 +54,29 @@ class TrainerProgress:
         """Returns True if that many steps are done, or a callback ended the training early."""
         has_stopped = bool(self._stored["control"]["args"]["should_training_stop"])
         return self.global_step >= max_steps or (has_stopped and self.global_step < int(self.fields["max_steps"]))
+
+    def guess_steps(self, args: Any) -> int:
+        """Returns how many steps the Trainer will have, as far as that is known before it has its loader."""
+        if args.max_steps > 0:
+            return int(args.max_steps)
+        return int(self.fields["max_steps"] * math.ceil(args.num_train_epochs) // self.fields["num_train_epochs"])
+
+    def plan_begin(self, max_steps: int) -> int:
+        """Returns the step by which the Trainer finds the epoch to begin in, and how many of its steps to skip.
+
+        It divides the step by the steps of an epoch. Where it does not know those, it takes `max_steps` for them.
+        """
+        epochs = self._stored.get("epochs")
+        if epochs is None:
+            return self.global_step
+        over, before = epochs
+        if (self.unfinished or {}).get("ends_epoch"):
+            over, before = over + 1, self.global_step
+        return int(over * max_steps + self.global_step - before)
+
+    def end_epoch(self) -> None:
+        """Counts an epoch."""
+        self._epochs, self._steps_before = self._epochs + 1, int(self._trainer.state.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress as JSON, whose numbers are read as they were written."""
@@ -66,6 +94,7 @@ class TrainerProgress:
             "control": trainer.control.state(),
             "counters": {name: getattr(trainer, name) for name in _COUNTERS if hasattr(trainer, name)},
             "unfinished": self.unfinished,
+            "epochs": [self._epochs, self._steps_before] if self.counts_epochs else None,
         }
         return {"progress": dump(progress), "files": self._files}
 
@@ -91,6 +120,7 @@ class TrainerProgress:
                 setattr(trainer.state, name, self.fields[name])
         for name, value in self._stored["counters"].items():
             setattr(trainer, name, value)
+        self._epochs, self._steps_before = self._stored.get("epochs") or (0, 0)
         left = {
             name: each if isinstance(each, list) else [each] for name, each in self.fields["stateful_callbacks"].items()
         }
