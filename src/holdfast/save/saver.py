@@ -142,7 +142,7 @@ class Saver:
                 f"a save into {self._url} has just begun, and this call was made from inside it",
                 hint="In a signal handler, only set a flag, and do the rest after the step.",
             )
-        if self.engine.serving == threading.get_ident():
+        if threading.get_ident() in self.engine.serving:
             raise UsageError(
                 f"an event sink called the manager of {self._url}, whose save waits for the sink",
                 hint="In a sink, only record the event; do the rest in the training thread.",
