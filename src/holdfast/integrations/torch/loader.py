@@ -147,6 +147,16 @@ class ResumableDataLoader:
         """The epoch that the next batch belongs to, from 0."""
         return self._sampler.epoch
 
+    @property
+    def batches_done(self) -> int:
+        """The batches of this epoch that the training loop has taken, 0 at its beginning.
+
+        Read it before the loop: `for i, batch in enumerate(loader, start=loader.batches_done)` gives each batch its
+        number in the epoch, after a restart too. If the batch size or the number of workers has changed within the
+        epoch, the numbers still end at `len(loader)`.
+        """
+        return self._sampler.batches_done
+
     def __len__(self) -> int:
         """Returns the number of batches of a whole epoch."""
         return len(self._sampler)
