@@ -336,8 +336,9 @@ def find_unsaved_schedule(objects: Mapping[str, object]) -> str:
         if any(hasattr(getattr(one, "step", None), _MARK) for one in (obj, getattr(obj, "optimizer", None)))
     }
     # A program may keep a schedule in an object of its own, or its state in a dict.
-    holders = [obj for name, root in objects.items() for _, obj, _ in find_stateful(root, name)] if scheduled else []
-    parts = [part for one in (*holders, *objects.values()) for part in (one, *_values_of(getattr(one, "__dict__", one)))]
+    holders = [obj for root in objects.values() for _, obj, _ in find_stateful(root, "")] if scheduled else []
+    parts: list[Any] = [*holders, *objects.values()]
+    parts += [part for one in parts for part in _values_of(getattr(one, "__dict__", one))]
     parts += [inner for part in parts for inner in _values_of(part)]
     if any(isinstance(part, dict) and "last_epoch" in part for part in parts):
         return ""
