@@ -281,13 +281,10 @@ def test_the_words_for_changes() -> None:
     )
     assert describe_changes(dict(list(changes.items())[1:2])) == ("optimizer.b 0.1 restored (your script says 0.5)")
     assert describe_changes({}) == ""
-    assert describe_saving(hf.Steps(500), 300, is_first=True) == "first save at step 500"
-    both = hf.Steps(500) | hf.Seconds(600)
-    assert describe_saving(both, 500, is_first=False) == "next save at step 1000 or within 10 min"
-    assert (
-        describe_saving(hf.Steps(500) | hf.Auto(), 300, is_first=False) == "saves as often as is worthwhile (hf.Auto)"
-    )
-    assert "save_every=hf.Steps(n)" in describe_saving(None, 0, is_first=True)
+    assert describe_saving(hf.Steps(1)) == "saves every step"
+    assert describe_saving(hf.Steps(500) | hf.Seconds(600)) == "saves every 500 steps or every 10 min"
+    assert describe_saving(hf.Auto()) == "saves as often as is worthwhile (hf.Auto)"
+    assert "save_every=hf.Steps(n)" in describe_saving(None)
 
 
 class Trainer:

@@ -325,19 +325,18 @@ def _read_schedule(schedule: Any) -> dict[str, Any]:
 
 
 def find_unsaved_schedule(objects: Mapping[str, object]) -> str:
-    """Returns a warning about the first optimizer with a schedule of which none is saved; "" if there is none.
-
-    torch marks the `step` of an optimizer for which a schedule was created.
-    """
-    members = {path: obj for path, obj in _list_members(objects).items() if not _is_schedule(_unwrap(obj))}
+    """Returns a warning about the first optimizer with a schedule of which none is saved; "" if there is none."""
     scheduled = {
         path: obj
-        for path, obj in members.items()
+        for path, obj in _list_members(objects).items()
+        # torch marks the step of an optimizer for which a schedule was created.
         if any(hasattr(getattr(one, "step", None), _MARK) for one in (obj, getattr(obj, "optimizer", None)))
+        and not _is_schedule(_unwrap(obj))
     }
+    if not scheduled:
+        return ""
     # A program may keep a schedule in an object of its own, or its state in a dict.
-    holders = [obj for root in objects.values() for _, obj, _ in find_stateful(root, "")] if scheduled else []
-    parts: list[Any] = [*holders, *objects.values()]
+    parts: list[Any] = [*objects.values(), *(obj for root in objects.values() for _, obj, _ in find_stateful(root, ""))]
     parts += [part for one in parts for part in _values_of(getattr(one, "__dict__", one))]
     parts += [inner for part in parts for inner in _values_of(part)]
     if any(isinstance(part, dict) and "last_epoch" in part for part in parts):
@@ -349,7 +348,7 @@ def find_unsaved_schedule(objects: Mapping[str, object]) -> str:
         if id(obj.param_groups) not in served:
             return (
                 f"a learning-rate scheduler sets the rates of {path} and is not saved, so after a restart the schedule "
-                "begins anew: pass it too, scheduler=scheduler. If your program sets it by run.step, ignore this"
+                "begins again: pass it too, scheduler=scheduler. If your program sets it by run.step, ignore this"
             )
     return ""
 

@@ -149,11 +149,8 @@ class ResumableDataLoader:
 
     @property
     def batches_done(self) -> int:
-        """The batches of this epoch that the training loop has taken, 0 at its beginning.
-
-        Read it before the loop: `for i, batch in enumerate(loader, start=loader.batches_done)` gives each batch its
-        number in the epoch, after a restart too. If the batch size or the number of workers has changed within the
-        epoch, the numbers still end at `len(loader)`.
+        """The batches of this epoch that the loop has taken: `enumerate(loader, start=loader.batches_done)` gives each
+        its number in the epoch, after a restart too, and ends at `len(loader)` with another batch size as well.
         """
         return self._sampler.batches_done
 

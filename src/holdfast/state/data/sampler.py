@@ -161,12 +161,7 @@ class ResumableSampler:
 
     @property
     def batches_done(self) -> int:
-        """The batches of this epoch that the training loop has taken, 0 at its beginning.
-
-        Read it before the loop, as `enumerate(sampler.batches(loader), start=sampler.batches_done)`: the numbers are
-        then those of an epoch that was never interrupted. If the batch size or the number of workers has changed within
-        the epoch, they still end at `len(sampler)`.
-        """
+        """The batches of this epoch that the training loop has taken, in batches of the present size."""
         return len(self) - self._cut.count_from(self._position_samples)
 
     @property
