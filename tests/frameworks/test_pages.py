@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from test_docs import OF_FRAMEWORKS, ROOT, run_page
 
 
