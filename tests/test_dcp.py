@@ -320,7 +320,7 @@ def test_a_save_that_fails_leaves_the_step_before(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"x": 2, "bad": {"thing": object()}}, storage_writer=writer)
     assert isinstance(cause_of(caught), errors.UnsupportedValueError)
-    assert "tree/bad/thing: a value of type builtins.object" in str(caught.value)
+    assert "tree/bad/thing: a value of type object" in str(caught.value)
     back = {"x": 0}
     load(tmp_path, back)
     assert back == {"x": 1}
