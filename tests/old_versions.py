@@ -25,5 +25,5 @@ def skip_without_fsdp_on_cpu() -> None:
     """Skips a test if this torch cannot run FSDP2 without a GPU, as 2.6 cannot."""
     import torch
 
-    if torch.torch_version.__version__ < (2, 7):
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.7":
         pytest.skip(f"torch {torch.__version__} cannot run FSDP2 on the CPU")
