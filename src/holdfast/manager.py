@@ -108,7 +108,8 @@ class CheckpointManager:
                 autograd detects fails the save and turns this off; changes through `.data`, NumPy, collectives or
                 hand-written fused kernels are not detected.
             reserve_bytes: Host memory for the first save. None to make it ready slowly while training runs, from the
-                first `save_if_due` that is not due; "auto" to compute its size and allocate it now, or a number to
+                first `save_if_due` that is not due, or without `save_every` from the first steps of a saved torch
+                optimizer; "auto" to compute its size and allocate it now, or a number to
                 allocate that much now, in the background; 0 to leave it to the first save.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves on its own although there are others, or a cluster, which the caller closes.
@@ -166,6 +167,8 @@ class CheckpointManager:
             )
             if reserve_bytes is not None:
                 self._saver.prepare(reserve_bytes)
+            elif save_every is None:
+                self._saver.follow_steps()
             self.begin_anew, self._closed = begin_anew, False
             self.restored: Restoration | None = None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal
 
 from holdfast.errors import HoldfastError, OutOfMemoryError, UsageError
@@ -23,6 +25,7 @@ from holdfast.save.prepare import count_awaited_bytes, estimate_bytes, measure_b
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
 from holdfast.state.hyperparameters import find_unsaved_schedule
 from holdfast.state.oversights import ImmutableArrays, KeptEpoch, LossWatch, find_oversights
+from holdfast.state.registry import list_members
 from holdfast.storage import Storage
 from holdfast.storage.digesting import find_native
 
@@ -67,6 +70,7 @@ class Saver:
         self._readying: Readying | None = None
         self._looks_left = _MOST_LOOKS if options.reserve_bytes is None else 0
         self._has_begun = False
+        self._ends: list[Callable[[], None]] = []
         self._stager = Stager(self._buffer)
         self._captures = CaptureCache()
         self._objects = objects
@@ -115,6 +119,20 @@ class Saver:
                 self._begin_readying(size_bytes, is_estimate=True, rest_share=GENTLE)
         except HoldfastError:
             pass  # It comes again if a save fails by it, which then says so.
+
+    def follow_steps(self) -> None:
+        """Looks ahead before each step of a saved optimizer: the program may make no call before it saves."""
+        me = weakref.ref(self)
+
+        def look(_: object) -> None:
+            saver = me()
+            if saver is not None and saver._looks_left:
+                with suppress(Exception):  # It comes again if a save fails by it.
+                    saver.look_ahead(saver._objects)
+
+        for _, obj, adapter in list_members(self._objects) if self._looks_left else ():
+            if (end := adapter.before_step(obj, look, is_own=True)) is not None:
+                self._ends.append(end)
 
     def _begin_readying(self, size_bytes: int, *, is_estimate: bool, rest_share: float = 0.0) -> None:
         self._readying = readying = Readying(self._buffer, rest_share)
@@ -206,6 +224,8 @@ class Saver:
 
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Ends all threads, and frees buffer and disk; no save is in progress."""
+        while self._ends:
+            self._ends.pop()()
         if self._readying is not None:
             self._readying.end()
             self._readying.join(timeout_seconds)
