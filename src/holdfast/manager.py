@@ -165,10 +165,8 @@ class CheckpointManager:
                 failures_allowed=failures_allowed,
                 emit=self.emit,
             )
-            if reserve_bytes is not None:
+            if reserve_bytes is not None or save_every is None:
                 self._saver.prepare(reserve_bytes)
-            elif save_every is None:
-                self._saver.follow_steps()
             self.begin_anew, self._closed = begin_anew, False
             self.restored: Restoration | None = None
 

@@ -86,13 +86,16 @@ class Saver:
         """The cost of the newest committed save: seconds of blocked training, and seconds until it was durable."""
         return self.engine.blocked_seconds, self.engine.durable_seconds
 
-    def prepare(self, size_bytes: int | Literal["auto"]) -> None:
+    def prepare(self, size_bytes: int | Literal["auto"] | None) -> None:
         """Allocates memory for a state of that size in the background, unless it is 0, or warns that it cannot.
 
         Then the first save allocates the memory. The objects need not be ready to be saved yet, such as a lazy module.
+        If it is None, the steps of the saved optimizers show when the time for that has come.
         """
         try:
-            if size_bytes == "auto":
+            if size_bytes is None:
+                self._follow_steps()
+            elif size_bytes == "auto":
                 self._begin_readying(estimate_bytes(self._objects), is_estimate=True)
             elif wanted_bytes := operator.index(size_bytes):
                 self._begin_readying(wanted_bytes, is_estimate=False)
@@ -120,7 +123,7 @@ class Saver:
         except HoldfastError:
             pass  # It comes again if a save fails by it, which then says so.
 
-    def follow_steps(self) -> None:
+    def _follow_steps(self) -> None:
         """Looks ahead before each step of a saved optimizer: the program may make no call before it saves."""
         me = weakref.ref(self)
 
@@ -130,7 +133,7 @@ class Saver:
                 with suppress(Exception):  # It comes again if a save fails by it.
                     saver.look_ahead(saver._objects)
 
-        for _, obj, adapter in list_members(self._objects) if self._looks_left else ():
+        for _, obj, adapter in list_members(self._objects):
             if (end := adapter.before_step(obj, look, is_own=True)) is not None:
                 self._ends.append(end)
 
