@@ -91,6 +91,7 @@ class _Share(NamedTuple):
     is_bound: bool = False
 
     def is_missed(self) -> bool:
+        """Whether it is more than the goal."""
         return MOST < self.value < math.inf and not self.is_bound
 
     def __str__(self) -> str:
@@ -126,7 +127,7 @@ def _explain(results: Results, name: str, part: str, key: str, way: str) -> str:
             return f"{told}."
         read = limits["read_cold"].median
         least = (start.median + read) / whole.median
-        return f"{told}, and a bare direct read of as many bytes {show_number(read)} s: no way takes less than {least:.2f}."
+        return f"{told}, and a bare direct read of as many bytes {show_number(read)} s: {least:.2f} of the other's."
     what = {"lost": "a save costs training", "lost_cpu": "a save takes processor time of"}.get(
         key, "a save stalls training for"
     )
