@@ -137,7 +137,8 @@ class _Gradients:
             "the save came between backward() and optimizer.step(), and gradients are not saved. If the next "
             "step adds to them, a restart trains without these: count a step only once optimizer.step() has used "
             "them (call run.finish_step() there, or take all batches of a step within one iteration of "
-            "run.steps())"
+            "run.steps()). After a restart within an epoch, enumerate(loader) counts from 0 again, so the last group "
+            "of the epoch may miss its step: write enumerate(loader, start=loader.batches_done)"
         )
 
     def _sample(self) -> list[torch.Tensor]:
@@ -297,6 +298,8 @@ def follow_all(call: Callable[[Any], None]) -> Callable[[], None]:
 
 def _follow(obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
     """Adds a hook to one optimizer, or to the one in a wrapper that has no hooks; copies of it do not have it."""
+    if "torch._dynamo" in sys.modules:
+        call = torch.compiler.disable(call)  # Else what compiles a step would look into it, and warn.
     for optimizer in (obj, getattr(obj, "optimizer", None)):
         with suppress(AttributeError):  # A wrapper may inherit the method, and lack what torch's own class sets.
             handle = cast(Any, optimizer).register_step_pre_hook(lambda stepping, *_: call(stepping))
