@@ -12,14 +12,18 @@ class ArrayLook(NamedTuple):
     """The facts of many arrays.
 
     Attributes:
-        bases: For each, the plain array that holds its values on this worker.
-        keys: For each, the address where the memory of its base begins; without one, a unique number below 0.
+        bases: The plain arrays that hold their values on this worker.
+        addresses: For each of these, the address where its memory begins, or 0.
+        firsts: For each array the number of its first base.
+        keys: For each array, a number that another one has only if it begins with the same memory.
         marks: Equal for two lists of arrays only if they are captured in the same way, as far as it depends on their
             facts.
     """
 
-    bases: list[Any]
-    keys: list[int]
+    bases: Sequence[Any]
+    addresses: Sequence[int]
+    firsts: Sequence[int]
+    keys: Sequence[int]
     marks: object
 
 
@@ -30,8 +34,9 @@ def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
     distinct = {id(handler): handler for handler in handlers.values()}
     if len(distinct) == 1:
         return _look_at_some(arrays, next(iter(distinct.values())))
-    bases: list[Any] = [None] * len(arrays)
-    keys = [0] * len(arrays)
+    bases: list[Any] = []
+    addresses: list[int] = []
+    firsts, keys = [0] * len(arrays), [0] * len(arrays)
     marks: list[object] = []
     for handler in distinct.values():
         places = [place for place, array in enumerate(arrays) if handlers[type(array)] is handler]
@@ -39,25 +44,22 @@ def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
         if look is None:
             return None
         marks.append((places, look.marks))
-        for place, base, key in zip(places, look.bases, look.keys, strict=True):
-            bases[place], keys[place] = base, key
-    return ArrayLook(bases, keys, marks)
+        for place, first, key in zip(places, look.firsts, look.keys, strict=True):
+            firsts[place], keys[place] = len(bases) + first, key
+        bases += look.bases
+        addresses += look.addresses
+    return ArrayLook(bases, addresses, firsts, keys, marks)
 
 
 def _look_at_some(arrays: Sequence[Any], handler: Any) -> ArrayLook | None:
     try:
-        bases, backend, outer = arrays, handler, None
-        if hasattr(handler, "glance_divided"):
-            found = handler.glance_divided(arrays)
-            if found is None:
-                return None
-            backend, bases, outer = found
-        glance = backend.glance(bases)
+        glance = handler.glance(arrays)
     except Exception:  # noqa: BLE001  Any problem of an array is reported when it is looked at by itself.
         return None
     if glance is None:
         return None
-    keys = glance.addresses
+    bases = arrays if glance.bases is None else glance.bases
+    keys = glance.keys or glance.addresses
     if 0 in keys:
         keys = [key or -id(base) for key, base in zip(keys, bases, strict=True)]
-    return ArrayLook(list(bases), keys, (id(handler), outer, glance.marks))
+    return ArrayLook(bases, glance.addresses, glance.firsts or range(len(arrays)), keys, (id(handler), glance.marks))

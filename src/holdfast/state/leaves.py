@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -16,6 +16,12 @@ from holdfast.format.shapes import Box, StridesRecord, fit_layout
 
 Skeleton: TypeAlias = Any
 """A JSON value: the state of one named object, with a reference instead of each array."""
+
+Cutting: TypeAlias = tuple[int, tuple[Box, ...]]
+"""The number of a piece that a worker holds of an array, and the boxes to cut from it, one from the other."""
+
+NO_CUTTING: Final[Cutting] = (0, ())
+"""That of an array that is held in one piece."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -133,17 +139,25 @@ class Plain(msgspec.Struct, frozen=True):
 
 
 class Glance(msgspec.Struct, frozen=True):
-    """The result of inspecting many plain arrays at once.
+    """The result of inspecting many arrays at once.
 
     Attributes:
-        addresses: For each, the address where its memory begins, on any device; 0 if it has no elements.
-        marks: Equal for two results only if `ArrayBackend.spec` returns the same for all their arrays, `address`
-            returns None for the same ones, and two arrays with the same address have equal `alias_key`s in both or in
-            neither.
+        addresses: For each plain array, the address where its memory begins, on any device; 0 if it has no elements.
+        marks: Equal for two results only if their arrays are captured in the same way: if `ArrayBackend.spec` returns
+            the same for all of them, `address` returns None for the same ones, and two with the same key, or else the
+            same address, have equal `alias_key`s in both or in neither. For a sharder's: if `look` returns the same for
+            all, but for the plain arrays.
+        bases: The plain arrays that hold a sharder's arrays on this worker, one after the other; None if they are plain
+            themselves.
+        firsts: For each array the number of its first one among these; None if each has one.
+        keys: For each array, a number below 0 that another one has only if it is the same; None if addresses tell.
     """
 
     addresses: list[int]
     marks: object
+    bases: list[Any] | None = None
+    firsts: list[int] | None = None
+    keys: list[int] | None = None
 
 
 class ArrayBackend(Protocol):
@@ -233,12 +247,19 @@ class LocalBox(msgspec.Struct, frozen=True):
         holders: The ranks of all workers that hold this same box, in order, including this one; None for those that
             hold a plain array there.
         place: The part that `array` is of what this worker holds in one piece; None for all of it.
+        piece: The number of that piece, if there are several.
     """
 
     box: Box
     array: Any
     holders: Sequence[int] | None
     place: Box | None = None
+    piece: int = 0
+
+    @property
+    def cutting(self) -> Cutting:
+        """How to get `array` from the pieces."""
+        return self.piece, () if self.place is None else (self.place,)
 
 
 class Sharding(msgspec.Struct, frozen=True):
@@ -280,13 +301,8 @@ class Sharder(Protocol):
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """Returns a new array of that type and shape, uninitialized, with the boxes of another one."""
 
-    def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object] | None:
-        """Inspects many arrays faster than one by one; returns None if there is no faster way.
-
-        Returns:
-            The library of the values on this worker; for each array the one plain array that holds them; and a value
-            that is equal for two lists only if `look` returns the same for all, as far as it does not depend on these.
-        """
+    def glance(self, arrays: Sequence[Any]) -> Glance | None:
+        """Like `ArrayBackend.glance`; returns the pieces that this worker holds of the arrays, too."""
 
 
 class PendingArray:
