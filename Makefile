@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Many tests wait for processes of their own: a worker more than the usual two cores keeps these busy.
 WORKERS ?= 3
+CONSTRAINTS := constraints.txt
 # The tests start many hundred processes: none of them is to compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 # The comparison's peers need large packages, which lie in a place of their own; `make bench PEERS=light` does without.
@@ -13,6 +14,7 @@ $(error PEERS is "all" or "light", not "$(PEERS)")
 endif
 RAY_VENV ?= .venv-ray
 FRAMEWORKS_VENV ?= .venv-frameworks
+OLDEST_VENV ?= .venv-oldest
 DOCS_VENV ?= .venv-docs
 DIST_VENV ?= .venv-dist
 # Into each of these that this machine has, `make dist` installs the wheel; give others by PYTHONS="/path/to/python ...".
@@ -33,7 +35,7 @@ DRY ?=
 # For instance: make gpu GPU="--only tests"; GPU=--help shows what there is.
 GPU ?=
 
-.PHONY: demo dist docs test test-ray test-frameworks check crash bench bench-frameworks gpu gpu-wheels clean
+.PHONY: demo dist docs test test-ray test-frameworks test-oldest check crash bench bench-frameworks gpu gpu-wheels clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -49,6 +51,11 @@ test-ray: $(RAY_VENV)/ready
 # What the gate leaves out of the tests of Accelerate runs here, too.
 test-frameworks: $(FRAMEWORKS_VENV)/ready
 	HOLDFAST_LONG=1 $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks -n $(WORKERS) --dist worksteal --durations=15
+
+# The same with the oldest supported version of each package: about 7 GB, as the oldest torch comes with CUDA only. A test
+# of what an old version lacks is skipped, with the reason.
+test-oldest: $(OLDEST_VENV)/ready
+	$(OLDEST_VENV)/bin/pytest tests tests/frameworks -n $(WORKERS) --dist worksteal --durations=15
 
 # The wheel and the sdist, in dist: checked, installed into empty environments, and an example trained, killed and resumed
 # there. DIST=--torch also trains the example for PyTorch.
@@ -90,19 +97,20 @@ gpu-wheels:
 	$(PYTHON) -m benchmarks.gpu.wheels $(GPU_WHEELS) $(PYTHON_VERSION)
 
 clean:
-	rm -rf .gpu-wheels .venv .venv-bench .venv-ray .venv-frameworks .venv-docs .venv-dist build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
+	rm -rf .gpu-wheels .venv .venv-bench .venv-ray .venv-frameworks .venv-oldest .venv-docs .venv-dist build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
 .venv/ready: EXTRAS := torch,dev
 $(BENCH_VENV)/ready: EXTRAS := torch,dev,bench
 $(RAY_VENV)/ready: EXTRAS := ray,dev
-$(FRAMEWORKS_VENV)/ready: EXTRAS := torch,dev,frameworks
+$(FRAMEWORKS_VENV)/ready $(OLDEST_VENV)/ready: EXTRAS := torch,dev,frameworks
+$(OLDEST_VENV)/ready: CONSTRAINTS := constraints-oldest.txt
 $(DOCS_VENV)/ready: EXTRAS := docs
 $(DIST_VENV)/ready: EXTRAS := dist
-.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready $(FRAMEWORKS_VENV)/ready $(DOCS_VENV)/ready $(DIST_VENV)/ready: pyproject.toml setup.py constraints.txt $(COMPILED)
+.venv/ready $(BENCH_VENV)/ready $(RAY_VENV)/ready $(FRAMEWORKS_VENV)/ready $(OLDEST_VENV)/ready $(DOCS_VENV)/ready $(DIST_VENV)/ready: pyproject.toml setup.py constraints.txt constraints-oldest.txt $(COMPILED)
 	if [ -e $(@D)/pyvenv.cfg ]; then rm -rf $(@D); fi
 	$(PYTHON) -c 'import sys; sys.exit("holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(@D)
 	rm -f $(COMPILED:.c=.*.so)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	touch $@

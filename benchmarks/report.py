@@ -51,32 +51,26 @@ written directly, or read. Times drift with the machine; ratios last.
 
 ## How it was measured
 
-Every library runs in a process of its own and saves the same tensors, which are in shared memory. (JAX and
-TensorFlow copy the values into their own arrays.) They take turns within each round, and the first round is not
-counted. The tables of saves and restores show the median of {rounds}; the
-thin lines in the picture go from the smallest value to the largest.
+Every library runs in a process of its own, saves the same tensors from shared memory (JAX and TensorFlow copy them
+into their own arrays), and is set up as its own documentation recommends. They take turns within each round; the first
+round is not counted. The tables of saves and restores show the median of {rounds}, and the thin lines in the
+picture the range.
 
-- **Stall**: how long the call that saves blocks training, from the second save on.
-- **Until the state may change**: the stall, plus the wait of a change that comes at once. It is longer than the
-  stall if something copies after the call has returned.
-- **Until durable**: from the call until the checkpoint would survive a power cut. If a library does not sync by
-  itself, the missing fsyncs are added and counted. holdfast keeps one checkpoint here and overwrites the file of the
-  one before, as it does in any run that keeps a fixed number; the others write new files, and removing old ones is
-  not counted.
-- **Restore**: until the live tensors have their values. Cold: no file is in the page cache (checked); warm: all are.
-  The restored tensors are compared with the saved ones.
+- **Stall**: how long the call blocks training, from the second save on. **Until the state may change**: the stall,
+  plus the wait of a change that comes at once.
+- **Until durable**: until the checkpoint would survive a power cut; fsyncs that a library leaves out are added.
+  holdfast overwrites the file of the checkpoint before, as in any run that keeps a fixed number; the others write new
+  files.
+- **Restore**: until the live tensors have the saved values (compared afterwards). Cold: no file is in the page cache;
+  warm: all are. holdfast checks every byte. The others check nothing, except for the sums of zip files, and Orbax when
+  it compresses.
 - **Memory**: the most that was held beyond the live state, as a multiple of the state.
 
-holdfast compares every byte that it reads with a digest. The others check nothing, except for the sums of zip files,
-and Orbax when it compresses.
-
-Each library is set up as its own documentation recommends: DCP keeps its stager and its plan and writes with two
-threads, except where the row says otherwise; torch_checkpointing copies in the background, under the lock that its
-documentation puts around the optimizer's step, and without direct I/O, with which it fails on ext4; Orbax runs with
-its defaults, and without compression. The bare copy is the C library's, as the libraries' copies are; holdfast's own
-bypasses the processor's cache, and is faster for that reason
-([why](../design/0012-what-a-save-does-again-and-again.md)). There is no accelerator on this machine, so pinned
-memory and CUDA copies are not measured.
+DCP keeps its stager and its plan, and writes with two threads, except where the row says otherwise.
+torch_checkpointing copies under the lock that its documentation puts around the optimizer's step, and without direct
+I/O, with which it fails on ext4. The bare copy is the C library's; holdfast's own bypasses the processor's cache, and
+is faster for that reason ([why](../design/0012-what-a-save-does-again-and-again.md)). The machine has no accelerator,
+so pinned memory and CUDA copies are not measured.
 """
 
 
@@ -245,14 +239,11 @@ def _training(results: Results) -> Iterator[str]:
     yield (
         f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is the extra time of "
         "ten steps with a save, compared with ten steps without: the stall, and what the background work takes from "
-        "training. Saves follow each other in pairs, as in a job; of three pairs a round the median counts. The wait "
-        "is the extra time of the first change of the state after a save.\n"
+        "training. The wait is the extra time of the first change of the state after a save.\n"
     )
     yield (
         "Orbax and TensorFlow save from loops in their own frameworks, with the same tensors and a model of the same "
-        "kind: their steps take another time, and what they lose is theirs alone. There the change of the state is "
-        "not a part of the step that could be timed. Both flush denormal numbers to zero by themselves, and the loops "
-        "in torch do it too.\n"
+        "kind: their steps take another time, and the wait could not be timed.\n"
     )
     own = next((standing for standing in found if standing.contender == "holdfast"), None)
     yield "| | a step without a save, s | lost for each save, s | of it in the call, s | wait, s | holdfast loses |"

@@ -96,7 +96,7 @@ def refuse(training: Training, writer: Any) -> None:
         dcp.save({"app": training, f"own{dist.get_rank()}": own}, storage_writer=writer, planner=planner)
     except CheckpointException as error:
         told = str(error)
-    assert "tree/own1: a value of type builtins.object cannot be stored" in told, told
+    assert "tree/own1: a value of type object cannot be stored" in told, told
 
 
 def check(directory: Path, layout: str) -> None:

@@ -508,7 +508,7 @@ def test_where_nothing_was_measured_the_page_says_so() -> None:
     assert "Nothing that bars could show was measured." in render_picture(results)
     figures = {"lost": 1.0, "step": 1.0, "stall": 0.5}
     results.rounds.append(Round(workload="training", contender="safetensors", number=1, figures=figures))
-    assert "the median of 1 round;" in render_report(
+    assert "the median of 1 round," in render_report(
         replace(results, shapes={"training": Shape(title="a loop", size_bytes=1, tensors=0)}), "picture.svg"
     ).replace("\n", " ")
 

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file as load_arrays
 
 import holdfast as hf
+import old_versions
 from command_line import DATA, call, call_json, complaint, flip_bit, run_python, show_on_terminal
 from holdfast.convert.exporter import export_checkpoint
 from holdfast.convert.input_files import InputFile
@@ -183,7 +184,7 @@ def test_a_directory_that_dcp_loads(trained: tuple[Path, dict[str, Any]], tmp_pa
         "epoch": 0,
         "notes": {"seen": []},
     }
-    load_dcp(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    load_dcp(state, checkpoint_id=tmp_path / "dcp", **old_versions.alone(load_dcp))
     assert equal_states(state["model"], objects["model"].state_dict())
     expected = get_optimizer_state_dict(objects["model"], objects["optimizer"])
     assert equal_states(state["optimizer"]["state"], expected["state"])
@@ -235,7 +236,7 @@ def test_what_lies_with_several_workers_is_put_together(workers: int, tmp_path: 
         "deep": torch.zeros(3, 5, 4, dtype=torch.uint8),
         "same": torch.zeros(3, dtype=torch.float64),
     }
-    load_dcp(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    load_dcp(state, checkpoint_id=tmp_path / "dcp", **old_versions.alone(load_dcp))
     check_sharded(state)
 
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
+import old_versions
 from command_line import call, complaint
 from holdfast import errors
 from holdfast.convert.pickle_read import read_pickle
@@ -111,7 +112,11 @@ def _nothing() -> Iterator[None]:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    save_dcp({"model": {"w": torch.arange(6.0).reshape(2, 3)}, "n": 1}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_dcp(
+        {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "n": 1},
+        checkpoint_id=tmp_path / "dcp",
+        **old_versions.alone(save_dcp),
+    )
     return tmp_path / "dcp"
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import SWALR
 
 import holdfast as hf
 from holdfast.errors import ApplyError, UsageError
@@ -280,10 +281,72 @@ def test_the_words_for_changes() -> None:
     )
     assert describe_changes(dict(list(changes.items())[1:2])) == ("optimizer.b 0.1 restored (your script says 0.5)")
     assert describe_changes({}) == ""
-    assert describe_saving(hf.Steps(500), 300, is_first=True) == "first save at step 500"
-    both = hf.Steps(500) | hf.Seconds(600)
-    assert describe_saving(both, 500, is_first=False) == "next save at step 1000 or within 10 min"
-    assert (
-        describe_saving(hf.Steps(500) | hf.Auto(), 300, is_first=False) == "saves as often as is worthwhile (hf.Auto)"
-    )
-    assert "save_every=hf.Steps(n)" in describe_saving(None, 0, is_first=True)
+    assert describe_saving(hf.Steps(1)) == "saves every step"
+    assert describe_saving(hf.Steps(500) | hf.Seconds(600)) == "saves every 500 steps or every 10 min"
+    assert describe_saving(hf.Auto()) == "saves as often as is worthwhile (hf.Auto)"
+    assert "save_every=hf.Steps(n)" in describe_saving(None)
+
+
+class Trainer:
+    """An object of the program's own, which saves its schedule."""
+
+    def __init__(self, schedule: Any, *others: Any) -> None:
+        self.schedules = [schedule, *others]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedules": [one.state_dict() for one in self.schedules]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for one, stored in zip(self.schedules, state["schedules"], strict=True):
+            one.load_state_dict(stored)
+
+
+def schedule_warnings(directory: Path, **objects: Any) -> list[str]:
+    events: list[hf.events.Event] = []
+    with hf.resumable(
+        directory, hf.Checkpoint(**objects), save_every=hf.Steps(1), sinks=[events.append], begin_anew=True
+    ) as run:
+        for _ in run.steps(3):
+            objects["optimizer"].step()
+    texts = [event.text for event in events if isinstance(event, hf.events.Warned)]
+    return [text for text in texts if "scheduler" in text]
+
+
+@pytest.mark.parametrize("kind", [*PROPORTIONAL, "swa"])
+def test_a_schedule_that_is_not_saved_is_warned_of_once(tmp_path: Path, kind: str) -> None:
+    make_schedule = PROPORTIONAL.get(kind) or (lambda optimizer: SWALR(optimizer, swa_lr=0.05))
+    made = make(make_schedule)
+    texts = schedule_warnings(tmp_path / "without", optimizer=made["optimizer"])
+    if kind == "plateau":
+        assert texts == [], "torch marks no optimizer for it"
+    else:
+        assert [text.partition(" and ")[0] for text in texts] == [
+            "a learning-rate scheduler sets the rates of optimizer"
+        ]
+    assert schedule_warnings(tmp_path / "with", **made) == []
+    assert schedule_warnings(tmp_path / "plain", optimizer=make(None)["optimizer"]) == []
+
+
+def test_a_schedule_that_is_saved_in_another_way_is_not_warned_of(tmp_path: Path) -> None:
+    made = make(PROPORTIONAL["cosine"])
+    optimizer, schedule = made["optimizer"], made["schedule"]
+    other = make(PROPORTIONAL["lambda"])["optimizer"]
+    kept: list[dict[str, Any]] = [
+        {"both": [optimizer, {"any": schedule}]},
+        {"trainer": Trainer(schedule)},
+        {"state": {"schedule": schedule.state_dict()}},
+        {"schedule_state": schedule.state_dict()},
+    ]
+    for number, objects in enumerate(kept):
+        assert schedule_warnings(tmp_path / f"{number}", optimizer=optimizer, **objects) == []
+    (text,) = schedule_warnings(tmp_path / "two", other=other, **made)
+    assert "the rates of other and is not saved" in text
+
+
+def test_a_schedule_in_a_wrapper_is_not_warned_of(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    made = make(PROPORTIONAL["linear"])
+    optimizer, schedule = accelerate.Accelerator(cpu=True).prepare(made["optimizer"], made["schedule"])
+    assert schedule_warnings(tmp_path / "with", optimizer=optimizer, schedule=schedule) == []
+    assert schedule_warnings(tmp_path / "in", optimizer=optimizer, trainer=Trainer(schedule)) == []
+    assert len(schedule_warnings(tmp_path / "without", optimizer=optimizer)) == 1

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_arrays
 
 import holdfast as hf
+import old_versions
 import preloaded
 from command_line import call, call_json, complaint
 from holdfast import errors
@@ -103,7 +104,7 @@ def test_a_whole_step_at_the_top_of_a_file_is_the_step(tmp_path: Path, entries: 
 def test_a_training_goes_on_from_a_dcp_directory(tmp_path: Path) -> None:
     objects = trained()
     state = as_saved(objects) | {"optimizer": get_optimizer_state_dict(objects["model"], objects["optimizer"])}
-    save_dcp(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    save_dcp(state, checkpoint_id=tmp_path / "old", **old_versions.alone(save_dcp))
     document = call_json("import", tmp_path / "old", tmp_path / "run")
     assert document["format"] == "dcp"
     check_goes_on(restore(tmp_path / "run"))
@@ -189,9 +190,9 @@ def test_tensors_of_all_kinds(tmp_path: Path) -> None:
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
     *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    *old_versions.dtypes("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
 ]
-RAW_DTYPES = [torch.complex128, torch.complex32, torch.float4_e2m1fn_x2]
+RAW_DTYPES = [torch.complex128, torch.complex32, *old_versions.dtypes("float4_e2m1fn_x2")]
 """What safetensors lacks."""
 
 
@@ -235,6 +236,7 @@ def test_any_tensors_go_there_and_back(
 
 def test_workers_of_torchrun_there_and_back(tmp_path: Path) -> None:
     """Two workers of FSDP2 save with holdfast and with DCP; each is handed on to the other side."""
+    old_versions.skip_without_fsdp_on_cpu()
     agent = Path(__file__).with_name("elastic.py")
     command: list[str | Path] = [sys.executable, agent, "fsdp_export_worker", "2", "0", tmp_path]
     ended = preloaded.run(command, preload=preloaded.TRAINING, capture_output=True, text=True, timeout=120)

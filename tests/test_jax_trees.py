@@ -161,7 +161,7 @@ def test_what_cannot_be_saved_or_loaded_is_said(tmp_path: Path) -> None:
         hf.load(tmp_path / "nothing")
     with pytest.raises(errors.UnsupportedValueError, match="tree/w: a shape without values"):
         hf.save(tmp_path / "shape", {"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
-    with pytest.raises(errors.UnsupportedValueError, match=r"tree/f: a value of type builtins\.function"):
+    with pytest.raises(errors.UnsupportedValueError, match=r"tree/f: a function cannot be stored"):
         hf.save(tmp_path / "function", {"f": make_tree})
     hf.save(tmp_path / "tree", {"w": jnp.ones(3)})
     uneven = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=divided("a"))

@@ -997,4 +997,4 @@ def test_resumable_on_several_workers(tmp_path: Path, caplog: pytest.LogCaptureF
     # One of them says so.
     said = [text for text in caplog.messages if "resumed" in text or "already" in text]
     assert len(said) == 2
-    assert re.search(r"resumed \S+ at step 10 \(saved .+ by 2 workers\), next save at step 12$", said[0])
+    assert re.search(r"resumed \S+ at step 10 \(saved .+ by 2 workers\), saves every 4 steps$", said[0])

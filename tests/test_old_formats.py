@@ -206,7 +206,7 @@ def make_objects(step: int) -> dict[str, Any]:
 
 
 def make_run(directory: Path) -> None:
-    """Makes a run with two generations, a replaced step, and a step that is off the living line."""
+    """Makes a run with two generations, a replaced step, and a step that is not in the current lineage."""
     with hf.CheckpointManager(directory, hf.Checkpoint(**make_objects(1))) as manager:
         manager.save(1, metrics={"val_loss": 0.75}, metadata={"note": ["first", 1]})
         manager.save(2)

@@ -211,6 +211,50 @@ def test_every_place_can_be_taken_up_again(ahead: int, drop_last: bool) -> None:
         assert head + batches_of(after, 3, ahead) == whole
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("length", [20, 22, 23])
+def test_batches_have_the_same_numbers_wherever_a_run_resumes(length: int, world_size: int, drop_last: bool) -> None:
+    def fresh() -> ResumableSampler:
+        return ResumableSampler(length, batch_size=4, drop_last=drop_last, rank=world_size - 1, world_size=world_size)
+
+    def numbered(sampler: ResumableSampler, taken: list[tuple[int, int, list[int]]]) -> Iterator[None]:
+        for epoch in sampler.epochs(2):
+            loader = AheadLoader(sampler, 3)
+            for number, batch in enumerate(sampler.batches(loader), start=sampler.batches_done):
+                assert sampler.batches_done == number + 1
+                taken.append((epoch, number, batch))
+                yield
+
+    whole: list[tuple[int, int, list[int]]] = []
+    for _ in numbered(fresh(), whole):
+        pass
+    assert [number for _, number, _ in whole] == [*range(len(fresh()))] * 2
+    for stop in range(len(whole) + 1):
+        sampler, resumed = fresh(), fresh()
+        taken: list[tuple[int, int, list[int]]] = []
+        loop = numbered(sampler, taken)
+        for _ in range(stop):
+            next(loop)
+        resumed.load_state_dict(sampler.state_dict())
+        for _ in numbered(resumed, taken):
+            pass
+        assert taken == whole
+
+
+def test_batches_of_another_size_are_numbered_to_the_end_of_the_epoch() -> None:
+    sampler = ResumableSampler(20, batch_size=4)
+    loop = sampler.batches(sampler)
+    for _ in range(3):
+        next(loop)
+    larger = ResumableSampler(20, batch_size=5)
+    larger.load_state_dict(sampler.state_dict())
+    numbers = [number for number, _ in enumerate(larger.batches(larger), start=larger.batches_done)]
+    assert numbers == [2, 3]
+    assert len(larger) == 4
+    assert larger.batches_done == 0
+
+
 def test_a_stream_goes_on_over_the_end_of_an_epoch() -> None:
     def stream(sampler: ResumableSampler) -> Iterator[list[int]]:
         return sampler.stream(AheadLoader(sampler, 2))

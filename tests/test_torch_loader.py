@@ -203,6 +203,22 @@ def test_a_stream_over_epochs() -> None:
     assert (loader.epoch, loader.sampler.position_samples) == (1, LENGTH)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_done_starts_the_count_of_enumerate_at_the_position(num_workers: int) -> None:
+    def fresh() -> ResumableDataLoader:
+        return ResumableDataLoader(Augmented(), batch_size=BATCH, seed=3, num_workers=num_workers)
+
+    loader, resumed = fresh(), fresh()
+    assert [i for i, _ in enumerate(loader, start=loader.batches_done)] == [0, 1, 2, 3]
+    for i, _ in enumerate(loader, start=loader.batches_done):
+        if i == 1:
+            break
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.batches_done == 2
+    assert [i for i, _ in enumerate(resumed, start=resumed.batches_done)] == [2, 3]
+    assert resumed.batches_done == 0
+
+
 def test_what_it_shows() -> None:
     dataset = Augmented()
     loader = ResumableDataLoader(dataset, batch_size=BATCH)

@@ -461,6 +461,11 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedules_go_on(name: str) -> None:
+    if name == "SWALR" and any(
+        map(callable, SCHEDULERS[name](torch.optim.SGD(model().parameters())).state_dict().values())
+    ):
+        pytest.skip("in this torch SWALR has a function in its state, which is refused")
+
     def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 import holdfast as hf  # noqa: E402
+import old_versions  # noqa: E402
 import preloaded  # noqa: E402
 from holdfast.catalog import read_catalog  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
@@ -41,6 +42,7 @@ TRAINED = {
     "job", ["2x2", "fsdp", *(pytest.param(job, marks=pytest.mark.long) for job in ("fsdp-2", "hsdp", "ddp"))]
 )
 def test_a_job_is_killed_and_goes_on_as_any_other(job: str, tmp_path: Path) -> None:
+    old_versions.skip_without_fsdp_on_cpu()
     count, death, checks = TRAINED[job]
     launch = [*LAUNCH, str(count), "1", "train", job.split("-")[0], tmp_path, death]
     # One after the other, by one launcher: to import torch takes longer than a job.

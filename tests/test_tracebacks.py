@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -157,3 +158,13 @@ def test_an_error_that_ends_a_program_is_short_unless_all_is_asked_for(tmp_path:
         lengths.append(done.stderr.count(SOURCE))
     assert lengths[0] == 1
     assert lengths[1] > 5
+
+
+def test_an_interrupt_before_the_first_step_shows_one_frame_of_holdfast(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught, hf.resumable(tmp_path, w=np.zeros(3)):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert frames_of(caught.value)[0] == ["__call__"]

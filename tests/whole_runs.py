@@ -10,7 +10,7 @@ from holdfast.storage import Storage, open_storage
 
 
 def check_whole(location: Path | Storage) -> list[int]:
-    """Reads every byte of every checkpoint of a run; gives the steps of its living line."""
+    """Reads every byte of every checkpoint of a run; gives the steps of its current lineage."""
     storage = open_storage(location)
     catalog = read_catalog(storage)
     for name in catalog.committed:

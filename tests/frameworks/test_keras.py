@@ -285,6 +285,7 @@ def test_a_second_fit_is_left_alone(tmp_path: Path) -> None:
             "a loader with a place of its own is refused": True,
             "workers of which batches are carried over are refused": True,
         },
+        {"two optimizers of a model go on": True},
         {"a log whose rows are trained again is as without": True},
     ]
 

@@ -230,7 +230,7 @@ def make_lost_error(lost: Sequence[StepName], url: str = "") -> NoWholeCheckpoin
         f"{url}: {describe_lost(lost)}" if url else describe_lost(lost),
         damages=tuple(missing),
         hint=f"Restore the manifests: `{lost[-1].committed_path}` is a copy of `{lost[-1].manifest_path}`, unless it "
-        "is empty or missing. Or start from the beginning on purpose (begin_anew=True).",
+        "is empty or missing. Or start from the beginning on purpose: begin_anew=True, or another directory.",
     )
 
 

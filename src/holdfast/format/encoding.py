@@ -35,6 +35,8 @@ MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 10_000_000
 """The most values that are written at once. More take minutes and gigabytes, here and at each restore."""
 
+_KINDS: Final = {"function": "a function", "type": "a class", "module": "a module", "generator": "a generator"}
+
 _REGISTER: Final = "Store a plainer value instead, or register the type with register_codec."
 
 
@@ -137,7 +139,8 @@ class Encoder:
         if node is None:
             node = self.of_program(cls, value, path, depth)
         if node is None:
-            raise unsupported(path, f"a value of type {name_of(cls).replace(':', '.')}")
+            name = name_of(cls).removeprefix("builtins:").replace(":", ".")
+            raise unsupported(path, _KINDS.get(name, f"a value of type {name}"))
         return node
 
     def of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:

@@ -48,14 +48,14 @@ class Announcements:
     def begin(self, manager: Announced, restored: Restoration | None, step: int) -> None:
         """Reports that training begins with a step, after a restore, if there was one."""
         self._began_at = step
-        due = describe_saving(manager.save_every, step, is_first=restored is None)
+        rhythm = describe_saving(manager.save_every)
         if restored is None:
             how = "starts from the beginning" if manager.begin_anew else "is new"
-            self.say(f"{self.place} {how}" + (f"; {due}" if due else ""))
+            self.say(f"{self.place} {how}" + (f"; {rhythm}" if rhythm else ""))
         else:
             epochs = describe_epochs(manager.checkpoint.objects)
             after = f", after {epochs}" if epochs else ""
-            self.say(self.describe(restored, f"at step {step}{after}", due))
+            self.say(self.describe(restored, f"at step {step}{after}", rhythm))
             set_otherwise = list_overruled(manager.checkpoint.objects).items()
             loaders = {path: HyperparameterChange(*pair, can_be_kept=False) for path, pair in set_otherwise}
             self._warn_of_changes({**restored.hyperparameters, **loaders})
@@ -104,14 +104,14 @@ class Announcements:
             else:
                 self.say(f"{self.place}: training is complete, and no backup of it was made")
 
-    def describe(self, restored: Restoration, where: str, due: str = "") -> str:
-        """Describes a restore in one line: `where` training continues, and when the next save is `due`, if known."""
+    def describe(self, restored: Restoration, where: str, rhythm: str = "") -> str:
+        """Describes a restore in one line: `where` training continues, and how often it is saved, if known."""
         seconds = time.time() - restored.manifest.committed_at_unix_seconds
         ago = f"{span_text(seconds)} ago" if seconds >= 1 else "just now"
         # Of another number of workers there is a warning already.
         is_shared = restored.workers == self._worker.world_size > 1
         by = f" by {restored.workers} workers" if is_shared else ""
-        return f"resumed {self.place} {where} (saved {ago}{by})" + (f", {due}" if due else "")
+        return f"resumed {self.place} {where} (saved {ago}{by})" + (f", {rhythm}" if rhythm else "")
 
     def _warn_of_changes(self, changes: Mapping[str, HyperparameterChange]) -> None:
         """Warns on the leader, even if this is quiet, that training continues with other values than the script's."""
@@ -151,28 +151,26 @@ def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _M
     return ", ".join([*told, *more]) + hint
 
 
-def describe_saving(policy: SavePolicy | None, step: int, *, is_first: bool) -> str:
-    """**Pure.** Describes when training is saved that begins after a step; empty if that is not known."""
+def describe_saving(policy: SavePolicy | None) -> str:
+    """**Pure.** Describes how often training is saved; empty if that is not known."""
     if policy is None:
         return (
             "saves only when the job is asked to stop, and at save(); to save while it trains: "
             "CheckpointManager(save_every=hf.Steps(n))"
         )
-    policies = policy.policies if isinstance(policy, AnySave) else (policy,)
-    if any(isinstance(each, Auto) for each in policies):
-        return "saves as often as is worthwhile (hf.Auto)"
-    due = describe_next_save(policy, step)
-    return f"{'first' if is_first else 'next'} save {due}" if due else ""
+    rhythm = _describe_rhythm(policy)
+    return rhythm and f"saves {rhythm}"
 
 
-def describe_next_save(policy: SavePolicy | None, step: int) -> str:
-    """**Pure.** Describes when the next save after a step is due, such as `at step 500`; empty if that is not known."""
+def _describe_rhythm(policy: SavePolicy) -> str:
+    if isinstance(policy, Auto):
+        return "as often as is worthwhile (hf.Auto)"
     if isinstance(policy, Steps):
-        return f"at step {(step // policy.n + 1) * policy.n}"
+        return f"every {policy.n} steps" if policy.n > 1 else "every step"
     if isinstance(policy, Seconds):
-        return f"within {span_text(policy.seconds)}"
+        return f"every {span_text(policy.seconds)}"
     if isinstance(policy, AnySave):
-        parts = [describe_next_save(each, step) for each in policy.policies]
+        parts = [_describe_rhythm(each) for each in policy.policies]
         return " or ".join(parts) if all(parts) else ""
     return ""
 

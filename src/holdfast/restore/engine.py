@@ -361,7 +361,7 @@ class _RestoreTrial:
             raise MismatchError(
                 f"step {step} does not fit the live objects ({state}):\n{matching.differences}",
                 differences=matching.differences,
-                hint="Fix the objects, or restore with strict=False, which takes what fits and reports the rest.",
+                hint="Fix the objects. CheckpointManager.restore(strict=False) takes what fits and reports the rest.",
             )
         return matching
 
@@ -475,5 +475,6 @@ def _no_whole(
     return NoWholeCheckpointError(
         f"{storage.url}: {what}:\n{listed}{mixed}",
         damages=damages,
-        hint="`holdfast verify` shows the extent; restore another copy of the run, or start over (begin_anew=True).",
+        hint="`holdfast verify` shows the extent; restore another copy of the run, or start over: begin_anew=True, or "
+        "another directory.",
     )

@@ -21,6 +21,7 @@ from holdfast.save.handle import SaveRequest
 from holdfast.save.joint.setup import make_writer
 from holdfast.save.prepare import count_awaited_bytes, estimate_bytes, measure_bytes
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
+from holdfast.state.hyperparameters import find_unsaved_schedule
 from holdfast.state.oversights import ImmutableArrays, KeptEpoch, LossWatch, find_oversights
 from holdfast.storage import Storage
 from holdfast.storage.digesting import find_native
@@ -185,7 +186,8 @@ class Saver:
 
     def _warn_of_oversights(self, step: int) -> None:
         warnings = [self._immutable.look(self._objects, step), self._loss_watch.look(self._objects)]
-        warnings += [] if self._is_looked_over else find_oversights(self._objects)
+        if not self._is_looked_over:
+            warnings += [*find_oversights(self._objects), find_unsaved_schedule(self._objects)]
         self._is_looked_over = True
         if text := self.kept_epoch.look(self._objects):
             self.engine.emit_soon(Warned(text=text, step=step))

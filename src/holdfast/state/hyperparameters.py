@@ -32,6 +32,8 @@ _CYCLIC: Final = frozenset({"OneCycleLR", "CyclicLR", "SWALR"})
 _MOST_PARTS: Final = 64
 """A longer list is not a setting that a person wrote."""
 
+_MARK: Final = "_wrapped_by_lr_sched"
+
 _ODD: Final = object()
 
 
@@ -320,6 +322,39 @@ def _read_schedule(schedule: Any) -> dict[str, Any]:
     for number, part in enumerate(getattr(schedule, "_schedulers", ())):
         found |= {f"{number}.{key}": value for key, value in _read_schedule(part).items()}
     return found
+
+
+def find_unsaved_schedule(objects: Mapping[str, object]) -> str:
+    """Returns a warning about the first optimizer with a schedule of which none is saved; "" if there is none."""
+    scheduled = {
+        path: obj
+        for path, obj in _list_members(objects).items()
+        # torch marks the step of an optimizer for which a schedule was created.
+        if any(hasattr(getattr(one, "step", None), _MARK) for one in (obj, getattr(obj, "optimizer", None)))
+        and not _is_schedule(_unwrap(obj))
+    }
+    if not scheduled:
+        return ""
+    # A program may keep a schedule in an object of its own, or its state in a dict.
+    parts: list[Any] = [*objects.values(), *(obj for root in objects.values() for _, obj, _ in find_stateful(root, ""))]
+    parts += [part for one in parts for part in _values_of(getattr(one, "__dict__", one))]
+    parts += [inner for part in parts for inner in _values_of(part)]
+    if any(isinstance(part, dict) and "last_epoch" in part for part in parts):
+        return ""
+    # By their class, since what else the program keeps in such objects may not expect to be asked.
+    schedules = [_unwrap(part) for part in parts if hasattr(type(part), "state_dict")]
+    served = {id(one.optimizer.param_groups) for one in schedules if _is_schedule(one)}
+    for path, obj in scheduled.items():
+        if id(obj.param_groups) not in served:
+            return (
+                f"a learning-rate scheduler sets the rates of {path} and is not saved, so after a restart the schedule "
+                "begins again: pass it too, scheduler=scheduler. If your program sets it by run.step, ignore this"
+            )
+    return ""
+
+
+def _values_of(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
 
 
 def _find_kept(

@@ -171,7 +171,7 @@ def _has_state(optimizer: Any) -> bool:
 
 
 class KeptEpoch:
-    """Detects an epoch, or a best value, that is saved as a number and that the program never sets."""
+    """Detects an epoch, a best value or a float that is saved as a number and that the program never sets."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """Notes the numbers that the program begins with, before anything is restored."""
@@ -205,11 +205,12 @@ class KeptEpoch:
             if _is_number(objects.get(name)) and name not in assigned:
                 return _describe_epoch(name, objects[name], "")
         for name, value in objects.items():
-            if name.startswith("best") and (value is None or type(value) in (int, float)) and name not in assigned:
+            is_best = name.startswith("best") and (value is None or type(value) is int)
+            if (is_best or type(value) is float) and name not in assigned:
                 return (
-                    f"{name} is saved as {value}, and nothing has set it since: if the loop has its own variable, "
-                    f"a restart begins with the old value. Set checkpoint.{name} in the loop (run.checkpoint, if "
-                    "run is resumable's) and start from it, or keep the value in a dict"
+                    f"{name} is saved as {value}, and nothing has set it since. A restore cannot change a number in a "
+                    f"variable of yours: keep it in a dict, or set checkpoint.{name} in the loop (run.checkpoint, if "
+                    "run is resumable's) and start from it. If it is a constant, leave it out"
                 )
         return ""
 

@@ -35,6 +35,42 @@ class Epochs(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+class TwoOptimizers(keras.Model):
+    """Trains its two parts with an optimizer each, which are created at the first step, as those of a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(8), keras.layers.Dense(1)
+        self.first.build((None, 4))
+        self.second.build((None, 8))
+        self.optimizers = {"first": keras.optimizers.Adam(0.05), "second": keras.optimizers.SGD(0.05, momentum=0.9)}
+        self.unused = keras.optimizers.Adam()
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.second(self.first(inputs))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.zero_grad()
+        loss = keras.ops.mean(keras.ops.square(self(inputs) - targets))
+        loss.backward()
+        for name, optimizer in self.optimizers.items():
+            variables = getattr(self, name).trainable_variables
+            optimizer.apply([each.value.grad for each in variables], variables)
+        return {"loss": loss}
+
+
+def fit_two_optimizers(directory: Path, fail: int | None) -> list[bytes]:
+    keras.utils.set_random_seed(7)
+    model = TwoOptimizers()
+    model.compile()
+    with suppress(keras_cases.InterruptedFitError):
+        fit(model, [hf.keras.Resumable(directory, save_every="epoch", quiet=True)], 3, Epochs(fail=fail))
+    variables = [*model.variables, *(each for one in model.optimizers.values() for each in one.variables)]
+    return [keras.ops.convert_to_numpy(each).tobytes() for each in variables]
+
+
 SEEN: list[int] = []
 
 
@@ -134,6 +170,8 @@ def main() -> None:
             }
         )
     )
+    ends = [fit_two_optimizers(directory / place, fail) for place, fail in (("one", None), ("two", 2), ("two", None))]
+    print(json.dumps({"two optimizers of a model go on": ends[0] == ends[2] != ends[1]}))
     logs = []
     for name, own, fail in (("plain", [], None), ("kept", [directory / "log"], 1), ("kept", [directory / "log"], None)):
         log = directory / f"{name}.csv"

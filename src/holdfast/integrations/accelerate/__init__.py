@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["resumable"]
 
 _DOOR: Final = Door(
-    "accelerate",
-    package="accelerate",
-    oldest="1.10",
-    extra="transformers",
-    homes=dict.fromkeys(__all__, "holdfast.integrations.accelerate.loop"),
+    "accelerate", "accelerate", "1.10", "transformers", dict.fromkeys(__all__, "holdfast.integrations.accelerate.loop")
 )
 
 

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["StorageReader", "StorageWriter"]
 
+# Older versions of async_save leave it to the writer to copy tensors of the CPU: training would change them during the
+# save.
 _DOOR: Final = Door(
     "dcp",
     "torch",
-    "2.6",
-    "torch",
+    "2.9",
+    "dcp",
     {
         "StorageReader": "holdfast.integrations.dcp.reader",
         "StorageWriter": "holdfast.integrations.dcp.writer",

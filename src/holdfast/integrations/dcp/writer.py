@@ -20,17 +20,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.futures import Future
 
 from holdfast.catalog import Catalog, read_catalog
-from holdfast.errors import HoldfastError, NotFoundError, StorageError, UsageError
+from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.format.encoding import MAX_DEPTH, Encoder, unsupported
 from holdfast.format.index import MAX_INDEX_BYTES, BoxRecord, ElsewhereRecord, Index
 from holdfast.format.index_checks import decode_index, find_cover_problem
-from holdfast.format.names import MAX_STEP, StepName, index_name, join
+from holdfast.format.names import MAX_STEP, StepName, index_name, is_own, join
 from holdfast.format.records import Worker, WorkerRecord, list_features
 from holdfast.format.scalars import Node
 from holdfast.format.shapes import Box, StridesRecord, find_box_problem
 from holdfast.integrations.dcp.state_tree import TREE, find_path, join_nodes, leaf_name, list_leaves, tensor_node
 from holdfast.numbers import check_whole
 from holdfast.policies import All, RetentionPolicy
+from holdfast.restore.verify import open_step
 from holdfast.save import arguments
 from holdfast.save.commit.run_writer import RunWriter
 from holdfast.save.copy.image import HostBuffer, Stager
@@ -184,12 +185,14 @@ class StorageWriter(dcp.StorageWriter):
 
         Raises:
             FencedError: If another job has begun to save here since this writer did.
+            UsageError: If the directory contains the run of a training loop.
             StorageError: If the storage fails.
         """
         storage = self._open()
-        if self._line is None:
-            self._line = RunWriter(storage, self._keep, reuse_space=False)
         catalog = read_catalog(storage)
+        if self._line is None:
+            _check_no_run(storage, catalog)
+            self._line = RunWriter(storage, self._keep, reuse_space=False)
         newest = -1 if catalog.newest is None else catalog.newest.step
         step = newest + 1 if self.step is None else check_whole("step", self.step, most=MAX_STEP)
         if step <= newest:
@@ -306,6 +309,23 @@ class StorageWriter(dcp.StorageWriter):
         (record,) = write_index(first, storage, name.directory).workers
         features = {feature for index in (first, *others) for feature in list_features(index)}
         return Receipts((record, *(share.record for share in shares[1:])), (), tuple(features))
+
+
+def _check_no_run(storage: Storage, catalog: Catalog) -> None:
+    """**Blocks.** Checks that the newest step is a tree: `keep` would remove the steps of a training loop."""
+    if catalog.newest is None:
+        return
+    try:
+        opened = open_step(storage, catalog.newest.directory, catalog.newest)
+    except DamageError:
+        return  # The restore has spoken of it, and went on from an older step.
+    names = {name for index in opened.indexes for name in index.objects if not is_own(name)}
+    if names != {TREE}:
+        raise UsageError(
+            f"{storage.url} contains the run of a training loop ({', '.join(sorted(names))}), so dcp.save does not "
+            "save there",
+            hint="Save to another directory.",
+        )
 
 
 def _choose_origin(catalog: Catalog, step: int) -> Origin:

@@ -17,7 +17,15 @@ from msgspec.structs import asdict
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import SaveFailedError, StorageError, UsageError
 from holdfast.integrations.keras.data import Feed, PlaceInData, make_step
-from holdfast.integrations.keras.state import CallbackStates, Kept, Variables, copy_small, list_buffers, put_back
+from holdfast.integrations.keras.state import (
+    CallbackStates,
+    FurtherOptimizers,
+    Kept,
+    Variables,
+    copy_small,
+    list_buffers,
+    put_back,
+)
 from holdfast.policies import SavePolicy
 from holdfast.policies.saving import SaveDecision, SaveMoment
 from holdfast.run import Run
@@ -150,6 +158,7 @@ class FitRun(keras.callbacks.Callback):
         model = self._model
         callbacks = self._callbacks()
         self._states = CallbackStates([one for one in callbacks.callbacks if self._is_kept(one)])
+        self._optimizers = FurtherOptimizers(model)
         run = self._make_run(self._list_objects(model))
         # Not at the end of the program: there the run itself says what becomes of a save on its way.
         self._end = weakref.finalize(self.iterator(), self.abandon)
@@ -310,7 +319,7 @@ class FitRun(keras.callbacks.Callback):
 
     def _list_variables(self, model: Any) -> list[Any]:
         optimizer = [] if model.optimizer is None else list(model.optimizer.variables)
-        return [*model.variables, *optimizer, *model.metrics_variables]
+        return [*model.variables, *optimizer, *self._optimizers.list_variables(), *model.metrics_variables]
 
     def _read(self) -> dict[str, Any]:
         place = self._feed.place
@@ -322,10 +331,12 @@ class FitRun(keras.callbacks.Callback):
             "callbacks": self._states.read(),
             "data": self._feed.source.read(),
             "own_random": [one.get_state() for one in self._feed.source.generators()],
+            "optimizers": self._optimizers.read(),
         }
 
     def _write(self, state: dict[str, Any]) -> None:
         self._restored = state
+        self._optimizers.write(state.pop("optimizers", {}))  # Older versions have stored none.
 
     def _put_callbacks_back(self) -> None:
         if self._restored is not None:

@@ -6,15 +6,15 @@ import copy
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import keras
 import numpy as np
 
-from holdfast.errors import UnsupportedValueError
+from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.digests import digest
-from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, StateAdapter
+from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Oversights, StateAdapter
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import backend_of, register_adapter
 
@@ -49,6 +49,10 @@ class Variables:
             for name, variable in self._variables.items()
         }
 
+    def list_values(self) -> list[Any]:
+        """Returns the arrays as the variables hold them."""
+        return [variable.value for variable in self._variables.values()]
+
     def write(self, live: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Assigns the restored values to the variables, except where the live arrays already hold them."""
         for name, variable in self._variables.items():
@@ -63,6 +67,91 @@ def list_buffers(model: Any) -> list[Any]:
     """
     found = {id(one): one for layer in model._flatten_layers() for one in layer.buffers()}
     return list(found.values())
+
+
+class FurtherOptimizers:
+    """The optimizers that a model has beside the one of `compile`, such as those of the two parts of a GAN.
+
+    Only one that has stepped is read: an optimizer that came with a part of the model, and is not used, may be large.
+    Keras creates most of an optimizer's variables at its first step, so restored values may have to wait until then.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Finds them, and notes how far each has come."""
+        known = {id(model.optimizer), id(getattr(model.optimizer, "inner_optimizer", None))}
+        self._optimizers: dict[str, Any] = {}
+        for number, layer in enumerate(model._flatten_layers()):
+            for name, value in vars(layer).items():
+                for path, found in _find_optimizers(value, f"{number}.{name}"):
+                    if id(found) not in known:
+                        known.add(id(found))
+                        self._optimizers[path] = found
+        self._began = {path: _count_steps(one) for path, one in self._optimizers.items()}
+
+    def list_variables(self) -> list[Any]:
+        """Returns the variables that exist."""
+        return [variable for one in self._optimizers.values() for variable in one.variables]
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Returns the live arrays of each optimizer that has stepped, by its place in the model."""
+        return {
+            path: {_name(number, variable): _live_array(variable) for number, variable in enumerate(one.variables)}
+            for path, one in self._optimizers.items()
+            if _count_steps(one) != self._began[path]
+        }
+
+    def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restores them.
+
+        Raises:
+            UsageError: If an optimizer is missing, or has other variables.
+        """
+        for path, state in states.items():
+            optimizer = self._optimizers.get(path)
+            if optimizer is None:
+                raise UsageError(
+                    f"the checkpoint has an optimizer at {path.partition('.')[2]}, and the model has none there",
+                    hint="Resume with the same optimizers.",
+                )
+            if not _assign(optimizer, state, path):
+                _assign_once_built(optimizer, state, path)
+
+
+def _find_optimizers(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield path, value
+    elif isinstance(value, list | tuple | dict):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(part, keras.optimizers.Optimizer):
+                yield f"{path}.{key}", part
+
+
+def _count_steps(optimizer: Any) -> int:
+    return int(keras.ops.convert_to_numpy(optimizer.iterations.value))
+
+
+def _assign(optimizer: Any, state: Mapping[str, Any], path: str) -> bool:
+    """Assigns what exists. Returns False if there is more, which the optimizer has yet to create."""
+    variables = {_name(number, variable): variable for number, variable in enumerate(optimizer.variables)}
+    if optimizer.built and not state.keys() <= variables.keys():
+        missing = min(state.keys() - variables.keys())
+        raise UsageError(
+            f"the checkpoint has {missing} of the optimizer at {path.partition('.')[2]}, which it does not have here",
+            hint="Resume with the same optimizers and the same trainable variables.",
+        )
+    for name, variable in variables.items():
+        if name in state:
+            variable.assign(state[name])
+    return state.keys() <= variables.keys()
+
+
+def _assign_once_built(optimizer: Any, state: Mapping[str, Any], path: str) -> None:
+    def build(variables: Any) -> None:
+        del optimizer.build
+        optimizer.build(variables)
+        _assign(optimizer, state, path)
+
+    optimizer.build = build
 
 
 def _name(number: int, variable: Any) -> str:
@@ -102,6 +191,10 @@ class _VariablesAdapter(Adapter):
         live = obj.read()
         value = loading.value(stored, live, rules=OWNED)
         return lambda: obj.write(live, loading.complete(value))
+
+    def oversights_of(self, obj: Variables) -> Oversights:
+        """See `Adapter`: an optimizer of torch may train these."""
+        return Oversights(holds=obj.list_values())
 
 
 class Kept:

@@ -147,6 +147,13 @@ class ResumableDataLoader:
         """The epoch that the next batch belongs to, from 0."""
         return self._sampler.epoch
 
+    @property
+    def batches_done(self) -> int:
+        """The batches of this epoch that the loop has taken: `enumerate(loader, start=loader.batches_done)` gives each
+        its number in the epoch, after a restart too, and ends at `len(loader)` with another batch size as well.
+        """
+        return self._sampler.batches_done
+
     def __len__(self) -> int:
         """Returns the number of batches of a whole epoch."""
         return len(self._sampler)

@@ -137,7 +137,8 @@ class _Gradients:
             "the save came between backward() and optimizer.step(), and gradients are not saved. If the next "
             "step adds to them, a restart trains without these: count a step only once optimizer.step() has used "
             "them (call run.finish_step() there, or take all batches of a step within one iteration of "
-            "run.steps())"
+            "run.steps()). After a restart within an epoch, enumerate(loader) counts from 0 again, so the last group "
+            "of the epoch may miss its step: write enumerate(loader, start=loader.batches_done)"
         )
 
     def _sample(self) -> list[torch.Tensor]:

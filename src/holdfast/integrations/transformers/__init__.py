@@ -13,10 +13,10 @@ __all__ = ["Resumable"]
 
 _DOOR: Final = Door(
     "transformers",
-    package="transformers",
-    oldest="4.57",
-    extra="transformers",
-    homes=dict.fromkeys(__all__, "holdfast.integrations.transformers.callback"),
+    "transformers",
+    "4.57",
+    "transformers",
+    dict.fromkeys(__all__, "holdfast.integrations.transformers.callback"),
 )
 
 

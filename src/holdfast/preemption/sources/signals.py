@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds
 from holdfast.preemption.sources.protocol import Demand, Hear, Notice
 from holdfast.preemption.sources.wakeup import answer
+
+_Function: TypeAlias = Callable[[int, FrameType | None], object]
 
 _WAY_OUT_SECONDS: Final = 60.0
 _MOST_CHAINED: Final = 100
@@ -163,23 +165,17 @@ class Signals:
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, signal.SIG_IGN)
 
-    def _act(self, number: int, frame: FrameType | None) -> None:
+    def _act(self, number: int) -> _Function | None:
+        """Takes a signal, and returns the earlier handler if that is to be called."""
         if os.getpid() != self._process:
-            if number == signal.SIGTERM:
-                self._act_as_before(number, frame)
-            return
+            return self._find_before(number) if number == signal.SIGTERM else None
         if self._is_absorbed(number):
-            return
+            return None
         hear = self._hear
-        if hear is None:
-            self._act_as_before(number, frame)
-            return
-        is_taken = hear(self._make_notice(number))
+        if hear is None or not hear(self._make_notice(number)):
+            return self._find_before(number)
         before = self._before.get(number)
-        if not is_taken:
-            self._act_as_before(number, frame)
-        elif callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+        return before if callable(before) and before is not signal.default_int_handler else None
 
     def _is_absorbed(self, number: int) -> bool:
         return number in self._absorbed and time.monotonic() < self._absorbed_until
@@ -194,13 +190,14 @@ class Signals:
             by_hand=number == signal.SIGINT,
         )
 
-    def _act_as_before(self, number: int, frame: FrameType | None) -> None:
+    def _find_before(self, number: int) -> _Function | None:
         before = self._before.get(number, signal.SIG_DFL)
-        if callable(before):
-            before(number, frame)
-        elif before is signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        return _die if before is signal.SIG_DFL else before if callable(before) else None
+
+
+def _die(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 class _Handler:
@@ -210,12 +207,13 @@ class _Handler:
     signal that came just before counts as unhandled, and a test fails.
     """
 
-    def __init__(self, source: Signals, act: Callable[[int, FrameType | None], None]) -> None:
+    def __init__(self, source: Signals, act: Callable[[int], _Function | None]) -> None:
         self.__self__ = source
         self._act = act
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._act(number, frame)
+        if (before := self._act(number)) is not None:
+            before(number, frame)  # Here, so that the traceback of a KeyboardInterrupt is short.
 
     def __int__(self) -> NoReturn:
         if threading.current_thread() is threading.main_thread():

@@ -160,6 +160,11 @@ class ResumableSampler:
         return self._position_samples
 
     @property
+    def batches_done(self) -> int:
+        """The batches of this epoch that the training loop has taken, in batches of the present size."""
+        return len(self) - self._cut.count_from(self._position_samples)
+
+    @property
     def seed(self) -> int:
         """The seed of the orders."""
         return self._seed
