@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ from holdfast.state.capture_cache import (
     take,
     try_renew,
 )
-from holdfast.state.leaves import NO_CUTTING, ArrayBackend, ArraySpec, Captured, Cutting, Sharding
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Cutting, Sharding, versions_of
 from holdfast.state.registry import (
     NodeParts,
     adapter_of,
@@ -108,7 +109,7 @@ def capture_objects(
             if hold is not None and adapter is not None and hold(obj, adapter):
                 stepped += adapter.stepped_arrays(obj)
         captured = capturing.captured(skeletons)
-        return replace(captured, held=frozenset(capturing.find_held(stepped))) if stepped else captured
+        return replace(captured, held=capturing.find_held(stepped)) if stepped else captured
 
 
 def check_capture(
@@ -149,6 +150,7 @@ def check_objects(objects: Mapping[str, object]) -> None:
 
 
 _ANY = Adapter()
+_arrays: Final = attrgetter("arrays")
 _CONTAINERS: Final = frozenset({dict, list})
 
 
@@ -196,7 +198,7 @@ class _Capturing(Encoder):
             columns.addresses,
             columns.backends,
             skeletons,
-            frozenset(),
+            {},
             tuple(sharing.boxes),
             tuple(sharing.elsewhere),
             sharing.worker,
@@ -208,20 +210,30 @@ class _Capturing(Encoder):
             quantizers=tuple(sharing.quantizers),
         )
 
-    def find_held(self, arrays: list[Any]) -> set[int]:
-        """Returns the leaves whose memory one of the arrays shows in the same form, by number."""
+    def find_held(self, arrays: list[Any]) -> dict[int, int]:
+        """Returns the leaves whose memory one of the arrays shows in the same form, by number, with their versions.
+
+        Without those that have none: that they changed could not be detected.
+        """
         known = {key: written for key, (_, written) in self._looked_at.items()}
         for own, written in self._taken:
             known.update(zip(map(id, own), written, strict=True))
-        found = list(map(known.get, map(id, arrays)))
-        others = [array for array, written in zip(arrays, found, strict=True) if written is None]
+        found: list[CapturedLeaf | None] = list(map(known.get, map(id, arrays)))
+        others: list[Any] = []
+        if None in found:
+            others = [array for array, written in zip(arrays, found, strict=True) if written is None]
         while others:
             array = others.pop()
             if is_made_of_tensors(type(array)):
                 others += [part for _, part in parts_of(array)]
             elif sharder_of_type(type(array)) is not None or backend_of(array) is not None:
                 found.append(self._find(array, self._memory_of(array)))
-        return set(chain.from_iterable(written.arrays for written in found if written is not None))
+        places = dict.fromkeys(chain.from_iterable(map(_arrays, filter(None, found))))
+        columns = self._columns
+        versions = versions_of(
+            list(map(columns.backends.__getitem__, places)), list(map(columns.arrays.__getitem__, places))
+        )
+        return {place: one for place, one in zip(places, versions, strict=True) if one is not None}
 
     def _memory_of(self, array: Any) -> Hashable:
         """Returns a key of an array's memory that no other memory has while its object is looked at."""
@@ -459,7 +471,7 @@ class _Capturing(Encoder):
             self._leaves[memory] = known = CapturedLeaf(
                 leaf, range(place, place + 1), range(replica, replica), is_own=True
             )
-            self._add(leaf, spec, array, backend.address(array), backend, (array, NO_CUTTING))
+            self._add(leaf, spec, array, backend.address(array), backend, (array, (0, ())))
             self._sharing.note_form(leaf, spec)
         self._note(array, known)
         return known.leaf
@@ -524,9 +536,10 @@ class _Recording:
         looked_at = [capturing._looked_at.get(id(array)) for array in contents.arrays]
         written = [one[1] for one in looked_at if one is not None]
         leaves = {one.leaf for one in islice(capturing._leaves.values(), first_leaf, None)}
-        origins = find_origins(capturing._origins[first:], contents.arrays, look.firsts)
+        firsts = look.list_firsts()
+        origins = find_origins(capturing._origins[first:], contents.arrays, firsts)
         replicated = zip(capturing._replicated[replica:], sharing.cuttings[replica:], strict=True)
-        compared = find_origins(replicated, contents.arrays, look.firsts)
+        compared = find_origins(replicated, contents.arrays, firsts)
         is_whole = len(set(map(id, contents.containers))) == len(contents.containers)
         if not is_whole or None in looked_at or None in found or origins is None or compared is None:
             return

@@ -22,7 +22,7 @@ from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.scalars import ENCODERS, Malformed, Node, is_text, tagged
 from holdfast.format.shapes import Box, StridesRecord
 from holdfast.state.array_look import ArrayLook
-from holdfast.state.leaves import NO_CUTTING, ArrayBackend, ArraySpec, Cutting, Replica, part_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Cutting, Replica, part_of
 from holdfast.state.registry import backend_of_type, is_made_of_tensors, sharder_of_type
 from holdfast.state.shard_ownership import MemoryGroups, ShardOwnership
 
@@ -190,7 +190,7 @@ class CachedTree(msgspec.Struct):
         sharing.replicas += self.replicas
         sharing.strides += self.strides
         sharing.loose.update(self.loose)
-        sharing.cuttings += [NO_CUTTING] * len(self.replicas)
+        sharing.cuttings += [(0, ())] * len(self.replicas)
         if sharing.checks_replicas:
             sharing.compared += [None if one is None else (one[0], one[1].find(look.bases)) for one in self.compared]
         else:
@@ -434,10 +434,7 @@ def find_origins(
 ) -> list[LeafOrigin] | None:
     """Returns the origins of arrays that were taken from a tree's; None if one has another origin.
 
-    Args:
-        values: For each, the array of the tree that it is, or is a part of, and which part.
-        arrays: The tree's arrays.
-        firsts: For each of these, the number of its first base.
+    `firsts` has for each of the tree's arrays the number of its first base.
     """
     numbers = dict(zip(map(id, reversed(arrays)), reversed(firsts), strict=True))
     origins: list[LeafOrigin] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, Protocol, TypeAlias
+from operator import methodcaller
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -19,9 +21,6 @@ Skeleton: TypeAlias = Any
 
 Cutting: TypeAlias = tuple[int, tuple[Box, ...]]
 """The number of a piece that a worker holds of an array, and the boxes to cut from it, one from the other."""
-
-NO_CUTTING: Final[Cutting] = (0, ())
-"""That of an array that is held in one piece."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -99,13 +98,14 @@ def alias_of(array: Any) -> Any:
 
 def aliases_of(arrays: Sequence[Any]) -> list[Any]:
     """`alias_of` of many arrays."""
-    has_aliases = {kind: hasattr(kind, "detach") for kind in set(map(type, arrays))}
-    return [array.detach() if has_aliases[type(array)] else array for array in arrays]
+    if all(hasattr(kind, "detach") for kind in set(map(type, arrays))):
+        return list(map(methodcaller("detach"), arrays))
+    return list(map(alias_of, arrays))
 
 
 def versions_of(backends: Sequence[ArrayBackend], arrays: Sequence[Any]) -> Sequence[int | None]:
     """Returns the version of each array, given the library of each in the same order."""
-    if len({backend.name for backend in backends}) == 1:
+    if len({backend.name for backend in set(backends)}) == 1:
         return backends[0].versions(arrays)
     return [backend.versions([array])[0] for backend, array in zip(backends, arrays, strict=True)]
 
@@ -258,7 +258,7 @@ class LocalBox(msgspec.Struct, frozen=True):
 
     @property
     def cutting(self) -> Cutting:
-        """How to get `array` from the pieces."""
+        """The piece, and the part of it, that `array` is."""
         return self.piece, () if self.place is None else (self.place,)
 
 
@@ -357,7 +357,8 @@ class Captured(msgspec.Struct, frozen=True):
         addresses: Their addresses; see `ArrayBackend.address`.
         backends: Their libraries.
         objects: For each named object, in the user's order, its skeleton.
-        held: The positions, in the columns, of arrays that do not change before a step that waits.
+        held: The positions, in the columns, of arrays that do not change before a step that waits, each with the
+            array's version: any other change shows in that.
         boxes: The boxes that arrays are, if not whole leaves.
         elsewhere: The leaves that other workers write in part or in full.
         worker: The worker whose state it is.
@@ -377,7 +378,7 @@ class Captured(msgspec.Struct, frozen=True):
     addresses: list[int | None]
     backends: list[ArrayBackend]
     objects: dict[str, Skeleton]
-    held: frozenset[int] = frozenset()
+    held: Mapping[int, int] = MappingProxyType({})
     boxes: tuple[BoxRecord, ...] = ()
     elsewhere: tuple[ElsewhereRecord, ...] = ()
     worker: Worker = ALONE

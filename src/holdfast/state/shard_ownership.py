@@ -19,17 +19,7 @@ from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, StridesRecord, shift, split_box, whole_box
 from holdfast.state.adapters import Replication
 from holdfast.state.array_look import look_at
-from holdfast.state.leaves import (
-    NO_CUTTING,
-    ArrayBackend,
-    ArraySpec,
-    Cutting,
-    LocalBox,
-    Replica,
-    Sharding,
-    part_of,
-    spec_of,
-)
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Cutting, LocalBox, Replica, Sharding, part_of, spec_of
 from holdfast.state.registry import backend_of, sharder_of_type
 
 MemoryGroups: TypeAlias = dict[str, tuple[object, frozenset[tuple[str, Hashable]]]]
@@ -245,4 +235,4 @@ class ShardOwnership:
             leaves = {id(replica.holders): replica for replica in self.replicas[replicas.start : replicas.stop]}
             self.replicas += [replace(leaf, leaf=path, same_as=leaf.leaf) for leaf in leaves.values()]
             self.compared += [None] * len(leaves)
-            self.cuttings += [NO_CUTTING] * len(leaves)
+            self.cuttings += [(0, ())] * len(leaves)
