@@ -19,6 +19,7 @@ import importlib
 import inspect
 import io
 import json
+import linecache
 import os
 import socket
 import subprocess
@@ -303,6 +304,8 @@ def _run_program(words: list[str]) -> None:
         elif kind == "-c":
             sys.argv = ["-c", *arguments[1:]]
             sys.path[0] = ""
+            if sys.version_info >= (3, 13):  # From then on a traceback shows the lines of such a program.
+                linecache.cache["<string>"] = (len(arguments[0]), None, arguments[0].splitlines(True), "<string>")
             exec(compile(arguments[0], "<string>", "exec", dont_inherit=True), main.__dict__)
         else:
             sys.argv = [kind, *arguments]

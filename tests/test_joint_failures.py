@@ -230,6 +230,10 @@ def test_survivors_whose_store_does_not_answer_say_so(tmp_path: Path) -> None:
         assert str(error.__cause__) == BROKEN
 
 
+def forwarded(name: str) -> Any:
+    return property(lambda silent: silent.find(name))
+
+
 class SilentCluster:
     """A cluster whose store ceases to answer."""
 
@@ -237,7 +241,7 @@ class SilentCluster:
         self.is_silent = False
         self._cluster = cluster
 
-    def __getattr__(self, name: str) -> Any:
+    def find(self, name: str) -> Any:
         found = getattr(self._cluster, name)
         if not callable(found) or name in ("close", "node_of"):
             return found
@@ -248,6 +252,11 @@ class SilentCluster:
             return found(*arguments)
 
         return ask
+
+    # From Python 3.12 on a protocol is looked for in the class, and no `__getattr__` is asked.
+    rank, world_size, node, incarnation = map(forwarded, ("rank", "world_size", "node", "incarnation"))
+    node_of, add, delete, close = map(forwarded, ("node_of", "add", "delete", "close"))
+    set, set_once, try_get, wait_get = map(forwarded, ("set", "set_once", "try_get", "wait_get"))
 
 
 def test_a_collective_that_breaks_while_all_live_is_the_cause_itself(tmp_path: Path) -> None:

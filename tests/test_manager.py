@@ -599,7 +599,7 @@ def test_old_files_that_cannot_be_removed_do_not_fail_the_save() -> None:
 def test_events_tell_seconds_and_bytes(tmp_path: Path) -> None:
     events: list[Event] = []
     with manager_of(tmp_path, sinks=[events.append]) as manager:
-        manager.save(1)
+        manager.save(1).wait_ended(60)
         manager.save(2)
         manager.wait(60)
         totals = manager.totals

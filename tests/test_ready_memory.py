@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +219,71 @@ def test_a_fork_in_the_middle_changes_nothing() -> None:
         state["a"][:] = 0
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert_saved(storage, 2, 7)
+
+
+class TrainedModel:
+    """A model that a program trains with an optimizer of torch, and saves without asking whether a save is due."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(_SIZE // 1000, 1000, bias=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model.weight.grad = torch.zeros_like(self.model.weight)
+        self.kept = hf.Checkpoint(model=self.model, optimizer=self.optimizer)
+
+
+def test_a_program_that_only_saves_is_known_by_its_optimizer(tmp_path: Path) -> None:
+    training = TrainedModel()
+    with hf.CheckpointManager(tmp_path, training.kept) as manager:
+        training.optimizer.step()
+        assert not threads_at_it(), "the state is not there before that step"
+        training.optimizer.step()
+        assert threads_at_it()
+        await_readiness()
+        training.optimizer.step()
+        assert not threads_at_it()
+        ready_bytes = resident_bytes() if sys.platform == "linux" else 0
+        manager.save(3).wait_ended()
+        if sys.platform == "linux":
+            assert resident_bytes() - ready_bytes < 3 * _SIZE, "the state has four times as many bytes"
+        training.optimizer.step()
+        assert not threads_at_it()
+    training.optimizer.step()
+    assert not threads_at_it()
+
+
+@pytest.mark.parametrize("options", [{"reserve_bytes": 0}, {"save_every": hf.Steps(5)}])
+def test_optimizers_are_not_followed_if_that_is_off_or_saves_are_due(options: dict[str, Any]) -> None:
+    training = TrainedModel()
+    with hf.CheckpointManager(MemoryStorage(), training.kept, **options):
+        for _ in range(4):
+            training.optimizer.step()
+        assert not threads_at_it()
+
+
+def test_an_optimizer_that_is_not_saved_makes_nothing_ready() -> None:
+    training = TrainedModel()
+    with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(model=training.model)):
+        for _ in range(20):
+            training.optimizer.step()
+        assert not threads_at_it()
+
+
+def test_an_optimizer_keeps_no_manager_alive_and_steps_on_without_it() -> None:
+    training = TrainedModel()
+    manager = hf.CheckpointManager(MemoryStorage(), training.kept)
+    gone = weakref.ref(manager)
+    del manager
+    gc.collect()
+    assert gone() is None
+    for _ in range(3):
+        training.optimizer.step()
+    assert not threads_at_it()
+
+
+def test_what_cannot_be_measured_stops_no_step() -> None:
+    training = TrainedModel()
+    with hf.CheckpointManager(MemoryStorage(), training.kept):
+        training.kept["other"] = threading.Lock()
+        for _ in range(10):
+            training.optimizer.step()
+        assert not threads_at_it()

@@ -57,7 +57,8 @@ def check_all_whole(storage: Storage) -> None:
 def save_steps(manager: hf.CheckpointManager, array: np.ndarray, steps: range) -> None:
     for step in steps:
         array[:] = step
-        manager.save(step)
+        # What is removed for it is there for the next one, unless that comes right behind it.
+        manager.save(step).wait_ended(60)
     manager.wait(60)
 
 

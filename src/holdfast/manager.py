@@ -26,7 +26,7 @@ from holdfast.restore.records import Restoration
 from holdfast.save import arguments
 from holdfast.save.arguments import SaveOptions, check_metrics, check_notes
 from holdfast.save.failures import PendingFailures, raise_newest
-from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest, find_wait_seconds
+from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest, find_wait_seconds, wait_served
 from holdfast.save.joint.setup import explaining, open_participant, try_plan_save
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import make_readiness_check, open_event_sinks
@@ -108,7 +108,8 @@ class CheckpointManager:
                 autograd detects fails the save and turns this off; changes through `.data`, NumPy, collectives or
                 hand-written fused kernels are not detected.
             reserve_bytes: Host memory for the first save. None to make it ready slowly while training runs, from the
-                first `save_if_due` that is not due; "auto" to compute its size and allocate it now, or a number to
+                first `save_if_due` that is not due, or without `save_every` from the first steps of a saved torch
+                optimizer; "auto" to compute its size and allocate it now, or a number to
                 allocate that much now, in the background; 0 to leave it to the first save.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves on its own although there are others, or a cluster, which the caller closes.
@@ -164,7 +165,7 @@ class CheckpointManager:
                 failures_allowed=failures_allowed,
                 emit=self.emit,
             )
-            if reserve_bytes is not None:
+            if reserve_bytes is not None or save_every is None:
                 self._saver.prepare(reserve_bytes)
             self.begin_anew, self._closed = begin_anew, False
             self.restored: Restoration | None = None
@@ -441,10 +442,13 @@ class CheckpointManager:
 
     def _begin(self, request: SaveRequest, captured: Captured | None) -> SaveHandle:
         step, handle, busy = request.step, request.handle, self._in_flight
-        if self._options.when_busy == "skip" and busy is not None and busy.goes_on and not busy.handle.ended:
-            self._skip(request, f"the save of step {busy.step} is still in progress")
-            return handle
-        self._settle(None)
+        if self._options.when_busy == "skip" and busy is not None:
+            self._saver.note_call()
+            if busy.goes_on and not busy.progress.served.is_open:
+                self._skip(request, f"the save of step {busy.step} is still in progress")
+                return handle
+        self._settle(None, wait_served)
+        before = self._in_flight
         request.waited_seconds = time.monotonic() - request.asked_at
         arguments.check_place(step, self.url, self._living, self.newest_asked, replace=handle.replaces)
         captured = captured or self._saver.capture(all_objects(self.checkpoint))
@@ -460,7 +464,7 @@ class CheckpointManager:
             self._failures.put_back(untold)
             # The storage may hold up what was written of it; the next save waits for that.
             if not request.goes_on and request.progress.ended.wait(_PARTING_SECONDS):
-                self._in_flight = None
+                self._in_flight = before
             raise
         raise_newest(untold, handle)
         return handle
@@ -498,7 +502,8 @@ class CheckpointManager:
         request.drop_if_left()
         wait(request.handle, timeout_seconds)
         with self._settling:
-            if request.progress.is_committed and self._in_flight is request:
-                self._living.add(request.step)
             if self._in_flight is request:  # A signal handler may have waited, and saved, since.
-                self._in_flight = None
+                if request.progress.is_committed:
+                    self._living.add(request.step)
+                if request.progress.ended.is_open:
+                    self._in_flight = None

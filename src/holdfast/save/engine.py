@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from holdfast.catalog import describe_lost
 from holdfast.errors import (
@@ -26,6 +26,7 @@ from holdfast.errors import (
     OutOfMemoryError,
     SaveFailedError,
     StorageError,
+    StorageFullError,
 )
 from holdfast.events import (
     Committed,
@@ -41,7 +42,7 @@ from holdfast.events import (
     Written,
 )
 from holdfast.format.names import StepName
-from holdfast.format.records import Worker
+from holdfast.format.records import Manifest, Worker
 from holdfast.save.arguments import SaveOptions
 from holdfast.save.commit.run_writer import CheckpointWriter, StepFiles, make_debris_warning
 from holdfast.save.copy.image import Staging
@@ -54,6 +55,8 @@ from holdfast.storage.worker_pool import Round, WorkerPool
 _MOST_KEPT_TOLD: Final = 100
 """So many kept steps are named in the event of retention."""
 
+_T = TypeVar("_T")
+
 _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Code flags of generators and coroutines."""
 
@@ -61,14 +64,17 @@ _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC
 class Engine:
     """Makes saves, one at a time.
 
-    The first save starts the engine's thread. The public methods and `_note_held` run in the training thread, except
-    `emit_soon`, which runs in any. While a save is in progress, only the engine's thread writes the attributes, of
-    which others may read the public ones, and `_note_held` writes `_held_seconds`. Otherwise the training thread may.
+    The first save starts the engine's thread, and the tidier, a thread that cleans up after a commit. At most one save
+    is cleaned up after, while at most one other is made.
+
+    The public methods and `_note_held` run in the training thread, except `emit_soon`, which runs in any, and `_tidy`
+    in the tidier. While a save is in progress, only the engine's thread writes the attributes, of which others may read
+    the public ones, and `_note_held` writes `_held_seconds`. Otherwise the training thread may.
 
     Attributes:
         barrier: Holds up the steps of optimizers, or None.
         newest: The newest checkpoint that was committed here, or None.
-        serving: The thread that makes a save and calls sinks, while it does.
+        serving: The threads that make a save or clean up after one, and call sinks, while they do.
         durable_seconds: How long `newest` took to be durable after its copy had ended, or None.
         blocked_seconds: How long the save of `newest` blocked training, or None.
         protected_since_at: The time from which training is lost if the save in progress is.
@@ -90,13 +96,14 @@ class Engine:
         self._failures = failures
         self._emit = emit
         self._thread = WorkerPool(1, "holdfast-engine")
+        self._tidier = WorkerPool(1, "holdfast-tidier")
         self._pool = WorkerPool(options.threads, "holdfast-worker")
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.barrier: OptimizerStepBarrier | None = None
         if options.overlap_copy:
             self.barrier = OptimizerStepBarrier(options.timeout_seconds, self._note_held, check_caller)
         self.newest: StepName | None = None
-        self.serving: int | None = None
+        self.serving: set[int] = set()
         # Where the run had gone on from when `newest` was saved.
         self._origin = Origin()
         self.durable_seconds: float | None = None
@@ -107,6 +114,8 @@ class Engine:
         self._copying: Round | None = None
         self._files: StepFiles | None = None
         self._held_seconds = 0.0
+        # The save before, while the tidier may be at work for it.
+        self._before: SaveRequest | None = None
         # What retention has told of: it meets with the same again after each save.
         self._told: set[str] = set()
 
@@ -129,14 +138,14 @@ class Engine:
     def tidy(self) -> None:
         """**Blocks.** The run has succeeded: the step that it resumed from need not be kept any more."""
         if self.newest is not None and self._origin.base not in (None, *self._origin.sources):
-            self._retain(self.newest, self._origin, at_end=True)
+            self._retain(self.newest, self._origin, None)
 
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Ends the threads; no save is in progress."""
-        self._thread.end()
-        self._pool.end()
-        self._thread.join(timeout_seconds)
-        self._pool.join(timeout_seconds)
+        for threads in (self._thread, self._tidier, self._pool):
+            threads.end()
+        for threads in (self._thread, self._tidier, self._pool):
+            threads.join(timeout_seconds)
         if self.barrier is not None:
             self.barrier.close()
         self._flush_events()
@@ -144,10 +153,12 @@ class Engine:
     def _serve(self, request: SaveRequest) -> None:
         """Makes one save, with any result; raises only what a user's sink may raise."""
         self._failures.note_begun(request)
-        self.serving = request.progress.thread = threading.get_ident()
+        request.progress.thread = threading.get_ident()
+        self.serving.add(request.progress.thread)
+        manifest: Manifest | None = None
         try:
             try:
-                name = self._save(request)
+                manifest = self._save(request)
             except BaseException as error:
                 # This may raise another error in place of the first.
                 self._give_up(request, error)
@@ -161,16 +172,14 @@ class Engine:
             self._emit(Skipped(step=request.step, reason=left.reason))
         except BaseException as error:  # noqa: BLE001  The user must be notified of any error that ended the save.
             self._fail(request, error)
-        else:
-            self._retain(name, request.origin)
         finally:
             try:
-                self._end(request)
+                self._end(request, manifest)
             finally:
-                self.serving = request.progress.thread = None
+                self.serving.discard(threading.get_ident())
 
-    def _save(self, request: SaveRequest) -> StepName:
-        """Makes a save: copy, write, wait for the confirmation, commit."""
+    def _save(self, request: SaveRequest) -> Manifest | None:
+        """Makes a save: copy, write, wait for the confirmation, commit; returns the manifest if it is this worker's."""
         staging = request.staging
         assert staging is not None, "it is set before"
         if isinstance(staging, OutOfMemoryError):
@@ -183,7 +192,12 @@ class Engine:
         try:
             is_pool_copying = self._copy(request, staging, barrier)
             if is_pool_copying:
-                self._open(request, staging).write_behind_copy(self._pool)
+                try:
+                    self._open(request, staging).write_behind_copy(self._pool)
+                except StorageFullError as error:
+                    if self._before is None:
+                        raise
+                    self._give_up(request, error)  # It begins again where it may wait for room.
         finally:
             # Also a failure so far is reported when training has its copy, and not before.
             self._wait_for_training(request)
@@ -197,12 +211,12 @@ class Engine:
                 barrier.release([])
             request.progress.is_copied = True
             request.progress.staged.open()
-        if (files := self._files) is None:
-            try:
-                files = self._open(request, staging)
-            finally:
-                self._flush_events()
-        receipts = files.finish(self._pool)
+        try:
+            receipts = self._find_room(
+                request, lambda: (self._files or self._open(request, staging)).finish(self._pool)
+            )
+        finally:
+            self._flush_events()
         name = request.progress.name
         assert name is not None, "it was opened"
         self._emit(
@@ -215,9 +229,9 @@ class Engine:
         )
         if barrier is not None:
             barrier.wait_settled()
-        self._writer.commit(receipts, name, request.metrics, request.metadata)
+        manifest = self._writer.commit(receipts, name, request.metrics, request.metadata)
         self._note_committed(request, name, receipts)
-        return name
+        return manifest
 
     def _copy(self, request: SaveRequest, staging: Staging, barrier: OptimizerStepBarrier | None) -> bool:
         """**Blocks** while the copies are made that training waits for, unless the pool can make them by itself.
@@ -235,7 +249,7 @@ class Engine:
                 barrier.begin(request.step, request.thread, staging.check_unchanged)
             copies = staging.copies_now()
             # To write and copy many small arrays at a time is to wait for the interpreter's lock, over and over.
-            is_pool_copying = has_helpers and staging.is_coarse and barrier is None and self._writer.writes_behind_copy
+            is_pool_copying = has_helpers and staging.is_coarse and barrier is None and self._writer.writes_early
             if is_pool_copying:
                 self._copying = self._pool.begin(copies, processors)
             else:
@@ -246,13 +260,26 @@ class Engine:
         return is_pool_copying
 
     def _open(self, request: SaveRequest, staging: Staging) -> StepFiles:
-        name, base = self._writer.open(request.origin, request.step)
-        if base is not None:
-            self.emit_soon(GenerationOpened(generation=base.generation, base_step=base.step))
-        request.progress.name = name
-        request.progress.named.open()
+        if not self._writer.writes_early:
+            self._await_tidied()
+        if (name := request.progress.name) is None:
+            name, base = self._writer.open(request.origin, request.step)
+            if base is not None:
+                self.emit_soon(GenerationOpened(generation=base.generation, base_step=base.step))
+            request.progress.name = name
+            request.progress.named.open()
         self._files = self._writer.open_files(staging.snapshot, name, request.metrics)
         return self._files
+
+    def _find_room(self, request: SaveRequest, write: Callable[[], _T]) -> _T:
+        """**Blocks.** Writes; if the disk is full, once more when the clean-up after the save before has made room."""
+        try:
+            return write()
+        except StorageFullError as error:
+            if not self._await_tidied():
+                raise
+            self._give_up(request, error)
+            return write()
 
     def _wait_for_training(self, request: SaveRequest) -> None:
         """**Blocks** until the copy has ended, and the training thread has confirmed the save.
@@ -308,13 +335,14 @@ class Engine:
         )
 
     def _give_up(self, request: SaveRequest, error: BaseException) -> None:
-        """**Blocks.** Cleans up after a save that failed with `error`. If this raises, that error replaces it.
+        """**Blocks.** Removes what a save has written that failed with `error`. If this raises, that error replaces it.
 
         If a file was missing, another job may have removed it, or the others abandoned the save: the error says so.
         """
+        files, self._files = self._files, None
         try:
-            if self._files is not None:
-                self._files.abandon()
+            if files is not None:
+                files.abandon()
             if isinstance(error, NotFoundError):
                 self._writer.check_standing()
         finally:
@@ -352,18 +380,34 @@ class Engine:
             self._emit(Warned(text=GIVING_UP))
         _empty_frames(error)
 
-    def _retain(self, name: StepName, origin: Origin, *, at_end: bool = False) -> None:
+    def _tidy(self, request: SaveRequest, manifest: Manifest) -> None:
+        """**Blocks.** Cleans up after a commit, and ends the save. Meanwhile the engine may make the next one."""
+        request.progress.thread = threading.get_ident()
+        self.serving.add(request.progress.thread)
+        try:
+            self._retain(manifest.name, request.origin, manifest)
+        finally:
+            self.serving.discard(threading.get_ident())
+            self._failures.note_ended(request)
+
+    def _await_tidied(self) -> bool:
+        """**Blocks** until the save before has been cleaned up after; returns False if that had ended before."""
+        before, self._before = self._before, None
+        return before is not None and before.progress.ended.wait(threading.TIMEOUT_MAX)
+
+    def _retain(self, name: StepName, origin: Origin, manifest: Manifest | None) -> None:
         """**Blocks.** Removes checkpoints that are not kept after a commit. A failure is only reported.
 
-        If the run has succeeded (`at_end`), the step that it resumed from is no longer protected.
+        Without the manifest of the commit, the run has succeeded, and the step that it resumed from is no longer
+        protected.
         """
         begun_at = time.monotonic()
         protected = dict.fromkeys(origin.sources, "this program restored from it")
-        if origin.base is not None and not at_end:
+        if origin.base is not None and manifest is not None:
             protected[origin.base] = "the run resumed from it"
         protected[name] = "just committed"
         try:
-            cleaning = self._writer.clean(name, protected)
+            cleaning = self._writer.clean(name, protected, manifest)
         except FencedError:
             return  # The newer job cleans; the next save here says that this one is fenced.
         except BaseException as error:  # noqa: BLE001  The checkpoint is committed, even if something fails afterwards.
@@ -411,8 +455,8 @@ class Engine:
             self._failures.add(failure)
         self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
 
-    def _end(self, request: SaveRequest) -> None:
-        """**Blocks.** The last actions of every save."""
+    def _end(self, request: SaveRequest, manifest: Manifest | None) -> None:
+        """**Blocks.** The last actions of every save: with a manifest, all but the clean-up."""
         try:
             self._writer.finish()
         finally:
@@ -428,8 +472,22 @@ class Engine:
             if isinstance(staging, Staging):
                 staging.forget()
             self._flush_events()
-            # Not before: from here on the program may end, or the next save begin.
-            self._failures.note_ended(request)
+            if manifest is None:
+                # Not before: from here on the next save may begin.
+                request.progress.served.open()
+                # And from here on the program may end.
+                self._await_tidied()
+                self._failures.note_ended(request)
+            else:
+                # One at a time: what is to be removed never piles up.
+                self._await_tidied()
+                self._before = request
+                work = partial(self._tidy, request, manifest)
+                if self._tidier.start():
+                    self._tidier.put(work)
+                else:
+                    work()
+                request.progress.served.open()
 
     def _flush_events(self) -> None:
         while not self._pending_events.empty():

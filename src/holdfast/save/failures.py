@@ -46,9 +46,10 @@ class PendingFailures:
             self._failures_in_a_row = self._changes_in_a_row = 0
 
     def note_ended(self, request: SaveRequest) -> None:
-        """Called when the save is over."""
+        """Called when the save is over, also if the next one has begun."""
         with self._lock:
-            self._in_flight = None
+            if self._in_flight is request:
+                self._in_flight = None
             self._release_if_done()
         request.progress.ended.open()
 

@@ -49,21 +49,24 @@ def find_wait_seconds(timeout_seconds: float, worker: Worker) -> float:
 class SaveProgress:
     """The progress of one save: the engine sets it, and the handle reads it. It holds no array.
 
-    Each field is set once, before its latch is opened; a failure opens all latches but the last.
+    Each field is set once, before its latch is opened; a failure opens all latches but the last two.
 
     Attributes:
-        staged, named, settled, ended: The latches.
+        staged, named, settled: The latches of those who wait for something to be done.
+        served: Opens when the next save may begin; what this one has replaced may still be being removed.
+        ended: Opens when nothing is left to do.
         is_copied: True once the state has been copied and may be changed again.
         name: The directory of the checkpoint, present or future.
         is_committed: True once the checkpoint exists.
         skipped: Why the save was skipped, or empty.
         error: Why the save failed, or None.
-        thread: The thread that performs the save, while it does.
+        thread: The thread that performs the save, or cleans up after it, until it has ended.
     """
 
     staged: Latch = field(default_factory=Latch)
     named: Latch = field(default_factory=Latch)
     settled: Latch = field(default_factory=Latch)
+    served: Latch = field(default_factory=Latch)
     ended: Latch = field(default_factory=Latch)
     is_copied: bool = False
     name: StepName | None = None
@@ -341,6 +344,7 @@ class SaveRequest:
         self.copied.call_off()
         self.confirm(commits=False)
         if not self.is_submitted:
+            self.progress.served.open()
             self.progress.ended.open()
 
     def drop_if_left(self) -> None:
@@ -357,6 +361,11 @@ class SaveRequest:
 def name_state(handle: SaveHandle) -> str:
     """Describes the state of a save in words. Unlike the properties, this does not count as a call by the program."""
     return str(handle._progress)
+
+
+def wait_served(handle: SaveHandle, timeout_seconds: float | None) -> None:
+    """**Blocks.** Like `wait_ended`, but only until the next save may begin: the clean-up may go on beside it."""
+    handle._wait_for(handle._progress.served, timeout_seconds, "did not end")
 
 
 def find_canceller(handle: SaveHandle) -> Callable[[HoldfastError], bool] | None:

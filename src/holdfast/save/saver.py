@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal
 
 from holdfast.errors import HoldfastError, OutOfMemoryError, UsageError
@@ -22,6 +24,7 @@ from holdfast.save.prepare import count_awaited_bytes, estimate_bytes, measure_b
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
 from holdfast.state.hyperparameters import find_unsaved_schedule
 from holdfast.state.oversights import ImmutableArrays, KeptEpoch, LossWatch, find_oversights
+from holdfast.state.registry import list_members
 from holdfast.storage import Storage
 from holdfast.storage.digesting import find_native
 
@@ -66,6 +69,7 @@ class Saver:
         self._readying: Readying | None = None
         self._looks_left = _MOST_LOOKS if options.reserve_bytes is None else 0
         self._has_begun = False
+        self._ends: list[Callable[[], None]] = []
         self._stager = Stager(self._buffer)
         self._captures = CaptureCache()
         self._objects = objects
@@ -81,13 +85,16 @@ class Saver:
         """The cost of the newest committed save: seconds of blocked training, and seconds until it was durable."""
         return self.engine.blocked_seconds, self.engine.durable_seconds
 
-    def prepare(self, size_bytes: int | Literal["auto"]) -> None:
+    def prepare(self, size_bytes: int | Literal["auto"] | None) -> None:
         """Allocates memory for a state of that size in the background, unless it is 0, or warns that it cannot.
 
         Then the first save allocates the memory. The objects need not be ready to be saved yet, such as a lazy module.
+        If it is None, the steps of the saved optimizers show when the time for that has come.
         """
         try:
-            if size_bytes == "auto":
+            if size_bytes is None:
+                self._follow_steps()
+            elif size_bytes == "auto":
                 self._begin_readying(estimate_bytes(self._objects), is_estimate=True)
             elif wanted_bytes := operator.index(size_bytes):
                 self._begin_readying(wanted_bytes, is_estimate=False)
@@ -114,6 +121,20 @@ class Saver:
                 self._begin_readying(size_bytes, is_estimate=True, rest_share=GENTLE)
         except HoldfastError:
             pass  # It comes again if a save fails by it, which then says so.
+
+    def _follow_steps(self) -> None:
+        """Looks ahead before each step of a saved optimizer: the program may make no call before it saves."""
+        me = weakref.ref(self)
+
+        def look(_: object) -> None:
+            saver = me()
+            if saver is not None and saver._looks_left:
+                with suppress(Exception):  # It comes again if a save fails by it.
+                    saver.look_ahead(saver._objects)
+
+        for _, obj, adapter in list_members(self._objects):
+            if (end := adapter.before_step(obj, look, is_own=True)) is not None:
+                self._ends.append(end)
 
     def _begin_readying(self, size_bytes: int, *, is_estimate: bool, rest_share: float = 0.0) -> None:
         self._readying = readying = Readying(self._buffer, rest_share)
@@ -142,7 +163,7 @@ class Saver:
                 f"a save into {self._url} has just begun, and this call was made from inside it",
                 hint="In a signal handler, only set a flag, and do the rest after the step.",
             )
-        if self.engine.serving == threading.get_ident():
+        if threading.get_ident() in self.engine.serving:
             raise UsageError(
                 f"an event sink called the manager of {self._url}, whose save waits for the sink",
                 hint="In a sink, only record the event; do the rest in the training thread.",
@@ -204,6 +225,8 @@ class Saver:
 
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Ends all threads, and frees buffer and disk; no save is in progress."""
+        while self._ends:
+            self._ends.pop()()
         if self._readying is not None:
             self._readying.end()
             self._readying.join(timeout_seconds)

@@ -248,14 +248,14 @@ class StorageWriter(dcp.StorageWriter):
         try:
             receipts = self._complete(storage, name, [written[0].storage_data for written in results], metadata)
             notes = {"written_by": _METADATA, FLATTENED: metadata.planner_data is not None}
-            line.commit(receipts, name, {}, notes)
+            manifest = line.commit(receipts, name, {}, notes)
         except BaseException as error:
             try:
                 line.give_up(name)
             except HoldfastError as left:
                 error.add_note(f"The partly written step is still there, but is not a checkpoint: {left}")
             raise
-        line.clean(name, {})
+        line.clean(name, {}, manifest)
         self.saved_step = name.step
         if self._saving is not None:
             self._saving.ended.set()

@@ -49,8 +49,10 @@ class Variables:
             for name, variable in self._variables.items()
         }
 
-    def list_values(self) -> list[Any]:
-        """Returns the arrays as the variables hold them."""
+    def list_parameters(self) -> list[Any]:
+        """Returns the parameters of torch that the variables are; none with JAX, whose fit empties them meanwhile."""
+        if keras.backend.backend() != "torch":
+            return []
         return [variable.value for variable in self._variables.values()]
 
     def write(self, live: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
@@ -194,7 +196,7 @@ class _VariablesAdapter(Adapter):
 
     def oversights_of(self, obj: Variables) -> Oversights:
         """See `Adapter`: an optimizer of torch may train these."""
-        return Oversights(holds=obj.list_values())
+        return Oversights(holds=obj.list_parameters())
 
 
 class Kept:

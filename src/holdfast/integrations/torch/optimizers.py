@@ -298,6 +298,8 @@ def follow_all(call: Callable[[Any], None]) -> Callable[[], None]:
 
 def _follow(obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
     """Adds a hook to one optimizer, or to the one in a wrapper that has no hooks; copies of it do not have it."""
+    if "torch._dynamo" in sys.modules:
+        call = torch.compiler.disable(call)  # Else what compiles a step would look into it, and warn.
     for optimizer in (obj, getattr(obj, "optimizer", None)):
         with suppress(AttributeError):  # A wrapper may inherit the method, and lack what torch's own class sets.
             handle = cast(Any, optimizer).register_step_pre_hook(lambda stepping, *_: call(stepping))

@@ -15,7 +15,6 @@ from holdfast.catalog import (
     History,
     check_fence,
     check_unpassed,
-    exists,
     find_lost,
     open_generation,
     read_catalog,
@@ -88,16 +87,17 @@ class CheckpointWriter(Protocol):
     """Writes the checkpoints of a run: by one worker alone, or by several together. Not thread-safe.
 
     A save calls `digest` before training continues, and then the others in this order; `give_up` and `fail` after an
-    error, and `finish` in any case. If `writes_behind_copy` is set, files may be opened before the save is confirmed.
-    Each method may raise errors of the storage and of the other workers.
+    error, and `finish` in any case. `clean` comes after a commit, in another thread, and may go on during the next
+    save. Each method may raise errors of the storage and of the other workers.
 
     Attributes:
-        writes_behind_copy: True if writing may begin while the state is still being copied.
+        writes_early: True if files may be opened before the save is confirmed, while the state is still being copied,
+            and while `clean` has not returned yet.
         compares: True if the next save compares replicated state.
         generation: The generation that is written, or None before the first save.
     """
 
-    writes_behind_copy: bool
+    writes_early: bool
     compares: bool
     generation: int | None
 
@@ -120,12 +120,17 @@ class CheckpointWriter(Protocol):
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
-    ) -> object:
-        """**Blocks.** Commits what was written."""
+    ) -> Manifest | None:
+        """**Blocks.** Commits what was written; returns None if another worker does, which also calls `clean`."""
         ...
 
-    def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning | None:
-        """**Blocks.** Removes checkpoints that are not kept; None if another worker does that."""
+    def clean(
+        self, newest: StepName, protected: Mapping[StepName, str], manifest: Manifest | None = None
+    ) -> Cleaning | None:
+        """**Blocks.** Removes checkpoints that are not kept; None if another worker does that.
+
+        `manifest` is that of the newest one if it has just been committed.
+        """
         ...
 
     def check_standing(self) -> None:
@@ -152,14 +157,13 @@ class CheckpointWriter(Protocol):
 class RunWriter(CheckpointWriter):
     """Writes checkpoints of one generation, one after the other: a `CheckpointWriter` for one worker alone.
 
-    Not thread-safe: one save uses it at a time.
+    Not thread-safe, except that `clean` and a save may go on at the same time, as `CheckpointWriter` says.
 
     Attributes:
         base: The base of the generation that was opened here, or None.
         recycler: Recycles the data file of a removed checkpoint; the owner of this closes it.
     """
 
-    writes_behind_copy = True
     compares = False
 
     def __init__(
@@ -173,14 +177,14 @@ class RunWriter(CheckpointWriter):
         self._token = os.urandom(16).hex()
         self._history = History(storage)
         self._summarizer = Summarizer(storage, self._history, self._token)
-        # The step that was committed here last, and its manifest.
-        self._newest: tuple[StepName, Manifest] | None = None
+        # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
+        self._attempts: tuple[StepName, ...] = ()
         # Whether what older generations had left has been removed, as far as it was there when this one began.
         self._has_swept = False
-        # The step that was committed here last, while there is no copy of its manifest.
-        self._uncopied: StepName | None = None
         self.recycler = FileRecycler(storage, reuse=reuse_space)
         self._incremental = Incremental(storage, self._history) if incremental else None
+        # What refers to earlier steps has to know which of them stay, and all that has changed.
+        self.writes_early = not incremental
 
     def leave_generation(self) -> None:
         """See `CheckpointWriter`."""
@@ -258,7 +262,9 @@ class RunWriter(CheckpointWriter):
                 f"{self._storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
                 hint="A directory there has a number that no job gave it; remove it.",
             )
-        return StepName(step, generation, attempt)
+        name = StepName(step, generation, attempt)
+        self._attempts = (name,)
+        return name
 
     def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
         """See `CheckpointWriter`."""
@@ -275,9 +281,6 @@ class RunWriter(CheckpointWriter):
         except NotFoundError:
             self.check_standing()
             raise
-        self._history.known[name] = manifest.facts
-        self._newest = (name, manifest)
-        self._uncopied = name
         self.note_committed()
         return manifest
 
@@ -293,19 +296,29 @@ class RunWriter(CheckpointWriter):
 
     def give_up(self, name: StepName) -> None:
         """See `CheckpointWriter`; if this fails, the next save removes it."""
-        catalog = read_catalog(self._storage, self._history)
-        if name in catalog.unfinished:
+        # Not with the history, which `clean` may be using.
+        if name in read_catalog(self._storage).unfinished:
             discard_unfinished(self._storage, name)
 
-    def clean(self, newest: StepName, protected: Mapping[StepName, str], busy: Collection[StepName] = ()) -> Cleaning:
+    def clean(
+        self,
+        newest: StepName,
+        protected: Mapping[StepName, str],
+        manifest: Manifest | None = None,
+        busy: Collection[StepName] = (),
+    ) -> Cleaning:
         """**Blocks.** Removes what the retention policy gives up, and the remains of earlier saves.
 
         Only the current lineage is considered; other steps stay until a person prunes them. A step to which a kept step
         refers stays too, in the lineage or not. A generation that was fenced removes nothing, and raises `FencedError`.
-        Others may still be writing to unfinished steps that are `busy`.
+        Others may still be writing to unfinished steps that are `busy`, and this worker to the next one.
         """
         check_fence(self._storage, newest.generation)
+        if manifest is not None:
+            self._history.known[newest] = manifest.facts
         catalog = read_catalog(self._storage, self._history)
+        # Looked at after that: an attempt is named before it has a directory.
+        in_use = {*busy, *self._attempts}
         candidates = self._list_candidates(catalog)
         problems: list[HoldfastError] = []
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
@@ -318,12 +331,10 @@ class RunWriter(CheckpointWriter):
             if (name.step, name.generation) in own
         ]
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
-        manifest = self._newest[1] if self._newest is not None and self._newest[0] == newest else None
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         # A copy of the manifest, which says that the step was committed if the manifest is lost. A crash before this
         # leaves a step that counts as any other; only that loss is not noticed then.
-        if manifest is not None and (newest == self._uncopied or not exists(self._storage, newest.committed_path)):
-            self._uncopied = None
+        if manifest is not None:
             try:
                 self._storage.write(newest.committed_path, seal(manifest))
             except HoldfastError as error:
@@ -348,7 +359,7 @@ class RunWriter(CheckpointWriter):
                 problems.append(error)
         swept: list[str] = []
         if catalog.unfinished or catalog.trash or not self._has_swept:
-            swept, left = self._sweep(catalog, referred.union(busy))
+            swept, left = self._sweep(catalog, referred | in_use)
             problems += left
             self._has_swept = not left
         if is_long:

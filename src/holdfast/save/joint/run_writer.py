@@ -21,7 +21,7 @@ from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.names import StepName
-from holdfast.format.records import Base, Reference
+from holdfast.format.records import Base, Manifest, Reference
 from holdfast.save.commit.run_writer import (
     CheckpointWriter,
     Cleaning,
@@ -83,7 +83,8 @@ class JointRunWriter(CheckpointWriter):
     respond, in addition to the errors of `RunWriter`.
     """
 
-    writes_behind_copy = False
+    # The others know nothing of the clean-up: if one finds no room on a shared disk, it does not know what to wait for.
+    writes_early = False
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class JointRunWriter(CheckpointWriter):
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
-    ) -> None:
+    ) -> Manifest | None:
         """**Blocks.** Commits what all have written: the leader publishes, the others wait until it has.
 
         A crash of the leader after the publication leaves a whole checkpoint that no other worker knows of.
@@ -194,7 +195,7 @@ class JointRunWriter(CheckpointWriter):
             protocol.hand_in(own, holding)
             self._own.note_committed()
             self._note_compared()
-            return
+            return None
         parts = [own, *protocol.collect_parts()]
         self._check_parts(parts)
         divergences = protocol.query.compare([part.groups for part in parts], holding)
@@ -209,10 +210,11 @@ class JointRunWriter(CheckpointWriter):
         self._coverage.check(self._storage, name, [part.shards for part in parts], [part.values for part in parts])
         # Who has given up by now has said so, and who has not will wait for the result.
         protocol.agree()
-        self._own.commit(together, name, metrics, metadata)
+        manifest = self._own.commit(together, name, metrics, metadata)
         protocol.tell_committed()
         self._warn(name, find_apart([part.positions for part in parts]), divergences)
         self._note_compared()
+        return manifest
 
     def check_standing(self) -> None:
         """**Blocks.** Called if the directory is gone: others may have taken this worker for dead, and removed it."""
@@ -239,9 +241,11 @@ class JointRunWriter(CheckpointWriter):
         else:
             self._protocol.tell(error)
 
-    def clean(self, newest: StepName, protected: Mapping[StepName, str]) -> Cleaning | None:
+    def clean(
+        self, newest: StepName, protected: Mapping[StepName, str], manifest: Manifest | None = None
+    ) -> Cleaning | None:
         """**Blocks.** Like `RunWriter.clean`, except for directories that others may write to. The leader does it."""
-        return self._own.clean(newest, protected, self._list_busy()) if self._peers.is_leader else None
+        return self._own.clean(newest, protected, manifest, self._list_busy()) if self._peers.is_leader else None
 
     def _list_busy(self) -> list[StepName]:
         """Returns the directories of failed attempts that other workers may still be writing to."""
