@@ -109,7 +109,7 @@ def capture_objects(
             if hold is not None and adapter is not None and hold(obj, adapter):
                 stepped += adapter.stepped_arrays(obj)
         captured = capturing.captured(skeletons)
-        return replace(captured, held=capturing.find_held(stepped)) if stepped else captured
+        return replace(captured, held=versions_of(captured, capturing.find_held(stepped))) if stepped else captured
 
 
 def check_capture(
@@ -210,30 +210,20 @@ class _Capturing(Encoder):
             quantizers=tuple(sharing.quantizers),
         )
 
-    def find_held(self, arrays: list[Any]) -> dict[int, int]:
-        """Returns the leaves whose memory one of the arrays shows in the same form, by number, with their versions.
-
-        Without those that have none: that they changed could not be detected.
-        """
+    def find_held(self, arrays: list[Any]) -> set[int]:
+        """Returns the leaves whose memory one of the arrays shows in the same form, by number."""
         known = {key: written for key, (_, written) in self._looked_at.items()}
         for own, written in self._taken:
             known.update(zip(map(id, own), written, strict=True))
         found: list[CapturedLeaf | None] = list(map(known.get, map(id, arrays)))
-        others: list[Any] = []
-        if None in found:
-            others = [array for array, written in zip(arrays, found, strict=True) if written is None]
+        others = [array for array, written in zip(arrays, found, strict=True) if written is None]
         while others:
             array = others.pop()
             if is_made_of_tensors(type(array)):
                 others += [part for _, part in parts_of(array)]
             elif sharder_of_type(type(array)) is not None or backend_of(array) is not None:
                 found.append(self._find(array, self._memory_of(array)))
-        places = dict.fromkeys(chain.from_iterable(map(_arrays, filter(None, found))))
-        columns = self._columns
-        versions = versions_of(
-            list(map(columns.backends.__getitem__, places)), list(map(columns.arrays.__getitem__, places))
-        )
-        return {place: one for place, one in zip(places, versions, strict=True) if one is not None}
+        return set(chain.from_iterable(map(_arrays, filter(None, found))))
 
     def _memory_of(self, array: Any) -> Hashable:
         """Returns a key of an array's memory that no other memory has while its object is looked at."""

@@ -432,10 +432,7 @@ def find_pattern(keys: Sequence[int]) -> list[int] | None:
 def find_origins(
     values: Iterable[tuple[Any, Cutting] | None], arrays: Sequence[Any], firsts: Sequence[int]
 ) -> list[LeafOrigin] | None:
-    """Returns the origins of arrays that were taken from a tree's; None if one has another origin.
-
-    `firsts` has for each of the tree's arrays the number of its first base.
-    """
+    """Returns the origins of arrays from a tree's, whose first bases have those numbers; None if one has another."""
     numbers = dict(zip(map(id, reversed(arrays)), reversed(firsts), strict=True))
     origins: list[LeafOrigin] = []
     for one in values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import methodcaller
@@ -103,11 +103,15 @@ def aliases_of(arrays: Sequence[Any]) -> list[Any]:
     return list(map(alias_of, arrays))
 
 
-def versions_of(backends: Sequence[ArrayBackend], arrays: Sequence[Any]) -> Sequence[int | None]:
-    """Returns the version of each array, given the library of each in the same order."""
+def versions_of(captured: Captured, places: Collection[int]) -> dict[int, int]:
+    """Returns the versions of captured arrays by position, without those of which no changes are counted."""
+    backends, arrays = [captured.backends[place] for place in places], [captured.arrays[place] for place in places]
+    versions: Sequence[int | None]
     if len({backend.name for backend in set(backends)}) == 1:
-        return backends[0].versions(arrays)
-    return [backend.versions([array])[0] for backend, array in zip(backends, arrays, strict=True)]
+        versions = backends[0].versions(arrays)
+    else:
+        versions = [backend.versions([array])[0] for backend, array in zip(backends, arrays, strict=True)]
+    return {place: version for place, version in zip(places, versions, strict=True) if version is not None}
 
 
 @lru_cache(maxsize=1 << 16)
@@ -147,8 +151,7 @@ class Glance(msgspec.Struct, frozen=True):
             the same for all of them, `address` returns None for the same ones, and two with the same key, or else the
             same address, have equal `alias_key`s in both or in neither. For a sharder's: if `look` returns the same for
             all, but for the plain arrays.
-        bases: The plain arrays that hold a sharder's arrays on this worker, one after the other; None if they are plain
-            themselves.
+        bases: The plain arrays that hold a sharder's arrays on this worker, one after the other; None if all are plain.
         firsts: For each array the number of its first one among these; None if each has one.
         keys: For each array, a number below 0 that another one has only if it is the same; None if addresses tell.
     """
@@ -357,8 +360,7 @@ class Captured(msgspec.Struct, frozen=True):
         addresses: Their addresses; see `ArrayBackend.address`.
         backends: Their libraries.
         objects: For each named object, in the user's order, its skeleton.
-        held: The positions, in the columns, of arrays that do not change before a step that waits, each with the
-            array's version: any other change shows in that.
+        held: The positions of arrays that do not change before a step that waits; and each one's version, until then.
         boxes: The boxes that arrays are, if not whole leaves.
         elsewhere: The leaves that other workers write in part or in full.
         worker: The worker whose state it is.

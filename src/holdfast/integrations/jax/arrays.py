@@ -300,8 +300,7 @@ class JaxSharder:
             box = box_of(shard.index, spec.shape)
             if box not in boxes:
                 memory = _memory_of(shard.data)
-                base = shard.data if memory is None else memory
-                boxes[box] = LocalBox(box, base, holders.get(box), piece=len(boxes))
+                boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box), piece=len(boxes))
         workers = _count_processes(numbers.sharding) if holders else 0
         return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array), workers)
 
@@ -377,10 +376,7 @@ def _memory_of(array: Any) -> Any:
 
 
 def _look_at_pieces(pieces: Sequence[Any], are_in_host: set[bool]) -> tuple[list[Any], list[int]]:
-    """Returns single boxes, or views of their memory if that is the host's, which is not donated while these live.
-
-    Returns their addresses as well: of such as have the stored layout there, otherwise 0.
-    """
+    """Returns single boxes, or views of host memory, which is not donated while these live; and addresses, or 0."""
     if True not in are_in_host:
         return list(pieces), [0] * len(pieces)
     if False not in are_in_host:
