@@ -94,6 +94,7 @@ class Clock:
 
     Attributes:
         begun: When each step began.
+        cpu: The processor time that the process had taken by then.
         first: When the first step was complete.
         last: When the newest one was.
     """
@@ -102,11 +103,13 @@ class Clock:
         """Ends the fit once so many steps of its epoch are complete, if that is given."""
         self._until = until
         self.begun: list[float] = []
+        self.cpu: list[float] = []
         self.first = self.last = 0.0
 
     def begin_step(self) -> None:
         """A step begins."""
         self.begun.append(time.perf_counter())
+        self.cpu.append(time.process_time())
 
     def end_step(self, done: int) -> None:
         """So many steps of the epoch are complete."""
@@ -117,7 +120,15 @@ class Clock:
 
     def periods(self) -> list[float]:
         """The seconds from the beginning of each step to that of the next one."""
-        return [later - earlier for earlier, later in pairwise(self.begun)]
+        return _differences(self.begun)
+
+    def cpu_periods(self) -> list[float]:
+        """The seconds of processor time, of all threads, that the process took in each of these."""
+        return _differences(self.cpu)
+
+
+def _differences(moments: list[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(moments)]
 
 
 class Fit(ABC):
@@ -145,16 +156,19 @@ class Fit(ABC):
         to do falls into the steps that follow it.
         """
         size = TRAINED.scaled(self._scale)
-        before = self._plain_seconds(size, interval_steps)
+        before, cpu_before = self._measure_plain(size, interval_steps)
         clock = Clock()
         self.make(size, (saves + 2) * interval_steps, clock, interval_steps)()
-        plain = fmean([before, self._plain_seconds(size, interval_steps)])
+        after, cpu_after = self._measure_plain(size, interval_steps)
+        plain, cpu_plain = fmean([before, after]), fmean([cpu_before, cpu_after])
         periods = clock.periods()
         # A save is within the step that it follows: the first one is left out here, and so is the one at the end.
-        counted = periods[2 * interval_steps - 1 : (saves + 2) * interval_steps - 1]
+        part = slice(2 * interval_steps - 1, (saves + 2) * interval_steps - 1)
+        counted, cpu_counted = periods[part], clock.cpu_periods()[part]
         return {
             "step": plain,
             "lost": (sum(counted) - len(counted) * plain) / saves,
+            "lost_cpu": (sum(cpu_counted) - len(cpu_counted) * cpu_plain) / saves,
             "stall": median(counted[::interval_steps]) - plain,
             "longest": max(counted),
             "first_stall": periods[interval_steps - 1] - plain,
@@ -184,10 +198,11 @@ class Fit(ABC):
             train()
         return begun, clock
 
-    def _plain_seconds(self, size: FitSize, interval_steps: int) -> float:
+    def _measure_plain(self, size: FitSize, interval_steps: int) -> tuple[float, float]:
+        """How long a step takes without saves, and how much processor time."""
         clock = Clock()
         self.make(size, _WARM_UP_STEPS + interval_steps + 1, clock, None)()
-        return fmean(clock.periods()[_WARM_UP_STEPS:])
+        return fmean(clock.periods()[_WARM_UP_STEPS:]), fmean(clock.cpu_periods()[_WARM_UP_STEPS:])
 
 
 def make_fit(framework: str, way: str, directory: Path, scale: float) -> Fit:

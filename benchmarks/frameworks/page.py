@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from benchmarks.frameworks import FRAMEWORKS, NOTHING
 from benchmarks.frameworks.comparison import Plan, name_restarts
@@ -17,6 +17,7 @@ MOST: Final = 0.2
 """The part of what a framework's own checkpointing takes that holdfast may take."""
 
 _HOLDFAST: Final = "holdfast"
+_SAVE_KEYS: Final = ("step", "lost", "lost_cpu", "stall", "longest", "first_stall")
 
 
 def keep_section(page: str, old_page: str) -> str:
@@ -49,24 +50,27 @@ def _head(results: Results, plan: Plan) -> Iterator[str]:
 def _goals(results: Results) -> Iterator[str]:
     """What holdfast takes of what the others take, and what the machine itself takes where that is too much."""
     yield f"What holdfast takes, as a part of what the other takes. The goal is at most {MOST:g}; more is bold.\n"
-    yield "| | time lost for each save | stall of a save | restart | restart, beyond a first start |"
-    yield "|---|---|---|---|---|"
+    yield (
+        "| | time lost for each save | processor time of a save | stall of a save | restart | restart, beyond a first "
+        "start |"
+    )
+    yield "|---|---|---|---|---|---|"
     missed = []
     for name, framework in FRAMEWORKS.items():
         for way in framework.ways[1:]:
             for is_stream in (False, True):
                 restarts = name_restarts(name, is_stream=is_stream)
-                parts = [(name, "lost"), (name, "stall"), (restarts, "resume")]
+                parts = [(name, "lost"), (name, "lost_cpu"), (name, "stall"), (restarts, "resume")]
                 shares = [None if is_stream and part[0] == name else _share(results, *part, way) for part in parts]
                 shares.append(_share(results, *parts[-1], way, beyond=True))
                 if all(share is None for share in shares):
                     continue
                 title = f"{framework.title}, {way}{', a stream' if is_stream else ''}"
-                yield f"| {title} | {' | '.join(map(_show_share, shares))} |"
+                yield f"| {title} | {' | '.join('' if share is None else str(share) for share in shares)} |"
                 missed += [
                     f"- {title}: {_explain(results, name, *part, way)}"
                     for part, share in zip(parts, shares, strict=False)
-                    if share is not None and share > MOST
+                    if share is not None and share.is_missed()
                 ]
     yield ""
     if missed:
@@ -75,22 +79,40 @@ def _goals(results: Results) -> Iterator[str]:
         yield ""
 
 
-def _share(results: Results, part: str, key: str, way: str, *, beyond: bool = False) -> float | None:
+class _Share(NamedTuple):
+    """What holdfast takes, as a part of what the other takes.
+
+    Attributes:
+        value: The part; infinite if the other's rounds do not differ from nothing.
+        is_bound: Whether holdfast's rounds do not differ from nothing, so that this is the most that it may be.
+    """
+
+    value: float
+    is_bound: bool = False
+
+    def is_missed(self) -> bool:
+        """Whether it is more than the goal."""
+        return MOST < self.value < math.inf and not self.is_bound
+
+    def __str__(self) -> str:
+        if self.value == math.inf:
+            return "within the noise"
+        if self.is_bound:
+            return f"within the noise (below {self.value:.2f})"
+        return f"**{self.value:.2f}**" if self.is_missed() else f"{self.value:.2f}"
+
+
+def _share(results: Results, part: str, key: str, way: str, *, beyond: bool = False) -> _Share | None:
     own, peer = _spread(results, part, _HOLDFAST, key), _spread(results, part, way, key)
-    start = _spread(results, part, NOTHING, "first") if beyond else None
-    if own is None or peer is None or (beyond and start is None):
+    start = _spread(results, part, NOTHING, "first") if beyond else Spread(0.0, 0.0, 0.0, 1)
+    if own is None or peer is None or start is None:
         return None
-    least = 0.0 if start is None else start.median
-    # Without anything to be a part of, there is no share.
-    return max(0.0, own.median - least) / (peer.median - least) if peer.median > least else math.inf
-
-
-def _show_share(share: float | None) -> str:
-    if share is None:
-        return ""
-    if share == math.inf:
-        return "too small to distinguish from noise"
-    return f"{share:.2f}" if share <= MOST else f"**{share:.2f}**"
+    if peer.low <= start.high:
+        return _Share(math.inf)
+    whole = peer.median - start.median
+    if own.low <= start.high:
+        return _Share(max(0.0, own.high - start.median) / whole, is_bound=True)
+    return _Share((own.median - start.median) / whole)
 
 
 def _explain(results: Results, name: str, part: str, key: str, way: str) -> str:
@@ -98,12 +120,17 @@ def _explain(results: Results, name: str, part: str, key: str, way: str) -> str:
     limits = limits_of(results, name)
     own, peer = _median(results, part, _HOLDFAST, key), _median(results, part, way, key)
     if key == "resume":
-        start = _median(results, part, NOTHING, "first")
-        read = (
-            f", and a bare direct read of as many bytes {show_number(limits['read_cold'].median)} s" if limits else ""
-        )
-        return f"a restart takes {own} s and {peer} s. A first start alone takes {start} s{read}."
-    what = "a save costs training" if key == "lost" else "a save stalls training for"
+        start, whole = _spread(results, part, NOTHING, "first"), _spread(results, part, way, key)
+        alone = _median(results, part, NOTHING, "first")
+        told = f"a restart takes {own} s and {peer} s. A first start alone takes {alone} s"
+        if start is None or whole is None or not limits:
+            return f"{told}."
+        read = limits["read_cold"].median
+        least = (start.median + read) / whole.median
+        return f"{told}, and a bare direct read of as many bytes {show_number(read)} s: {least:.2f} of the other's."
+    what = {"lost": "a save costs training", "lost_cpu": "a save takes processor time of"}.get(
+        key, "a save stalls training for"
+    )
     copy = f" A bare copy of these bytes takes {show_number(limits['copy'].median)} s." if limits else ""
     return f"{what} {own} s and {peer} s.{copy}"
 
@@ -118,8 +145,9 @@ def _saves(results: Results) -> Iterator[str]:
     yield (
         "A model of 17 million parameters with AdamW state, 0.20 GB. Lost is what the steps with a save took longer "
         "than as many without, in a fit of the same process before and after it: the stall, and what the work in the "
-        "background takes from training. The stall is the step that a save falls into, less a step without one. The "
-        "first save of a fit, which makes memory and files ready, is a column of its own.\n"
+        "background takes from training. Processor time is that of all threads, beyond the steps themselves; other "
+        "work on the machine hardly changes it. The stall is the step that a save falls into, less a step without one. "
+        "The first save of a fit, which makes memory and files ready, is a column of its own.\n"
     )
     for name, framework in FRAMEWORKS.items():
         limits = limits_of(results, name)
@@ -128,11 +156,14 @@ def _saves(results: Results) -> Iterator[str]:
                 f"{framework.title}: a bare copy of these bytes into touched memory took "
                 f"{show_spread(limits['copy'])} s, a bare direct write {show_spread(limits['write'])} s.\n"
             )
-    yield "| | saved by | a step, s | lost for each save, s | stall, s | longest step, s | stall of the first save, s |"
-    yield "|---|---|---|---|---|---|---|"
+    yield (
+        "| | saved by | a step, s | lost for each save, s | processor time of a save, s | stall, s | longest step, s "
+        "| stall of the first save, s |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
     for name, framework in FRAMEWORKS.items():
         for way in framework.ways:
-            found = [_spread(results, name, way, key) for key in ("step", "lost", "stall", "longest", "first_stall")]
+            found = [_spread(results, name, way, key) for key in _SAVE_KEYS]
             if any(found):
                 yield _row(framework.title, way, found)
     yield ""

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from benchmarks.frameworks import FRAMEWORKS
 from benchmarks.frameworks.__main__ import main
-from benchmarks.frameworks.page import TITLE, keep_section
+from benchmarks.frameworks.comparison import Plan
+from benchmarks.frameworks.page import TITLE, keep_section, render_section
+from benchmarks.machine import describe_machine
 from benchmarks.peers import find_missing
+from benchmarks.results import Results, Round
 from click.testing import CliRunner
 
 SCALE = 0.0005
@@ -39,7 +42,7 @@ def test_saves_of_a_fit_take_time(framework: str, way: str, tmp_path: Path) -> N
     from benchmarks.frameworks.fit import make_fit
 
     figures = make_fit(framework, way, tmp_path, SCALE).measure_saves(saves=1, interval_steps=2)
-    assert figures.keys() == {"step", "lost", "stall", "longest", "first_stall"}
+    assert figures.keys() == {"step", "lost", "lost_cpu", "stall", "longest", "first_stall"}
     assert min(figures["longest"], figures["step"]) > 0
 
 
@@ -54,6 +57,27 @@ def test_a_dry_run_measures_all_ways_of_a_framework(tmp_path: Path) -> None:
     left = {("keras restart", way, 0) for way in ways}
     assert found == both | left | {("keras", "limits", 1), ("keras restart", "nothing", 1)}
     assert "| Keras, BackupAndRestore |" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "shown"),
+    [
+        ((0.1, 0.3), (1.9, 2.1), "| 0.10 |"),
+        ((0.9, 1.1), (1.9, 2.1), "| **0.50** |"),
+        ((-0.1, 0.3), (1.9, 2.1), "| within the noise (below 0.15) |"),
+        ((0.1, 0.3), (-0.1, 2.1), "| within the noise |"),
+    ],
+)
+def test_what_does_not_differ_from_nothing_is_shown_as_noise(
+    own: tuple[float, float], peer: tuple[float, float], shown: str, tmp_path: Path
+) -> None:
+    rounds = [
+        Round(workload="keras", contender=way, number=number, figures={"lost": value})
+        for way, values in zip(FRAMEWORKS["keras"].ways, (own, peer), strict=True)
+        for number, value in enumerate(values, 1)
+    ]
+    page = render_section(Results(machine=describe_machine(tmp_path), scale=1, rounds=rounds), Plan(rounds=2))
+    assert f"| Keras, BackupAndRestore {shown}" in page
 
 
 def test_the_page_keeps_the_section_when_the_rest_is_written_again() -> None:
