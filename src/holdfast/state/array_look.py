@@ -48,6 +48,8 @@ def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
     distinct = list({id(handler): handler for handler in handlers.values()}.values())
     if len(distinct) == 1:
         return _look_at_some(arrays, distinct[0])
+    if not distinct:
+        return ArrayLook((), (), (), ())
     numbers = {kind: distinct.index(handler) for kind, handler in handlers.items()}
     which = list(map(numbers.__getitem__, kinds))
     parts: list[ArrayLook] = []
