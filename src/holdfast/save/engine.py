@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from holdfast.catalog import describe_lost
 from holdfast.errors import (
@@ -54,8 +54,6 @@ from holdfast.storage.worker_pool import Round, WorkerPool
 
 _MOST_KEPT_TOLD: Final = 100
 """So many kept steps are named in the event of retention."""
-
-_T = TypeVar("_T")
 
 _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Code flags of generators and coroutines."""
@@ -212,9 +210,7 @@ class Engine:
             request.progress.is_copied = True
             request.progress.staged.open()
         try:
-            receipts = self._find_room(
-                request, lambda: (self._files or self._open(request, staging)).finish(self._pool)
-            )
+            receipts = self._write(request, staging)
         finally:
             self._flush_events()
         name = request.progress.name
@@ -271,15 +267,18 @@ class Engine:
         self._files = self._writer.open_files(staging.snapshot, name, request.metrics)
         return self._files
 
-    def _find_room(self, request: SaveRequest, write: Callable[[], _T]) -> _T:
-        """**Blocks.** Writes; if the disk is full, once more when the clean-up after the save before has made room."""
+    def _write(self, request: SaveRequest, staging: Staging) -> Receipts:
+        """**Blocks.** Writes what is left to write.
+
+        If the disk is full, it writes all once more when the clean-up after the save before has made room.
+        """
         try:
-            return write()
+            return (self._files or self._open(request, staging)).finish(self._pool)
         except StorageFullError as error:
             if not self._await_tidied():
                 raise
             self._give_up(request, error)
-            return write()
+            return self._open(request, staging).finish(self._pool)
 
     def _wait_for_training(self, request: SaveRequest) -> None:
         """**Blocks** until the copy has ended, and the training thread has confirmed the save.
