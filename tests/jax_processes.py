@@ -1,6 +1,6 @@
 """One of the processes of a job of JAX's distributed service, which saves or restores arrays divided over all of them.
 
-Two of them save; any number restores. `trees` saves and loads without a manager.
+Two of them save; any number restores. `trees` saves and loads without a manager; `plans` saves new arrays at each step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import holdfast as hf
+from holdfast.format.records import Worker
+from holdfast.state import CaptureCache, capture_objects
 
 VALUES = np.arange(72, dtype=np.float32).reshape(6, 12)
 """Two processes and three can divide it, either way."""
@@ -110,6 +112,36 @@ def save_trees(directory: str, rank: int) -> None:
     expect(hf.errors.UnsupportedValueError, "tree/rows", lambda: hf.save(f"{own}-part", tree, cluster="alone"))
 
 
+def save_new_arrays(directory: str, rank: int) -> None:
+    """Saves a tree whose arrays are others at each step, and looks at what is kept of it from save to save."""
+    axes = [("a",), (None, "a"), ()]
+
+    def make(step: int) -> dict[str, Any]:
+        return {f"x{n}": divide(VALUES + step * n, *axes[n % 3]) for n in range(40)} | {"free": make_free(step)}
+
+    checkpoint = hf.Checkpoint(tree=make(1))
+    captures, worker = CaptureCache(), Worker(rank, 2)
+    kept: list[Any] = []
+    with hf.CheckpointManager(directory, checkpoint) as manager:
+        for step in (1, 2, 3):
+            checkpoint["tree"] = make(step)
+            found = capture_objects({"tree": checkpoint["tree"]}, captures, worker=worker, check_replicas=True)
+            anew = capture_objects({"tree": checkpoint["tree"]}, worker=worker, check_replicas=True)
+            assert (found.names, found.specs, found.boxes) == (anew.names, anew.specs, anew.boxes)
+            assert (found.replicas, found.elsewhere, found.objects) == (anew.replicas, anew.elsewhere, anew.objects)
+            for own, other in zip(found.arrays, anew.arrays, strict=True):
+                assert np.array_equal(own, other)
+            kept.append(captures.trees["tree"])
+            assert kept[0] is kept[-1]
+            manager.save(step).wait_committed()
+    back = hf.Checkpoint(tree=make(0))
+    with hf.CheckpointManager(directory, back) as manager:
+        assert manager.restore() is not None
+    for number in range(40):
+        for shard in back["tree"][f"x{number}"].addressable_shards:
+            assert np.array_equal(shard.data, (VALUES + 3 * number)[shard.index])
+
+
 def expect(kind: type[Exception], words: str, call: Callable[[], object]) -> None:
     told = ""
     try:
@@ -151,6 +183,8 @@ def main(address: str, rank: str, count: str, mode: str, directory: str) -> None
         save(directory, int(rank))
     elif mode == "trees":
         save_trees(directory, int(rank))
+    elif mode == "plans":
+        save_new_arrays(directory, int(rank))
     else:
         restore(directory)
     multihost_utils.sync_global_devices("done")

@@ -440,6 +440,11 @@ def test_two_processes_save_and_three_or_one_restore(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_two_processes_know_the_new_arrays_of_each_step(tmp_path: Path) -> None:
+    run_processes(2, "plans", tmp_path)
+
+
+@pytest.mark.slow
 def test_two_processes_save_a_tree_and_others_load_it(tmp_path: Path) -> None:
     run_processes(2, "trees", tmp_path)
     assert len(list((tmp_path / "run").glob("step-*"))) == 1

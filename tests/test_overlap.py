@@ -603,7 +603,7 @@ def test_arrays_given_other_memory_are_copied_from_what_they_had(strided: bool) 
     first = torch.arange(300_000.0).reshape(500, 600)
     tensor = torch.nn.Parameter(first.t() if strided else first)
     expected = tensor.detach().clone()
-    captured = replace(capture_objects({"w": tensor}), held=frozenset({0}))
+    captured = replace(capture_objects({"w": tensor}), held={0: tensor._version})
     staging = Stager(HostBuffer()).stage(captured, 1)
     tensor.data = torch.zeros(3)
     del first

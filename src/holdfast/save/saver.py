@@ -16,7 +16,6 @@ from holdfast.format.records import ALONE
 from holdfast.policies import SaveMoment
 from holdfast.save.arguments import SaveOptions
 from holdfast.save.copy.image import GENTLE, HostBuffer, Readying, Stager
-from holdfast.save.copy.overlap import keep_steady
 from holdfast.save.engine import Engine
 from holdfast.save.failures import PendingFailures
 from holdfast.save.handle import SaveRequest
@@ -175,9 +174,8 @@ class Saver:
     def capture(self, objects: Mapping[str, object]) -> Captured:
         """Captures the state of the live objects, without the arrays' values; see `capture_objects`."""
         barrier = self.barrier
-        hold = None if barrier is None else barrier.try_hold
-        captured = capture_objects(objects, self._captures, hold, self._worker, self._writer.compares, self._holders)
-        return captured if barrier is None else keep_steady(captured, barrier)
+        hold = None if barrier is None or barrier.gives_up else barrier.try_hold
+        return capture_objects(objects, self._captures, hold, self._worker, self._writer.compares, self._holders)
 
     def check_capture(self, objects: Mapping[str, object]) -> None:
         """Raises `UnsupportedValueError` unless the state of the live objects can be captured; changes nothing."""

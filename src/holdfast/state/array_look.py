@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain, compress
 from typing import Any, NamedTuple
 
 from holdfast.state.registry import backend_of_type, sharder_of_type
@@ -12,52 +13,64 @@ class ArrayLook(NamedTuple):
     """The facts of many arrays.
 
     Attributes:
-        bases: For each, the plain array that holds its values on this worker.
-        keys: For each, the address where the memory of its base begins; without one, a unique number below 0.
+        bases: The plain arrays that hold their values on this worker.
+        addresses: For each of these, the address where its memory begins, or 0.
+        keys: Numbers of which two are equal only if two arrays begin with the same memory.
         marks: Equal for two lists of arrays only if they are captured in the same way, as far as it depends on their
             facts.
+        firsts: For each array the number of its first base, if all are of one library.
+        which, parts: For each array, the number of its library, and the facts of each library's arrays.
     """
 
-    bases: list[Any]
-    keys: list[int]
+    bases: Sequence[Any]
+    addresses: Sequence[int]
+    keys: Sequence[int]
     marks: object
+    firsts: Sequence[int] = ()
+    which: Sequence[int] = ()
+    parts: Sequence[ArrayLook] = ()
+
+    def list_firsts(self) -> Sequence[int]:
+        """Returns for each array the number of its first base."""
+        if not self.parts:
+            return self.firsts
+        begins = accumulate((len(part.bases) for part in self.parts), initial=0)
+        ahead = [
+            iter([begin + first for first in part.firsts]) for part, begin in zip(self.parts, begins, strict=False)
+        ]
+        return [next(ahead[number]) for number in self.which]
 
 
 def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
     """Inspects many arrays of any libraries; returns None if there is no faster way than one by one."""
-    kinds = set(map(type, arrays))
-    handlers = {kind: sharder_of_type(kind) or backend_of_type(kind) for kind in kinds}
-    distinct = {id(handler): handler for handler in handlers.values()}
+    kinds = list(map(type, arrays))
+    handlers = {kind: sharder_of_type(kind) or backend_of_type(kind) for kind in dict.fromkeys(kinds)}
+    distinct = list({id(handler): handler for handler in handlers.values()}.values())
     if len(distinct) == 1:
-        return _look_at_some(arrays, next(iter(distinct.values())))
-    bases: list[Any] = [None] * len(arrays)
-    keys = [0] * len(arrays)
-    marks: list[object] = []
-    for handler in distinct.values():
-        places = [place for place, array in enumerate(arrays) if handlers[type(array)] is handler]
-        look = _look_at_some([arrays[place] for place in places], handler)
+        return _look_at_some(arrays, distinct[0])
+    if not distinct:
+        return ArrayLook((), (), (), ())
+    numbers = {kind: distinct.index(handler) for kind, handler in handlers.items()}
+    which = list(map(numbers.__getitem__, kinds))
+    parts: list[ArrayLook] = []
+    for number, handler in enumerate(distinct):
+        look = _look_at_some(list(compress(arrays, map(number.__eq__, which))), handler)
         if look is None:
             return None
-        marks.append((places, look.marks))
-        for place, base, key in zip(places, look.bases, look.keys, strict=True):
-            bases[place], keys[place] = base, key
-    return ArrayLook(bases, keys, marks)
+        parts.append(look)
+    bases, addresses, keys = ([*chain.from_iterable(column)] for column in list(zip(*parts, strict=True))[:3])
+    return ArrayLook(bases, addresses, keys, (which, [part.marks for part in parts]), which=which, parts=parts)
 
 
 def _look_at_some(arrays: Sequence[Any], handler: Any) -> ArrayLook | None:
     try:
-        bases, backend, outer = arrays, handler, None
-        if hasattr(handler, "glance_divided"):
-            found = handler.glance_divided(arrays)
-            if found is None:
-                return None
-            backend, bases, outer = found
-        glance = backend.glance(bases)
+        glance = handler.glance(arrays)
     except Exception:  # noqa: BLE001  Any problem of an array is reported when it is looked at by itself.
         return None
     if glance is None:
         return None
-    keys = glance.addresses
+    bases = arrays if glance.bases is None else glance.bases
+    keys = glance.keys or glance.addresses
     if 0 in keys:
         keys = [key or -id(base) for key, base in zip(keys, bases, strict=True)]
-    return ArrayLook(list(bases), keys, (id(handler), outer, glance.marks))
+    return ArrayLook(bases, glance.addresses, keys, (id(handler), glance.marks), glance.firsts or range(len(arrays)))

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -16,7 +17,6 @@ from holdfast.format.codecs import name_of
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
-from holdfast.format.shapes import Box
 from holdfast.state.adapters import Adapter, CaptureContext, Readable
 from holdfast.state.array_look import look_at
 from holdfast.state.capture_cache import (
@@ -24,16 +24,15 @@ from holdfast.state.capture_cache import (
     CachedTree,
     CaptureCache,
     CapturedLeaf,
-    LeafOrigin,
     TreeParts,
     TreeShape,
+    find_origins,
     find_pattern,
-    find_sources,
     list_branches,
     take,
     try_renew,
 )
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Sharding
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Cutting, Sharding, versions_of
 from holdfast.state.registry import (
     NodeParts,
     adapter_of,
@@ -110,7 +109,7 @@ def capture_objects(
             if hold is not None and adapter is not None and hold(obj, adapter):
                 stepped += adapter.stepped_arrays(obj)
         captured = capturing.captured(skeletons)
-        return replace(captured, held=frozenset(capturing.find_held(stepped))) if stepped else captured
+        return replace(captured, held=versions_of(captured, capturing.find_held(stepped))) if stepped else captured
 
 
 def check_capture(
@@ -151,6 +150,7 @@ def check_objects(objects: Mapping[str, object]) -> None:
 
 
 _ANY = Adapter()
+_arrays: Final = attrgetter("arrays")
 _CONTAINERS: Final = frozenset({dict, list})
 
 
@@ -173,8 +173,8 @@ class _Capturing(Encoder):
         self._leaves: dict[Hashable, CapturedLeaf] = {}
         # By the identity of an array that was looked at by itself, and the array, which keeps its identity so.
         self._looked_at: dict[int, tuple[Any, CapturedLeaf]] = {}
-        # For each leaf's array its origin: an array within a tree, and the boxes cut from it.
-        self._origins: list[tuple[Any, tuple[Box, ...]] | None] = []
+        # For each leaf's array its origin: an array within a tree, and which part of it.
+        self._origins: list[tuple[Any, Cutting] | None] = []
         # For each replica the array within a tree.
         self._replicated: list[Any] = []
         # Whether the tree that it is in is to be remembered as a whole, and whether a name was taken already.
@@ -198,7 +198,7 @@ class _Capturing(Encoder):
             columns.addresses,
             columns.backends,
             skeletons,
-            frozenset(),
+            {},
             tuple(sharing.boxes),
             tuple(sharing.elsewhere),
             sharing.worker,
@@ -215,7 +215,7 @@ class _Capturing(Encoder):
         known = {key: written for key, (_, written) in self._looked_at.items()}
         for own, written in self._taken:
             known.update(zip(map(id, own), written, strict=True))
-        found = list(map(known.get, map(id, arrays)))
+        found: list[CapturedLeaf | None] = list(map(known.get, map(id, arrays)))
         others = [array for array, written in zip(arrays, found, strict=True) if written is None]
         while others:
             array = others.pop()
@@ -223,7 +223,7 @@ class _Capturing(Encoder):
                 others += [part for _, part in parts_of(array)]
             elif sharder_of_type(type(array)) is not None or backend_of(array) is not None:
                 found.append(self._find(array, self._memory_of(array)))
-        return set(chain.from_iterable(written.arrays for written in found if written is not None))
+        return set(chain.from_iterable(map(_arrays, filter(None, found))))
 
     def _memory_of(self, array: Any) -> Hashable:
         """Returns a key of an array's memory that no other memory has while its object is looked at."""
@@ -281,8 +281,8 @@ class _Capturing(Encoder):
             leaf = self._unique(path)
             self._names.add(leaf)
             first, replica = len(self._columns.names), len(sharing.replicas)
-            for name, spec, array, cuts in sharing.choose(leaf, sharding, path):
-                self._add(name, spec, array, backend.address(array), backend, (value, cuts))
+            for name, spec, array, cutting in sharing.choose(leaf, sharding, path):
+                self._add(name, spec, array, backend.address(array), backend, (value, cutting))
             written = CapturedLeaf(leaf, range(first, len(self._columns.names)), range(replica, len(sharing.replicas)))
             self._leaves[backend.name, sharding.memory] = known = written
         elif known.is_own:
@@ -434,7 +434,7 @@ class _Capturing(Encoder):
         self._written.update(zip(keys, zip(containers, nodes, cached.sizes, strict=True), strict=True))
         return nodes[0]
 
-    def _are_new(self, keys: list[int]) -> bool:
+    def _are_new(self, keys: Sequence[int]) -> bool:
         """Returns True if no memory that begins at one of these addresses was met before."""
         if self._not_met:
             look = look_at(self._not_met)
@@ -461,7 +461,7 @@ class _Capturing(Encoder):
             self._leaves[memory] = known = CapturedLeaf(
                 leaf, range(place, place + 1), range(replica, replica), is_own=True
             )
-            self._add(leaf, spec, array, backend.address(array), backend, (array, ()))
+            self._add(leaf, spec, array, backend.address(array), backend, (array, (0, ())))
             self._sharing.note_form(leaf, spec)
         self._note(array, known)
         return known.leaf
@@ -487,7 +487,7 @@ class _Capturing(Encoder):
         array: Any,
         address: int | None,
         backend: ArrayBackend,
-        origin: tuple[Any, tuple[Box, ...]],
+        origin: tuple[Any, Cutting],
     ) -> None:
         columns = self._columns
         self._names.add(name)
@@ -526,11 +526,12 @@ class _Recording:
         looked_at = [capturing._looked_at.get(id(array)) for array in contents.arrays]
         written = [one[1] for one in looked_at if one is not None]
         leaves = {one.leaf for one in islice(capturing._leaves.values(), first_leaf, None)}
-        sources = find_sources(capturing._origins[first:], contents.arrays)
-        replicated = zip(capturing._replicated[replica:], sharing.cuts[replica:], strict=True)
-        compared = find_sources(replicated, contents.arrays)
+        firsts = look.list_firsts()
+        origins = find_origins(capturing._origins[first:], contents.arrays, firsts)
+        replicated = zip(capturing._replicated[replica:], sharing.cuttings[replica:], strict=True)
+        compared = find_origins(replicated, contents.arrays, firsts)
         is_whole = len(set(map(id, contents.containers))) == len(contents.containers)
-        if not is_whole or None in looked_at or None in found or sources is None or compared is None:
+        if not is_whole or None in looked_at or None in found or origins is None or compared is None:
             return
         if not leaves.issuperset(one.leaf for one in written):
             return
@@ -549,7 +550,8 @@ class _Recording:
             names=columns.names[first:],
             specs=columns.specs[first:],
             backends=columns.backends[first:],
-            sources=None if sources == [LeafOrigin(n, ()) for n in range(len(contents.arrays))] else sources,
+            numbers=[origin.base for origin in origins],
+            cut={number: origin for number, origin in enumerate(origins) if origin.cuts},
             has_address=None if None not in addresses else [address is not None for address in addresses],
             boxes=sharing.boxes[box:],
             elsewhere=sharing.elsewhere[elsewhere:],

@@ -22,7 +22,7 @@ from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.scalars import ENCODERS, Malformed, Node, is_text, tagged
 from holdfast.format.shapes import Box, StridesRecord
 from holdfast.state.array_look import ArrayLook
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Replica, part_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Cutting, Replica, part_of
 from holdfast.state.registry import backend_of_type, is_made_of_tensors, sharder_of_type
 from holdfast.state.shard_ownership import MemoryGroups, ShardOwnership
 
@@ -95,16 +95,16 @@ class LeafOrigin(NamedTuple):
     """The origin of a leaf's array.
 
     Attributes:
-        array: The number of an array of the tree.
-        cuts: Boxes to cut from its base, one from the other; none for the base itself.
+        base: The number of a base of the tree's arrays.
+        cuts: Boxes to cut from it, one from the other; none for the base itself.
     """
 
-    array: int
+    base: int
     cuts: tuple[Box, ...]
 
     def find(self, bases: Sequence[Any]) -> Any:
         """Returns the array of the leaf."""
-        found = bases[self.array]
+        found = bases[self.base]
         for box in self.cuts:
             found = part_of(found, box)
         return found
@@ -139,7 +139,8 @@ class CachedTree(msgspec.Struct):
         written: The result for each array.
         taken: All names that it took.
         names, specs, backends: Of its leaves.
-        sources: The origins of the leaves' arrays; None if each is the base of the array of the same number.
+        numbers: For each leaf, the number of its array's base.
+        cut: By number, the leaves whose arrays are not their bases, but cut from them.
         has_address: True for each leaf whose values are in host memory in the stored layout; None if all are.
         boxes, elsewhere, replicas, strides, loose: The entries that it added to a `ShardOwnership`.
         compared: The origin of each replica's array, or None.
@@ -159,7 +160,8 @@ class CachedTree(msgspec.Struct):
     names: list[str]
     specs: list[ArraySpec]
     backends: list[ArrayBackend]
-    sources: list[LeafOrigin] | None
+    numbers: list[int]
+    cut: dict[int, LeafOrigin]
     has_address: list[bool] | None
     boxes: list[BoxRecord]
     elsewhere: list[ElsewhereRecord]
@@ -172,18 +174,13 @@ class CachedTree(msgspec.Struct):
 
     def find_arrays(self, look: ArrayLook) -> tuple[Sequence[Any], Sequence[int | None]]:
         """Returns the leaves' arrays, and the addresses of their bytes."""
-        bases, keys = look.bases, look.keys
-        if self.sources is None:
-            if self.has_address is None:
-                return bases, keys
-            return bases, [key if has else None for key, has in zip(keys, self.has_address, strict=True)]
-        arrays = [bases[source.array] if not source.cuts else source.find(bases) for source in self.sources]
-        addresses: list[int | None] = [keys[source.array] for source in self.sources]
-        for place, source in enumerate(self.sources):
-            if self.has_address is not None and not self.has_address[place]:
-                addresses[place] = None
-            elif source.cuts:
-                addresses[place] = self.backends[place].address(arrays[place])
+        arrays = list(map(look.bases.__getitem__, self.numbers))
+        addresses: list[int | None] = list(map(look.addresses.__getitem__, self.numbers))
+        for number, origin in self.cut.items():
+            arrays[number] = origin.find(look.bases)
+            addresses[number] = self.backends[number].address(arrays[number])
+        if self.has_address is not None:
+            addresses = [one if has else None for one, has in zip(addresses, self.has_address, strict=True)]
         return arrays, addresses
 
     def add_to(self, sharing: ShardOwnership, look: ArrayLook) -> None:
@@ -193,7 +190,7 @@ class CachedTree(msgspec.Struct):
         sharing.replicas += self.replicas
         sharing.strides += self.strides
         sharing.loose.update(self.loose)
-        sharing.cuts += [()] * len(self.replicas)
+        sharing.cuttings += [(0, ())] * len(self.replicas)
         if sharing.checks_replicas:
             sharing.compared += [None if one is None else (one[0], one[1].find(look.bases)) for one in self.compared]
         else:
@@ -432,11 +429,16 @@ def find_pattern(keys: Sequence[int]) -> list[int] | None:
     return [firsts.setdefault(key, place) for place, key in enumerate(keys)]
 
 
-def find_sources(
-    values: Iterable[tuple[Any, tuple[Box, ...]] | None], arrays: Sequence[Any]
+def find_origins(
+    values: Iterable[tuple[Any, Cutting] | None], arrays: Sequence[Any], firsts: Sequence[int]
 ) -> list[LeafOrigin] | None:
-    """Returns the origins of arrays that were taken from a tree's; None if one has another origin."""
-    numbers = {id(array): number for number, array in reversed(list(enumerate(arrays)))}
-    found = [None if one is None else (numbers.get(id(one[0])), one[1]) for one in values]
-    sources = [LeafOrigin(one[0], one[1]) for one in found if one is not None and one[0] is not None]
-    return sources if len(sources) == len(found) else None
+    """Returns the origins of arrays from a tree's, whose first bases have those numbers; None if one has another."""
+    numbers = dict(zip(map(id, reversed(arrays)), reversed(firsts), strict=True))
+    origins: list[LeafOrigin] = []
+    for one in values:
+        first = None if one is None else numbers.get(id(one[0]))
+        if one is None or first is None:
+            return None
+        piece, cuts = one[1]
+        origins.append(LeafOrigin(first + piece, cuts))
+    return origins

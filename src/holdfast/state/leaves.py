@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import methodcaller
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -16,6 +18,9 @@ from holdfast.format.shapes import Box, StridesRecord, fit_layout
 
 Skeleton: TypeAlias = Any
 """A JSON value: the state of one named object, with a reference instead of each array."""
+
+Cutting: TypeAlias = tuple[int, tuple[Box, ...]]
+"""The number of a piece that a worker holds of an array, and the boxes to cut from it, one from the other."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -93,15 +98,20 @@ def alias_of(array: Any) -> Any:
 
 def aliases_of(arrays: Sequence[Any]) -> list[Any]:
     """`alias_of` of many arrays."""
-    has_aliases = {kind: hasattr(kind, "detach") for kind in set(map(type, arrays))}
-    return [array.detach() if has_aliases[type(array)] else array for array in arrays]
+    if all(hasattr(kind, "detach") for kind in set(map(type, arrays))):
+        return list(map(methodcaller("detach"), arrays))
+    return list(map(alias_of, arrays))
 
 
-def versions_of(backends: Sequence[ArrayBackend], arrays: Sequence[Any]) -> Sequence[int | None]:
-    """Returns the version of each array, given the library of each in the same order."""
-    if len({backend.name for backend in backends}) == 1:
-        return backends[0].versions(arrays)
-    return [backend.versions([array])[0] for backend, array in zip(backends, arrays, strict=True)]
+def versions_of(captured: Captured, places: Collection[int]) -> dict[int, int]:
+    """Returns the versions of captured arrays by position, without those of which no changes are counted."""
+    backends, arrays = [captured.backends[place] for place in places], [captured.arrays[place] for place in places]
+    versions: Sequence[int | None]
+    if len({backend.name for backend in set(backends)}) == 1:
+        versions = backends[0].versions(arrays)
+    else:
+        versions = [backend.versions([array])[0] for backend, array in zip(backends, arrays, strict=True)]
+    return {place: version for place, version in zip(places, versions, strict=True) if version is not None}
 
 
 @lru_cache(maxsize=1 << 16)
@@ -133,17 +143,24 @@ class Plain(msgspec.Struct, frozen=True):
 
 
 class Glance(msgspec.Struct, frozen=True):
-    """The result of inspecting many plain arrays at once.
+    """The result of inspecting many arrays at once.
 
     Attributes:
-        addresses: For each, the address where its memory begins, on any device; 0 if it has no elements.
-        marks: Equal for two results only if `ArrayBackend.spec` returns the same for all their arrays, `address`
-            returns None for the same ones, and two arrays with the same address have equal `alias_key`s in both or in
-            neither.
+        addresses: For each plain array, the address where its memory begins, on any device; 0 if it has no elements.
+        marks: Equal for two results only if their arrays are captured in the same way: if `ArrayBackend.spec` returns
+            the same for all of them, `address` returns None for the same ones, and two with the same key, or else the
+            same address, have equal `alias_key`s in both or in neither. For a sharder's: if `look` returns the same for
+            all, but for the plain arrays.
+        bases: The plain arrays that hold a sharder's arrays on this worker, one after the other; None if all are plain.
+        firsts: For each array the number of its first one among these; None if each has one.
+        keys: For each array, a number below 0 that another one has only if it is the same; None if addresses tell.
     """
 
     addresses: list[int]
     marks: object
+    bases: list[Any] | None = None
+    firsts: list[int] | None = None
+    keys: list[int] | None = None
 
 
 class ArrayBackend(Protocol):
@@ -233,12 +250,19 @@ class LocalBox(msgspec.Struct, frozen=True):
         holders: The ranks of all workers that hold this same box, in order, including this one; None for those that
             hold a plain array there.
         place: The part that `array` is of what this worker holds in one piece; None for all of it.
+        piece: The number of that piece, if there are several.
     """
 
     box: Box
     array: Any
     holders: Sequence[int] | None
     place: Box | None = None
+    piece: int = 0
+
+    @property
+    def cutting(self) -> Cutting:
+        """The piece, and the part of it, that `array` is."""
+        return self.piece, () if self.place is None else (self.place,)
 
 
 class Sharding(msgspec.Struct, frozen=True):
@@ -280,13 +304,8 @@ class Sharder(Protocol):
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """Returns a new array of that type and shape, uninitialized, with the boxes of another one."""
 
-    def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object] | None:
-        """Inspects many arrays faster than one by one; returns None if there is no faster way.
-
-        Returns:
-            The library of the values on this worker; for each array the one plain array that holds them; and a value
-            that is equal for two lists only if `look` returns the same for all, as far as it does not depend on these.
-        """
+    def glance(self, arrays: Sequence[Any]) -> Glance | None:
+        """Like `ArrayBackend.glance`; returns the pieces that this worker holds of the arrays, too."""
 
 
 class PendingArray:
@@ -341,7 +360,7 @@ class Captured(msgspec.Struct, frozen=True):
         addresses: Their addresses; see `ArrayBackend.address`.
         backends: Their libraries.
         objects: For each named object, in the user's order, its skeleton.
-        held: The positions, in the columns, of arrays that do not change before a step that waits.
+        held: The positions of arrays that do not change before a step that waits; and each one's version, until then.
         boxes: The boxes that arrays are, if not whole leaves.
         elsewhere: The leaves that other workers write in part or in full.
         worker: The worker whose state it is.
@@ -361,7 +380,7 @@ class Captured(msgspec.Struct, frozen=True):
     addresses: list[int | None]
     backends: list[ArrayBackend]
     objects: dict[str, Skeleton]
-    held: frozenset[int] = frozenset()
+    held: Mapping[int, int] = MappingProxyType({})
     boxes: tuple[BoxRecord, ...] = ()
     elsewhere: tuple[ElsewhereRecord, ...] = ()
     worker: Worker = ALONE

@@ -19,7 +19,7 @@ from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, StridesRecord, shift, split_box, whole_box
 from holdfast.state.adapters import Replication
 from holdfast.state.array_look import look_at
-from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, Replica, Sharding, part_of, spec_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Cutting, LocalBox, Replica, Sharding, part_of, spec_of
 from holdfast.state.registry import backend_of, sharder_of_type
 
 MemoryGroups: TypeAlias = dict[str, tuple[object, frozenset[tuple[str, Hashable]]]]
@@ -81,7 +81,7 @@ class ShardOwnership:
         loose: The leaves of which this worker cannot know who else holds them, or whether all is held.
         replicas: The boxes that others hold too.
         compared: For each of these its array, with the library; None for a second name of one.
-        cuts: For each of these, the boxes cut from what this worker holds in one piece to get its array.
+        cuttings: For each of these, how its array comes from what this worker holds in one piece.
         checks_replicas: True if their values are compared.
         trained: By library and memory, the arrays of the current object that training keeps equal on all workers; None
             for all of its state.
@@ -105,7 +105,7 @@ class ShardOwnership:
         self.strides: list[StridesRecord] = []
         self.quantizers: list[QuantizerRecord] = []
         self.compared: list[tuple[ArrayBackend, Any] | None] = []
-        self.cuts: list[tuple[Box, ...]] = []
+        self.cuttings: list[Cutting] = []
         self.trained: frozenset[tuple[str, Hashable]] | None = None
         self.renewed: frozenset[tuple[str, Hashable]] = frozenset()
         self.is_trained = False
@@ -148,10 +148,10 @@ class ShardOwnership:
         may_differ = self.trained is not None and (backend.name, memory) not in self.trained
         return Sharding(spec, backend, (local,), memory, may_differ=may_differ)
 
-    def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any, tuple[Box, ...]]]:
+    def choose(self, leaf: str, sharding: Sharding, path: str) -> Iterator[tuple[str, ArraySpec, Any, Cutting]]:
         """Returns the arrays that this worker writes of a leaf, each with a name of its own.
 
-        Each comes with the boxes cut, one from the other, from what this worker holds in one piece.
+        Each comes with how it is cut from what this worker holds in one piece.
 
         Raises:
             UnsupportedValueError: If other workers would have to write a part, and there are none.
@@ -183,7 +183,7 @@ class ShardOwnership:
                 if owner != self.worker.rank:
                     others.add(owner)
                     continue
-                array, cuts = local.array, () if local.place is None else (local.place,)
+                array, (piece, cuts) = local.array, local.cutting
                 if part != local.box:
                     cut = shift(part, local.box.offsets)
                     array, cuts = part_of(array, cut), (*cuts, cut)
@@ -191,7 +191,7 @@ class ShardOwnership:
                     self.boxes.append(BoxRecord(name, leaf if written else "", spec.shape, part.offsets))
                 written += 1
                 written_elements += part.elements
-                yield name, spec_of(spec.dtype, part.shape), array, cuts
+                yield name, spec_of(spec.dtype, part.shape), array, (piece, cuts)
             if len(holders) > 1:
                 self.replicas.append(
                     Replica(
@@ -205,7 +205,7 @@ class ShardOwnership:
                     )
                 )
                 self.compared.append((sharding.backend, local.array))
-                self.cuts.append(() if local.place is None else (local.place,))
+                self.cuttings.append(local.cutting)
         if self.worker.is_alone and written_elements != whole_box(spec.shape).elements:
             raise UnsupportedValueError(
                 f"{path}: this worker holds {written_elements} elements of {list(spec.shape)}, and there is no "
@@ -235,4 +235,4 @@ class ShardOwnership:
             leaves = {id(replica.holders): replica for replica in self.replicas[replicas.start : replicas.stop]}
             self.replicas += [replace(leaf, leaf=path, same_as=leaf.leaf) for leaf in leaves.values()]
             self.compared += [None] * len(leaves)
-            self.cuts += [()] * len(leaves)
+            self.cuttings += [(0, ())] * len(leaves)

@@ -10,7 +10,7 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, find_box_problem
 from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Readable
-from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, PendingArray, Sharding, Skeleton, spec_like
+from holdfast.state.leaves import ArraySpec, Glance, LocalBox, PendingArray, Sharding, Skeleton, spec_like
 from holdfast.state.registry import (
     backend_of,
     backend_of_type,
@@ -122,15 +122,17 @@ class _ShardSharder:
         local = LocalBox(box, array.tensor, holders)
         return Sharding(spec_like(own, array.global_shape), backend, (local,), memory, is_by_hand=True)
 
-    def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object] | None:
+    def glance(self, arrays: Sequence[Any]) -> Glance | None:
         """Returns the local tensors, and the facts that the program has declared of each."""
         tensors = [array.tensor for array in arrays]
         kinds = list(map(type, tensors))
         backends = set(map(backend_of_type, kinds))
         backend = backends.pop()
-        if backends or backend is None:
+        found = None if backends or backend is None else backend.glance(tensors)
+        if found is None:
             return None
-        return backend, tensors, (kinds, [(array.global_shape, array.offsets, array.holders) for array in arrays])
+        declared = [(array.global_shape, array.offsets, array.holders) for array in arrays]
+        return Glance(found.addresses, (kinds, declared, found.marks), tensors)
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         backend = backend_of(like.tensor)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache
+from itertools import accumulate
+from operator import attrgetter, methodcaller
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -16,7 +18,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.dtypes import names_in
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, whole_box
-from holdfast.state.leaves import ArraySpec, DeviceCopier, LocalBox, PendingArray, Plain, Sharding, spec_of
+from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, LocalBox, PendingArray, Plain, Sharding, spec_of
 from holdfast.state.registry import register_backend, register_sharder
 
 _ZEROS: Final[dict[str, Any]] = {"i": 0, "f": 0.0, "c": 0j}
@@ -169,6 +171,9 @@ def _fill(array: Any, zero: Any) -> Any:
     return jnp.full(array.shape, zero).at[...].set(array)
 
 
+_placing, _shape, _dtype = attrgetter("sharding"), attrgetter("shape"), attrgetter("dtype")
+_is_deleted = methodcaller("is_deleted")
+
 DTYPES: Final = names_in("jax")
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -295,12 +300,29 @@ class JaxSharder:
             box = box_of(shard.index, spec.shape)
             if box not in boxes:
                 memory = _memory_of(shard.data)
-                boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box))
+                boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box), piece=len(boxes))
         workers = _count_processes(numbers.sharding) if holders else 0
         return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array), workers)
 
-    def glance_divided(self, arrays: Sequence[Any]) -> None:
-        """Nothing: there is no quicker look."""
+    def glance(self, arrays: Sequence[Any]) -> Glance | None:
+        """Returns the local pieces; the marks are shardings, shapes and types."""
+        keys = {dtype for dtype in set(map(_dtype, arrays)) if jnp.issubdtype(dtype, jax.dtypes.prng_key)}
+        numbers = [jax.random.key_data(one) if one.dtype in keys else one for one in arrays] if keys else arrays
+        placings, shapes, dtypes = list(map(_placing, numbers)), list(map(_shape, numbers)), list(map(_dtype, numbers))
+        if any(map(_is_deleted, arrays)) or not all(dtype.name in DTYPES for dtype in set(dtypes)):
+            return None
+        # Most are the same few objects, whose hashes are slow.
+        distinct = set({id(placing): placing for placing in placings}.values())
+        pieces, firsts = numbers, None
+        if not all(placing.is_fully_addressable and len(placing.device_set) == 1 for placing in distinct):
+            own = list(map(_find_pieces, placings, shapes))
+            pieces = [one.addressable_data(place) for one, places in zip(numbers, own, strict=True) for place in places]
+            firsts = list(accumulate(map(len, own[:-1]), initial=0))
+        bases, addresses = _look_at_pieces(pieces, {_is_in_host(placing) for placing in distinct})
+        have_address = tuple(map(bool, addresses)) if 0 in addresses else None
+        # What counts is which array it is: two never show memory that can be changed.
+        identities = [-id(array) for array in arrays]
+        return Glance(addresses, (placings, shapes, dtypes, have_address), bases, firsts, identities)
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """Returns the replacement for a new array, with another one's sharding."""
@@ -351,6 +373,31 @@ def _memory_of(array: Any) -> Any:
             return None
         return np.asarray(array)
     return array
+
+
+def _look_at_pieces(pieces: Sequence[Any], are_in_host: set[bool]) -> tuple[list[Any], list[int]]:
+    """Returns single boxes, or views of host memory, which is not donated while these live; and addresses, or 0."""
+    if True not in are_in_host:
+        return list(pieces), [0] * len(pieces)
+    if False not in are_in_host:
+        with suppress(BufferError):  # Raised for types that Python has no format for, such as bfloat16.
+            views = [np.asarray(memoryview(piece)) for piece in pieces]
+            return views, [piece.unsafe_buffer_pointer() for piece in pieces]
+    views = [_memory_of(piece) for piece in pieces]
+    addresses = [_BACKEND.address(view) or 0 if view is not None else 0 for view in views]
+    return [piece if view is None else view for piece, view in zip(pieces, views, strict=True)], addresses
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_in_host(placing: Any) -> bool:
+    return all(device.platform == "cpu" for device in placing.device_set)
+
+
+@lru_cache(maxsize=1 << 12)
+def _find_pieces(placing: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the numbers of this process's shards, without those that show the box of an earlier one."""
+    boxes = [box_of(index, shape) for index in placing.addressable_devices_indices_map(shape).values()]
+    return tuple(boxes.index(box) for box in dict.fromkeys(boxes))
 
 
 def _dtype_of(spec: ArraySpec) -> Any:

@@ -15,7 +15,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, row_major
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.leaves import ArrayBackend, ArraySpec, LocalBox, Sharding, part_of, spec_like
+from holdfast.state.leaves import ArraySpec, Glance, LocalBox, Sharding, part_of, spec_like
 from holdfast.state.registry import register_sharder
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
@@ -50,11 +50,15 @@ class MeshSharder:
         )
         return Sharding(spec_like(own, shape), _BACKEND, boxes, memory, part.workers)
 
-    def glance_divided(self, arrays: Sequence[Any]) -> tuple[ArrayBackend, list[Any], object]:
-        """Meshes, placements and shapes."""
+    def glance(self, arrays: Sequence[Any]) -> Glance | None:
+        """Returns the local tensors; the marks are meshes, placements and shapes."""
+        local = list(map(_local, arrays))
+        found = _BACKEND.glance(local)
+        if found is None:
+            return None
         specs = list(map(_spec, arrays))
-        marks = list(map(_mesh, specs)), list(map(_placements, specs)), list(map(_shape, arrays))
-        return _BACKEND, list(map(_local, arrays)), marks
+        marks = list(map(_mesh, specs)), list(map(_placements, specs)), list(map(_shape, arrays)), found.marks
+        return Glance(found.addresses, marks, local)
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """Returns a tensor on the same mesh, with the same placements."""

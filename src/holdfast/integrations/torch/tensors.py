@@ -233,7 +233,6 @@ _address = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
 _is_conj = torch.Tensor.is_conj
 _is_neg = torch.Tensor.is_neg
-_is_inference = torch.Tensor.is_inference
 _version = attrgetter("_version")
 _nbytes = attrgetter("nbytes")
 _offset = torch.Tensor.storage_offset
@@ -338,9 +337,10 @@ class TorchBackend:
 
     def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
         """Returns autograd's version counter of each tensor, which all its views share."""
-        if any(map(_is_inference, arrays)):
+        try:
+            return list(map(_version, arrays))
+        except RuntimeError:  # Tensors of inference have none.
             return [None if array.is_inference() else int(array._version) for array in arrays]
-        return list(map(_version, arrays))
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """Returns types, shapes and addresses, if all have the stored layout in host memory."""

@@ -7,7 +7,7 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,16 +20,7 @@ from holdfast.errors import ChangedError, OutOfMemoryError
 from holdfast.format.index import Layout, plan_layout, relabel, round_up
 from holdfast.save.copy.plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.records import CopyProgress, Snapshot
-from holdfast.state.leaves import (
-    ArrayBackend,
-    ArraySpec,
-    Captured,
-    DeviceCopier,
-    Pin,
-    Transfer,
-    aliases_of,
-    versions_of,
-)
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Pin, Transfer, aliases_of
 from holdfast.storage.buffers import batches
 from holdfast.storage.worker_pool import WorkerPool
 
@@ -58,19 +49,17 @@ class Stager:
         # The buffer may hold an older snapshot after the end of this one.
         image[layout.size_bytes :] = bytes(round_up(layout.size_bytes) - layout.size_bytes)
         base = ctypes.addressof(ctypes.c_char.from_buffer(image))
-        moves = plan.moves
-        if moves is None or (moves.base, moves.held, moves.addresses) != (base, captured.held, captured.addresses):
+        moves, held = plan.moves, frozenset(captured.held)
+        if moves is None or (moves.base, moves.held, moves.addresses) != (base, held, captured.addresses):
             moves = plan.moves = _plan_moves(plan, captured, base)
         # The columns go with the save; the rest is needed as long as what was written is spoken of.
         state = msgspec.structs.replace(
-            captured, names=[], specs=[], arrays=[], addresses=[], backends=[], held=frozenset(), compared=()
+            captured, names=[], specs=[], arrays=[], addresses=[], backends=[], held={}, compared=()
         )
         snapshot = Snapshot(layout, image, state, CopyProgress())
         staging = Staging(snapshot, captured, [copy.run for copy in moves.now], [copy.run for copy in moves.later])
         # What is held may be given other memory before it is copied: these keep the memory that it has now.
-        held = list(captured.held)
-        staging.kept = dict(zip(held, aliases_of([captured.arrays[place] for place in held]), strict=True))
-        staging.versions = versions_of([captured.backends[place] for place in held], list(staging.kept.values()))
+        staging.kept = dict(zip(held, aliases_of(list(map(captured.arrays.__getitem__, held))), strict=True))
         if captured.compared:
             staging.moments = _record_moments(captured.compared)
         begins = [copy.begin - base for copy in moves.now]
@@ -117,7 +106,6 @@ class Staging:
         now: Copies that must be made before training continues.
         later: Copies of held arrays: only a step changes them, which waits for the copies.
         kept: The held arrays, by position: another array of the same memory, which lasts as long as this.
-        versions: The change counts of each of these when it was captured.
         moments: By library, what reading the arrays that are compared with other workers' must wait for.
     """
 
@@ -126,7 +114,6 @@ class Staging:
     now: list[Job] = field(default_factory=list)
     later: list[Job] = field(default_factory=list)
     kept: dict[int, Any] = field(default_factory=dict)
-    versions: Sequence[int | None] = ()
     moments: dict[str, object] = field(default_factory=dict)
     _transfers: list[Transfer] = field(default_factory=list)
 
@@ -189,8 +176,8 @@ class Staging:
         changed = [
             captured.names[place]
             # None is kept once the save has ended.
-            for (place, kept), version in zip(self.kept.items(), self.versions, strict=False)
-            if captured.backends[place].versions([kept])[0] != version
+            for place, kept in self.kept.items()
+            if captured.backends[place].versions([kept])[0] != captured.held[place]
             or captured.backends[place].address(kept) != captured.addresses[place]
         ]
         if changed:
@@ -264,7 +251,7 @@ class _Moves:
 
 
 def _plan_moves(plan: _LayoutPlan, captured: Captured, base: int) -> _Moves:
-    moves = _Moves(base, captured.addresses, captured.held)
+    moves = _Moves(base, captured.addresses, frozenset(captured.held))
     for is_held, copies, others in (
         (False, moves.now, moves.others_now),
         (True, moves.later, moves.others_later),

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from msgspec.structs import replace
-
 from holdfast.concurrency import Latch
 from holdfast.errors import ChangedError, DeadlineError
 from holdfast.state.adapters import Adapter
-from holdfast.state.leaves import Captured, Transfer, versions_of
+from holdfast.state.leaves import Transfer
 
 GIVING_UP: Final = (
     "From now on everything is copied before save() returns, as with overlap_copy=False, because the saved state "
@@ -228,17 +226,6 @@ class OptimizerStepBarrier:
             if remove is not None:
                 remove()
         self._hooks.clear()
-
-
-def keep_steady(captured: Captured, barrier: OptimizerStepBarrier) -> Captured:
-    """Holds only arrays whose changes by other means than a step would be detected."""
-    places = [] if barrier.gives_up else list(captured.held)
-    backends, arrays = [captured.backends[place] for place in places], [captured.arrays[place] for place in places]
-    versions = versions_of(backends, arrays)
-    if places and None not in versions:
-        return captured
-    steady = (place for place, version in zip(places, versions, strict=True) if version is not None)
-    return replace(captured, held=frozenset(steady))
 
 
 def _check_nothing() -> None:
