@@ -165,7 +165,7 @@ class DataPlace:
             workers._shutdown_workers()
 
     def forget_left(self) -> None:
-        """Called when training goes on: if its loop has left the epoch by `break`, the next one begins at its first batch."""
+        """Called when training goes on. If its loop has left the epoch by `break`, the next one starts at batch 0."""
         if self._is_left:
             self._begin, self._is_left = None, False
 
