@@ -97,9 +97,10 @@ def test_a_terminal_shows_runs_as_wide_as_it_is(runs: Path) -> None:
 
 
 def test_a_verb_that_wants_one_run_names_those_that_are_there(runs: Path) -> None:
-    code, said = complaint("show", runs)
-    assert code == ExitCode.NOTHING_THERE
-    assert f"It holds runs: {runs}/begun, {runs}/gpt. Name one of them." in said
+    for verb in ("show", "verify", "prune"):
+        code, said = complaint(verb, runs)
+        assert code == ExitCode.NOTHING_THERE
+        assert f"It holds runs: {runs}/begun, {runs}/gpt, {runs}/sweep/seed 1. Name one of them." in said
 
 
 # Errors as JSON.

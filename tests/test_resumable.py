@@ -200,6 +200,20 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         assert run.step == 2
 
 
+def test_a_restore_that_is_not_strict_names_a_few_of_what_it_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hf.resumable(tmp_path, model={"a": np.zeros(2)}, old=np.zeros(2)) as run:
+        list(run.steps(1))
+    new = {name: np.zeros(2) for name in ("one", "two", "three", "four")}
+    for _ in range(2):
+        with hf.resumable(tmp_path, model={"a": np.zeros(3)}, **new, strict=False) as run:
+            list(run.steps(2))
+    told = [text.partition("strict=False: ")[2] for text in caplog.messages if "strict=False" in text]
+    # The second time there is nothing to tell.
+    assert told == ["not restored: one, two, three (2 more); in the checkpoint only: old"]
+
+
 def test_beginning_anew(tmp_path: Path) -> None:
     train(tmp_path, 4)
     assert train(tmp_path, 2, begin_anew=True) == [0, 1]
@@ -239,7 +253,7 @@ def wait_for_line(program: subprocess.Popen[str], text: str) -> None:
 def test_ctrl_c_finishes_the_step_saves_and_leaves(tmp_path: Path) -> None:
     program = start(tmp_path, "once")
     program.send_signal(signal.SIGINT)
-    wait_for_line(program, "finishing this step")
+    wait_for_line(program, "as soon as a step ends")
     assert program.stdin is not None
     program.stdin.write("\n")
     program.stdin.flush()
@@ -254,7 +268,7 @@ def test_ctrl_c_finishes_the_step_saves_and_leaves(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, mode: str) -> None:
     program = start(tmp_path, mode)
     program.send_signal(signal.SIGINT)
-    wait_for_line(program, "finishing this step")
+    wait_for_line(program, "as soon as a step ends")
     if mode == "held":
         assert program.stdin is not None
         program.stdin.write("\n")
@@ -776,7 +790,7 @@ def test_a_resumed_loop_of_ones_own_that_asks_for_no_step_is_warned_of(tmp_path:
     def read_step(run: Any, kept: Any) -> int:
         return int(run.step if door == "run" else run.total_run_calls)
 
-    told = "but this loop did not ask for the step. A loop over range(n) trains n more"
+    told = "but this loop seems to start from 0"
     assert train(lambda *_: 0) == [], "nothing was restored"
     assert train(lambda *_: 0) == [f"resumed at step 2, {told}"]
     assert train(read_step) == []

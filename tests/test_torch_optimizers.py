@@ -783,7 +783,7 @@ def test_gradients_that_wait_for_a_step_at_a_save_are_warned_of_once(turn: Any, 
                 manager.save(step)
     told = [event.text for event in events if isinstance(event, Warned)]
     assert len(told) == warned
-    assert all(text.startswith("optimizer: the save came between backward() and optimizer.step()") for text in told)
+    assert all(text.startswith("optimizer: saved between backward() and optimizer.step();") for text in told)
 
 
 class WatchedParameter(nn.Parameter):

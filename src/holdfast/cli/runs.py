@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,18 +29,13 @@ from holdfast.cli.screen import (
     when_text,
 )
 from holdfast.cli.survey import Found, State, look_at_step, time_fields
-from holdfast.cli.target import belongs_to_run
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError
 from holdfast.events.kinds import size_text
 from holdfast.format.records import Opening
-from holdfast.storage import LocalStorage, Storage
+from holdfast.storage import Storage
 
 RunState: TypeAlias = Literal["running", "ok", "damaged", "lost", "empty", "unreadable"]
 
-MAX_DEPTH: Final = 3
-"""How many levels below the directory are searched, as in `runs/experiment/model/seed-1`."""
-
-_MOST_DIRECTORIES: Final = 20_000
 _MOST_LOOKS: Final = 3
 
 
@@ -87,31 +82,6 @@ class RunSummary:
             "process": self.opening.process if self.opening else None,
             "problem": self.problem or None,
         }
-
-
-def find_runs(directory: Path) -> Iterator[Path]:
-    """**Blocks.** Yields the directories of runs at or below a directory, in the order of their names.
-
-    Hidden directories and the insides of runs are not searched.
-    """
-    left = _MOST_DIRECTORIES
-
-    def search(place: Path, depth: int) -> Iterator[Path]:
-        nonlocal left
-        left -= 1
-        try:
-            if any(belongs_to_run(entry) for entry in LocalStorage(place).list("")):
-                yield place
-                return
-            with os.scandir(place) as entries:
-                inner = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
-        except (StorageError, OSError):
-            return  # One that may not be read hides no other.
-        for name in inner if depth < MAX_DEPTH else ():
-            if left > 0:
-                yield from search(place / name, depth + 1)
-
-    yield from search(directory, 0)
 
 
 def summarize_run(location: str, storage: Storage) -> RunSummary:

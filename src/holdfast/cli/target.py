@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from holdfast.catalog import Catalog, find_lost, make_lost_error
-from holdfast.errors import NoCheckpointError, UsageError
+from holdfast.errors import NoCheckpointError, StorageError, UsageError
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
     MANIFEST_NAME,
@@ -17,11 +18,15 @@ from holdfast.format.names import (
     is_own_file,
     parse_step_directory,
 )
-from holdfast.storage import Entry, LocalStorage, Storage, open_storage
+from holdfast.storage import Entry, LocalStorage, Storage, local_directory, open_storage
 
 MOST_LOOKS: Final = 30
 """Most tries at finding the newest checkpoint: a running job may remove the one that was found."""
 
+MAX_DEPTH: Final = 3
+"""How many levels below a directory are searched for runs, as in `runs/experiment/model/seed-1`."""
+
+_MOST_DIRECTORIES: Final = 20_000
 _MAX_STEP_DIGITS: Final = 16
 _NAMED_RUNS: Final = 5
 
@@ -148,13 +153,36 @@ def belongs_to_run(entry: Entry) -> bool:
     )
 
 
+def find_runs(directory: Path) -> Iterator[Path]:
+    """**Blocks.** Yields the directories of runs at or below a directory, in the order of their names.
+
+    Hidden directories and the insides of runs are not searched.
+    """
+    left = _MOST_DIRECTORIES
+
+    def search(place: Path, depth: int) -> Iterator[Path]:
+        nonlocal left
+        left -= 1
+        try:
+            if any(belongs_to_run(entry) for entry in LocalStorage(place).list("")):
+                yield place
+                return
+            with os.scandir(place) as entries:
+                inner = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+        except (StorageError, OSError):
+            return  # One that may not be read hides no other.
+        for name in inner if depth < MAX_DEPTH else ():
+            if left > 0:
+                yield from search(place / name, depth + 1)
+
+    yield from search(directory, 0)
+
+
 def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: str) -> NoCheckpointError:
     if entries:
-        runs = [
-            f"{location.rstrip('/')}/{entry.name}"
-            for entry in sorted(entries, key=lambda entry: entry.name)
-            if entry.is_directory and any(map(belongs_to_run, storage.list(entry.name)))
-        ]
+        root = local_directory(storage)
+        found = [] if root is None else [path.relative_to(root) for path in find_runs(root)]
+        runs = [f"{location.rstrip('/')}/{path}" for path in found]
         if runs:
             more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
             hint = f"It holds runs: {', '.join(runs[:_NAMED_RUNS])}{more}. Name one of them."

@@ -151,7 +151,7 @@ class Committed(Event, frozen=True):
         return (
             f"step {self.step} committed: {size_text(self.size_bytes)}{referred}, training blocked for "
             f"{time_text(self.blocked_seconds)}, {time_text(self.background_seconds)} in the background, "
-            f"{time_text(self.training_saved_seconds)} of training saved"
+            f"covers {time_text(self.training_saved_seconds)} of training"
         )
 
 

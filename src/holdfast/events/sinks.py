@@ -25,6 +25,7 @@ from holdfast.events.kinds import (
     Failed,
     GenerationOpened,
     Held,
+    Leaving,
     NoticeHeard,
     PassedOver,
     Resized,
@@ -66,6 +67,7 @@ _LEVELS: dict[type[Event], int] = {  # Of all others: INFO.
     Skipped: logging.WARNING,
     Warned: logging.WARNING,
     NoticeHeard: logging.WARNING,
+    Leaving: logging.DEBUG,  # The last line on standard error says it.
 }
 
 

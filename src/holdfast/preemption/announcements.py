@@ -18,6 +18,7 @@ from holdfast.policies import AnySave, Auto, SavePolicy, Seconds, Steps
 from holdfast.restore.backup import Backup
 from holdfast.restore.records import Restoration
 from holdfast.save.say import inform
+from holdfast.state import Differences
 from holdfast.state.hyperparameters import HyperparameterChange
 from holdfast.state.oversights import describe_epochs, list_overruled
 
@@ -59,6 +60,7 @@ class Announcements:
             set_otherwise = list_overruled(manager.checkpoint.objects).items()
             loaders = {path: HyperparameterChange(*pair, can_be_kept=False) for path, pair in set_otherwise}
             self._warn_of_changes({**restored.hyperparameters, **loaders})
+            self._warn_of_differences(restored)
 
     def end(self, manager: Announced, step: int, total: int = 0) -> None:
         """**Blocks** while it reads the run's directory. Reports the end of a training whose beginning was reported.
@@ -92,6 +94,7 @@ class Announcements:
         else:
             self.say(self.describe(backup.restoration, f"after {backup}"))
             self._warn_of_changes(backup.restoration.hyperparameters)
+            self._warn_of_differences(backup.restoration)
 
     def end_epochs(self, backup: Backup | None, *, had_backup: bool = True) -> None:
         """Reports, once, that training in epochs has ended, with a backup that stays; None if there is none."""
@@ -119,6 +122,11 @@ class Announcements:
             logger.warning("%s: %s", self.place, describe_changes(changes))
             if len(changes) > _MOST_SHOWN:
                 logger.debug("%s: %s", self.place, describe_changes(changes, len(changes)))
+
+    def _warn_of_differences(self, restored: Restoration) -> None:
+        """Warns, on each worker, of what a restore that was not strict has left out: each may hold other objects."""
+        if text := describe_differences(restored.differences):
+            logger.warning("%s: %s", self.place, text)
 
     def say(self, text: str) -> None:
         """Prints a line, unless this is quiet."""
@@ -149,6 +157,18 @@ def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _M
     kept = ", ".join(f'"{path}"' for path, one in shown if one.can_be_kept)
     hint = f"; keep_current=[{kept}] keeps the script's" if kept else ""
     return ", ".join([*told, *more]) + hint
+
+
+def describe_differences(differences: Differences) -> str:
+    """**Pure.** Names what a restore that was not strict has left out, at most a few; empty if that is nothing."""
+    wrong = (*differences.wrong_shape, *differences.wrong_dtype, *differences.wrong_kind)
+    live = [*differences.missing, *(one.partition(": ")[0] for one in wrong)]
+    parts = []
+    for what, names in (("not restored", live), ("in the checkpoint only", differences.extra)):
+        if names:
+            more = f" ({len(names) - _MOST_SHOWN} more)" if len(names) > _MOST_SHOWN else ""
+            parts.append(f"{what}: {', '.join(names[:_MOST_SHOWN])}{more}")
+    return f"strict=False: {'; '.join(parts)}" if parts else ""
 
 
 def describe_saving(policy: SavePolicy | None) -> str:

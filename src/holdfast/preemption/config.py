@@ -103,4 +103,7 @@ def make_termination(preemption: object, objects: Mapping[str, object] | None = 
         # Python handles signals in the main thread only; elsewhere Ctrl-C is not this thread's.
         is_main = threading.current_thread() is threading.main_thread()
         return TerminationConfig(sources=[Signals(signal.SIGINT)] if is_main else [])
-    raise UsageError(f"preemption={preemption!r}", hint='Use "auto", "off" or a TerminationConfig.')
+    raise UsageError(
+        f'preemption must be "auto", "off" or a TerminationConfig, got {preemption!r}',
+        hint='"auto" handles signals and the notices of the machine it runs on, "off" Ctrl-C only.',
+    )

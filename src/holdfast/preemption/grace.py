@@ -140,7 +140,7 @@ def decide(outlook: Outlook) -> Verdict:
             return Verdict(Action.TRAIN, "the state is saved, and nothing asks the job to stop")
         return Verdict(Action.SAVE, "the machine may be taken away")
     if outlook.demand is Demand.LEAVE or outlook.left_seconds is None:
-        return Verdict(Action.LEAVE, "no grace period allows further training")
+        return Verdict(Action.LEAVE, "at once: no grace period is set, or a second signal ended it")
     left, needed = outlook.left_seconds, outlook.needed_seconds
     if not outlook.is_saved:
         # The save that is begun now, and the one before the end.

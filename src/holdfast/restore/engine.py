@@ -361,7 +361,8 @@ class _RestoreTrial:
             raise MismatchError(
                 f"step {step} does not fit the live objects ({state}):\n{matching.differences}",
                 differences=matching.differences,
-                hint="Fix the objects. CheckpointManager.restore(strict=False) takes what fits and reports the rest.",
+                hint="Fix the objects. strict=False, in hf.resumable(...) or manager.restore(...), takes what fits and "
+                "reports the rest.",
             )
         return matching
 

@@ -467,9 +467,9 @@ def describe_resumption(step: int, asked: str, loop: str) -> str:
         loop: The loop that resumes by itself.
     """
     return (
-        f"resumed at step {step}, but this loop did not ask for the step. A loop over range(n) trains n more: "
-        f"begin at {asked}, or loop over {loop}, or over the epochs(n) of a saved ResumableDataLoader. If your "
-        "loop resumes there by other means, ignore this"
+        f"resumed at step {step}, but this loop seems to start from 0: it has not read {asked}. A loop over range(n) "
+        f"trains n more: begin at {asked}, or loop over {loop}, or over the epochs(n) of a saved ResumableDataLoader. "
+        "If your loop resumes there by other means, ignore this"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 
 from holdfast.cli.exit_codes import holdfast_error_fields
-from holdfast.cli.runs import RunSummary, find_runs, show_runs, summarize_run
+from holdfast.cli.runs import RunSummary, show_runs, summarize_run
 from holdfast.cli.screen import (
     BAD,
     FAINT,
@@ -41,7 +41,7 @@ from holdfast.cli.survey import (
     survey_run,
     time_fields,
 )
-from holdfast.cli.target import RunTarget, find_run, no_living
+from holdfast.cli.target import RunTarget, find_run, find_runs, no_living
 from holdfast.errors import HoldfastError, NoCheckpointError
 from holdfast.events.kinds import size_text
 from holdfast.storage import LocalStorage, local_directory, open_storage

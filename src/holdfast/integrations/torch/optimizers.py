@@ -134,11 +134,9 @@ class _Gradients:
         if not any(bool(one.any()) for one in local) or not all(bool(one.isfinite().all()) for one in local):
             return ""
         return (
-            "the save came between backward() and optimizer.step(), and gradients are not saved. If the next "
-            "step adds to them, a restart trains without these: count a step only once optimizer.step() has used "
-            "them (call run.finish_step() there, or take all batches of a step within one iteration of "
-            "run.steps()). After a restart within an epoch, enumerate(loader) counts from 0 again, so the last group "
-            "of the epoch may miss its step: write enumerate(loader, start=loader.batches_done)"
+            "saved between backward() and optimizer.step(); gradients are not saved, so a restart loses these. Call "
+            "run.finish_step() only after optimizer.step() (with run.steps: take all batches of a step in one turn); "
+            "count batches with enumerate(loader, start=loader.batches_done)"
         )
 
     def _sample(self) -> list[torch.Tensor]:
