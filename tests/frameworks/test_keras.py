@@ -57,7 +57,9 @@ def start(backend: str, program: str | Path, *arguments: object) -> subprocess.P
     pipe = subprocess.PIPE
     # The interpreter that is forked imports Keras, which looks at the variable then.
     with mock.patch.dict(os.environ, KERAS_BACKEND=backend, OMP_NUM_THREADS="1"):
-        return preloaded.Popen(command, preload=PRELOADED[backend], stdout=pipe, stderr=pipe, text=True)
+        return preloaded.Popen(
+            command, preload=PRELOADED[backend], stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
 
 
 def follow(
@@ -71,7 +73,10 @@ def follow(
         for line in process.stdout:
             lines.append(line.rstrip())
             number = strike(lines)
-            if number is not None:
+            if number == signal.SIGKILL:
+                # The workers of a dataset too: they may wait for ever for one that is gone, and hold these pipes.
+                os.killpg(process.pid, number)
+            elif number is not None:
                 process.send_signal(number)
         return lines, process.wait(), process.stderr.read()
 
