@@ -98,8 +98,7 @@ def test_the_step_that_a_run_resumed_from_goes_with_the_policy_at_its_end(tmp_pa
 
     def note(event: Event) -> None:
         if isinstance(event, Retained):
-            assert sorted(event.kept) == steps_of(tmp_path)
-            kept.append(steps_of(tmp_path))
+            kept.append(sorted(event.kept))  # On the disk the next save may be committed by now.
 
     options: dict[str, Any] = {"save_every": hf.Steps(3), "keep": hf.Latest(2), "sinks": [note]}
     if way == "resumable":
@@ -110,6 +109,7 @@ def test_the_step_that_a_run_resumed_from_goes_with_the_policy_at_its_end(tmp_pa
             for step in (9, 12, 15):
                 manager.save(step)
     assert kept == [[6, 9], [6, 9, 12], [6, 12, 15], [12, 15]]
+    assert steps_of(tmp_path) == [12, 15]
 
 
 def test_a_run_that_ends_with_an_error_keeps_the_step_that_it_resumed_from(tmp_path: Path) -> None:
