@@ -205,7 +205,7 @@ def test_a_restore_that_is_not_strict_names_a_few_of_what_it_left_out(
 ) -> None:
     with hf.resumable(tmp_path, model={"a": np.zeros(2)}, old=np.zeros(2)) as run:
         list(run.steps(1))
-    new = {name: np.zeros(2) for name in ("one", "two", "three", "four")}
+    new: dict[str, Any] = {name: np.zeros(2) for name in ("one", "two", "three", "four")}
     for _ in range(2):
         with hf.resumable(tmp_path, model={"a": np.zeros(3)}, **new, strict=False) as run:
             list(run.steps(2))
