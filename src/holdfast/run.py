@@ -80,8 +80,7 @@ def resumable(
         checkpoint: A `Checkpoint` with the objects, instead of `objects`: it allows any names.
         save_every: When to save; None for `Auto()`, which measures the cost of a save.
         keep: Which checkpoints to keep; None for `Latest(3)`.
-        strict: False to restore everything that fits, if objects have changed since the save; a warning names the
-            rest.
+        strict: False to restore what fits, if objects have changed since the save; a warning names the rest.
         begin_anew: True to start from the beginning even if there are checkpoints.
         incremental: True to write only arrays that have changed, and refer to earlier steps for the others.
         reuse_space: False to never write a save over the data file of a removed checkpoint; see `CheckpointManager`.

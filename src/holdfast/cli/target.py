@@ -181,8 +181,8 @@ def find_runs(directory: Path) -> Iterator[Path]:
 def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: str) -> NoCheckpointError:
     if entries:
         root = local_directory(storage)
-        found = [] if root is None else [path.relative_to(root) for path in find_runs(root)]
-        runs = [f"{location.rstrip('/')}/{path}" for path in found]
+        place = location.rstrip("/")
+        runs = [] if root is None else [f"{place}/{path.relative_to(root)}" for path in find_runs(root)]
         if runs:
             more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
             hint = f"It holds runs: {', '.join(runs[:_NAMED_RUNS])}{more}. Name one of them."

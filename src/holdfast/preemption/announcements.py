@@ -59,8 +59,7 @@ class Announcements:
             self.say(self.describe(restored, f"at step {step}{after}", rhythm))
             set_otherwise = list_overruled(manager.checkpoint.objects).items()
             loaders = {path: HyperparameterChange(*pair, can_be_kept=False) for path, pair in set_otherwise}
-            self._warn_of_changes({**restored.hyperparameters, **loaders})
-            self._warn_of_differences(restored)
+            self._warn_of_changes(restored, {**restored.hyperparameters, **loaders})
 
     def end(self, manager: Announced, step: int, total: int = 0) -> None:
         """**Blocks** while it reads the run's directory. Reports the end of a training whose beginning was reported.
@@ -93,8 +92,7 @@ class Announcements:
             )
         else:
             self.say(self.describe(backup.restoration, f"after {backup}"))
-            self._warn_of_changes(backup.restoration.hyperparameters)
-            self._warn_of_differences(backup.restoration)
+            self._warn_of_changes(backup.restoration, backup.restoration.hyperparameters)
 
     def end_epochs(self, backup: Backup | None, *, had_backup: bool = True) -> None:
         """Reports, once, that training in epochs has ended, with a backup that stays; None if there is none."""
@@ -116,17 +114,14 @@ class Announcements:
         by = f" by {restored.workers} workers" if is_shared else ""
         return f"resumed {self.place} {where} (saved {ago}{by})" + (f", {rhythm}" if rhythm else "")
 
-    def _warn_of_changes(self, changes: Mapping[str, HyperparameterChange]) -> None:
-        """Warns on the leader, even if this is quiet, that training continues with other values than the script's."""
+    def _warn_of_changes(self, restored: Restoration, changes: Mapping[str, HyperparameterChange]) -> None:
+        """Warns, even if this is quiet, of what was not restored; on the leader, of values that are not the script's."""
+        if text := describe_differences(restored.differences):
+            logger.warning("%s: %s", self.place, text)
         if changes and self._worker.is_leader:
             logger.warning("%s: %s", self.place, describe_changes(changes))
             if len(changes) > _MOST_SHOWN:
                 logger.debug("%s: %s", self.place, describe_changes(changes, len(changes)))
-
-    def _warn_of_differences(self, restored: Restoration) -> None:
-        """Warns, on each worker, of what a restore that was not strict has left out: each may hold other objects."""
-        if text := describe_differences(restored.differences):
-            logger.warning("%s: %s", self.place, text)
 
     def say(self, text: str) -> None:
         """Prints a line, unless this is quiet."""
@@ -163,11 +158,12 @@ def describe_differences(differences: Differences) -> str:
     """**Pure.** Names what a restore that was not strict has left out, at most a few; empty if that is nothing."""
     wrong = (*differences.wrong_shape, *differences.wrong_dtype, *differences.wrong_kind)
     live = [*differences.missing, *(one.partition(": ")[0] for one in wrong)]
-    parts = []
-    for what, names in (("not restored", live), ("in the checkpoint only", differences.extra)):
-        if names:
-            more = f" ({len(names) - _MOST_SHOWN} more)" if len(names) > _MOST_SHOWN else ""
-            parts.append(f"{what}: {', '.join(names[:_MOST_SHOWN])}{more}")
+    parts = [
+        f"{what}: {', '.join(names[:_MOST_SHOWN])}"
+        + (f" ({more} more)" if (more := len(names) - _MOST_SHOWN) > 0 else "")
+        for what, names in (("not restored", live), ("in the checkpoint only", differences.extra))
+        if names
+    ]
     return f"strict=False: {'; '.join(parts)}" if parts else ""
 
 
