@@ -115,7 +115,7 @@ class Announcements:
         return f"resumed {self.place} {where} (saved {ago}{by})" + (f", {rhythm}" if rhythm else "")
 
     def _warn_of_changes(self, restored: Restoration, changes: Mapping[str, HyperparameterChange]) -> None:
-        """Warns, even if this is quiet, of what was not restored; on the leader, of values that are not the script's."""
+        """Warns, even if this is quiet, of what was not restored; on the leader, of values other than the script's."""
         if text := describe_differences(restored.differences):
             logger.warning("%s: %s", self.place, text)
         if changes and self._worker.is_leader:
