@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def main(directory: str, order: str, epochs: str, stop_in: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     loader = hf.ResumableDataLoader(samples, batch_size=4, seed=1)
-    averages = torch.optim.swa_utils.AveragedModel(model)
+    averages: Any = torch.optim.swa_utils.AveragedModel(model)
     evaluations: dict[str, float] = {}
     with hf.resumable(
         Path(directory) / "run",
