@@ -1199,3 +1199,21 @@ def test_metrics_of_a_step_that_the_program_saved_are_named_at_the_end(tmp_path:
     lines = [event.text for event in events if isinstance(event, Warned)]
     assert [line for line in lines if "reported after the last save and are stored nowhere: val_loss." in line]
     assert metrics_of(tmp_path) == [(1, {})]
+
+
+@pytest.mark.parametrize("order", ["evaluate, schedule", "schedule, evaluate", "average, evaluate"])
+def test_an_evaluation_that_is_left_in_its_block_is_done_again(order: str, tmp_path: Path) -> None:
+    """And whatever else follows the last step of the epoch, once; unless that changes arrays before the block."""
+
+    def train(directory: Path, stop_in: int) -> tuple[int, str]:
+        done = run_file("evaluated_epochs", directory, order, "3", str(stop_in))
+        return done.returncode, done.stdout or done.stderr
+
+    code, whole = train(tmp_path / "whole", -1)
+    assert code == 0, whole
+    for stop_in in (0, 2):
+        directory = tmp_path / str(stop_in)
+        code, problems = train(directory, stop_in)
+        assert code == 42, problems
+        assert steps_of(directory / "run") == [3 * (stop_in + 1)]
+        assert train(directory, -1) == (0, whole)

@@ -111,7 +111,8 @@ def _share(results: Results, part: str, key: str, way: str, *, beyond: bool = Fa
         return _Share(math.inf)
     whole = peer.median - start.median
     if own.low <= start.high:
-        return _Share(max(0.0, own.high - start.median) / whole, is_bound=True)
+        bound = (own.high - start.median) / whole
+        return _Share(bound, is_bound=True) if bound > 0 else _Share(math.inf)
     return _Share((own.median - start.median) / whole)
 
 

@@ -228,7 +228,8 @@ def _training(results: Results) -> Iterator[str]:
         figures = {key: figure.value for key, figure in standing.figures.items()}
         lost = figures["lost"]
         # Nobody gains time by saving: less than nothing says how unsteady the machine was.
-        share = f"{max(0.0, lost.median) / least:.2f}" if least > 0 and name != DCP else ""
+        share = f"{lost.median / least:.2f}" if lost.low > 0 else "within the noise"
+        share = share if least > 0 and name != DCP else ""
         yield (
             f"| {_strong(name)} | {show_time(figures['step'].median)} "
             f"| {show_time(lost.median)} ({show_time(lost.low)} to {show_time(lost.high)}) | {share} "

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from holdfast.errors import SaveFailedError, StepExistsError, UsageError
+from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
 from holdfast.events import Warned
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.single import SingleConsensus
@@ -19,6 +19,7 @@ from holdfast.preemption.final_save import Saves
 from holdfast.preemption.guard import Guard
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.save.handle import SaveHandle
+from holdfast.save.mark import Mark
 from holdfast.state.data.position import step_break
 from holdfast.state.oversights import TrainingWatch, count_taken
 from holdfast.tracebacks import short_traceback
@@ -85,6 +86,20 @@ def no_turn() -> None:
     """Returns None: no step runs now."""
 
 
+class _EpochEnd(NamedTuple):
+    """The state after the last step of an epoch.
+
+    Attributes:
+        step: How many steps were complete.
+        batches: How many batches were taken in this process.
+        mark: The state.
+    """
+
+    step: int
+    batches: int
+    mark: Mark
+
+
 class TrainingLoop:
     """The work between two steps. It belongs to the training thread.
 
@@ -110,6 +125,7 @@ class TrainingLoop:
         self.metadata: Mapping[str, Any] | None = None
         self.is_stopped = False
         self._saved_notes: tuple[Mapping[str, Any], Mapping[str, Any] | None] = ({}, None)
+        self._epoch_end: _EpochEnd | None = None
 
     def warn(self, text: str, *, is_error: bool = False) -> None:
         """Sends a warning to the log and the sinks."""
@@ -134,6 +150,7 @@ class TrainingLoop:
         self.count.done += 1
         self.guard.is_tentative = True
         self.pass_boundary(*arguments, **options)
+        self._mark_epoch_end()
 
     def begin_steps(self) -> None:
         """Called when the loop continues after a pause."""
@@ -175,8 +192,27 @@ class TrainingLoop:
 
     def pause(self, step: int) -> None:
         """Pauses the loop, so that another thread may save that many complete steps from a mark."""
-        mark = None if self.is_safe(step) else self.manager.mark(self.metrics)
+        mark = None if self.is_safe(step) else self._find_mark(step) or self.manager.mark(self.metrics)
         self.guard.pause(step, mark=mark, saved=self.count.find(step))
+
+    def _mark_epoch_end(self) -> None:
+        """Marks the state if the step was the last of an epoch.
+
+        A block of `checkpointable` after the epoch saves this state. So a restart does all again that follows the step,
+        as it does if the step itself was saved. The state of the block would begin with the next epoch.
+        """
+        self._epoch_end = None
+        batches = self.watch.find_epoch_end()
+        if batches is not None and not self.is_safe(self.count.done):
+            with suppress(HoldfastError):  # A save raises it.
+                self._epoch_end = _EpochEnd(self.count.done, batches, self.manager.mark(self.metrics))
+
+    def _find_mark(self, step: int) -> Mark | None:
+        """Returns the state at the end of the epoch, unless training goes on, or an array was changed since."""
+        end = self._epoch_end
+        if end is None or end.step != step or not self.watch.has_taken(end.batches) or end.mark.changed:
+            return None
+        return end.mark
 
     # Saves them.
 
@@ -209,6 +245,7 @@ class TrainingLoop:
 
     def save_last(self) -> None:
         """Saves what is not saved yet, waiting for the previous save even if the save would otherwise be skipped."""
+        self._epoch_end = None
         step = self.count.done
         if self.is_safe(step):
             return

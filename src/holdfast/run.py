@@ -298,6 +298,9 @@ class Run:
         the middle of the block. Nothing is unwound: a restart resumes after that step, and the rest of the block and
         anything after it are not executed. Inside the block, `save` cannot be called.
 
+        If the step was the last of an epoch of a saved `ResumableDataLoader`, and no array was changed since
+        `finish_step`, the state after that call is saved instead: a restart does all again that follows the step.
+
         Args:
             step_done: True if the step in progress counts as complete (evaluation at its end, for example); False if
                 none of it has been done yet (while waiting for data, for example).

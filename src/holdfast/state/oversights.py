@@ -18,6 +18,7 @@ from holdfast.state.data.sampler import (
     batch_count,
     count_epochs,
     current_epoch,
+    is_epoch_over,
     sampler_overruled,
 )
 from holdfast.state.registry import find_array, find_stateful, immutable_arrays_in, immutable_types, list_members
@@ -252,9 +253,9 @@ class TrainingWatch:
         self.resumption, self.may_predict = "", False
         self._is_counted = self._has_warned = False
         self._counted = 0
-        self._counts: dict[str, BatchCount] = {
-            path: batch_count(sampler) for path, sampler in _find_samplers(objects).items()
-        }
+        samplers = _find_samplers(objects)
+        self._samplers = [*samplers.values()]
+        self._counts: dict[str, BatchCount] = {path: batch_count(sampler) for path, sampler in samplers.items()}
         self._updates: dict[str, int] = {}
         self._strays, self._thread = StrayOptimizers(objects), threading.get_ident()
         self._ends: list[Callable[[], object]] = []
@@ -286,6 +287,14 @@ class TrainingWatch:
         """Returns True if the step took no batch and ended an epoch, like the last one of `zip(steps, loader)`."""
         began, now = self._step_began, self._count_batches()
         return now[1] > began[1] and now[0] == began[0]
+
+    def find_epoch_end(self) -> int | None:
+        """Returns how many batches were taken if the last one of an epoch was the newest; else None."""
+        return self._count_batches()[0] if any(map(is_epoch_over, self._samplers)) else None
+
+    def has_taken(self, batches: int) -> bool:
+        """Returns True if exactly that many batches were taken until now."""
+        return self._count_batches()[0] == batches
 
     def note_own_step(self) -> None:
         """Called when the program's own loop counts a step; warns at the first one if it seems to start its epochs

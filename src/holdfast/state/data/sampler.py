@@ -522,6 +522,11 @@ def count_epochs(sampler: ResumableSampler) -> int:
     return sampler._epoch + (not sampler._cut.count_from(sampler._position_samples))
 
 
+def is_epoch_over(sampler: ResumableSampler) -> bool:
+    """Returns True if the loop has taken the last batch of an epoch, and not asked for another one since."""
+    return not sampler._cut.count_from(sampler._position_samples)
+
+
 def sampler_overruled(sampler: ResumableSampler) -> dict[str, tuple[Any, Any]]:
     """Returns seed and shuffle as the script set them and as the newest restore did, if they differ."""
     return sampler._overruled
