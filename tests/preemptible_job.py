@@ -159,12 +159,18 @@ class SlowCluster(JoinedCluster):
         return total
 
 
+def limit_files() -> None:
+    # Python would leave the compiled form of a module behind cut off, and every later process would fail to import it.
+    sys.dont_write_bytecode = True
+    resource.setrlimit(resource.RLIMIT_FSIZE, (OPTIONS["file_bytes"], resource.RLIM_INFINITY))
+
+
 def tell(event: Event) -> None:
     # A disk that is full until something has happened, or from then on.
     if OPTIONS.get("file_bytes_until") == type(event).__name__:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     if OPTIONS.get("file_bytes_from") == type(event).__name__:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (OPTIONS["file_bytes"], resource.RLIM_INFINITY))
+        limit_files()
     say("event", type(event).__name__, getattr(event, "step", ""))
 
 
@@ -350,7 +356,7 @@ def main() -> None:
         storage = SilentStorage(storage)
     learned = Learned(cluster)
     if "file_bytes" in OPTIONS and "file_bytes_from" not in OPTIONS:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (OPTIONS["file_bytes"], resource.RLIM_INFINITY))
+        limit_files()
     if OPTIONS.get("loop", "resumable") == "resumable":
         with_resumable(storage, learned, cluster)
     else:
