@@ -82,6 +82,7 @@ def learn_undisturbed(rank: int, total: int) -> str:
 def train(directory: Path, store: Path, total: int, rank: int, tell: Callable[[str], None]) -> int:
     """What a worker does: a signal of its own, SIGALRM, makes it fail, and SIGHUP fills its disk."""
     sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  For the life of this process.
+    sys.dont_write_bytecode = True  # On the full disk it would be cut off, and fail all later processes.
     random.seed(rank)
     learner = Learner()
     faults: list[int] = []
