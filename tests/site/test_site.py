@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -149,3 +150,15 @@ def test_a_deadline_is_shown_by_its_seconds() -> None:
 
 if not PAGES:
     pytest.fail("build the site first: make docs", pytrace=False)
+
+
+def test_the_search_finds_a_method_on_the_pages_that_call_it() -> None:
+    """Readers look for `finish_step`, and pages write `run.finish_step()`."""
+    index = json.loads((SITE / "search" / "search_index.json").read_text())
+    separator = index["config"]["separator"]
+    found = {
+        entry["location"].partition("#")[0]
+        for entry in index["docs"]
+        if "finish_step" in re.split(separator, re.sub(r"<[^>]+>", " ", entry["text"]))
+    }
+    assert "guides/training-loops.html" in found

@@ -244,7 +244,7 @@ def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
 def _select(found: Recognized, selection: Selection | None, source: str) -> dict[str, ArchivedTree]:
     if selection is None:
         for key in found.objects.keys() - set(found.taken):
-            found.left.append(LeftOut(key, "--only does not select it"))
+            found.left.append(LeftOut(key, "imported only if --only selects it"))
         found.left.sort(key=lambda one: one.path)
         return {key: found.objects[key] for key in found.taken}
     chosen = {key: value for key, value in found.objects.items() if selection(escape(key))}
