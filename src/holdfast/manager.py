@@ -109,8 +109,8 @@ class CheckpointManager:
                 hand-written fused kernels are not detected.
             reserve_bytes: Host memory for the first save. None to make it ready slowly while training runs, from the
                 first `save_if_due` that is not due, or without `save_every` from the first steps of a saved torch
-                optimizer; "auto" to compute its size and allocate it now, or a number to
-                allocate that much now, in the background; 0 to leave it to the first save.
+                optimizer; "auto" to compute its size and allocate it now, or a number to allocate that much now, in the
+                background; 0 to leave it to the first save.
             cluster: The workers of the job: "auto" to find them as `holdfast.cluster.open_cluster` does, "alone" for a
                 worker that saves on its own although there are others, or a cluster, which the caller closes.
             liveness_seconds: A worker that gives no sign of life for this long is taken for dead, and its saves fail.
