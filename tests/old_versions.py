@@ -21,6 +21,12 @@ def dtypes(*names: str) -> list[Any]:
     return [getattr(torch, name) for name in names if hasattr(torch, name)]
 
 
+def skip_if_it_holds_a_function(scheduler: Any) -> None:
+    """Skips a test if the state of `SWALR` has a function in this torch, which is refused."""
+    if any(map(callable, scheduler.state_dict().values())):
+        pytest.skip("in this torch SWALR has a function in its state, which is refused")
+
+
 def skip_without_fsdp_on_cpu() -> None:
     """Skips a test if this torch cannot run FSDP2 without a GPU, as 2.6 cannot."""
     import torch
