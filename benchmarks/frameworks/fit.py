@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import time
 from abc import ABC, abstractmethod
@@ -156,6 +157,9 @@ class Fit(ABC):
         to do falls into the steps that follow it.
         """
         size = TRAINED.scaled(self._scale)
+        # Python's collections of all objects take 0.2 s with so many modules, and fall to one way or another by chance.
+        gc.collect()
+        gc.freeze()
         before, cpu_before = self._measure_plain(size, interval_steps)
         clock = Clock()
         self.make(size, (saves + 2) * interval_steps, clock, interval_steps)()

@@ -149,8 +149,8 @@ def _saves(results: Results) -> Iterator[str]:
         "background takes from training. Processor time is that of all threads, beyond the steps themselves; other "
         "work on the machine hardly changes it. The stall is the step that a save falls into, less a step without one. "
         "The first save of a fit, which makes memory and files ready, is a column of its own. All processes keep the "
-        "memory that they have freed (`MALLOC_TRIM_THRESHOLD_`), as else the speed of a fit's steps is a matter "
-        "of chance.\n"
+        "memory that they have freed (`MALLOC_TRIM_THRESHOLD_`), and Python's collector passes over what was there "
+        "before (`gc.freeze`): otherwise the speed of a fit's steps is a matter of chance.\n"
     )
     for name, framework in FRAMEWORKS.items():
         limits = limits_of(results, name)

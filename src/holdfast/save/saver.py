@@ -15,7 +15,7 @@ from holdfast.events import Sink, Warned
 from holdfast.format.records import ALONE
 from holdfast.policies import SaveMoment
 from holdfast.save.arguments import SaveOptions
-from holdfast.save.copy.image import GENTLE, HostBuffer, Readying, Stager
+from holdfast.save.copy.image import GENTLE, HostBuffer, Readying, Stager, Staging
 from holdfast.save.engine import Engine
 from holdfast.save.failures import PendingFailures
 from holdfast.save.handle import SaveRequest
@@ -191,10 +191,11 @@ class Saver:
         self._has_begun, self._looks_left = True, 0
         if self._readying is not None and not self._readying.has_ended:
             self._readying.end()
+        staging: Staging | None = None
         try:
             # Laid out here, where the streams of a device and the device in use are those of training.
-            request.staging = self._stager.stage(captured, request.step)
-            request.copied = request.staging.snapshot.copied
+            request.staging = staging = self._stager.stage(captured, request.step)
+            request.copied = staging.snapshot.copied
         except OutOfMemoryError as error:
             request.staging = error
         self.engine.submit(request)
@@ -202,6 +203,8 @@ class Saver:
         if request.copied.error is not None:
             raise request.copied.error
         request.confirm()
+        if staging is not None:
+            staging.forget_copied()
 
     def _warn_of_oversights(self, step: int) -> None:
         warnings = [self._immutable.look(self._objects, step), self._loss_watch.look(self._objects)]
