@@ -106,7 +106,7 @@ class Assignment:
 
     def _assign(self, order: Order, number: int, stored: StoredBox, target: Target) -> None:
         wanted, record = target.box, stored.record
-        common = intersect(stored.box, wanted)
+        common = wanted if stored.box == wanted else intersect(stored.box, wanted)
         if common is None:
             return
         self._left[id(target)] -= common.elements
