@@ -35,7 +35,7 @@ DRY ?=
 # For instance: make gpu GPU="--only tests"; GPU=--help shows what there is.
 GPU ?=
 
-.PHONY: demo dist docs test test-ray test-frameworks test-oldest check crash bench bench-frameworks gpu gpu-wheels clean
+.PHONY: demo dist docs test test-ray test-frameworks test-tensorflow test-oldest check crash bench bench-frameworks gpu gpu-wheels clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -51,6 +51,10 @@ test-ray: $(RAY_VENV)/ready
 # What the gate leaves out of the tests of Accelerate runs here, too.
 test-frameworks: $(FRAMEWORKS_VENV)/ready
 	HOLDFAST_LONG=1 $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks -n $(WORKERS) --dist worksteal --durations=15
+
+# TensorFlow as the backend of Keras: the environment of the comparisons has it.
+test-tensorflow: $(BENCH_VENV)/ready
+	$(BENCH_VENV)/bin/pytest tests/frameworks/test_keras.py -k tensorflow -n $(WORKERS) --dist worksteal
 
 # The same with the oldest supported version of each package: about 7 GB, as the oldest torch comes with CUDA only. A test
 # of what an old version lacks is skipped, with the reason. The docs and the comparisons are for the newest.

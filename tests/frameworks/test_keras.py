@@ -1,4 +1,4 @@
-"""`hf.keras` with the backends torch and JAX: what was interrupted goes on bit for bit."""
+"""`hf.keras` with the backends torch, JAX and TensorFlow: what was interrupted goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ import preloaded
 from patience import PATIENCE_SECONDS, killed_after
 
 PROGRAMS = Path(__file__).parent / "programs"
+BATCH = 8
 EXAMPLE = Path(__file__).parents[2] / "examples" / "keras_training.py"
-BACKENDS = ["torch", "jax"]
+NEEDS_TENSORFLOW = pytest.mark.skipif(
+    find_spec("tensorflow") is None, reason="needs TensorFlow: `make test-tensorflow` runs it"
+)
+BACKENDS = ["torch", "jax", pytest.param("tensorflow", marks=NEEDS_TENSORFLOW)]
 MODULES = ("numpy.random", "keras", "holdfast.manager", "holdfast.run", "holdfast.integrations.keras.callbacks")
 TORCH = ("torch", "holdfast.integrations.torch")
 PRELOADED = {
@@ -56,7 +60,9 @@ def start(backend: str, program: str | Path, *arguments: object) -> subprocess.P
     command = [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
     pipe = subprocess.PIPE
     # The interpreter that is forked imports Keras, which looks at the variable then.
-    with mock.patch.dict(os.environ, KERAS_BACKEND=backend, OMP_NUM_THREADS="1"):
+    with mock.patch.dict(os.environ, KERAS_BACKEND=backend, OMP_NUM_THREADS="1", TF_CPP_MIN_LOG_LEVEL="2"):
+        if backend == "tensorflow":  # It has threads as soon as it is imported, so it is not forked.
+            return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         return preloaded.Popen(
             command, preload=PRELOADED[backend], stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
@@ -95,7 +101,16 @@ def train_without(backend: str, case: str) -> tuple[str, ...]:
     return tuple(lines)
 
 
-@pytest.mark.parametrize(("backend", "case"), [("torch", "dataset"), ("torch", "arrays"), ("jax", "arrays")])
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        ("torch", "dataset"),
+        ("torch", "arrays"),
+        ("jax", "arrays"),
+        pytest.param("tensorflow", "arrays", marks=NEEDS_TENSORFLOW),
+        pytest.param("tensorflow", "pipeline", marks=NEEDS_TENSORFLOW),
+    ],
+)
 def test_killed_five_times_a_fit_ends_the_same(backend: str, case: str, tmp_path: Path) -> None:
     whole = train_without(backend, case)
     seed = random.randrange(10**6)
@@ -138,7 +153,12 @@ def test_a_fit_that_is_asked_to_leave_says_so_and_goes_on(backend: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("backend", "freq", "begins"), [("torch", "epoch", range(12, 36, 6)), ("jax", "4", range(16, 36, 4))]
+    ("backend", "freq", "begins"),
+    [
+        ("torch", "epoch", range(12, 36, 6)),
+        ("jax", "4", range(16, 36, 4)),
+        pytest.param("tensorflow", "4", range(16, 36, 4), marks=NEEDS_TENSORFLOW),
+    ],
 )
 def test_a_backup_goes_on_behind_its_batch(backend: str, freq: str, begins: range, tmp_path: Path) -> None:
     whole = train_without(backend, "dataset")
@@ -166,7 +186,7 @@ def test_a_backup_for_preemption_alone_is_taken_up(tmp_path: Path) -> None:
     assert last[-1] == whole[-1]
 
 
-READ_AGAIN = ("generator", "stream of unknown length")
+READ_AGAIN = ("generator", "stream of unknown length", "pipeline of a generator")
 LOADED_AHEAD = {
     "loader with workers": 32,
     "loader with lasting workers": 32,
@@ -185,6 +205,13 @@ after each of three epochs; or two batches before it begins. One interruption sp
         ("torch", ["loader with lasting workers"]),
         ("torch", ["dataset", "loader, fewer steps", "dataset with processes", "stream of unknown length"]),
         ("jax", ["fewer steps than batches", "dataset", "loader"]),
+        pytest.param(
+            "tensorflow",
+            ["unshuffled", "shuffled in batches", "weighted", "fewer steps than batches", "pipeline, repeated"],
+            marks=NEEDS_TENSORFLOW,
+        ),
+        pytest.param("tensorflow", ["pipeline that counts"], marks=NEEDS_TENSORFLOW),
+        pytest.param("tensorflow", ["pipeline of a generator", "generator"], marks=NEEDS_TENSORFLOW),
     ],
 )
 def test_each_kind_of_data_is_taken_up_where_it_stood(backend: str, cases: list[str], tmp_path: Path) -> None:
@@ -199,6 +226,9 @@ def test_each_kind_of_data_is_taken_up_where_it_stood(backend: str, cases: list[
         for one in found["interrupted"]:
             assert one["differs"] == [], (case, one)
             assert one["begun behind"] == one["saved behind"], (case, one)
+            if case == "pipeline that counts":
+                # What was trained is not loaded again; what was loaded ahead is in the checkpoint as well.
+                assert one["spared loads"] >= BATCH * one["saved behind"] - BATCH, (case, one)
             if case.startswith(("loader", "dataset")):
                 ahead = LOADED_AHEAD.get(case, 0)
                 assert abs(one["spared loads"] - one["loads of what was trained"]) <= ahead, (case, one)
@@ -267,6 +297,23 @@ def test_another_backend_is_refused_where_the_callback_is_made(tmp_path: Path) -
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "Keras uses the numpy backend" in ended.stderr
+
+
+@NEEDS_TENSORFLOW
+def test_what_tensorflow_cannot_take_up_is_refused(tmp_path: Path) -> None:
+    lines, code, problems = follow(start("tensorflow", "keras_refused.py", tmp_path))
+    assert code == 0, problems
+    strategy, workers, steps = lines
+    assert "MirroredStrategy trains this model on several devices" in strategy
+    assert "the position of a PyDataset with workers or steps_per_epoch cannot be saved" in workers
+    assert workers == steps
+
+
+@NEEDS_TENSORFLOW
+def test_a_pipeline_with_random_operations_is_warned_of(tmp_path: Path) -> None:
+    _, code, problems = follow(start("tensorflow", "keras_cases.py", tmp_path, "pipeline that counts"))
+    assert code == 0, problems
+    assert "the tf.data pipeline draws random numbers or calls Python" in problems
 
 
 def test_a_second_fit_is_left_alone(tmp_path: Path) -> None:

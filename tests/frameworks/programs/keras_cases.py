@@ -156,6 +156,35 @@ def stream() -> Any:
             yield INPUTS[begin : begin + BATCH], TARGETS[begin : begin + BATCH]
 
 
+def make_pipeline(**options: Any) -> dict[str, Any]:
+    """A `tf.data.Dataset` that shuffles again in each epoch, and loads ahead."""
+    import tensorflow as tf
+
+    loads = Loads()
+
+    def load(index: Any) -> Any:
+        loads.note()
+        return INPUTS[index], TARGETS[index]
+
+    def load_one(index: Any) -> Any:
+        row, target = tf.numpy_function(load, [index], (tf.float32, tf.float32))
+        return tf.ensure_shape(row, (4,)), tf.ensure_shape(target, (1,))
+
+    dataset: Any
+    if options.pop("is_generator", False):
+        spec = (tf.TensorSpec((4,), tf.float32), tf.TensorSpec((1,), tf.float32))
+        dataset = tf.data.Dataset.from_generator(lambda: zip(INPUTS, TARGETS, strict=True), output_signature=spec)
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(ROWS))
+    elif options.pop("counts", False):
+        dataset = tf.data.Dataset.range(ROWS).shuffle(20).map(load_one)
+    else:
+        dataset = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).shuffle(20)
+    dataset = dataset.repeat() if "steps_per_epoch" in options else dataset
+    dataset = dataset.batch(BATCH).map(lambda x, y: (x * 1.5, y), num_parallel_calls=2).prefetch(2)
+    dataset.loads = loads
+    return {"x": dataset, **options}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "arrays": arrays,
     "unshuffled": lambda: arrays(shuffle=False),
@@ -175,6 +204,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "loader, fewer steps": lambda: {**make_loader(), "steps_per_epoch": 4},
     "stream of unknown length": make_stream,
+    "pipeline": make_pipeline,
+    "pipeline that counts": lambda: make_pipeline(counts=True),
+    "pipeline, repeated": lambda: make_pipeline(steps_per_epoch=BATCHES),
+    "pipeline of a generator": lambda: make_pipeline(is_generator=True),
     "generator": lambda: {"x": stream(), "steps_per_epoch": BATCHES},
 }
 """By name, what makes the data of a `fit`."""

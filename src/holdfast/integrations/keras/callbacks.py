@@ -61,14 +61,14 @@ class Resumable(keras.callbacks.Callback):
                 name is a further object to save.
 
         Raises:
-            UsageError: If an argument is wrong, or the backend is neither torch nor JAX. Also a `ValueError`.
+            UsageError: If an argument is wrong, or the backend is not torch, JAX or TensorFlow. Also a `ValueError`.
         """
         super().__init__()
         backend = keras.backend.backend()
-        if backend not in ("torch", "jax"):
+        if backend not in ("torch", "jax", "tensorflow"):
             raise UsageError(
-                f"Keras uses the {backend} backend, with which a resumed fit is not bit for bit the same",
-                hint="Set KERAS_BACKEND to torch or jax, or use keras.callbacks.BackupAndRestore.",
+                f"Keras uses the {backend} backend, which holdfast does not know",
+                hint="Set KERAS_BACKEND to torch, jax or tensorflow, or use keras.callbacks.BackupAndRestore.",
             )
         if not directory:
             raise UsageError("the directory is empty", hint="Pass the path of the run's directory.")
@@ -109,7 +109,7 @@ class Resumable(keras.callbacks.Callback):
                 "a fit takes one Resumable or BackupAndRestore",
                 hint="Remove the others: each would resume the same fit.",
             )
-        _check_alone()
+        _check_alone(self._model)
         fit = FitRun(callbacks, iterator, self._make_run, self._saves, self._others, self._at_end)
         fit.set_model(self._model)
         fit.set_params(self.params)
@@ -160,7 +160,7 @@ class BackupAndRestore(Resumable):
                 code 42. If False, such a signal ends the process as usual.
 
         Raises:
-            UsageError: If an argument is wrong, or the backend is neither torch nor JAX. Also a `ValueError`.
+            UsageError: If an argument is wrong, or the backend is not torch, JAX or TensorFlow. Also a `ValueError`.
         """
         if not backup_dir:
             raise UsageError("Empty `backup_dir` argument passed")
@@ -199,12 +199,18 @@ def _end(directory: str | os.PathLike[str], deletes: bool) -> None:
         raise problem
 
 
-def _check_alone() -> None:
-    """Refuses jobs of several processes.
+def _check_alone(model: Any) -> None:
+    """Refuses jobs of several processes, and TensorFlow's strategies for several devices.
 
     Raises:
         UsageError: If this is one.
     """
+    if keras.backend.backend() == "tensorflow" and model.distribute_strategy.num_replicas_in_sync > 1:
+        raise UsageError(
+            f"{type(model.distribute_strategy).__name__} trains this model on several devices; with TensorFlow, its "
+            "position in the data can be restored on one device only",
+            hint="Train without a strategy, or use keras.callbacks.BackupAndRestore.",
+        )
     if getattr(keras.distribution.distribution(), "_is_multi_process", False):
         raise UsageError(
             "several processes train this model together; their position in the data cannot be restored",

@@ -87,6 +87,7 @@ class Feed:
         self._resumed: PlaceInData | None = None
         self._pending: PlaceInData | None = None
         self._opening: Any = None
+        self._has_looked = False
         iterator._enumerate_iterator = self._enumerate
         iterator._get_iterator = self._get_iterator
 
@@ -156,6 +157,9 @@ class Feed:
                 self.place.drawing = self.read_random()
             place = replace(self.place, step=step + iterator.steps_per_execution, is_complete=False, taken=taken)
             yield item
+            if not self._has_looked:
+                self._has_looked = True
+                self.source.look()
             step = place.step
             item = next(steps, _NOTHING)
             if item is not _NOTHING:
@@ -188,7 +192,7 @@ class Feed:
             self.write_random(pending.drawing)
 
     def _make(self) -> Any:
-        return self._class._get_iterator(self._iterator)
+        return self.source.open(self._class._get_iterator(self._iterator))
 
 
 def make_step(model: Any) -> Any:
@@ -198,20 +202,47 @@ def make_step(model: Any) -> Any:
     return (*numbers, itertools.repeat(None))
 
 
-class _Source:
+_NAMES: Final = {
+    "GeneratorDataAdapter": "a generator",
+    "PyDatasetAdapter": "a PyDataset",
+    "TFDatasetAdapter": "this tf.data.Dataset",
+    "TorchDataLoaderAdapter": "a DataLoader" if keras.backend.backend() == "tensorflow" else "an IterableDataset",
+}
+
+
+def read_again(adapter: Any) -> str:
+    """**Pure.** Returns the warning about data that has no position."""
+    cls = adapter.__class__.__name__  # Also that of a weak reference's adapter.
+    name = _NAMES.get(cls, cls.removesuffix("Adapter"))
+    at_once = "Arrays, a keras.utils.PyDataset and a torch DataLoader of a map-style dataset resume at once"
+    if keras.backend.backend() == "tensorflow":
+        at_once = "Arrays and a tf.data.Dataset without generators resume at once"
+    return (
+        f"{name} can only be read from its beginning: if a run is resumed within an epoch, it reads the batches that "
+        f"were trained before and discards them. {at_once}"
+    )
+
+
+class DataSource:
     """Data that can only be resumed by loading what was trained, and skipping it.
 
     Attributes:
         remark: Why a resumed epoch is slow, or not exact; empty if it is neither.
     """
 
-    def __init__(self, adapter: Any, name: str = "") -> None:
+    def __init__(self, adapter: Any) -> None:
         self._adapter: Any = weakref.proxy(adapter)
-        self.remark = name and (
-            f"{name} can only be read from its beginning: if a run is resumed within an epoch, it reads the "
-            "batches that were trained before and discards them. Arrays, a keras.utils.PyDataset and a torch "
-            "DataLoader of a map-style dataset resume at once"
-        )
+        self.remark = ""
+
+    def build(self, model: Any) -> None:
+        """Creates all variables of the model, its optimizer and its metrics; with most backends Keras has done so."""
+
+    def open(self, batches: Any) -> Any:
+        """Begins a pass through the data; returns its batches."""
+        return batches
+
+    def look(self) -> None:
+        """Sets the remark, if it shows only in a pass that has begun."""
 
     def generators(self) -> list[Any]:
         """The data's own random generators."""
@@ -249,11 +280,11 @@ class _Source:
         return batches
 
 
-class _Arrays(_Source):
+class _Arrays(DataSource):
     """Arrays that are split into batches by their indices."""
 
     def take_up(self, make: Callable[[], Any], taken: int, draw: Callable[[], None]) -> Any:
-        """See `_Source`."""
+        """See `DataSource`."""
         if keras.backend.backend() == "torch":
             return begin_behind(make(), taken, draw)
         adapter = self._adapter
@@ -287,11 +318,11 @@ def _begin(adapter: Any, make: Callable[[], Any]) -> Any:
     return batches
 
 
-class _Loader(_Source):
+class _Loader(DataSource):
     """A torch `DataLoader`."""
 
     def __init__(self, adapter: Any) -> None:
-        super().__init__(adapter, "an IterableDataset")
+        super().__init__(adapter)
         self._loader = adapter._dataloader
         self._is_by_index = hasattr(self._loader.dataset, "__getitem__") and hasattr(self._loader.dataset, "__len__")
         own = (self._loader, self._loader.batch_sampler, self._loader.sampler)
@@ -300,23 +331,23 @@ class _Loader(_Source):
                 f"{type(self._loader).__name__} has a position of its own, which fit advances before it trains",
                 hint="Pass a plain DataLoader to fit: its position is saved without a stateful sampler.",
             )
-        if self._is_by_index:
-            self.remark = ""
+        if not self._is_by_index:
+            self.remark = read_again(adapter)
         self._owners = [*own, getattr(self._loader.batch_sampler, "sampler", None)]
         samplers = {id(one): one for one in self._owners[1:] if hasattr(one, "__dict__")}
         self._samplers = [_SamplerState(one) for one in samplers.values()]
 
     def generators(self) -> list[Any]:
-        """See `_Source`; includes the counts of samplers."""
+        """See `DataSource`; includes the counts of samplers."""
         found = [getattr(owner, "generator", None) for owner in self._owners]
         return [*{id(one): one for one in found if hasattr(one, "get_state")}.values(), *self._samplers]
 
     def is_renewed(self) -> bool:
-        """See `_Source`."""
+        """See `DataSource`."""
         return getattr(self._loader, "_iterator", None) is not None
 
     def renew(self, is_renewed: bool) -> None:
-        """See `_Source`: a pass that starts workers draws one number more than others."""
+        """See `DataSource`: a pass that starts workers draws one number more than others."""
         loader = self._loader
         if not is_renewed:
             loader._iterator = None
@@ -326,7 +357,7 @@ class _Loader(_Source):
             loader._iterator._index_sampler = _sampler_of(loader)
 
     def take_up(self, make: Callable[[], Any], taken: int, draw: Callable[[], None]) -> Any:
-        """See `_Source`."""
+        """See `DataSource`."""
         if not self._is_by_index:
             return super().take_up(make, taken, draw)
         batches = begin_behind(self._loader, taken, draw)
@@ -415,7 +446,7 @@ class _Behind:
             next(self._indices)
 
 
-class _Dataset(_Source):
+class PyDatasetSource(DataSource):
     """A `keras.utils.PyDataset`."""
 
     def __init__(self, adapter: Any) -> None:
@@ -433,19 +464,19 @@ class _Dataset(_Source):
                         queue.get_nowait()
 
     def read(self) -> dict[str, Any]:
-        """See `_Source`; includes attributes that change, such as an order that is shuffled at the end of an epoch."""
+        """See `DataSource`; includes attributes that change, such as an order that each epoch shuffles."""
         state: dict[str, Any] = self._attributes.read() if self._own is None else self._own.state_dict()
         return state
 
     def write(self, state: dict[str, Any]) -> None:
-        """See `_Source`."""
+        """See `DataSource`."""
         if self._own is not None:
             self._own.load_state_dict(state)
         else:
             self._attributes.write(state)
 
     def prepare(self, taken: int) -> None:
-        """See `_Source`. Workers begin to load as soon as the epoch begins, so they must know what to skip."""
+        """See `DataSource`. Workers begin to load as soon as the epoch begins, so they must know what to skip."""
         adapter, number = self._adapter, self._dataset.num_batches
         order = list(range(taken if number is None else number))
         if adapter.shuffle and number is not None:
@@ -458,7 +489,7 @@ class _Dataset(_Source):
             adapter.enqueuer.py_dataset = passing
 
     def take_up(self, make: Callable[[], Any], taken: int, draw: Callable[[], None]) -> Any:
-        """See `_Source`."""
+        """See `DataSource`."""
         adapter, dataset = self._adapter, self._dataset
 
         def leave_out() -> Any:
@@ -491,8 +522,12 @@ class _Passing:
         return getattr(self._dataset, name)
 
 
-def _find_source(iterator: Any) -> _Source:
+def _find_source(iterator: Any) -> DataSource:
     adapter = iterator.data_adapter
+    if keras.backend.backend() == "tensorflow":
+        from holdfast.integrations.keras.pipeline import Pipeline
+
+        return Pipeline(iterator)
     if isinstance(adapter, ArrayDataAdapter):
         return _Arrays(adapter)
     if isinstance(adapter, TorchDataLoaderAdapter):
@@ -504,5 +539,7 @@ def _find_source(iterator: Any) -> _Source:
                 "batches are carried over from one epoch to the next, so a resumed run would train other data",
                 hint="Leave out steps_per_epoch, or give the PyDataset workers=0.",
             )
-        return _Dataset(adapter)
-    return _Source(adapter, type(adapter).__name__.removesuffix("Adapter"))
+        return PyDatasetSource(adapter)
+    source = DataSource(adapter)
+    source.remark = read_again(adapter)
+    return source

@@ -25,6 +25,8 @@ from holdfast.integrations.keras.state import (
     copy_small,
     list_buffers,
     put_back,
+    read_global_seed,
+    write_global_seed,
 )
 from holdfast.policies import SavePolicy
 from holdfast.policies.saving import SaveDecision, SaveMoment
@@ -159,6 +161,7 @@ class FitRun(keras.callbacks.Callback):
         callbacks = self._callbacks()
         self._states = CallbackStates([one for one in callbacks.callbacks if self._is_kept(one)])
         self._optimizers = FurtherOptimizers(model)
+        self._feed.source.build(model)
         run = self._make_run(self._list_objects(model))
         # Not at the end of the program: there the run itself says what becomes of a save on its way.
         self._end = weakref.finalize(self.iterator(), self.abandon)
@@ -166,8 +169,6 @@ class FitRun(keras.callbacks.Callback):
         run.__enter__()
         self._run = run
         _RUNNING.add(self)
-        if self._feed.source.remark:
-            run._loop.warn(self._feed.source.remark)
         self._initial_epoch = model._initial_epoch
         if run.restored is not None:
             self._random = self._feed.read_random()
@@ -276,6 +277,9 @@ class FitRun(keras.callbacks.Callback):
 
     def end_step(self, *, is_last: bool) -> None:
         """Counts a step; the last one of an epoch counts when the epoch has ended, unless the job was asked to stop."""
+        remark, self._feed.source.remark = self._feed.source.remark, ""
+        if remark and self._run is not None:
+            self._run._loop.warn(remark)
         if self._run is not None and (self._run.should_stop() if is_last else self._feed.counts_batches):
             with self._leaving():
                 self._count()
@@ -332,11 +336,14 @@ class FitRun(keras.callbacks.Callback):
             "data": self._feed.source.read(),
             "own_random": [one.get_state() for one in self._feed.source.generators()],
             "optimizers": self._optimizers.read(),
+            "seed": read_global_seed(),
         }
 
     def _write(self, state: dict[str, Any]) -> None:
         self._restored = state
-        self._optimizers.write(state.pop("optimizers", {}))  # Older versions have stored none.
+        # Older versions have stored neither.
+        self._optimizers.write(state.pop("optimizers", {}))
+        write_global_seed(state.pop("seed", None))
 
     def _put_callbacks_back(self) -> None:
         if self._restored is not None:

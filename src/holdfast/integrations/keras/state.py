@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 
 import keras
 import numpy as np
+from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.random.seed_generator import global_seed_generator
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.digests import digest
@@ -180,7 +182,26 @@ def _find_pending(model: Any) -> dict[int, Any]:
 
 
 def _live_array(variable: Any) -> Any:
-    return variable.value.detach() if keras.backend.backend() == "torch" else variable.value
+    match keras.backend.backend():
+        case "torch":
+            return variable.value.detach()
+        case "tensorflow":
+            # Not a copy, and not writable: TensorFlow gives a variable other memory as long as its own is read.
+            return np.asarray(variable.value.read_value())
+        case _:
+            return variable.value
+
+
+def read_global_seed() -> list[int] | None:
+    """Returns the state of the generator that random functions of Keras use without a seed; None if none did."""
+    found = get_global_attribute("global_seed_generator")
+    return None if found is None else [int(value) for value in keras.ops.convert_to_numpy(found.state)]
+
+
+def write_global_seed(state: list[int] | None) -> None:
+    """Restores it."""
+    if state is not None:
+        global_seed_generator().state.assign(state)
 
 
 class _VariablesAdapter(Adapter):
