@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +261,91 @@ def test_a_save_for_which_there_will_be_no_room_fails(tmp_path: Path) -> None:
         training.manager.close(PATIENCE_SECONDS)
         assert names_in(root) == ["step-000000002.g0001"]
         assert restored_step(root) == 2
+
+
+def test_a_manifest_for_which_there_is_no_room_waits_for_it(tmp_path: Path) -> None:
+    """All other files of the step are there: another program has taken the rest meanwhile."""
+
+    class Storage(HeldStorage):
+        def publish(self, path: str, data: bytes) -> bool:
+            if path.startswith("step-000000003.") and not self.is_full.is_set():
+                with (root / "another program's").open("wb", buffering=0) as file, suppress(OSError):
+                    while file.write(bytes(4096)):
+                        pass
+                try:
+                    return super().publish(path, data)
+                except StorageFullError:
+                    self.is_full.set()
+                    raise
+            return super().publish(path, data)
+
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={2 * LENGTH * 8 * 4}", "tmpfs") as root:
+        storage = Storage(root)
+        training = Training(storage)
+        training.save_two(storage)
+        third = training.save(3)
+        assert storage.is_full.wait(PATIENCE_SECONDS)
+        assert not third.committed
+        storage.let_go()
+        third.wait_committed(PATIENCE_SECONDS)
+        training.manager.close(PATIENCE_SECONDS)
+        assert names_in(root) == ["step-000000003.g0001"]
+        check_whole(root)
+
+
+def test_the_clean_up_makes_room_for_its_own_copy_of_the_manifest(tmp_path: Path) -> None:
+    class Storage(LocalStorage):
+        def write(self, path: str, data: bytes) -> None:
+            if path == "step-000000002.g0001/committed" and (root / "step-000000001.g0001").exists():
+                with (root / "another program's").open("wb", buffering=0) as file, suppress(OSError):
+                    while file.write(bytes(4096)):
+                        pass
+            super().write(path, data)
+
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={2 * LENGTH * 8 * 4}", "tmpfs") as root:
+        training = Training(Storage(root), reuse_space=False)
+        for step in (1, 2):
+            training.save(step).wait_ended(PATIENCE_SECONDS)
+        training.manager.close(PATIENCE_SECONDS)
+        assert (root / "another program's").exists()
+        assert names_in(root) == ["step-000000002.g0001"]
+        assert (root / "step-000000002.g0001" / "committed").stat().st_size
+        check_whole(root)
+
+
+def test_a_save_after_a_failed_one_keeps_its_deadline(tmp_path: Path) -> None:
+    storage = HeldStorage(tmp_path)
+    training = Training(storage, timeout_seconds=1.0)
+    training.save_two(storage)
+    storage.is_broken.set()
+    with pytest.raises(SaveFailedError, match="broken"):
+        training.save(3).wait_committed(PATIENCE_SECONDS)
+    storage.is_broken.clear()
+    with pytest.raises(DeadlineError):
+        training.save(4)
+    storage.let_go()
+    training.manager.wait(PATIENCE_SECONDS)
+    training.save(5).wait_committed(PATIENCE_SECONDS)
+    training.manager.close(PATIENCE_SECONDS)
+    assert restored_step(tmp_path) == 5
+
+
+def test_a_program_that_ends_without_closing_leaves_no_spare(tmp_path: Path) -> None:
+    """The first file that could be kept for the next save is removed when the program waits for its last one."""
+    program = """
+import sys
+import numpy as np
+import holdfast as hf
+
+array = np.zeros(1_000_000)
+manager = hf.CheckpointManager(sys.argv[1], hf.Checkpoint(array=array), keep=hf.Latest(1), cluster="alone")
+for step in (1, 2):
+    array[:] = step
+    manager.save(step)
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=PATIENCE_SECONDS)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert names_in(tmp_path) == ["step-000000002.g0001"]
 
 
 def test_a_save_that_fails_ends_when_the_last_one_is_tidied_up_after(tmp_path: Path) -> None:

@@ -69,10 +69,14 @@ def unregister_drain(owner: Drainable) -> None:
 
 def drain_all() -> None:
     """**Blocks.** Waits for the work of this process; ends it with another code if a failure was never raised."""
-    # What a forked child has inherited is its parent's: the child has neither the threads nor the task.
-    owners = [owner for owner, process in list(_owners.items()) if process == os.getpid()]
+    failures: list[HoldfastError] = []
     try:
-        failures = [failure for owner in owners for failure in owner.drain()]
+        # What a forked child has inherited is its parent's: the child has neither the threads nor the task. Some
+        # register only now: the first file that is kept for the next save, when the clean-up of the last one ends.
+        while left := [owner for owner, process in list(_owners.items()) if process == os.getpid()]:
+            for owner in left:
+                unregister_drain(owner)
+                failures += owner.drain()
     except KeyboardInterrupt as interrupt:
         end_interrupted(str(interrupt))
     if not failures:

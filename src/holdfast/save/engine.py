@@ -225,7 +225,13 @@ class Engine:
         )
         if barrier is not None:
             barrier.wait_settled()
-        manifest = self._writer.commit(receipts, name, request.metrics, request.metadata)
+        commit = partial(self._writer.commit, receipts, name, request.metrics, request.metadata)
+        try:
+            manifest = commit()
+        except StorageFullError:
+            if not self._await_tidied():
+                raise
+            manifest = commit()
         self._note_committed(request, name, receipts)
         return manifest
 
@@ -471,15 +477,14 @@ class Engine:
             if isinstance(staging, Staging):
                 staging.forget()
             self._flush_events()
+            # One at a time: what is to be removed never piles up. The next save may begin only then, as it would wait
+            # for this thread, and a removal that hangs is to end at that save's deadline.
+            self._await_tidied()
             if manifest is None:
-                # Not before: from here on the next save may begin.
                 request.progress.served.open()
                 # And from here on the program may end.
-                self._await_tidied()
                 self._failures.note_ended(request)
             else:
-                # One at a time: what is to be removed never piles up.
-                self._await_tidied()
                 self._before = request
                 work = partial(self._tidy, request, manifest)
                 if self._tidier.start():

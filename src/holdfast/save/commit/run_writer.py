@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ from holdfast.catalog import (
     read_catalog,
     record_base,
 )
-from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError
+from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Warned
 from holdfast.format.digests import seal
 from holdfast.format.names import MAX_ATTEMPT, StepName, parse_step_directory
@@ -319,7 +320,8 @@ class RunWriter(CheckpointWriter):
         catalog = read_catalog(self._storage, self._history)
         # Looked at after that: an attempt is named before it has a directory.
         in_use = {*busy, *self._attempts}
-        candidates = self._list_candidates(catalog)
+        # A step that is being published may be seen before it survives a power cut: it replaces none yet.
+        candidates = [one for one in self._list_candidates(catalog) if one.key == newest or one.key not in in_use]
         problems: list[HoldfastError] = []
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
         reported = tuple(sorted({metric for each in candidates for metric in each.metrics})) if absent else ()
@@ -334,10 +336,15 @@ class RunWriter(CheckpointWriter):
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         # A copy of the manifest, which says that the step was committed if the manifest is lost. A crash before this
         # leaves a step that counts as any other; only that loss is not noticed then.
-        if manifest is not None:
+        copy = None if manifest is None else partial(self._storage.write, newest.committed_path, seal(manifest))
+        if copy is not None:
             try:
-                self._storage.write(newest.committed_path, seal(manifest))
+                copy()
+                copy = None
+            except StorageFullError:
+                pass  # The next save may have taken the last room: once more when something is removed.
             except HoldfastError as error:
+                copy = None
                 problems.append(error)
         is_long = self._history.summary or len(catalog.committed) > FEW or len(self._history.opened) > FEW
         removed: list[StepName] = []
@@ -351,6 +358,11 @@ class RunWriter(CheckpointWriter):
             raise
         except HoldfastError as error:
             problems.append(error)
+        if copy is not None:
+            try:
+                copy()
+            except HoldfastError as error:
+                problems.append(error)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
         if catalog.spare_bytes is not None:
             try:
