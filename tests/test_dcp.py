@@ -404,7 +404,9 @@ def test_a_writer_that_another_job_has_followed_is_fenced_off(tmp_path: Path) ->
     save(tmp_path, {"x": 2})
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"x": 3}, storage_writer=writer)
-    assert isinstance(cause_of(caught), errors.FencedError)
+    cause = cause_of(caught)
+    assert isinstance(cause, errors.FencedError)
+    assert "one StorageWriter for all saves" in cause.hint
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.futures import Future
 
 from holdfast.catalog import Catalog, read_catalog
-from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, UsageError
+from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.format.encoding import MAX_DEPTH, Encoder, unsupported
 from holdfast.format.index import MAX_INDEX_BYTES, BoxRecord, ElsewhereRecord, Index
 from holdfast.format.index_checks import decode_index, find_cover_problem
@@ -197,7 +198,8 @@ class StorageWriter(dcp.StorageWriter):
         step = newest + 1 if self.step is None else check_whole("step", self.step, most=MAX_STEP)
         if step <= newest:
             self._line.leave_generation()
-        self._name, _ = self._line.open(_choose_origin(catalog, step), step)
+        with _explaining_fence():
+            self._name, _ = self._line.open(_choose_origin(catalog, step), step)
         places = [_Place(self._name, Worker(rank, len(plans))) for rank in range(len(plans))]
         _arrived.place = places[0]  # A process alone sends nothing.
         return [dataclasses.replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
@@ -248,7 +250,8 @@ class StorageWriter(dcp.StorageWriter):
         try:
             receipts = self._complete(storage, name, [written[0].storage_data for written in results], metadata)
             notes = {"written_by": _METADATA, FLATTENED: metadata.planner_data is not None}
-            manifest = line.commit(receipts, name, {}, notes)
+            with _explaining_fence():
+                manifest = line.commit(receipts, name, {}, notes)
         except BaseException as error:
             try:
                 line.give_up(name)
@@ -309,6 +312,19 @@ class StorageWriter(dcp.StorageWriter):
         (record,) = write_index(first, storage, name.directory).workers
         features = {feature for index in (first, *others) for feature in list_features(index)}
         return Receipts((record, *(share.record for share in shares[1:])), (), tuple(features))
+
+
+@contextmanager
+def _explaining_fence() -> Iterator[None]:
+    """Names the usual cause of a fence: a program that makes a writer for each save, and does not wait for the save."""
+    try:
+        yield
+    except FencedError as error:
+        error.hint = (
+            "Use one StorageWriter for all saves of a program, or wait for the future of dcp.async_save before you "
+            "make the next one. Only one job may save to a run."
+        )
+        raise
 
 
 def _check_no_run(storage: Storage, catalog: Catalog) -> None:
