@@ -186,7 +186,7 @@ def test_a_backup_for_preemption_alone_is_taken_up(tmp_path: Path) -> None:
     assert last[-1] == whole[-1]
 
 
-READ_AGAIN = ("generator", "stream of unknown length", "pipeline of a generator")
+READ_AGAIN = ("generator", "stream of unknown length", "pipeline of a generator", "pipeline with a cache file")
 LOADED_AHEAD = {
     "loader with workers": 32,
     "loader with lasting workers": 32,
@@ -210,8 +210,10 @@ after each of three epochs; or two batches before it begins. One interruption sp
             ["unshuffled", "shuffled in batches", "weighted", "fewer steps than batches", "pipeline, repeated"],
             marks=NEEDS_TENSORFLOW,
         ),
-        pytest.param("tensorflow", ["pipeline that counts"], marks=NEEDS_TENSORFLOW),
-        pytest.param("tensorflow", ["pipeline of a generator", "generator"], marks=NEEDS_TENSORFLOW),
+        pytest.param("tensorflow", ["pipeline that counts", "pipeline with a cache"], marks=NEEDS_TENSORFLOW),
+        pytest.param(
+            "tensorflow", ["pipeline of a generator", "generator", "pipeline with a cache file"], marks=NEEDS_TENSORFLOW
+        ),
     ],
 )
 def test_each_kind_of_data_is_taken_up_where_it_stood(backend: str, cases: list[str], tmp_path: Path) -> None:
@@ -310,7 +312,34 @@ def test_what_tensorflow_cannot_take_up_is_refused(tmp_path: Path) -> None:
 
 
 @NEEDS_TENSORFLOW
-def test_a_pipeline_with_random_operations_is_warned_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gan", "encoder"])
+def test_a_model_of_tensorflow_with_only_a_train_step_goes_on(kind: str, tmp_path: Path) -> None:
+    whole, code, problems = follow(start("tensorflow", "keras_models.py", tmp_path / "whole", kind))
+    assert code == 0, problems
+    assert len(whole) == 18
+    for last in (4, 5):
+        lines, code, problems = follow(start("tensorflow", "keras_models.py", tmp_path / "run", kind, last))
+        assert code == -signal.SIGKILL, problems
+        assert set(lines) <= set(whole)
+    lines, code, problems = follow(start("tensorflow", "keras_models.py", tmp_path / "run", kind))
+    assert code == 0, problems
+    assert lines == whole[-len(lines) :]
+    assert len(lines) < len(whole)
+
+
+@NEEDS_TENSORFLOW
+def test_tensorflow_warns_of_other_data_than_the_checkpoint_has(tmp_path: Path) -> None:
+    arguments = ("keras_fit.py", tmp_path / "run", "--case")
+    process = start("tensorflow", *arguments, "pipeline")
+    _, code, problems = follow(process, lambda lines: signal.SIGTERM if lines[-1].startswith("step 1 2") else None)
+    assert code == 42, problems
+    _, code, problems = follow(start("tensorflow", *arguments, "pipeline with a cache"))
+    assert code == 0, problems
+    assert "the data is not that of the checkpoint" in problems
+
+
+@NEEDS_TENSORFLOW
+def test_tensorflow_warns_of_random_operations(tmp_path: Path) -> None:
     _, code, problems = follow(start("tensorflow", "keras_cases.py", tmp_path, "pipeline that counts"))
     assert code == 0, problems
     assert "the tf.data pipeline draws random numbers or calls Python" in problems

@@ -235,7 +235,16 @@ class DataSource:
         self.remark = ""
 
     def build(self, model: Any) -> None:
-        """Creates all variables of the model, its optimizer and its metrics; with most backends Keras has done so."""
+        """Creates all variables of the model, its optimizer and its metrics; with most backends Keras has done so.
+
+        Raises:
+            UsageError: If that is not possible.
+        """
+        if not model.built:
+            raise UsageError(
+                f"{model!r} has not been built",
+                hint="Build it before fit, by calling it on a batch of data; or its layers, if it has no `call`.",
+            )
 
     def open(self, batches: Any) -> Any:
         """Begins a pass through the data; returns its batches."""

@@ -306,10 +306,6 @@ class FitRun(keras.callbacks.Callback):
     # What is kept.
 
     def _list_objects(self, model: Any) -> Checkpoint:
-        if not model.built:
-            raise UsageError(
-                f"{model!r} has not been built", hint="Build it before fit, by calling it on a batch of data."
-            )
         optimizer = [] if model.optimizer is None else model.optimizer.variables
         objects: dict[str, object] = {
             "model": Variables(model, model.variables),

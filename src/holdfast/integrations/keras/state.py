@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import keras
@@ -152,10 +153,21 @@ def _assign(optimizer: Any, state: Mapping[str, Any], path: str) -> bool:
 def _assign_once_built(optimizer: Any, state: Mapping[str, Any], path: str) -> None:
     def build(variables: Any) -> None:
         del optimizer.build
-        optimizer.build(variables)
-        _assign(optimizer, state, path)
+        with _outside_of_graphs():
+            optimizer.build(variables)
+            _assign(optimizer, state, path)
 
     optimizer.build = build
+
+
+def _outside_of_graphs() -> AbstractContextManager[Any]:
+    """TensorFlow traces the first step more than once: what an assignment does in a trace is gone with it."""
+    if keras.backend.backend() != "tensorflow":
+        return nullcontext()
+    import tensorflow as tf
+
+    lifted: AbstractContextManager[Any] = tf.init_scope()
+    return lifted
 
 
 def _name(number: int, variable: Any) -> str:
