@@ -318,3 +318,8 @@ def test_a_step_that_donates_after_a_save_keeps_its_memory(dtype: Any, place: in
             manager.save(number)
             tree.update(step(tree))
             assert find_memory() == before
+    # What was saved is what was there before the step that wrote over it.
+    restored = {name: jax.device_put(jnp.zeros((64, 64), dtype), placing) for name in tree}
+    hf.CheckpointManager(tmp_path, hf.Checkpoint(tree=restored)).restore()
+    for number, array in enumerate(restored.values()):
+        assert np.array_equal(np.asarray(array, np.float32), np.full((64, 64), number + 9.0))

@@ -263,6 +263,43 @@ def test_a_save_for_which_there_will_be_no_room_fails(tmp_path: Path) -> None:
         assert restored_step(root) == 2
 
 
+def test_a_step_replaces_another_only_once_it_has_been_published(tmp_path: Path) -> None:
+    """The second save's clean-up sees the manifest of the third one, which may be gone after a power cut."""
+
+    class Storage(LocalStorage):
+        def __init__(self, root: Path) -> None:
+            super().__init__(root)
+            self.is_seen, self.has_looked = threading.Event(), threading.Event()
+
+        def list(self, path: str) -> Any:
+            is_tidier = threading.current_thread().name.startswith("holdfast-tidier")
+            if is_tidier and (tmp_path / "step-000000002.g0001" / "manifest.json").exists():
+                assert self.is_seen.wait(PATIENCE_SECONDS)
+            return super().list(path)
+
+        def publish(self, path: str, data: bytes) -> bool:
+            is_new = super().publish(path, data)
+            if path == "step-000000003.g0001/manifest.json":
+                self.is_seen.set()
+                assert self.has_looked.wait(PATIENCE_SECONDS)
+            return is_new
+
+    storage = Storage(tmp_path)
+
+    def look(event: Event) -> None:
+        if isinstance(event, Retained) and 2 in event.kept:
+            storage.has_looked.set()
+
+    events: list[Event] = []
+    training = Training(storage, keep=hf.Latest(2), sinks=[events.append, look])
+    for step in (1, 2, 3):
+        training.save(step).wait_committed(PATIENCE_SECONDS)
+    training.manager.close(PATIENCE_SECONDS)
+    assert [event.removed for event in events if isinstance(event, Retained)] == [(), (), (1,)]
+    assert names_in(tmp_path) == [f"step-00000000{step}.g0001" for step in (2, 3)]
+    check_whole(tmp_path)
+
+
 def test_a_manifest_for_which_there_is_no_room_waits_for_it(tmp_path: Path) -> None:
     """All other files of the step are there: another program has taken the rest meanwhile."""
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from holdfast.catalog import describe_lost
 from holdfast.errors import (
@@ -54,6 +54,8 @@ from holdfast.storage.worker_pool import Round, WorkerPool
 
 _MOST_KEPT_TOLD: Final = 100
 """So many kept steps are named in the event of retention."""
+
+_Made = TypeVar("_Made")
 
 _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Code flags of generators and coroutines."""
@@ -210,7 +212,7 @@ class Engine:
             request.progress.is_copied = True
             request.progress.staged.open()
         try:
-            receipts = self._write(request, staging)
+            receipts = self._with_room(partial(self._finish_files, request, staging), partial(self._give_up, request))
         finally:
             self._flush_events()
         name = request.progress.name
@@ -226,12 +228,7 @@ class Engine:
         if barrier is not None:
             barrier.wait_settled()
         commit = partial(self._writer.commit, receipts, name, request.metrics, request.metadata)
-        try:
-            manifest = commit()
-        except StorageFullError:
-            if not self._await_tidied():
-                raise
-            manifest = commit()
+        manifest = self._with_room(commit)
         self._note_committed(request, name, receipts)
         return manifest
 
@@ -273,18 +270,23 @@ class Engine:
         self._files = self._writer.open_files(staging.snapshot, name, request.metrics)
         return self._files
 
-    def _write(self, request: SaveRequest, staging: Staging) -> Receipts:
-        """**Blocks.** Writes what is left to write.
+    def _finish_files(self, request: SaveRequest, staging: Staging) -> Receipts:
+        """**Blocks.** Writes what is left to write."""
+        return (self._files or self._open(request, staging)).finish(self._pool)
 
-        If the disk is full, it writes all once more when the clean-up after the save before has made room.
+    def _with_room(self, act: Callable[[], _Made], undo: Callable[[StorageFullError], object] | None = None) -> _Made:
+        """**Blocks.** Writes something; if the disk is full, once more after the clean-up after the save before.
+
+        `undo` is called before that.
         """
         try:
-            return (self._files or self._open(request, staging)).finish(self._pool)
+            return act()
         except StorageFullError as error:
             if not self._await_tidied():
                 raise
-            self._give_up(request, error)
-            return self._open(request, staging).finish(self._pool)
+            if undo is not None:
+                undo(error)
+            return act()
 
     def _wait_for_training(self, request: SaveRequest) -> None:
         """**Blocks** until the copy has ended, and the training thread has confirmed the save.

@@ -203,8 +203,10 @@ class Saver:
         if request.copied.error is not None:
             raise request.copied.error
         request.confirm()
-        if staging is not None:
-            staging.forget_copied()
+        if staging is not None and not captured.held:
+            # All is copied. Memory that is held JAX gives to no other array, so that a step which donates its arguments
+            # would have to take new memory.
+            staging.forget()
 
     def _warn_of_oversights(self, step: int) -> None:
         warnings = [self._immutable.look(self._objects, step), self._loss_watch.look(self._objects)]

@@ -144,14 +144,8 @@ class Staging:
                 transfer.wait()
             self._transfers.clear()
 
-    def forget_copied(self) -> None:
-        """Drops the arrays if all are copied. JAX gives the memory of one that is held here to no other array: if a
-        step that donates its arguments came now, it would have to take new memory."""
-        if not self.captured.held:
-            self.forget()
-
     def forget(self) -> None:
-        """Drops the arrays: the save has ended."""
+        """Drops the arrays: they are copied, or the save has ended."""
         # New ones, since another thread may be looking through the old.
         self.captured = msgspec.structs.replace(self.captured, arrays=[])
         self.now, self.later, self.kept = [], [], {}
