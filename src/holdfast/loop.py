@@ -259,15 +259,16 @@ class TrainingLoop:
         except StepExistsError:
             self.count.note(step, None)  # The program has saved it by the manager, and it is committed.
 
-    def save(self, step: int, *, metadata: Mapping[str, Any] | None = None, number: int | None = None) -> SaveHandle:
+    def save(
+        self, step: int, *, metadata: Mapping[str, Any] | None = None, number: int | None = None, replace: bool = False
+    ) -> SaveHandle:
         """Saves a step now, under another number if one is given; raises as the manager's `save` does."""
         metrics = self.metrics
-        replace = False
         if step == self.count.saved_step:
             saved_metrics, saved_metadata = self._notes_of_saved()
             metrics = {**saved_metrics, **self.metrics}
             metadata = metadata or self.metadata or saved_metadata
-            replace = number is None and self._must_replace()
+            replace = number is None and (replace or self._must_replace())
         metadata = metadata or self.metadata
         try:
             handle = self.manager.save(

@@ -91,6 +91,12 @@ def list_steps(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("step")]
 
 
+def list_saved(directory: Path) -> list[tuple[int, dict[str, float]]]:
+    """The steps that are there, each with its metrics, the newest last."""
+    bodies = [json.loads(path.read_text())["body"] for path in sorted(directory.glob("step-*/manifest.json"))]
+    return [(body["step"], body["metrics"]) for body in bodies]
+
+
 @cache
 def train_without(backend: str, case: str) -> tuple[str, ...]:
     """What a program tells that trains without holdfast and is left alone."""
@@ -150,6 +156,32 @@ def test_a_fit_that_is_asked_to_leave_says_so_and_goes_on(backend: str, tmp_path
     assert code == 0, problems
     assert done + list_steps(last) == steps
     assert last[-1] == whole[-1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("torch", []), ("jax", ["--at-epochs"]), pytest.param("tensorflow", [], marks=NEEDS_TENSORFLOW)],
+)
+def test_a_step_whose_epoch_is_left_in_its_evaluation_counts_once(
+    backend: str, options: list[str], tmp_path: Path
+) -> None:
+    whole, run = train_without(backend, "dataset"), tmp_path / "run"
+    told: list[str] = []
+    for leave, step in (("test 1 1", 12), ("test 1 1", 12), ("step 2 2", 15), ("test 5 3", 36), ("", 36)):
+        lines, code, problems = follow(start(backend, "keras_fit.py", run, *options, "--leave", leave))
+        assert code == (42 if leave else 0), problems
+        told += lines
+        assert list_saved(run)[-1][0] == step
+        if step == 15:
+            # What is saved at the end of an epoch has what its evaluation has found.
+            assert ("val_loss" in dict(list_saved(run))[12]) == bool(options)
+    assert list_steps(told) == list_steps(list(whole))
+    assert told[-1] == whole[-1]
+    assert set(told) == set(whole)
+    assert "val_loss" in list_saved(run)[-1][1]
+    again, code, problems = follow(start(backend, "keras_fit.py", run, *options))
+    assert code == 0, problems
+    assert again == [whole[-1]]  # It is not evaluated again.
 
 
 @pytest.mark.parametrize(
@@ -301,6 +333,34 @@ def test_another_backend_is_refused_where_the_callback_is_made(tmp_path: Path) -
     assert "Keras uses the numpy backend" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("saved", "used"),
+    [
+        ("torch", "jax"),
+        ("jax", "torch"),
+        *(
+            pytest.param(*pair, marks=NEEDS_TENSORFLOW)
+            for pair in (("torch", "tensorflow"), ("jax", "tensorflow"), ("tensorflow", "torch"), ("tensorflow", "jax"))
+        ),
+    ],
+)
+def test_another_backend_is_refused_and_a_new_run_takes_the_weights(saved: str, used: str, tmp_path: Path) -> None:
+    lines, code, problems = follow(start(saved, "keras_backends.py", tmp_path / "run"))
+    assert code == 0, problems
+    _, code, problems = follow(start(used, "keras_backends.py", tmp_path / "run"))
+    assert code == 1
+    assert f"the run was saved with the {saved} backend of Keras, and this process uses {used}" in problems
+    assert f"Set KERAS_BACKEND={saved} to resume it" in problems
+    others, code, problems = follow(start(used, "keras_backends.py", tmp_path / "new", tmp_path / "run"))
+    assert code == 0, problems
+    assert others[0] == lines[1] != lines[0]
+    assert others[1] != others[0]
+    # Nothing has happened to the run.
+    again, code, problems = follow(start(saved, "keras_backends.py", tmp_path / "run"))
+    assert code == 0, problems
+    assert again[1] == lines[1]
+
+
 @NEEDS_TENSORFLOW
 def test_what_tensorflow_cannot_take_up_is_refused(tmp_path: Path) -> None:
     lines, code, problems = follow(start("tensorflow", "keras_refused.py", tmp_path))
@@ -336,6 +396,27 @@ def test_tensorflow_warns_of_other_data_than_the_checkpoint_has(tmp_path: Path) 
     _, code, problems = follow(start("tensorflow", *arguments, "pipeline with a cache"))
     assert code == 0, problems
     assert "the data is not that of the checkpoint" in problems
+
+
+@NEEDS_TENSORFLOW
+def test_tensorflow_warns_of_two_shuffles(tmp_path: Path) -> None:
+    warning = "the tf.data pipeline shuffles twice"
+    case = ("--case", "pipeline with two shuffles")
+    whole = list_steps(list(train_without("tensorflow", case[1])))
+    first, code, problems = follow(start("tensorflow", "keras_fit.py", tmp_path / "run", *case, "--leave", "step 1 2"))
+    assert code == 42, problems
+    assert warning in problems
+    last, code, problems = follow(start("tensorflow", "keras_fit.py", tmp_path / "run", *case))
+    assert code == 0, problems
+    assert warning in problems
+    # As it says: the epoch goes on with the same elements, and later ones have another order.
+    steps = list_steps(first + last)
+    assert steps[:12] == whole[:12]
+    assert len(steps) == len(whole)
+    assert steps[12:] != whole[12:]
+    _, code, problems = follow(start("tensorflow", "keras_fit.py", tmp_path / "one", "--case", "pipeline"))
+    assert code == 0, problems
+    assert warning not in problems
 
 
 @NEEDS_TENSORFLOW

@@ -181,6 +181,7 @@ def make_pipeline(**options: Any) -> dict[str, Any]:
         dataset = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS))
         cache = options.pop("cache", None)
         dataset = (dataset if cache is None else dataset.cache(cache)).shuffle(20)
+        dataset = dataset.shuffle(7) if options.pop("is_shuffled_twice", False) else dataset
     dataset = dataset.repeat() if "steps_per_epoch" in options else dataset
     dataset = dataset.batch(BATCH).map(lambda x, y: (x * 1.5, y), num_parallel_calls=2).prefetch(2)
     dataset.loads = loads
@@ -210,6 +211,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "pipeline that counts": lambda: make_pipeline(counts=True),
     "pipeline with a cache": lambda: make_pipeline(cache=""),
     "pipeline with a cache file": lambda: make_pipeline(cache=tempfile.mkdtemp() + "/cache"),
+    "pipeline with two shuffles": lambda: make_pipeline(is_shuffled_twice=True),
     "pipeline, repeated": lambda: make_pipeline(steps_per_epoch=BATCHES),
     "pipeline of a generator": lambda: make_pipeline(is_generator=True),
     "generator": lambda: {"x": stream(), "steps_per_epoch": BATCHES},

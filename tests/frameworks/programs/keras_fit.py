@@ -1,4 +1,4 @@
-"""Trains a small model and says each step: DIRECTORY [--case CASE] [--backup FREQ] [--without] [--log FILE].
+"""Trains a small model and says each step: DIRECTORY [--case CASE] [--backup FREQ] [--without] [--log FILE] [...].
 
 Each line is an event of the driver; the last one is a digest of all that there is at the end.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +32,25 @@ class Doubling(keras.Sequential):
 
 
 class Told(keras.callbacks.Callback):
-    """Prints a line for each step, and for each batch of an evaluation."""
+    """Prints a line for each step, and for each batch of an evaluation; asks itself to leave behind one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, leave: str) -> None:
         super().__init__()
-        self.epoch = 0
+        self.epoch, self.leave = 0, leave
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        print(f"step {self.epoch} {batch} {float(logs['loss']).hex()} {float(logs['mae']).hex()}", flush=True)
+        self.tell(f"step {self.epoch} {batch}", f"{float(logs['loss']).hex()} {float(logs['mae']).hex()}")
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        print(f"test {self.epoch} {batch} {float(logs['loss']).hex()}", flush=True)
+        self.tell(f"test {self.epoch} {batch}", float(logs["loss"]).hex())
+
+    def tell(self, place: str, figures: str) -> None:
+        print(place, figures, flush=True)
+        if place == self.leave:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> None:
@@ -51,8 +58,10 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("--case", default="dataset")
     parser.add_argument("--backup", default="")
+    parser.add_argument("--at-epochs", action="store_true", help="save at the end of each epoch")
     parser.add_argument("--without", action="store_true", help="train as without holdfast")
     parser.add_argument("--log", help="beside the directory if it is not given")
+    parser.add_argument("--leave", default="", help="the beginning of a line, such as 'step 2 1'")
     given = parser.parse_args()
     keras.utils.set_random_seed(7)
     model, callbacks = keras_cases.make_model(Doubling), keras_cases.make_callbacks()
@@ -65,7 +74,7 @@ def main() -> None:
         freq: Any = "epoch" if given.backup == "epoch" else int(given.backup) or False
         own = hf.keras.BackupAndRestore(given.directory, freq, delete_checkpoint=False, save_before_preemption=True)
     else:
-        own = hf.keras.Resumable(given.directory, save_every=hf.Steps(3))
+        own = hf.keras.Resumable(given.directory, save_every="epoch" if given.at_epochs else hf.Steps(3))
     inputs, targets = keras_cases.INPUTS, keras_cases.TARGETS
     model.fit(
         **keras_cases.CASES[given.case](),
@@ -73,7 +82,7 @@ def main() -> None:
         verbose=0,
         validation_data=(inputs[:18], targets[:18]),
         validation_batch_size=3,
-        callbacks=[*callbacks, own, Told()],
+        callbacks=[*callbacks, own, Told(given.leave)],
     )
     variables = [*model.variables, *model.optimizer.variables]
     arrays = [np.asarray(keras.ops.convert_to_numpy(each)).tobytes() for each in variables]

@@ -142,6 +142,8 @@ class FitRun(keras.callbacks.Callback):
         self._run: Run | None = None
         self._epoch, self._per_step = 0, int(iterator.steps_per_execution)
         self._is_stopped = False
+        # Whether the last step of the epoch was counted before its end: the job was asked to stop, here or earlier.
+        self._is_counted = False
         # The figures of the last step, which a train_step of the user's own may name otherwise than the metrics.
         self._logs: dict[str, Any] = {}
         # What was stored of callbacks and data, and small variables: put back when the callbacks have begun the epoch.
@@ -178,6 +180,7 @@ class FitRun(keras.callbacks.Callback):
             for kind in self._states.write(restored["callbacks"]):
                 run._loop.warn(f"the checkpoint has the state of a {kind}, but this fit has no such callback")
             self._feed.resume(PlaceInData(**restored["place"]))
+            self._is_counted = self._feed.place.is_complete
             self._feed.source.write(restored["data"])
             self._feed.write_random({"shared": {}, "own": restored["own_random"]})
             epochs = int(self.params["epochs"])
@@ -207,7 +210,7 @@ class FitRun(keras.callbacks.Callback):
         is_last = self._is_stopped or epoch + 1 >= int(self.params["epochs"])
         with self._leaving():
             self._run.report(**figures)
-            self._count(ends_epoch=True)
+            self._count(ends_epoch=True, is_last=is_last)
             if is_last:
                 # Later actions, such as restoring the best weights, are repeated by a restart.
                 self._run._loop.save_last()
@@ -348,7 +351,7 @@ class FitRun(keras.callbacks.Callback):
     def _is_kept(self, callback: Any) -> bool:
         return callback is not self and not isinstance(callback, keras.callbacks.ProgbarLogger)
 
-    def _count(self, *, ends_epoch: bool = False) -> None:
+    def _count(self, *, ends_epoch: bool = False, is_last: bool = False) -> None:
         if self._run is None:
             return
         callbacks = self._callbacks()
@@ -357,6 +360,15 @@ class FitRun(keras.callbacks.Callback):
             if callbacks is not None and hasattr(callbacks, name):
                 getattr(callbacks, name)()
                 break
+        loop, was_counted = self._run._loop, self._is_counted
+        self._is_counted = not ends_epoch and self._feed.place.is_complete
+        if was_counted:
+            if is_last or (ends_epoch and isinstance(self._saves, FitSaves) and self._saves.at_epochs):
+                # In place of what was saved before the evaluation, which has none of its results.
+                loop.begin_steps()
+                loop.save(loop.count.done, replace=True)
+            loop.pass_boundary()
+            return
         if isinstance(self._saves, FitSaves):
             self._saves.note(self._per_step, ends_epoch=ends_epoch)
         self._run.finish_step()

@@ -16,6 +16,7 @@ from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.random.seed_generator import global_seed_generator
 
 from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.format.decoding import find_tags
 from holdfast.format.digests import digest
 from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Oversights, StateAdapter
 from holdfast.state.leaves import Skeleton
@@ -30,6 +31,9 @@ _SKIPPED: Final = frozenset({"_model", "model", "params", "validation_data"})
 _LOOKED_AT_BYTES: Final = 1 << 24
 _LOOKED_AT_ELEMENTS: Final = 1 << 14
 """Arrays of at most that many bytes are compared whole, and that many elements of larger ones."""
+
+_LIBRARIES: Final = {"torch": "torch", "jax": "jax", "tensorflow": "numpy"}
+"""By backend, the library of the arrays that `_live_array` returns."""
 
 _SCALARS: Final = (type(None), bool, int, float, complex, str, bytes)
 
@@ -223,6 +227,7 @@ class _VariablesAdapter(Adapter):
         return obj.read()
 
     def begin_load(self, obj: Variables, stored: Skeleton, loading: Loading) -> Callable[[], None]:
+        _check_backend(stored)
         live = obj.read()
         value = loading.value(stored, live, rules=OWNED)
         return lambda: obj.write(live, loading.complete(value))
@@ -230,6 +235,20 @@ class _VariablesAdapter(Adapter):
     def oversights_of(self, obj: Variables) -> Oversights:
         """See `Adapter`: an optimizer of torch may train these."""
         return Oversights(holds=obj.list_parameters())
+
+
+def _check_backend(stored: Skeleton) -> None:
+    """Raises `UsageError` if the variables were saved with another backend."""
+    backend = keras.backend.backend()
+    libraries = {library for tag, library in find_tags(stored) if tag == "array"}
+    saved = next((name for name, library in _LIBRARIES.items() if library in libraries), backend)
+    if _LIBRARIES[backend] not in libraries and saved != backend:
+        raise UsageError(
+            f"the run was saved with the {saved} backend of Keras, and this process uses {backend}, which shuffles "
+            "the data and draws random numbers differently",
+            hint=f"Set KERAS_BACKEND={saved} to resume it. To train on with {backend}, begin a new run with the "
+            'weights and optimizer of this one: see "Another backend" on the page "Coming from Keras 3".',
+        )
 
 
 class Kept:
