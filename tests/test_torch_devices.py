@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from typing import Any, Final
+
 import numpy as np
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import holdfast as hf
 from holdfast.integrations.torch.tensors import TorchDevices, _sources
+from holdfast.storage import MemoryStorage
 
 _LARGE_SIDE = 200
 _VIEWS = {
@@ -62,3 +69,36 @@ def test_tensors_of_any_form_bring_their_bytes_to_their_places(drawn: list[tuple
         assert not source.is_neg()
         # Otherwise it would convert values there.
         assert (source.dtype, source.shape) == (target.dtype, target.shape)
+
+
+FORMS: Final[dict[str, Callable[[torch.Tensor], Any]]] = {
+    "transposed": lambda values: values.t().contiguous().t(),
+    "contiguous": lambda values: values,
+    "every second": lambda values: torch.stack([values, -values], dim=-1)[..., 0],
+    "negative": lambda values: torch.complex(values, -values).conj().imag,
+    "of NumPy": lambda values: np.asfortranarray(values.numpy()),
+    "of JAX": lambda values: importlib.import_module("jax.numpy").asarray(values.numpy()),
+}
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+@given(forms=st.lists(st.sampled_from(sorted(FORMS)), min_size=2, max_size=5))
+@settings(deadline=None, max_examples=20)
+def test_what_was_planned_for_one_save_is_right_for_the_next(evaluates_first: bool, forms: list[str]) -> None:
+    """The same name, type and shape each time; other values, from another library or in another form of memory."""
+    state: dict[str, Any] = {}
+    expected: dict[int, torch.Tensor] = {}
+    storage = MemoryStorage()
+    with hf.CheckpointManager(storage, hf.Checkpoint(state=state)) as manager:
+        for step, form in enumerate(forms, start=1):
+            with torch.inference_mode(evaluates_first and step == 1):
+                expected[step] = torch.rand(30, 40)
+                state["values"] = FORMS[form](expected[step].clone())
+                state["truth"] = (expected[step] > 0.5).t()
+                manager.save(step).wait_committed()
+    for step, values in expected.items():
+        again = {"values": torch.zeros(30, 40), "truth": torch.zeros(40, 30, dtype=torch.bool)}
+        with hf.CheckpointManager(storage, hf.Checkpoint(state=again)) as manager:
+            manager.restore(step)
+        assert torch.equal(torch.as_tensor(again["values"]), values)
+        assert torch.equal(again["truth"], (values > 0.5).t())

@@ -79,12 +79,14 @@ class TorchDevices:
 
     def targets(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> list[torch.Tensor]:
         """Returns a tensor over each array's place in the image."""
-        return [
-            tensor_over(image[offset : offset + array.nbytes], _copied_dtype(array.dtype), array.shape)
-            if array.numel()
-            else torch.empty(array.shape, dtype=_copied_dtype(array.dtype))
-            for array, offset in zip(arrays, offsets_bytes, strict=True)
-        ]
+        # A tensor that is created in inference mode, as in an evaluation, cannot be changed by a thread outside of it.
+        with torch.inference_mode(False):
+            return [
+                tensor_over(image[offset : offset + array.nbytes], _copied_dtype(array.dtype), array.shape)
+                if array.numel()
+                else torch.empty(array.shape, dtype=_copied_dtype(array.dtype))
+                for array, offset in zip(arrays, offsets_bytes, strict=True)
+            ]
 
     def start(self, arrays: Sequence[Any], targets: Any, moment: object) -> DeviceCopies | None:
         """**Thread-safe.** Begins the copies.
