@@ -69,8 +69,8 @@ picture the range.
 DCP keeps its stager and its plan, and writes with two threads, except where the row says otherwise.
 torch_checkpointing copies under the lock that its documentation puts around the optimizer's step, and without direct
 I/O, with which it fails on ext4. The bare copy is the C library's; holdfast's own bypasses the processor's cache, and
-is faster for that reason ([why](../design/0012-what-a-save-does-again-and-again.md)). The machine has no accelerator,
-so pinned memory and CUDA copies are not measured.
+is faster for that reason ([why](../design/0012-what-a-save-does-again-and-again.md)). The machine has no accelerator:
+what was measured on a GPU is [on a page of its own](gpu.md).
 """
 
 

@@ -29,7 +29,8 @@ from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.target import choose_step
 from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import StorageError
-from holdfast.format.names import StepName
+from holdfast.format.names import StepName, parse_step_directory
+from holdfast.save.commit.deletion import remove_own_files, withdraw
 from holdfast.storage import LocalStorage
 
 # verify
@@ -316,6 +317,49 @@ def test_prune_beside_a_job_that_saves(run: Path) -> None:
         assert call("prune", run, "--off-line", "--unfinished", "--yes").exit_code == ExitCode.OK
         manager.save(500)
     assert call("verify", run, "--all").exit_code == ExitCode.OK
+    assert call_json("list", run)["newest_step"] == 500
+
+
+class PrunedStorage(LocalStorage):
+    """A run from which a step is pruned right before a job calls one of its storage's methods on its directory."""
+
+    def __init__(self, run: Path, method: str) -> None:
+        super().__init__(run)
+        self._method = method
+        self.pruned: list[str] = []
+
+    def set_aside(self, path: str) -> str:
+        self._meet("set_aside", path)
+        return super().set_aside(path)
+
+    def sync_directory(self, path: str) -> None:
+        self._meet("sync_directory", path)
+        super().sync_directory(path)
+
+    def _meet(self, method: str, path: str) -> None:
+        if method == self._method and path.startswith("step-000000300") and path not in self.pruned:
+            self.pruned.append(path)
+            # As prune does, whose look at the run was before the job's.
+            name = parse_step_directory(path)
+            assert name is not None
+            withdraw(LocalStorage(self.url), name)
+            assert remove_own_files(LocalStorage(self.url), path)
+
+
+@pytest.mark.parametrize("method", ["set_aside", "sync_directory"])
+def test_a_step_that_is_pruned_while_a_job_removes_it_is_no_failure(run: Path, method: str) -> None:
+    storage, withdrawn = PrunedStorage(run, method), StepName(300, 1)
+    with hf.CheckpointManager(storage, hf.Checkpoint(**make_objects(3)), keep=hf.Latest(1)) as manager:
+        manager.restore()
+        manager.save(400)
+        manager.wait()
+        # As prune leaves it between the two: the next save of the job takes it for the remains of a save.
+        withdraw(LocalStorage(run), withdrawn)
+        manager.save(500)
+        manager.wait()
+    assert storage.pruned
+    gone = (*storage.pruned, ".trash")
+    assert not [entry for entry in run.iterdir() if entry.name.startswith(gone)]
     assert call_json("list", run)["newest_step"] == 500
 
 

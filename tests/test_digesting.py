@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import shutil
 import sysconfig
@@ -17,7 +19,7 @@ from command_line import run_python
 from holdfast.errors import DamageError, StorageError, UsageError
 from holdfast.format.digests import digest
 from holdfast.storage.digesting import NO_PAGES, find_native
-from holdfast.storage.local.streams import LocalReader
+from holdfast.storage.local.streams import LocalReader, LocalWriter
 
 NATIVE = find_native()
 PACKAGE = Path(holdfast.__file__).parent
@@ -97,6 +99,83 @@ def test_a_file_that_ends_early_is_damaged_where_it_ends(
         reader.close()
 
 
+@pytest.mark.parametrize("direct", [False, True])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(lengths(), min_size=1, max_size=8),
+    shift=st.sampled_from([0, 0, 1, 4096]),
+    begins=st.lists(st.integers(0, 9 << 20), max_size=6),
+)
+def test_each_byte_comes_into_the_file_with_the_digests_asked_for(
+    direct: bool, tmp_path: Path, sizes: list[int], shift: int, begins: list[int]
+) -> None:
+    """Pieces of any size, from memory that begins on a page and from other; parts in a piece and beyond it."""
+    total_bytes = sum(sizes)
+    memory = memoryview(mmap.mmap(-1, total_bytes + 2 * 4096))[shift:]
+    pattern = bytes(number * 7 % 251 for number in range(251))
+    memory[:total_bytes] = (pattern * (total_bytes // 251 + 1))[:total_bytes]
+    (tmp_path / "file").unlink(missing_ok=True)
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0))
+    writer = LocalWriter(descriptor, "file", tmp_path, total_bytes, direct)
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        own = sorted(begin for begin in begins if end - size <= begin < end)
+        parts = [memory[begin : begin + 70_000 if begin % 2 else end] for begin in own]
+        digests = writer.write_digested(end - size, memory[end - size : end], parts)
+        assert digests == [digest(part) for part in parts]
+    writer.finish()
+    is_right = (tmp_path / "file").read_bytes() == memory[:total_bytes]
+    assert is_right
+
+
+@COMPILED
+@pytest.mark.parametrize(("page_bytes", "told"), [(1, errno.EFBIG), (4096, errno.EIO)])
+def test_each_byte_comes_there_also_where_writes_are_cut_short(page_bytes: int, told: int, tmp_path: Path) -> None:
+    """A limit of the file's size cuts a write short, and refuses the next one."""
+    assert NATIVE is not None
+    file, content = tmp_path / "file", memoryview(bytes(range(256)) * 80)
+    done = run_python(
+        """
+        import os, resource, signal, sys
+        from holdfast.storage.digesting import find_native
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        native, content = find_native(), memoryview(bytes(range(256)) * 80)
+        file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+        try:
+            native.write(file, 0, content, [content], int(sys.argv[2]))
+        except OSError as error:
+            print(error.errno)
+        """,
+        str(file),
+        str(page_bytes),
+    )
+    # It was cut short once, went on there, or at the beginning of that page, and was refused then.
+    assert done.stdout.split() == [str(told)], done.stderr
+    assert file.read_bytes() == content[:10_000]
+
+
+@COMPILED
+def test_the_compiled_write_refuses_what_it_cannot_use(tmp_path: Path) -> None:
+    from holdfast.storage import _digesting  # type: ignore[attr-defined]
+
+    assert NATIVE is not None
+    data = memoryview(b"x" * 8)
+    with (tmp_path / "file").open("wb") as file:
+        with pytest.raises(ValueError, match="five functions"):
+            _digesting.write_digested(bytes(64), 1, file.fileno(), 0, data, [data], 1)
+        for offset, page in ((-1, 1), (0, 0)):
+            with pytest.raises(ValueError, match="begin at 0"):
+                NATIVE.write(file.fileno(), offset, data, [data], page)
+        with pytest.raises(TypeError):
+            NATIVE.write(file.fileno(), 0, data, [5], 1)  # type: ignore[list-item]
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            NATIVE.write(-1, 0, data, [data], 1)
+        assert NATIVE.write(file.fileno(), 0, data, [], 1) == []
+        assert NATIVE.write(-1, 0, NO_PAGES, [data, NO_PAGES], 1) == [digest(data), digest(b"")]
+    assert (tmp_path / "file").read_bytes() == data
+
+
 @pytest.mark.parametrize("native", WAYS)
 def test_what_the_device_says_is_an_error_of_the_storage(native: bool, tmp_path: Path) -> None:
     """A directory in place of a file: the system refuses to read it."""
@@ -124,7 +203,7 @@ def test_the_compiled_read_refuses_what_it_cannot_use(tmp_path: Path) -> None:
         with pytest.raises(TypeError):
             NATIVE.read(file.fileno(), 0, [memoryview(writable), 5], NO_PAGES)  # type: ignore[list-item]
         with pytest.raises(ValueError, match="five functions"):
-            _digesting.read_digested(file.fileno(), 0, [memoryview(writable)], bytes(64), NO_PAGES)
+            _digesting.read_digested(bytes(64), file.fileno(), 0, [memoryview(writable)], NO_PAGES)
         with pytest.raises(ValueError, match="whole pages"):
             NATIVE.read(file.fileno(), 0, [memoryview(writable)], memoryview(bytearray(4097)))
         assert writable == b"x" * 8
@@ -141,8 +220,10 @@ def test_it_restores_and_finds_damage_without_a_compiled_read(tmp_path: Path, is
         # It reads, and gives other digests.
         (tmp_path / "plain" / "holdfast" / "storage" / "_digesting.py").write_text(
             "import os\n"
-            "def read_digested(file, offset, parts, functions, pages):\n"
-            "    return offset + os.preadv(file, parts, offset), bytes(16 * len(parts))\n"
+            "def read_digested(functions, file, offset, parts, pages):\n"
+            "    return offset + os.preadv(file, parts, offset), ['0' * 32] * len(parts)\n"
+            "def write_digested(functions, piece, file, offset, data, parts, page):\n"
+            "    return ['0' * 32] * len(parts)\n"
         )
     done = run_python(
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import mmap
 import os
 import shutil
 import statistics
@@ -20,12 +21,21 @@ import torch
 from benchmarks.gpu.findings import BARE, FILES, report
 from benchmarks.gpu.host_memory import HostMemory
 from benchmarks.gpu.training import GpuTraining, synchronize
+from benchmarks.limits import read_into, write_directly
 from benchmarks.page_cache import drop
 from benchmarks.peers import find_missing
 from benchmarks.timing import timed
+from holdfast.format.index import round_up
+from holdfast.storage.digesting import PIECE_BYTES
 
 STEPS_BETWEEN: Final = 20
 """Steps between two saves."""
+
+_LARGEST_ON_DISK: Final = 6.0
+"""Of a larger state in GB there is no time to write and read as many bytes barely."""
+
+_THREADS: Final = 6
+"""As many as holdfast has by default."""
 
 _ROOM: Final = 2.3
 """So many times the state is on the disk at once, at most."""
@@ -96,6 +106,9 @@ def measure(name: str, gigabytes: float, place: Path) -> None:
     synchronize(device)
     if name == "holdfast":
         report(peer=BARE, size=gigabytes, free_seconds=copy_barely(training), state_bytes=state.size_bytes)
+        if gigabytes < _LARGEST_ON_DISK:
+            write_seconds, read_seconds = write_and_read_barely(place, state.size_bytes)
+            report(peer=BARE, size=gigabytes, durable_seconds=write_seconds, restore_seconds=read_seconds)
     module, _, cls = PEERS[name].place.partition(":")
     peer = getattr(importlib.import_module(module), cls)()
     host = HostMemory()
@@ -160,6 +173,20 @@ def copy_barely(training: GpuTraining) -> float:
     if is_real:
         getattr(torch._C, "_host_emptyCache", gc.collect)()
     return seconds
+
+
+def write_and_read_barely(place: Path, size_bytes: int) -> tuple[float, float]:
+    """**Blocks.** The median seconds of direct writes over a file that is there, synced, and of direct reads of it."""
+    with mmap.mmap(-1, round_up(size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        view, path = memoryview(memory), place / "bare"
+        for begin in range(0, len(view), 1 << 20):
+            view[begin : begin + 8] = begin.to_bytes(8, "little")
+        write_directly(path, view, PIECE_BYTES, _THREADS)
+        writes = [timed(lambda: write_directly(path, view, PIECE_BYTES, _THREADS, os.O_WRONLY)) for _ in range(3)]
+        reads = [timed(lambda: read_into(path, view, PIECE_BYTES, _THREADS)) for _ in range(3)]
+        path.unlink()
+        view.release()
+    return statistics.median(writes), statistics.median(reads)
 
 
 def _lose_time(

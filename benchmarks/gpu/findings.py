@@ -15,7 +15,7 @@ RESULTS: Final = "HOLDFAST_GPU_RESULTS"
 FILES: Final = "HOLDFAST_GPU_FILES"
 """The variable that names the directory, on a real disk if there is one, for what a part writes."""
 
-BARE: Final = "bare pinned copy"
+BARE: Final = "the machine alone"
 _COLUMNS: Final = (
     ("save() returns", "returns_seconds", 1e3, "ms"),
     ("training may go on", "free_seconds", 1e3, "ms"),

@@ -47,13 +47,13 @@ def list_parts(root: Path, *, dry: bool) -> list[Part]:
     parts = [
         Part("device", ("-m", "benchmarks.gpu.device"), 40),
         *(_compare(peer, SMALL, 45, dry=dry) for peer in both),
-        Part("tests", ("-m", "pytest", *marks, *tests), 160, 40, is_tests=True),
+        Part("tests", ("-m", "pytest", *marks, *tests), 110, 40, is_tests=True),
         _compare(GOOD_PEER, SMALL, 45, dry=dry),
-        *(_compare(peer, LARGE, 85, dry=dry) for peer in both),
-        _compare(GOOD_PEER, LARGE, 90, dry=dry),
+        *(_compare(peer, LARGE, 100, dry=dry) for peer in both),
+        _compare(GOOD_PEER, LARGE, 110, dry=dry),
         *(_compare(peer, SMALL, 40, dry=dry) for peer in OTHER_PEERS),
         *(_compare(peer, SMALL, 45, dry=dry) for peer in ("JAX: holdfast", "JAX: Orbax async")),
-        *(_compare(peer, LARGE, 85, dry=dry) for peer in OTHER_PEERS),
+        *(_compare(peer, LARGE, 110, dry=dry) for peer in OTHER_PEERS),
     ]
     # Where a dry run is made, other programs run as well.
     return [replace(part, limit_seconds=4 * part.limit_seconds) for part in parts] if dry else parts

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import socket
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import (
     AsyncCheckpointerType,
@@ -54,6 +55,20 @@ class Synchronous(TorchPeer):
         return {}
 
 
+class KeptStager(DefaultStager):
+    """Serves all saves. torch 2.11 empties a stager after each, and fails in the next (pytorch/pytorch#183413)."""
+
+    def __init__(self, config: StagingOptions) -> None:
+        super().__init__(config)
+        self._empty: Callable[[], None] = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
+
+    def end(self) -> None:
+        """Frees its memory, and ends its thread."""
+        super().close()
+        self._empty()
+
+
 class InThread(Synchronous):
     """`dcp.async_save` as it comes: each save copies into memory of its own, and a thread writes it."""
 
@@ -74,7 +89,7 @@ class InThread(Synchronous):
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{_free_port()}", rank=0, world_size=1)
         return None
 
-    def make_stager(self) -> AsyncStager | None:
+    def make_stager(self) -> KeptStager | None:
         """What copies; None for what DCP makes for each save."""
         return None
 
@@ -104,7 +119,7 @@ class InThread(Synchronous):
     def close(self) -> None:
         """Ends the stager and the process group."""
         if self._stager is not None:
-            self._stager.close()
+            self._stager.end()
         dist.destroy_process_group(self._group)
 
     def _wait_uploaded(self) -> None:
@@ -120,9 +135,9 @@ class InThreadCached(InThread):
     overlapped = False
     pinned = False
 
-    def make_stager(self) -> AsyncStager:
+    def make_stager(self) -> KeptStager:
         """As fast as it goes; without an accelerator `pinned` is refused."""
-        return DefaultStager(
+        return KeptStager(
             StagingOptions(
                 use_pinned_memory=self.pinned,
                 use_shared_memory=self.kind is AsyncCheckpointerType.PROCESS,

@@ -42,9 +42,10 @@ from holdfast.policies import All
 from holdfast.restore.candidates import Selection, make_selection
 from holdfast.save.commit.run_writer import RunWriter
 from holdfast.save.records import Origin
-from holdfast.save.write.writer import PIECE_BYTES, write_index
+from holdfast.save.write.writer import write_index
 from holdfast.storage import Storage, local_directory, open_storage
 from holdfast.storage.buffers import take_pages
+from holdfast.storage.digesting import PIECE_BYTES
 from holdfast.tracebacks import short_traceback
 
 _WRAPPERS: Final = ("module.", "_orig_mod.")

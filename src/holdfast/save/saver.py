@@ -240,6 +240,7 @@ class Saver:
             self._recycler.close()
         except HoldfastError as error:
             self._emit(Warned(text=f"a recycled file that was kept for the next save is still on the disk: {error}"))
+        self._stager.forget()
         self._buffer.release()
 
     def abandon(self) -> None:

@@ -66,15 +66,21 @@ class DeviceCopier(Protocol):
         """Returns what copies of these arrays must wait for, so that they get the values that the calling thread
         sees."""
 
-    def start(
-        self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int], moment: object
-    ) -> Transfer | None:
+    def targets(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> Any:
+        """Returns what copies of these arrays fill, or of others with the same specs, also again and again.
+
+        Args:
+            arrays: The arrays.
+            image: The destination, which stays in memory as long as the result.
+            offsets_bytes: Where each begins in the image.
+        """
+
+    def start(self, arrays: Sequence[Any], targets: Any, moment: object) -> Transfer | None:
         """Begins a copy like `ArrayBackend.copy_out`, from any thread.
 
         Args:
             arrays: The arrays.
-            image: The destination.
-            offsets_bytes: Where each begins in the image.
+            targets: The result of `targets` for arrays with the same specs.
             moment: The result of `moment` in the thread that changes the arrays.
 
         Returns:

@@ -1,8 +1,9 @@
-/* Fills many places of memory from a file in one call, and takes their digests.
+/* Fills many places of memory from a file in one call, or writes them to one, and takes their digests.
 
-   What is read is digested a little at a time, so that it is still in the processor's cache. To come back to the
-   interpreter in between, where threads wait for each other, would take longer than that spares. The digests are those of the xxHash library that Python's package of that name has
-   within it: this file is given its functions.
+   What is read or written is digested a little at a time, so that it is still in the processor's cache. To come back to
+   the interpreter in between, where threads wait for each other, would take longer than that spares, and would hold up
+   the thread that trains. The digests are those of the xxHash library that Python's package of that name has within it:
+   this file is given its functions.
 
    A file whose reads pass by the page cache is read into memory that such reads can go to, and copied from there. */
 
@@ -15,7 +16,8 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { BITE = 256 << 10, PAGE = 4096, DIGEST = 16 };
+/* A digest is that many hexadecimal characters. */
+enum { BITE = 256 << 10, PAGE = 4096, DIGEST = 32 };
 
 /* xxHash's public interface, as far as it is used here. */
 typedef struct {
@@ -30,14 +32,26 @@ typedef struct {
     Hash (*result)(const void *state);
 } Hasher;
 
-static void write_big_endian(unsigned char *to, uint64_t number) {
-    for (int place = 7; place >= 0; place--, number >>= 8)
-        to[place] = (unsigned char)number;
+static void write_number(char *to, uint64_t number) {
+    for (int place = DIGEST / 2 - 1; place >= 0; place--, number >>= 4)
+        to[place] = "0123456789abcdef"[number & 15];
 }
 
-static void write_digest(unsigned char *to, Hash hash) {
-    write_big_endian(to, hash.high);
-    write_big_endian(to + DIGEST / 2, hash.low);
+static void write_digest(char *to, Hash hash) {
+    write_number(to, hash.high);
+    write_number(to + DIGEST / 2, hash.low);
+}
+
+/* Their text, for the interpreter. */
+static PyObject *list_digests(const char *digests, Py_ssize_t count) {
+    PyObject *list = PyList_New(count);
+    for (Py_ssize_t place = 0; list != NULL && place < count; place++) {
+        PyObject *text = PyUnicode_FromStringAndSize(digests + place * DIGEST, DIGEST);
+        /* The list takes it over; one that has a gap is let go of as a whole. */
+        if (text == NULL || PyList_SetItem(list, place, text) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
 }
 
 /* A file, and the part of it that lies in memory on its way: pages of it, where there is such memory at all. */
@@ -106,7 +120,7 @@ typedef struct {
 } Places;
 
 /* How many places were filled, and in `end` where in the file that came to its end; -1 and errno where it failed. */
-static Py_ssize_t digest_all(Source *source, const Places *places, const Hasher *hasher, unsigned char *digests,
+static Py_ssize_t digest_all(Source *source, const Places *places, const Hasher *hasher, char *digests,
                              int64_t *end) {
     void *state = hasher->create();
     if (state == NULL) {
@@ -137,7 +151,7 @@ static Py_ssize_t digest_all(Source *source, const Places *places, const Hasher 
 
 /* Without the interpreter's lock: where it ended, and the digests. */
 static PyObject *digested(Source *source, int64_t end, const Places *places, const Hasher *hasher) {
-    unsigned char *digests = PyMem_Malloc((size_t)places->count * DIGEST + 1);
+    char *digests = PyMem_Malloc((size_t)places->count * DIGEST + 1);
     if (digests == NULL)
         return PyErr_NoMemory();
     Py_ssize_t done;
@@ -145,8 +159,9 @@ static PyObject *digested(Source *source, int64_t end, const Places *places, con
     done = digest_all(source, places, hasher, digests, &end);
     Py_END_ALLOW_THREADS
     PyObject *result = NULL;
-    if (done >= 0)
-        result = Py_BuildValue("Ly#", (long long)end, (char *)digests, done * DIGEST);
+    PyObject *list = done >= 0 ? list_digests(digests, done) : NULL;
+    if (list != NULL)
+        result = Py_BuildValue("LN", (long long)end, list);
     else if (!PyErr_Occurred())
         PyErr_SetFromErrno(PyExc_OSError);
     PyMem_Free(digests);
@@ -182,6 +197,104 @@ static int hold(PyObject *sequence, int flags, Places *places) {
     return 0;
 }
 
+/* What is written, by so many bytes at a time; a write that is cut short goes on at the beginning of a page. */
+typedef struct {
+    int file;
+    const char *data;
+    int64_t size, offset, piece, page;
+} Target;
+
+static int write_piece(const Target *target, int64_t begin, int64_t end) {
+    while (begin < end) {
+        ssize_t written =
+            pwrite(target->file, target->data + begin, (size_t)(end - begin), (off_t)(target->offset + begin));
+        if (written < 0) {
+            if (errno == EINTR && goes_on())
+                continue;
+            return -1;
+        }
+        written -= written % target->page;
+        if (written == 0) {
+            errno = EIO;
+            return -1;
+        }
+        begin += written;
+    }
+    return 0;
+}
+
+/* How many places have digests: all; or -1 and errno where a write failed. A place is digested before the piece is
+   written in which it begins. */
+static Py_ssize_t write_all(const Target *target, const Places *places, const Hasher *hasher, char *digests) {
+    void *state = hasher->create();
+    if (state == NULL) {
+        errno = ENOMEM;
+        return -1;
+    }
+    Py_ssize_t place = 0;
+    int64_t begin = 0;
+    int failed;
+    do {
+        int64_t end = target->size - begin < target->piece ? target->size : begin + target->piece;
+        for (; place < places->count; place++, digests += DIGEST) {
+            const Py_buffer *part = &places->parts[place];
+            if (end < target->size && (uintptr_t)part->buf >= (uintptr_t)target->data + (uintptr_t)end)
+                break;
+            hasher->reset(state);
+            hasher->update(state, part->buf, (size_t)part->len);
+            write_digest(digests, hasher->result(state));
+        }
+        failed = write_piece(target, begin, end);
+        begin = end;
+    } while (!failed && begin < target->size);
+    int failure = errno;
+    hasher->release(state);
+    errno = failure;
+    return failed ? -1 : place;
+}
+
+/* Without the interpreter's lock: the digests. */
+static PyObject *written(const Target *target, const Places *places, const Hasher *hasher) {
+    char *digests = PyMem_Malloc((size_t)places->count * DIGEST + 1);
+    if (digests == NULL)
+        return PyErr_NoMemory();
+    Py_ssize_t done;
+    Py_BEGIN_ALLOW_THREADS
+    done = write_all(target, places, hasher, digests);
+    Py_END_ALLOW_THREADS
+    PyObject *result = NULL;
+    if (done >= 0)
+        result = list_digests(digests, done);
+    else if (!PyErr_Occurred())
+        PyErr_SetFromErrno(PyExc_OSError);
+    PyMem_Free(digests);
+    return result;
+}
+
+static PyObject *write_digested(PyObject *module, PyObject *arguments) {
+    (void)module;
+    int file;
+    long long offset, piece, page;
+    PyObject *sequence, *result = NULL;
+    Py_buffer data, functions;
+    if (!PyArg_ParseTuple(arguments, "y*LiLy*OL:write_digested", &functions, &piece, &file, &offset, &data, &sequence,
+                          &page))
+        return NULL;
+    Places places;
+    if (functions.len != (Py_ssize_t)sizeof(Hasher))
+        PyErr_SetString(PyExc_ValueError, "the addresses of five functions are expected");
+    else if (offset < 0 || piece <= 0 || page <= 0)
+        PyErr_SetString(PyExc_ValueError, "offsets begin at 0, and sizes above it");
+    else if (hold(sequence, PyBUF_SIMPLE, &places) == 0) {
+        Target target = {file, data.buf, data.len, offset, piece, page};
+        result = written(&target, &places, functions.buf);
+        let_go(&places);
+    }
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&functions);
+    return result;
+}
+
 static PyObject *digest_places(Source *source, int64_t offset, PyObject *sequence, const Py_buffer *functions) {
     if (functions->len != (Py_ssize_t)sizeof(Hasher)) {
         PyErr_SetString(PyExc_ValueError, "the addresses of five functions are expected");
@@ -201,7 +314,7 @@ static PyObject *read_digested(PyObject *module, PyObject *arguments) {
     long long offset;
     PyObject *sequence, *result = NULL;
     Py_buffer functions, pages;
-    if (!PyArg_ParseTuple(arguments, "iLOy*w*:read_digested", &file, &offset, &sequence, &functions, &pages))
+    if (!PyArg_ParseTuple(arguments, "y*iLOw*:read_digested", &functions, &file, &offset, &sequence, &pages))
         return NULL;
     Source source = {file, pages.len ? pages.buf : NULL, pages.len, 0, 0};
     if (pages.len % PAGE)
@@ -218,12 +331,14 @@ static PyObject *read_digested(PyObject *module, PyObject *arguments) {
 static PyMethodDef methods[] = {
     {"read_digested", read_digested, METH_VARARGS,
      "Fills places of memory from a file, and gives where that ended and the digests of those that are full."},
+    {"write_digested", write_digested, METH_VARARGS,
+     "Writes memory to a file, and gives the digests of places, which lie in the order of that memory."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_digesting", "Fills many places of memory from a file, and takes their digests.", 0, methods, NULL, NULL,
-    NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_digesting", "Fills many places of memory from a file, or writes them, and takes their digests.",
+    0, methods, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__digesting(void) { return PyModuleDef_Init(&definition); }

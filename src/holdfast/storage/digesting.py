@@ -1,16 +1,19 @@
-"""Digests many places of memory as a read fills them: in one compiled call, if it is available."""
+"""Digests many places of memory as they are read or written: in one compiled call, if it is available.
+
+Each return to the interpreter may hold up the thread that trains, which waits for its lock then.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
-from holdfast.format.digests import DIGEST_CHARACTERS, digest_each
+from holdfast.format.digests import digest_each
 
 NO_PAGES: Final = memoryview(bytearray())
 """For reads through the page cache."""
@@ -29,24 +32,33 @@ _TRIAL_LENGTHS: Final = (0, 1, 240, 241, (256 << 10) + 1)
 """Shorter and longer than the sizes at which xxHash changes its method, and than one read."""
 
 
-class NativeDigests:
-    """**Thread-safe.** The compiled read (`_digesting.c`). It runs without the interpreter's lock."""
+PIECE_BYTES: Final = 8 << 20
+"""The size of one write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
 
-    def __init__(self, compiled: Any, functions: array[int]) -> None:
-        self._compiled = compiled
-        self._functions = functions
 
-    def read(
-        self, descriptor: int, offset_bytes: int, parts: Sequence[memoryview], pages: memoryview
-    ) -> tuple[int, list[str]]:
-        """**Blocks.** Fills places of memory from adjacent bytes of a file. `OSError` is not handled.
+class NativeDigests(NamedTuple):
+    """**Thread-safe.** The compiled functions (`_digesting.c`). They **block** without the interpreter's lock.
 
-        Direct reads use `pages`; `NO_PAGES` is for others. Returns the offset at which that ended, which is early if
-        the file ends there, and the digest of each place that was filled.
-        """
-        end_bytes, found = self._compiled.read_digested(descriptor, offset_bytes, parts, self._functions, pages)
-        text = found.hex()
-        return end_bytes, [text[at : at + DIGEST_CHARACTERS] for at in range(0, len(text), DIGEST_CHARACTERS)]
+    Nothing of Python is between them and who calls them. `OSError` is not handled.
+
+    Attributes:
+        read: Fills places of memory from adjacent bytes of a file: takes the file, the offset, the places, and memory
+            that direct reads go through, or `NO_PAGES` for others. Returns the offset at which that ended, which is
+            early if the file ends there, and the digest of each place that was filled.
+        write: Writes memory to a file, by `PIECE_BYTES` at a time: takes the file, the offset, the memory, parts of
+            memory, and the multiple of bytes at which a write that is cut short goes on. Returns the digest of each
+            part. They are digested shortly before what surrounds them is written, if they are in the order of their
+            addresses.
+    """
+
+    read: Callable[[int, int, Sequence[memoryview], memoryview], tuple[int, list[str]]]
+    write: Callable[[int, int, memoryview, Sequence[memoryview], int], list[str]]
+
+
+def digest_parts(parts: Sequence[memoryview]) -> list[str]:
+    """**Pure.** Returns the digest of each part; without the interpreter's lock, if that is possible."""
+    native = find_native()
+    return digest_each(parts) if native is None else native.write(-1, 0, NO_PAGES, parts, 1)
 
 
 @cache
@@ -57,7 +69,10 @@ def find_native() -> NativeDigests | None:
         path = Path(import_module("xxhash._xxhash").__file__ or "")
         library = ctypes.CDLL(str(path))
         functions = array("Q", (_address_of(library, names) for names in _FUNCTIONS))
-        native = NativeDigests(import_module("holdfast.storage._digesting"), functions)
+        compiled = import_module("holdfast.storage._digesting")
+        native = NativeDigests(
+            partial(compiled.read_digested, functions), partial(compiled.write_digested, functions, PIECE_BYTES)
+        )
         return native if _works(native, path) else None
     except (ImportError, AttributeError, OSError, TypeError, ValueError):
         return None  # There is none, or it is of another version.
@@ -72,7 +87,8 @@ def _address_of(library: ctypes.CDLL, names: Sequence[str]) -> int:
 
 
 def _works(native: NativeDigests, path: Path) -> bool:
-    """Checks that it reads a file as Python does, with the same digests; as much of it as the file has."""
+    """Checks that it reads a file as Python does, with the same digests, as much of it as the file has; and that what
+    it would write has these too."""
     with path.open("rb") as file:
         content = file.read(sum(_TRIAL_LENGTHS))
         parts: list[memoryview] = []
@@ -84,4 +100,4 @@ def _works(native: NativeDigests, path: Path) -> bool:
         end_bytes, found = native.read(file.fileno(), 0, parts, NO_PAGES)
     expected = digest_each(parts)
     is_read = end_bytes == size_bytes and b"".join(parts) == content[:size_bytes]
-    return is_read and found == expected
+    return is_read and found == expected == native.write(-1, 0, NO_PAGES, parts, 1)

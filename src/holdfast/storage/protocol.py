@@ -50,6 +50,20 @@ class FileWriter(Protocol):
         """Closes without making anything durable; may follow `finish`. The file may stay, as debris."""
 
 
+@runtime_checkable
+class DigestingWriter(FileWriter, Protocol):
+    """A writer that takes digests as well, because it can do both without holding up other threads. Most cannot."""
+
+    def write_digested(self, offset_bytes: int, data: memoryview, parts: Sequence[memoryview]) -> list[str]:
+        """**Thread-safe.** Like `write_at`; also returns the digest of each part of memory.
+
+        Args:
+            offset_bytes: As there.
+            data: As there.
+            parts: Contiguous, of format `B`, in the order of their addresses; most are in `data`.
+        """
+
+
 class FileReader(Protocol):
     """One file, read in pieces by any number of threads."""
 

@@ -235,7 +235,8 @@ class JaxBackend:
         for array, offset in zip(arrays, offsets_bytes, strict=True):
             values = np.ascontiguousarray(array.memory if isinstance(array, MadeArray) else array)
             if values.size:
-                image[offset : offset + values.nbytes] = values.reshape(-1).view(np.uint8).data
+                # Unlike an assignment of views, this lets the other threads work.
+                np.copyto(np.frombuffer(image, np.uint8, values.nbytes, offset), values.reshape(-1).view(np.uint8))
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
         """Returns the host memory from which each is created later."""

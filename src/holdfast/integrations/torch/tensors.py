@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, repeat
 from operator import add, attrgetter, gt
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, cast
 
 import torch
 
@@ -20,12 +20,6 @@ from holdfast.events.sinks import logger
 from holdfast.format.dtypes import Quantizer, find_quantizer_problem, names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, row_major
 from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Pin, Plain, spec_of
-
-Items: TypeAlias = list[tuple[torch.Tensor, int]]
-"""Tensors, each with the offset of its values in the image."""
-
-GATHERED_BYTES: Final = 1 << 16
-"""Smaller tensors on an accelerator are joined there, so that one transfer brings many."""
 
 INTEGERS: Final = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 """For each type of quantized tensors, that of their integers."""
@@ -80,40 +74,43 @@ class TorchDevices:
 
     def moment(self, arrays: Sequence[Any]) -> dict[torch.device, torch.cuda.Event]:
         """Returns for each CUDA device an event after everything that the calling thread has submitted to it."""
-        devices = {array.device for array in arrays if array.is_cuda}
-        return {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        devices = set(map(_device, arrays))
+        return {device: torch.cuda.current_stream(device).record_event() for device in devices if device.type == "cuda"}
 
-    def start(
-        self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int], moment: object
-    ) -> DeviceCopies | None:
-        """**Thread-safe.** Begins the copies."""
+    def targets(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> list[torch.Tensor]:
+        """Returns a tensor over each array's place in the image."""
+        # A tensor that is created in inference mode, as in an evaluation, cannot be changed by a thread outside of it.
+        with torch.inference_mode(False):
+            return [
+                tensor_over(image[offset : offset + array.nbytes], _copied_dtype(array.dtype), array.shape)
+                if array.numel()
+                else torch.empty(array.shape, dtype=_copied_dtype(array.dtype))
+                for array, offset in zip(arrays, offsets_bytes, strict=True)
+            ]
+
+    def start(self, arrays: Sequence[Any], targets: Any, moment: object) -> DeviceCopies | None:
+        """**Thread-safe.** Begins the copies.
+
+        One call of torch makes those of a device: a call for each would come back for the interpreter's lock each time,
+        and training with it.
+        """
         events = cast("dict[torch.device, torch.cuda.Event]", moment or {})
-        on_cuda: dict[torch.device, Items] = {}
-        synchronous: set[torch.device] = set()
+        copies = DeviceCopies()
         with torch.no_grad():
-            for tensor, offset in zip(arrays, offsets_bytes, strict=True):
-                tensor = integers_of(tensor) if tensor.dtype in INTEGERS else tensor.detach()
-                if tensor.is_cuda:
-                    on_cuda.setdefault(tensor.device, []).append((tensor, offset))
-                elif tensor.numel():
-                    _into(image, tensor, offset)
-                    if not tensor.is_cpu:
-                        synchronous.add(tensor.device)
-            for device in synchronous:
-                torch.accelerator.synchronize(device)
-            if not on_cuda:
-                return None
-            copies = DeviceCopies()
-            for device, own in on_cuda.items():
+            for device, sources, own in _by_device(_sources(arrays), targets):
+                if device.type != "cuda":
+                    torch._foreach_copy_(own, sources, non_blocking=True)
+                    if device.type != "cpu":
+                        torch.accelerator.synchronize(device)
+                    continue
                 # The device is a setting of the thread, and this may be any thread.
                 stream = _copy_stream(device)
                 with torch.cuda.device(device), torch.cuda.stream(stream):
                     try:
                         if device in events:
                             stream.wait_event(events[device])
-                        for tensor, offset in _gathered(own):
-                            _into(image, tensor, offset)
-                            copies.sources.append(tensor)
+                        torch._foreach_copy_(own, sources, non_blocking=True)
+                        copies.sources += sources
                         # A thread that waits for it leaves the processor to training.
                         copies.done[device] = torch.cuda.Event(blocking=True)
                         copies.done[device].record(stream)
@@ -121,7 +118,7 @@ class TorchDevices:
                         # The image and the arrays may go now: no copy may still be under way.
                         stream.synchronize()
                         raise
-        return copies
+        return copies if copies.done else None
 
     def find_pin(self, arrays: Sequence[Any]) -> Pin | None:
         """Returns pinned memory's registration: CUDA copies to it directly, and without waiting; other devices need
@@ -184,33 +181,37 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def _into(image: memoryview, tensor: torch.Tensor, offset: int) -> None:
-    part = image[offset : offset + tensor.nbytes]
-    tensor_over(part, tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
+def _by_device(
+    sources: list[torch.Tensor], targets: list[torch.Tensor]
+) -> Iterator[tuple[torch.device, list[torch.Tensor], list[torch.Tensor]]]:
+    """Returns for each device its tensors and their targets."""
+    devices = list(map(_device, sources))
+    for device in dict.fromkeys(devices):
+        places = [place for place, each in enumerate(devices) if each == device]
+        yield device, [sources[place] for place in places], [targets[place] for place in places]
 
 
-def _gathered(items: Items) -> Iterator[tuple[torch.Tensor, int]]:
-    """Returns the same values in fewer tensors: small neighbors in the image are joined."""
-    run: list[torch.Tensor] = []
-    begin = end = 0
-    for tensor, offset in items:
-        # Otherwise torch would conjugate or negate in the host's memory, and not wait with it for the transfer.
-        tensor = tensor.resolve_conj().resolve_neg()
-        if tensor.itemsize == 1:
-            # For some types of one byte, such as float4, CUDA has no kernel that makes them contiguous.
-            tensor = tensor.view(torch.uint8)
-        if run and (offset != end or tensor.nbytes > GATHERED_BYTES):
-            yield torch.cat(run), begin
-            run = []
-        if tensor.nbytes > GATHERED_BYTES:
-            yield tensor, offset
-        elif tensor.numel():
-            begin = begin if run else offset
-            end = offset + tensor.nbytes
-            # One element counts as contiguous with any stride, which a view of its bytes does not take.
-            run.append(tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8))
-    if run:
-        yield torch.cat(run), begin
+def _sources(arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns tensors of which CUDA copies the bytes as they are, without the host's help."""
+    if _BYTES_ALONE.issuperset(map(_dtype, arrays)) and not any(map(_is_neg, arrays)):
+        return list(arrays)
+    return list(map(_source, arrays))
+
+
+def _source(array: torch.Tensor) -> torch.Tensor:
+    if array.dtype in INTEGERS:
+        return integers_of(array).view(_copied_dtype(array.dtype))
+    # Otherwise torch would conjugate or negate in the host's memory, and not wait with it for the transfer.
+    plain = array.detach().resolve_conj().resolve_neg()
+    return plain.view(torch.uint8) if array.itemsize == 1 else plain
+
+
+def _copied_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type as which tensors of a type are copied: of the same size.
+
+    For some types of one byte, such as float4, CUDA has no kernel that makes them contiguous.
+    """
+    return torch.uint8 if dtype.itemsize == 1 else INTEGERS.get(dtype, dtype)
 
 
 # An older torch may lack the newest ones.
@@ -220,6 +221,8 @@ DTYPES: Final[dict[torch.dtype, str]] = {
 # Those that can be filled by writing to their memory alone.
 _PLAIN_DTYPES: Final = {dtype: name for dtype, name in DTYPES.items() if dtype not in INTEGERS}
 TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
+# Those of which a copy needs nothing but their bytes, unless a tensor is lazily negated.
+_BYTES_ALONE: Final = frozenset(dtype for dtype in _PLAIN_DTYPES if dtype.itemsize > 1 and not dtype.is_complex)
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _DEVICES: Final = TorchDevices()
@@ -362,7 +365,8 @@ class TorchBackend:
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Thread-safe.** **Blocks.** Copies the values of many tensors into one image."""
-        transfer = _DEVICES.start(arrays, image, offsets_bytes, _DEVICES.moment(arrays))
+        targets = _DEVICES.targets(arrays, image, offsets_bytes)
+        transfer = _DEVICES.start(arrays, targets, _DEVICES.moment(arrays))
         if transfer is not None:
             transfer.wait()
 

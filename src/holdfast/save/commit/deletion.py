@@ -53,7 +53,8 @@ def withdraw(storage: Storage, name: StepName) -> None:
     storage.remove(name.committed_path)
     storage.remove(name.manifest_path)
     # The manifest must be gone for good before the data goes: the other order would leave half a checkpoint.
-    storage.sync_directory(name.directory)
+    with suppress(NotFoundError):  # Another process has removed it all, as `holdfast prune` may.
+        storage.sync_directory(name.directory)
 
 
 def discard_unfinished(storage: Storage, name: StepName) -> bool:
@@ -65,7 +66,11 @@ def discard_unfinished(storage: Storage, name: StepName) -> bool:
     """
     if any(not is_own_file(entry.name) for entry in storage.list(name.directory)):
         return remove_own_files(storage, name.directory)
-    return remove_own_files(storage, storage.set_aside(name.directory))
+    try:
+        aside = storage.set_aside(name.directory)
+    except NotFoundError:
+        return True  # Another process has removed it, as `holdfast prune` may.
+    return remove_own_files(storage, aside)
 
 
 def remove_own_files(storage: Storage, directory: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import threading
 import time
 import weakref
@@ -26,6 +27,9 @@ from holdfast.storage.worker_pool import WorkerPool
 
 GENTLE: Final = 30.0
 """How many times as long as it works a gentle thread rests: training loses 3 % of one processor at most."""
+
+_PINNED_PART_BYTES: Final = 64 << 20
+"""How much a device copies to pinned memory in one go: few milliseconds' worth, of which writing begins early."""
 
 _SMALL_BYTES: Final = 256 << 10
 _TOUCHED_BYTES: Final = 1 << 20
@@ -50,8 +54,9 @@ class Stager:
         image[layout.size_bytes :] = bytes(round_up(layout.size_bytes) - layout.size_bytes)
         base = ctypes.addressof(ctypes.c_char.from_buffer(image))
         moves, held = plan.moves, frozenset(captured.held)
-        if moves is None or (moves.base, moves.held, moves.addresses) != (base, held, captured.addresses):
-            moves = plan.moves = _plan_moves(plan, captured, base)
+        known = (base, held, captured.addresses, captured.backends)
+        if moves is None or (moves.base, moves.held, moves.addresses, moves.backends) != known:
+            moves = plan.moves = _plan_moves(plan, captured, image, base)
         # The columns go with the save; the rest is needed as long as what was written is spoken of.
         state = msgspec.structs.replace(
             captured, names=[], specs=[], arrays=[], addresses=[], backends=[], held={}, compared=()
@@ -62,38 +67,36 @@ class Stager:
         staging.kept = dict(zip(held, aliases_of(list(map(captured.arrays.__getitem__, held))), strict=True))
         if captured.compared:
             staging.moments = _record_moments(captured.compared)
-        begins = [copy.begin - base for copy in moves.now]
         if moves.others_now or moves.others_later:
-            begins += self._add_others(staging, moves, plan, captured)
+            self._add_others(staging, captured, moves.others_now, staging.now, staging.copy_across)
+            self._add_others(staging, captured, moves.others_later, staging.later, staging.transfer)
+        begins = [copy.begin - base for copy in moves.now] + [min(batch.offsets) for batch in moves.others_now]
         staging.snapshot = msgspec.structs.replace(snapshot, copied=CopyProgress(begins))
         return staging
 
-    def _add_others(self, staging: Staging, moves: _Moves, plan: _LayoutPlan, captured: Captured) -> list[int]:
-        """Adds jobs for arrays that are not plain host memory: one for each batch of one library.
+    def forget(self) -> None:
+        """Drops what the next save would use again, which keeps the buffer's memory alive."""
+        self._plan = None
 
-        Returns, for each of those that are made before training continues, the lowest byte that it fills.
-        """
-        begins: list[int] = []
-        for places, jobs in ((moves.others_now, staging.now), (moves.others_later, staging.later)):
-            copy = staging.copy_across if jobs is staging.now else staging.transfer
-            by_backend: dict[str, list[int]] = {}
-            for place in places:
-                by_backend.setdefault(captured.backends[plan.order[place]].name, []).append(place)
-            for own in by_backend.values():
-                backend = captured.backends[plan.order[own[0]]]
-                devices, moment = backend.devices, None
-                if devices is not None:
-                    arrays = [captured.arrays[plan.order[place]] for place in own]
-                    if (pin := devices.find_pin(arrays)) is not None:
-                        self._buffer.pin(pin)
-                    moment = devices.moment(arrays)
-                for batch in batches(own, plan.sizes.__getitem__, PART_BYTES):
-                    leaves = [plan.order[place] for place in batch]
-                    arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in leaves]
-                    offsets = [plan.begins[place] for place in batch]
-                    jobs.append(partial(copy, backend, arrays, offsets, moment))
-                    begins += [min(offsets)] if jobs is staging.now else []
-        return begins
+    def _add_others(
+        self,
+        staging: Staging,
+        captured: Captured,
+        batches: list[_Batch],
+        jobs: list[Job],
+        copy: Callable[[_Batch, list[Any], object], None],
+    ) -> None:
+        """Adds jobs for arrays that are not plain host memory: one for each batch."""
+        moments: dict[str, object] = {}
+        for batch in batches:
+            backend = batch.backend
+            if backend.devices is not None and backend.name not in moments:
+                every = [captured.arrays[leaf] for one in batches if one.backend is backend for leaf in one.leaves]
+                if (pin := backend.devices.find_pin(every)) is not None:
+                    self._buffer.pin(pin)
+                moments[backend.name] = backend.devices.moment(every)
+            arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in batch.leaves]
+            jobs.append(partial(copy, batch, arrays, moments.get(backend.name)))
 
 
 @dataclass(slots=True)
@@ -150,19 +153,21 @@ class Staging:
         self.captured = msgspec.structs.replace(self.captured, arrays=[])
         self.now, self.later, self.kept = [], [], {}
 
-    def copy_across(self, backend: ArrayBackend, arrays: list[Any], offsets: list[int], moment: object) -> None:
+    def copy_across(self, batch: _Batch, arrays: list[Any], moment: object) -> None:
         """**Thread-safe.** **Blocks.** Copies arrays with their library; waits for a device here, not later."""
-        if backend.devices is None:
-            backend.copy_out(arrays, self.snapshot.image, offsets)
-        elif transfer := backend.devices.start(arrays, self.snapshot.image, offsets, moment):
+        if transfer := self._start(batch, arrays, moment):
             transfer.wait()
 
-    def transfer(self, backend: ArrayBackend, arrays: list[Any], offsets: list[int], moment: object) -> None:
+    def transfer(self, batch: _Batch, arrays: list[Any], moment: object) -> None:
         """**Thread-safe.** Like `copy_across`, but `copy_later` waits for the device."""
-        if backend.devices is None:
-            backend.copy_out(arrays, self.snapshot.image, offsets)
-        elif transfer := backend.devices.start(arrays, self.snapshot.image, offsets, moment):
+        if transfer := self._start(batch, arrays, moment):
             self._transfers.append(transfer)
+
+    def _start(self, batch: _Batch, arrays: list[Any], moment: object) -> Transfer | None:
+        if batch.backend.devices is not None:
+            return batch.backend.devices.start(arrays, batch.targets, moment)
+        batch.backend.copy_out(arrays, self.snapshot.image, batch.offsets)
+        return None
 
     @property
     def is_coarse(self) -> bool:
@@ -238,35 +243,74 @@ def _plan_for(captured: Captured, metadata: dict[str, str], plan: _LayoutPlan | 
 
 
 @dataclass(slots=True)
+class _Batch:
+    """Arrays that one library copies in one go.
+
+    Attributes:
+        backend: The library.
+        leaves: The arrays, by their position in the columns.
+        offsets: Where each begins in the image.
+        targets: See `DeviceCopier.targets`; None if there are no devices.
+    """
+
+    backend: ArrayBackend
+    leaves: list[int]
+    offsets: list[int]
+    targets: Any = None
+
+
+@dataclass(slots=True)
 class _Moves:
-    """Copies between addresses of this process, and the arrays (by their number in the file) that need others."""
+    """Copies between addresses of this process, and the arrays that need others."""
 
     base: int
     addresses: list[int | None]
+    backends: list[ArrayBackend]
     held: frozenset[int]
     now: list[Copy] = field(default_factory=list)
     later: list[Copy] = field(default_factory=list)
-    others_now: list[int] = field(default_factory=list)
-    others_later: list[int] = field(default_factory=list)
+    others_now: list[_Batch] = field(default_factory=list)
+    others_later: list[_Batch] = field(default_factory=list)
 
 
-def _plan_moves(plan: _LayoutPlan, captured: Captured, base: int) -> _Moves:
-    moves = _Moves(base, captured.addresses, frozenset(captured.held))
+def _plan_moves(plan: _LayoutPlan, captured: Captured, image: memoryview, base: int) -> _Moves:
+    moves = _Moves(base, captured.addresses, captured.backends, frozenset(captured.held))
     for is_held, copies, others in (
         (False, moves.now, moves.others_now),
         (True, moves.later, moves.others_later),
     ):
         plain: list[Move] = []
+        by_backend: dict[str, list[int]] = {}
         for number, place in enumerate(plan.order):
             if (place in captured.held) is not is_held:
                 continue
             address, size_bytes = captured.addresses[place], plan.sizes[number]
-            if address is None:
-                others += [number] if size_bytes else []
-            else:
+            if address is not None:
                 plain.append((base + plan.begins[number], address, size_bytes))
+            elif size_bytes:
+                by_backend.setdefault(captured.backends[place].name, []).append(number)
         copies += plan_copies(plain)
+        for numbers in by_backend.values():
+            others += _plan_batches(plan, captured, image, numbers, is_held=is_held)
     return moves
+
+
+def _plan_batches(
+    plan: _LayoutPlan, captured: Captured, image: memoryview, numbers: list[int], *, is_held: bool
+) -> Iterator[_Batch]:
+    backend = captured.backends[plan.order[numbers[0]]]
+    limit_bytes = PART_BYTES
+    if backend.devices is not None:
+        every = [captured.arrays[plan.order[number]] for number in numbers]
+        if backend.devices.find_pin(every) is not None:
+            # What is held is waited for as a whole.
+            limit_bytes = sys.maxsize if is_held else _PINNED_PART_BYTES
+    for batch in batches(numbers, plan.sizes.__getitem__, limit_bytes):
+        leaves, offsets = [plan.order[number] for number in batch], [plan.begins[number] for number in batch]
+        planned = _Batch(backend, leaves, offsets)
+        if backend.devices is not None:
+            planned.targets = backend.devices.targets([captured.arrays[leaf] for leaf in leaves], image, offsets)
+        yield planned
 
 
 class HostBuffer:

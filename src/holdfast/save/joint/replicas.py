@@ -205,8 +205,10 @@ def digest_values(captured: Captured, moments: Mapping[str, object], pool: Worke
             devices = piece.backend.devices
             if devices is None:
                 piece.backend.copy_out([piece.array], image, [0])
-            elif transfer := devices.start([piece.array], image, [0], moments[piece.backend.name]):
-                transfer.wait()
+            else:
+                targets = devices.targets([piece.array], image, [0])
+                if transfer := devices.start([piece.array], targets, moments[piece.backend.name]):
+                    transfer.wait()
             found[place] = digest(image)
 
     pool.run(partial(take, batch) for batch in batches(enumerate(pieces), lambda one: one[1].size_bytes, _PIECE_BYTES))

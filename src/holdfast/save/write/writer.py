@@ -10,20 +10,27 @@ import mmap
 import queue
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
-from holdfast.format.digests import SPAN_BYTES, digest, digest_each, seal, span_count
+from holdfast.format.digests import SPAN_BYTES, digest, seal, span_count
 from holdfast.format.index import ALIGNMENT_BYTES, Index, Layout, LeafRecord, round_up
 from holdfast.format.names import StepName, data_name, index_name
 from holdfast.format.records import Reference, WorkerRecord, list_features
 from holdfast.save.records import Receipts, Snapshot
-from holdfast.storage.protocol import FileWriter, Storage
+from holdfast.storage.digesting import PIECE_BYTES, digest_parts
+from holdfast.storage.protocol import DigestingWriter, FileWriter, Storage
 from holdfast.storage.worker_pool import WorkerPool
 
-PIECE_BYTES: Final = 8 << 20
-"""The size of one write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
+_MOST_PIECES: Final = 4
+"""So many pieces are written in one go when training no longer waits: to ask for each takes the interpreter's lock."""
+
+_SHARES: Final = 16
+"""A thread takes at most such a part of the rest, so that all threads end at about the same time."""
+
+_Write: TypeAlias = Callable[[int, memoryview, list[memoryview]], list[str]]
+"""Writes a piece of the image at an offset; returns the digests of some parts of memory."""
 
 
 class WholeStepFiles:
@@ -42,7 +49,7 @@ class WholeStepFiles:
         self._writer = storage.open_writer(data_path, snapshot.layout.size_bytes)
         # For each array, in the order of the file, the digests of its spans.
         self._digests = _room_for_digests(snapshot)
-        self._pieces = _pieces(snapshot, self._writer, self._digests)
+        self._pieces = _pieces(snapshot, _find_write(self._writer), self._digests)
 
     def write_behind_copy(self, pool: WorkerPool) -> None:
         """See `StepFiles`."""
@@ -91,7 +98,7 @@ def digest_loose(index: Index, loose: Collection[str]) -> str:
 def take_digests(snapshot: Snapshot, pool: WorkerPool) -> list[str]:
     """**Blocks.** Returns for each array, in the order of the image, the digests of its spans."""
     digests = _room_for_digests(snapshot)
-    pool.run(_pieces(snapshot, None, digests))
+    pool.run(_pieces(snapshot, lambda _offset, _data, parts: digest_parts(parts), digests))
     return ["".join(spans) for spans in digests]
 
 
@@ -99,21 +106,38 @@ def _room_for_digests(snapshot: Snapshot) -> list[list[str]]:
     return [[""] * span_count(place.end - place.begin, SPAN_BYTES) for place in snapshot.layout.places]
 
 
-def _pieces(snapshot: Snapshot, writer: FileWriter | None, digests: list[list[str]]) -> Iterator[Callable[[], None]]:
-    """Yields one job for each piece of the file: it digests the spans that begin there, and writes it, if asked.
+def _find_write(writer: FileWriter) -> _Write:
+    if isinstance(writer, DigestingWriter):
+        return writer.write_digested
 
-    Both use the piece while it is in the processor's cache, and both let the other threads run.
+    def write(offset_bytes: int, data: memoryview, parts: list[memoryview]) -> list[str]:
+        digests = digest_parts(parts)
+        writer.write_at(offset_bytes, data)
+        return digests
+
+    return write
+
+
+def _pieces(snapshot: Snapshot, write: _Write, digests: list[list[str]]) -> Iterator[Callable[[], None]]:
+    """Yields jobs that each write a part of the file, and digest the spans that begin there.
+
+    Both use what they write while it is in the processor's cache, and both let the other threads run.
     """
     spans = _spans(snapshot)
     ahead = next(spans, None)
     image_bytes = len(snapshot.image)
-    for begin in range(0, image_bytes, PIECE_BYTES):
-        end = min(begin + PIECE_BYTES, image_bytes)
+    begin = 0
+    while begin < image_bytes:
+        pieces = 1
+        if snapshot.copied.copy_ended.is_open:
+            pieces = min(max((image_bytes - begin) // (_SHARES * PIECE_BYTES), 1), _MOST_PIECES)
+        end = min(begin + pieces * PIECE_BYTES, image_bytes)
         own: list[tuple[int, int, int, int]] = []
         while ahead is not None and ahead[2] < end:
             own.append(ahead)
             ahead = next(spans, None)
-        yield partial(_digest_and_write, snapshot, writer, begin, end, own, digests)
+        yield partial(_digest_and_write, snapshot, write, begin, end, own, digests)
+        begin = end
 
 
 def _spans(snapshot: Snapshot) -> Iterator[tuple[int, int, int, int]]:
@@ -125,7 +149,7 @@ def _spans(snapshot: Snapshot) -> Iterator[tuple[int, int, int, int]]:
 
 def _digest_and_write(
     snapshot: Snapshot,
-    writer: FileWriter | None,
+    write: _Write,
     begin: int,
     end: int,
     spans: list[tuple[int, int, int, int]],
@@ -133,11 +157,9 @@ def _digest_and_write(
 ) -> None:
     # The last of the spans that begin here may end beyond.
     snapshot.copied.wait(max([end, *(span[3] for span in spans[-1:])]))
-    found = digest_each(snapshot.image[first:last] for _, _, first, last in spans)
+    found = write(begin, snapshot.image[begin:end], [snapshot.image[first:last] for _, _, first, last in spans])
     for (number, span, _, _), text in zip(spans, found, strict=True):
         digests[number][span] = text
-    if writer is not None:
-        writer.write_at(begin, snapshot.image[begin:end])
 
 
 def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterable[str]) -> Index:

@@ -110,7 +110,11 @@ class LocalWriter:
         self._failure: StorageError | None = None
 
     def write_at(self, offset_bytes: int, data: memoryview) -> None:
-        """**Thread-safe.** **Blocks.** Writes one piece; see `FileWriter`.
+        """**Thread-safe.** **Blocks.** Writes one piece; see `FileWriter`."""
+        self.write_digested(offset_bytes, data, ())
+
+    def write_digested(self, offset_bytes: int, data: memoryview, parts: Sequence[memoryview]) -> list[str]:
+        """**Thread-safe.** **Blocks.** Writes one piece; see `DigestingWriter`.
 
         After a failure it always raises that, because the result of a failed write is unknown.
         """
@@ -118,18 +122,24 @@ class LocalWriter:
             raise self._failure
         piece = flat(data)
         kept = kept_bytes(offset_bytes, piece.nbytes, self._size_bytes, self._path)
+        native = find_native()
         with self._shared.use() as descriptor:
-            if kept == 0:
-                return
             try:
-                if self.is_direct:
-                    self._write_direct(descriptor, offset_bytes, piece)
+                if native is not None and kept and not self.is_direct:
+                    digests = native.write(descriptor, offset_bytes, piece[:kept], parts, 1)
+                elif native is not None and kept and _has_whole_pages(offset_bytes, piece):
+                    digests = native.write(descriptor, offset_bytes, piece, parts, PAGE_BYTES)
                 else:
-                    write_all(descriptor, piece[:kept], offset_bytes)
+                    digests = digest_each(parts)
+                    if kept and self.is_direct:
+                        self._write_direct(descriptor, offset_bytes, piece)
+                    elif kept:
+                        write_all(descriptor, piece[:kept], offset_bytes)
             except OSError as error:
                 raise self._fail(error) from error
         with self._lock:
             self._written_bytes += kept
+        return digests
 
     def finish(self) -> None:
         """**Blocks.** Makes the bytes durable (fsync), and closes.
@@ -207,6 +217,11 @@ class LocalWriter:
             failure = self._failure
         self.abandon()
         return failure
+
+
+def _has_whole_pages(offset_bytes: int, piece: memoryview) -> bool:
+    """Returns True if a piece that is not empty can be written directly from where it is."""
+    return not (offset_bytes % PAGE_BYTES or piece.nbytes % PAGE_BYTES or address_of(piece) % PAGE_BYTES)
 
 
 _SMALLEST_READ_BYTES: Final = 1 << 20
