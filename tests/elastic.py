@@ -9,6 +9,7 @@ run as one and gets no arguments. Several jobs run one after the other.
 
 from __future__ import annotations
 
+import multiprocessing
 import runpy
 import sys
 from collections.abc import Callable
@@ -35,6 +36,14 @@ def program_at(path: str) -> Callable[..., object]:
 
 
 def launch(train: Callable[..., object], workers: str, restarts: str, *arguments: str) -> None:
+    # While a worker connects, a thread of the agent looks up its name, under a lock of the C library. A worker that is
+    # forked meanwhile inherits that lock, and would wait for it for ever. (torchrun itself does not fork its agent.)
+    all_forked = multiprocessing.get_context("fork").Barrier(int(workers))
+
+    def begin(*given: str) -> object:
+        all_forked.wait()
+        return train(*given)
+
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -45,7 +54,7 @@ def launch(train: Callable[..., object], workers: str, restarts: str, *arguments
         monitor_interval=0.05,
         start_method="fork",
     )
-    elastic_launch(config, train)(*arguments)
+    elastic_launch(config, begin)(*arguments)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def save(
     check_switches(overwrite=overwrite)
     storage = open_storage(path)
     newest, names = _look(storage)
-    if newest is not None and names != {_TREE}:
+    if newest is not None and names != [_TREE]:
         raise UsageError(
             f"{storage.url} contains a run ({', '.join(sorted(names))}), so no tree is saved there",
             hint="Save to another directory.",
@@ -95,12 +95,12 @@ def load(
     if newest is None:
         raise NoCheckpointError(f"{storage.url} contains no checkpoint")
     wanted: Any = like
-    is_tree = names == {_TREE}
+    is_tree = names == [_TREE]
     if is_tree:
         wanted = {_TREE: PLAIN if like is None else like}
     elif like is None:
         wanted = dict.fromkeys(names, PLAIN)
-    elif not isinstance(like, Mapping) or not like or not like.keys() <= names:
+    elif not isinstance(like, Mapping) or not like or not like.keys() <= set(names):
         raise UsageError(
             f"{storage.url} contains a run: `like` must be a dict of some of its objects: {', '.join(sorted(names))}"
         )
@@ -110,10 +110,10 @@ def load(
         return found[_TREE] if is_tree else {name: found[name] for name in wanted}
 
 
-def _look(storage: Storage) -> tuple[int | None, set[str]]:
-    """**Blocks.** Returns the newest step, and the names of its objects."""
+def _look(storage: Storage) -> tuple[int | None, list[str]]:
+    """**Blocks.** Returns the newest step, and the names of its objects in their order."""
     name = max(read_catalog(storage).living, default=None)
     if name is None:
-        return None, set()
+        return None, []
     opened = open_step(storage, name.directory, name)
-    return name.step, {one for index in opened.indexes for one in index.objects if not is_own(one)}
+    return name.step, list(dict.fromkeys(one for index in opened.indexes for one in index.objects if not is_own(one)))

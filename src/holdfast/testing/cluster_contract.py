@@ -59,7 +59,8 @@ class ClusterContract:
     @pytest.mark.parametrize("scenario", list(SCENARIOS))
     def test_scenario(self, played: list[dict[str, dict[str, Any]]], scenario: str) -> None:
         """Every worker has found everything as expected; see the scenario's docstring."""
-        assert [records[scenario]["error"] for records in played] == [""] * self.worker_count
+        errors = [records[scenario]["error"] for records in played]
+        assert errors == [""] * self.worker_count, errors
 
     def test_a_restart_hears_nothing_of_the_start_before(self, tmp_path: Path) -> None:
         """Each start is an incarnation of its own, and finds none of the keys of another in the store."""
