@@ -82,16 +82,16 @@ class Stager:
         self,
         staging: Staging,
         captured: Captured,
-        batches: list[_Batch],
+        planned: list[_Batch],
         jobs: list[Job],
         copy: Callable[[_Batch, list[Any], object], None],
     ) -> None:
         """Adds jobs for arrays that are not plain host memory: one for each batch."""
         moments: dict[str, object] = {}
-        for batch in batches:
+        for batch in planned:
             backend = batch.backend
             if backend.devices is not None and backend.name not in moments:
-                every = [captured.arrays[leaf] for one in batches if one.backend is backend for leaf in one.leaves]
+                every = [captured.arrays[leaf] for one in planned if one.backend is backend for leaf in one.leaves]
                 if (pin := backend.devices.find_pin(every)) is not None:
                     self._buffer.pin(pin)
                 moments[backend.name] = backend.devices.moment(every)
@@ -256,7 +256,7 @@ class _Batch:
     backend: ArrayBackend
     leaves: list[int]
     offsets: list[int]
-    targets: Any = None
+    targets: Any
 
 
 @dataclass(slots=True)
@@ -307,10 +307,10 @@ def _plan_batches(
             limit_bytes = sys.maxsize if is_held else _PINNED_PART_BYTES
     for batch in batches(numbers, plan.sizes.__getitem__, limit_bytes):
         leaves, offsets = [plan.order[number] for number in batch], [plan.begins[number] for number in batch]
-        planned = _Batch(backend, leaves, offsets)
+        targets = None
         if backend.devices is not None:
-            planned.targets = backend.devices.targets([captured.arrays[leaf] for leaf in leaves], image, offsets)
-        yield planned
+            targets = backend.devices.targets([captured.arrays[leaf] for leaf in leaves], image, offsets)
+        yield _Batch(backend, leaves, offsets, targets)
 
 
 class HostBuffer:
