@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import socket
 import sys
@@ -28,7 +29,7 @@ import preloaded  # noqa: E402
 from holdfast import errors  # noqa: E402
 from holdfast.catalog import read_catalog  # noqa: E402
 from holdfast.format.records import ALONE, Worker  # noqa: E402
-from holdfast.integrations.jax.arrays import DTYPES  # noqa: E402
+from holdfast.integrations.jax.arrays import DTYPES, JaxSharder, fetch  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.state import capture_objects  # noqa: E402
 from holdfast.storage import LocalStorage  # noqa: E402
@@ -681,3 +682,26 @@ def test_the_workspace_of_a_job_gets_real_arrays(library: str, tmp_path: Path) -
         runner = hf.JobRunner(make_job(4), hf.MultiNodeCheckpointManager(tmp_path))
         runner.load_blobs_from_checkpoints(tree_of(make, 0.0), 3, session)
         check(session.workspace(), 3)
+
+
+def test_a_copy_from_devices_goes_through_their_pinned_memory() -> None:
+    """What a save of arrays on a GPU calls; the devices here are parts of this processor, which have the same kinds of
+    memory."""
+    backend = JaxSharder().look(jnp.zeros(1), "x", ALONE).backend
+    values = np.arange(24).reshape(4, 6) % 7
+    arrays: list[Any] = [jnp.asarray(values, kind) for kind in DTYPES if jnp.dtype(kind).itemsize < 8]
+    arrays += [jnp.zeros((0, 3)), jnp.float32(2.5), jax.device_put(values, jax.devices()[3]), np.asfortranarray(values)]
+    arrays += [jax.device_put(jnp.asarray(values, jnp.float32), placing((2, 2), "a", "b"))]
+    arrays += [jax.device_put(arrays[0], arrays[0].sharding.with_memory_kind("pinned_host"))]
+    expected = [np.asarray(array).tobytes() for array in arrays]
+    offsets = [0, *itertools.accumulate(map(len, expected))]
+    image = bytearray(offsets[-1])
+    backend.copy_out(arrays, memoryview(image), offsets[:-1])
+    assert bytes(image) == b"".join(expected)
+    # Without pinned memory it would be the array's own memory.
+    assert fetch(arrays[:1])[0].ctypes.data != arrays[0].unsafe_buffer_pointer()
+
+    deleted = jnp.ones(4)
+    deleted.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        backend.copy_out([deleted], memoryview(image), [0])
