@@ -22,7 +22,7 @@ import pytest
 import holdfast as hf
 from command_line import call
 from faulty import Fault, FaultyStorage
-from holdfast.catalog import Catalog, History, read_catalog
+from holdfast.catalog import Catalog, History, open_generation, read_catalog, record_base
 from holdfast.cluster import Cluster
 from holdfast.errors import FencedError, HoldfastError, NoWholeCheckpointError, SaveFailedError
 from holdfast.events import Event, Warned
@@ -365,6 +365,31 @@ def test_a_step_of_a_dead_lineage_stays_off_the_line_for_ever() -> None:
         save_steps(storage, 1, keep=keep)
         assert late not in read_catalog(storage).living
         assert late not in read_catalog(storage, closely=True).living
+
+
+def test_a_job_whose_base_another_job_has_removed_starts_nothing_over() -> None:
+    """Two jobs in one directory: the younger one takes over, and ends within its first save."""
+    storage = MemoryStorage()
+    with open_manager(storage, keep=hf.Latest(2)) as older:
+        older.save(1).wait_committed()
+        with open_manager(storage) as younger:
+            assert younger.restore() is not None
+            for step in range(2, 6):
+                older.save(step).wait_committed()
+            older.wait()
+            # It has opened its generation, and wrote nothing else.
+            base = StepName(1, 1)
+            record_base(storage, make_base(open_generation(storage), base))
+    with open_manager(storage) as manager:
+        with pytest.raises(NoWholeCheckpointError, match="began from step 1, which another job has removed") as caught:
+            manager.restore()
+        assert "restore(5)" in caught.value.hint
+        restored = manager.restore(5)
+        assert restored is not None
+        assert restored.step == 5
+        manager.save(6).wait_committed()
+    with open_manager(storage, begin_anew=True) as manager:
+        assert manager.restore() is None
 
 
 def test_a_directory_named_like_a_summary_is_left_alone() -> None:
