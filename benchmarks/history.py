@@ -185,8 +185,8 @@ def render_table(results: dict[str, dict[str, Figures]]) -> str:
 
 
 @click.command()
-@click.option("--steps", multiple=True, type=click.IntRange(1), default=(10, 1000, 10_000), help="How many are kept; repeatable.")
-@click.option("--generations", multiple=True, type=click.IntRange(1), default=(10, 400, 10_000), help="How many; repeatable.")
+@click.option("--steps", multiple=True, type=click.IntRange(1), default=(10, 1000, 10_000), help="How many are kept.")
+@click.option("--generations", multiple=True, type=click.IntRange(1), default=(10, 400, 10_000), help="How many.")
 @click.option("--both", is_flag=True, help="Also the largest of both together.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Medians of so many jobs.")
 @click.option("--settling-saves", default=_SETTLING_SAVES, show_default=True, help="Saves before it is measured.")
@@ -201,7 +201,10 @@ def main(
     out: Path | None,
     one: tuple[Path, int] | None,
 ) -> None:
-    """Measures by kept steps, then by generations with 10 kept steps, and prints the table."""
+    """Measures by kept steps, then by generations with 10 kept steps, and prints the table.
+
+    `--steps` and `--generations` may be repeated.
+    """
     if one is not None:
         click.echo(json.dumps(measure(*one, rounds, settling_saves)))
         return
