@@ -47,7 +47,7 @@ restore they are compared with what was saved.
   after* means that nothing was done for a second in between.
 - **Durable**: from the call until the checkpoint would survive a power cut, right after another save. Syncs that a
   contender leaves out are added. **x** is the ratio to a bare write of new files. A bare write over files that are
-  there is often quicker: it stands in brackets, and the goals hold holdfast against the quicker of the two.
+  there is often quicker. It is in brackets, and the goals hold holdfast against the quicker of the two.
 - **Restore**: in place, from files that are not in the page cache. For many small tensors also from the page cache
   (warm). Another number of workers restores the same checkpoint.
 
