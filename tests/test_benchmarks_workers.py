@@ -128,7 +128,7 @@ def test_the_page_says_who_failed_and_who_is_missing() -> None:
     assert "| torch_checkpointing | not installed: torch_checkpointing |" in page
     saves = "120 ms, 1.20 x | 100 ms, 1.00 x | 500 ms, 1.00 x"
     assert f"| **holdfast** | {saves} | 2.00 s, 2.00 x | 3.00 s, 3.00 x |" in page
-    assert "| bare limit | 100 ms | 100 ms | 500 ms | 1.00 s | 1.00 s |" in page
+    assert "| bare limit | 100 ms | 100 ms | 500 ms (400 ms) | 1.00 s | 1.00 s |" in page
     assert "The stall of the first save of a job: holdfast 4.00 s." in page
 
 
@@ -142,6 +142,11 @@ def test_goals_of_several_workers_are_held_against_medians() -> None:
     assert goals["DDP, 4 workers: restore"].reached == "not measured"
     leaf = goals["FSDP2, 2 workers, many small tensors: stall"]
     assert (leaf.reached, leaf.holds) == ("4.0 us a tensor; 12 ms", True)
+    once = _made_up()
+    once.rounds[:] = [entry for entry in once.rounds if entry.number < 2]
+    goals = {goal.figure: goal for goal in find_goals(once)}
+    # One round has no range.
+    assert goals["FSDP2, 2 workers: stall of a save right after another"].reached == "1.20 x; 120 ms"
 
 
 def test_a_page_of_nothing_says_so_and_is_not_whole() -> None:

@@ -907,6 +907,68 @@ def test_a_forked_child_is_left_alone() -> None:
     assert ended.stdout.split() == ["15", "[]", "[]"], ended.stderr
 
 
+def test_a_pool_ends_its_workers_at_any_moment() -> None:
+    """A handler of Python's would not run in a worker that blocks in a lock right after the signal has come."""
+    program = """if True:
+        import multiprocessing, os, signal, threading
+
+        from holdfast.preemption.sources.signals import Signals
+
+        def end() -> None:
+            for child in multiprocessing.active_children():
+                child.kill()
+            os._exit(9)
+
+        source = Signals()
+        source.open(lambda notice: True)
+        guard = threading.Timer(60, end)
+        guard.start()
+        for _ in range(100):
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                pool.map(abs, range(4))
+        guard.cancel()
+        print("ended", signal.getsignal(signal.SIGTERM) == source._handle)
+    """
+    ended = preloaded.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "ended True\n"), ended.stderr
+
+
+def test_a_forked_child_has_the_handler_that_its_program_had_set() -> None:
+    program = """if True:
+        import os, signal
+
+        from holdfast.preemption.sources.signals import Signals
+
+        def own(number, frame):
+            pass
+
+        def listen(number, frame):
+            above(number, frame)
+
+        for before in (signal.SIG_DFL, signal.SIG_IGN, own):
+            signal.signal(signal.SIGTERM, before)
+            first, second = Signals(), Signals(signal.SIGTERM)
+            first.open(lambda notice: True)
+            second.open(lambda notice: True)
+            if not (child := os.fork()):
+                os._exit(signal.getsignal(signal.SIGTERM) is before)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            second.close()
+            first.close()
+        # What a program puts before holdfast's handler stays, and calls that one.
+        first = Signals()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        first.open(lambda notice: True)
+        above = signal.signal(signal.SIGTERM, listen)
+        if not (child := os.fork()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    ended = preloaded.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split() == ["1", "1", "1", "-15"], ended.stderr
+
+
 def test_a_child_ended_as_soon_as_it_is_forked_rings_for_itself_alone() -> None:
     program = """if True:
         import os

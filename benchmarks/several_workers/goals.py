@@ -60,5 +60,6 @@ def _ratio(figure: str, most: float, unit: str, found: Figure | None, ratio: Spr
     must = f"at most {most:g} x {unit}"
     if found is None or ratio is None:
         return Target(figure, must, "not measured", None)
-    reached = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f}) x; {show_time(found.value.median)}"
+    seen = f" ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.count > 1 else ""
+    reached = f"{ratio.median:.2f}{seen} x; {show_time(found.value.median)}"
     return Target(figure, must, reached, ratio.median <= most)

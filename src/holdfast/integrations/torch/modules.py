@@ -283,10 +283,11 @@ def holders_of(tensors: Sequence[Any]) -> Sequence[int] | None:
 
 def renaming(module: nn.Module) -> Callable[[str], str]:
     """Returns a function from the module's names to names without those of wrappers."""
-    return _renaming(list_modules(module))
+    return find_renaming(list_modules(module))
 
 
-def _renaming(modules: list[nn.Module]) -> Callable[[str], str]:
+def find_renaming(modules: list[nn.Module]) -> Callable[[str], str]:
+    """`renaming`, given all modules of a root."""
     kinds = set(map(type, modules))
     if not any(f"{cls.__module__}.{cls.__qualname__}" in _WRAPPERS for kind in kinds for cls in kind.__mro__):
         return _same
@@ -371,7 +372,7 @@ def _hides_parameters(module: nn.Module) -> bool:
 
 def _read(module: nn.Module) -> dict[str, Any]:
     modules = settle(module)
-    rename = _renaming(modules)
+    rename = find_renaming(modules)
     state = read_state(modules)
     return state if rename is _same else {rename(name): value for name, value in state.items()}
 

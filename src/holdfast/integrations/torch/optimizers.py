@@ -24,7 +24,7 @@ from torch.utils.weak import TensorWeakRef
 
 from holdfast.format.decoding import Decoder, malformed
 from holdfast.integrations.torch.module_walks import list_named_parameters
-from holdfast.integrations.torch.modules import holders_of, refuse_localized, renaming, settle
+from holdfast.integrations.torch.modules import find_renaming, holders_of, refuse_localized, settle
 from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
 from holdfast.integrations.torch.tensors import is_capturing
 from holdfast.state.adapters import (
@@ -312,7 +312,7 @@ def parameter_names(context: CaptureContext) -> dict[int, str]:
     for path, member in context.members:
         if isinstance(member, nn.Module):
             modules = settle(member)
-            rename = renaming(member)
+            rename = find_renaming(modules)
             for name, parameter in list_named_parameters(modules):
                 full = f"{path}.{rename(name)}"
                 if id(parameter) not in names and full not in taken:

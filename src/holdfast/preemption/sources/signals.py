@@ -252,6 +252,43 @@ def _find_live(handler: Any, number: int) -> Any:
     return handler
 
 
+# What was blocked in the thread that forks.
+_forking = threading.local()
+
+
+def _hold_before_fork() -> None:
+    """Holds `SIGTERM` back during a fork: a pool may send it to a child as soon as the child exists.
+
+    Python forgets the signals that a child gets before it runs.
+    """
+    if callable(signal.getsignal(signal.SIGTERM)):
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_go_in_child() -> None:
+    """Gives `SIGTERM` its earlier effect back in a forked child.
+
+    A pool ends its workers with it. Python runs a handler only when it is back in Python code: if the signal arrives
+    just before a worker blocks in a lock, that never happens, and the pool waits for the worker for ever.
+    """
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        live = _find_live(handler, signal.SIGTERM)
+        if live is not handler:
+            signal.signal(signal.SIGTERM, live)
+    _release_after_fork()
+
+
+def _release_after_fork() -> None:
+    mask = _forking.__dict__.pop("mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+# After the hook of `wakeup`: what rings by then rings in the child alone.
+os.register_at_fork(before=_hold_before_fork, after_in_child=_let_go_in_child, after_in_parent=_release_after_fork)
+
+
 def _find_caught() -> frozenset[int]:
     """Returns the signals for which the process has a handler, also one unknown to Python; none if that is unknown."""
     try:

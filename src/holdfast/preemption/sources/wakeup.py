@@ -133,16 +133,6 @@ _ringing: list[Wakeup] = []
 _left_open: list[Wakeup] = []
 
 
-# What was blocked in the thread that forks.
-_forking = threading.local()
-
-
-def _hold_before_fork() -> None:
-    """Holds `SIGTERM` back during a fork: a pool may send it to a child as soon as the child exists."""
-    if _ringing:
-        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-
 def _let_go_in_child() -> None:
     """Stops signals of a forked child from ringing in its parent."""
     if _ringing and threading.current_thread() is threading.main_thread():
@@ -151,13 +141,6 @@ def _let_go_in_child() -> None:
         if current not in ours:
             _replace(current)
     _ringing.clear()
-    _release_after_fork()
 
 
-def _release_after_fork() -> None:
-    mask = _forking.__dict__.pop("mask", None)
-    if mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-os.register_at_fork(before=_hold_before_fork, after_in_child=_let_go_in_child, after_in_parent=_release_after_fork)
+os.register_at_fork(after_in_child=_let_go_in_child)
