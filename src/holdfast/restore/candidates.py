@@ -14,8 +14,7 @@ def choose_candidates(catalog: Catalog, lost: Collection[StepName], step: int | 
     """**Pure.** Returns the checkpoints to try, the best first; for a given step, only that one.
 
     Steps of the current lineage that have lost their manifests are among them, and are skipped like any other damage;
-    `NoWholeCheckpointError` is raised if there is nothing else to resume from, or if nothing is left of a lineage that
-    did not start from the beginning: to start over would lose what the steps of others hold.
+    `NoWholeCheckpointError` is raised if nothing else is there to resume from, or only another lineage.
     """
     if step is not None:
         if asked := [name for name in lost if name.step == step]:
@@ -23,15 +22,13 @@ def choose_candidates(catalog: Catalog, lost: Collection[StepName], step: int | 
         return (catalog.find(step),)
     if lost and not catalog.living:
         raise make_lost_error(sorted(lost), url)
-    newest = max(catalog.bases, default=0)
-    if newest and not catalog.living and catalog.committed and (base := catalog.bases[newest].name) is not None:
+    base = catalog.bases[max(catalog.bases)].name if catalog.bases else None
+    if base is not None and catalog.committed and not catalog.living:
         steps = ", ".join(str(name.step) for name in catalog.committed)
         raise NoWholeCheckpointError(
-            f"{url}: generation {newest} began from step {base.step}, which another job has removed since, "
-            f"and saved nothing; steps {steps} belong to an earlier lineage",
+            f"{url}: step {base.step}, where the newest job began, is gone; steps {steps} are of an earlier lineage",
             damages=(),
-            hint=f"To continue from one of them, ask for it: restore({catalog.committed[-1].step}). To start over: "
-            "begin_anew=True, or another directory.",
+            hint=f"Ask for one of them: restore({catalog.committed[-1].step}); or start over: begin_anew=True.",
         )
     return tuple(sorted((*catalog.living, *lost), reverse=True))
 
