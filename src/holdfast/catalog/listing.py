@@ -377,13 +377,13 @@ def record_base(storage: Storage, base: Base) -> None:
         )
 
 
-def check_fence(storage: Storage, generation: int) -> None:
-    """**Blocks.** Checks that no newer generation has been opened.
+def check_fence(storage: Storage, generation: int, opened: Sequence[int] | None = None) -> None:
+    """**Blocks.** Checks that no newer generation has been opened, among those that were just listed, if any were.
 
     Raises:
         FencedError: If one has; the error names its opener.
     """
-    newest = max(read_generations(storage), default=0)
+    newest = max(read_generations(storage) if opened is None else opened, default=0)
     if newest > generation:
         by = _name_opener(_try_opening(storage, newest))
         raise FencedError(

@@ -314,10 +314,10 @@ class RunWriter(CheckpointWriter):
         refers stays too, in the lineage or not. A generation that was fenced removes nothing, and raises `FencedError`.
         Others may still be writing to unfinished steps that are `busy`, and this worker to the next one.
         """
-        check_fence(self._storage, newest.generation)
         if manifest is not None:
             self._history.known[newest] = manifest.facts
         catalog = read_catalog(self._storage, self._history)
+        check_fence(self._storage, newest.generation, self._history.opened)
         # Looked at after that: an attempt is named before it has a directory.
         in_use = {*busy, *self._attempts}
         # A step that is being published may be seen before it survives a power cut: it replaces none yet.
