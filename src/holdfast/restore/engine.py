@@ -174,8 +174,8 @@ class _Candidates:
         self.seen_generation = catalog.generation
         if not self._left and catalog.committed:
             steps = ", ".join(str(name.step) for name in catalog.committed)
-            text = f"nothing was restored: the run was started over (begin_anew); steps {steps} are from before"
-            self._emit(Warned(text=text))
+            anew = "nothing was restored: the run was started over (begin_anew)"
+            self._emit(Warned(text=f"{anew}; steps {steps} belong to an earlier lineage"))
         return bool(self._left)
 
     def take(self) -> StepName | None:
