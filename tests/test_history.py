@@ -381,7 +381,7 @@ def test_a_job_whose_base_another_job_has_removed_starts_nothing_over() -> None:
             base = StepName(1, 1)
             record_base(storage, make_base(open_generation(storage), base))
     with open_manager(storage) as manager:
-        with pytest.raises(NoWholeCheckpointError, match="step 1, where the newest job began, is gone") as caught:
+        with pytest.raises(NoWholeCheckpointError, match="step 1, from which the newest job began, is gone") as caught:
             manager.restore()
         assert "restore(5)" in caught.value.hint
         restored = manager.restore(5)

@@ -390,8 +390,8 @@ def test_a_model_of_tensorflow_with_only_a_train_step_goes_on(kind: str, tmp_pat
 @NEEDS_TENSORFLOW
 def test_tensorflow_warns_of_other_data_than_the_checkpoint_has(tmp_path: Path) -> None:
     arguments = ("keras_fit.py", tmp_path / "run", "--case")
-    process = start("tensorflow", *arguments, "pipeline")
-    _, code, problems = follow(process, lambda lines: signal.SIGTERM if lines[-1].startswith("step 1 2") else None)
+    # By itself: a signal from here may come when the epoch has ended, where there is no place in the data to compare.
+    _, code, problems = follow(start("tensorflow", *arguments, "pipeline", "--leave", "step 1 2"))
     assert code == 42, problems
     _, code, problems = follow(start("tensorflow", *arguments, "pipeline with a cache"))
     assert code == 0, problems

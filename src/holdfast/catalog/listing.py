@@ -378,7 +378,7 @@ def record_base(storage: Storage, base: Base) -> None:
 
 
 def check_fence(storage: Storage, generation: int, opened: Sequence[int] | None = None) -> None:
-    """**Blocks.** Checks that no newer generation has been opened, among those that were just listed, if any were.
+    """**Blocks.** Checks that no newer generation has been opened; `opened` are all of them, if they were just listed.
 
     Raises:
         FencedError: If one has; the error names its opener.

@@ -24,11 +24,12 @@ def choose_candidates(catalog: Catalog, lost: Collection[StepName], step: int | 
         raise make_lost_error(sorted(lost), url)
     base = catalog.bases[max(catalog.bases)].name if catalog.bases else None
     if base is not None and catalog.committed and not catalog.living:
-        steps = ", ".join(str(name.step) for name in catalog.committed)
         raise NoWholeCheckpointError(
-            f"{url}: step {base.step}, where the newest job began, is gone; steps {steps} are of an earlier lineage",
+            f"{url}: step {base.step}, from which the newest job began, is gone; older lineages have "
+            f"{len(catalog.committed)} checkpoints, which `holdfast list` names",
             damages=(),
-            hint=f"Ask for one of them: restore({catalog.committed[-1].step}); or start over: begin_anew=True.",
+            hint=f"Restore one with a CheckpointManager: restore({catalog.committed[-1].step}); or start over: "
+            "begin_anew=True.",
         )
     return tuple(sorted((*catalog.living, *lost), reverse=True))
 
