@@ -137,10 +137,8 @@ def test_preempted_job_saves_and_goes_on(
     cluster.wait_state(job, "COMPLETED")
 
 
-def test_limit_that_comes_without_a_signal_of_its_own_saves_within_kill_wait(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    """The recipe's `--signal` taken away: what is left is the SIGTERM at the limit, as often as Slurm repeats it."""
+def test_signals_that_are_repeated_kill_no_worker(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """As often as Slurm repeats a signal, the workers save, and the job is queued again."""
     place = Place(cluster, tmp_path / "place")
     job = place.submit(ALONE)
     cluster.wait_text(place.log, r"^step 19:")
