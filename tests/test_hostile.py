@@ -339,10 +339,10 @@ def test_what_is_removed_is_never_looked_for_behind_a_link(original: Path, tmp_p
     (real / "step-000000011.g0002").symlink_to(other / "step-000000008.g0002")
     (real / ".trash-0123456789abcdef-step").symlink_to(other / "step-000000008.g0002")
     (real / ".holdfast-spare").symlink_to(other / DATA)
-    for step in ("step-000000008.g0002", "step-000000009.g0002"):
-        (real / step / "data-00000-of-00001.safetensors").unlink()
-        (real / step / "data-00000-of-00001.safetensors").symlink_to(other / DATA)
-        (real / step / "index-00001-of-00002.json").symlink_to(other / STEP)
+    for directory in ("step-000000008.g0002", "step-000000009.g0002"):
+        (real / directory / "data-00000-of-00001.safetensors").unlink()
+        (real / directory / "data-00000-of-00001.safetensors").symlink_to(other / DATA)
+        (real / directory / "index-00001-of-00002.json").symlink_to(other / STEP)
     (real / "step-000000009.g0002" / "manifest.json").unlink()
     (real / "step-000000009.g0002" / "manifest.json").symlink_to(other / MANIFEST)
     before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
