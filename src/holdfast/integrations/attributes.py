@@ -28,7 +28,7 @@ _LOOKED_AT_ELEMENTS: Final = 1 << 14
 _SCALARS: Final = (type(None), bool, int, float, complex, str, bytes)
 
 RANDOM: Final = "state of a random generator"
-"""The only key of a dict that stands for a random generator."""
+"""The only key of a dict that is stored for a random generator."""
 
 _LONG: Final = 1024
 """Lists of more elements are stored as the bytes of their JSON: one value, where each element would be one."""
