@@ -26,7 +26,7 @@ _SOURCES: Final = (
 )
 
 _SUFFIXES: Final = frozenset({".ckpt", ".pt", ".pth", ".bin", ".tar"})
-"""How the names of files of `torch.save` end."""
+"""The endings of the names of files of `torch.save`."""
 
 
 class ImportSource:
@@ -120,7 +120,7 @@ class ImportSource:
             is_run = (self._path / GENERATIONS_DIRECTORY).is_dir()
             if not is_run and (inner := _list_sources(self._path)):
                 raise UsageError(
-                    f"{self._path} is no checkpoint itself; it holds {', '.join(map(str, inner[-3:]))}",
+                    f"{self._path} is not a checkpoint itself; it holds {', '.join(map(str, inner[-3:]))}",
                     hint=f"Import one of them: holdfast import {shlex.quote(str(inner[-1]))} RUN",
                 )
             raise UsageError(

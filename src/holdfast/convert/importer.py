@@ -52,7 +52,7 @@ from holdfast.tracebacks import short_traceback
 
 _STATE_DICT: Final = "state_dict"
 _STEP_NAMES: Final = ("step", "global_step", "iter_num", "iteration", "iter", "num_updates")
-"""What programs call the number of their steps, at the top of a file."""
+"""The names that programs give to the number of their steps, at the top of a file."""
 
 _WHOLE: Final = "."
 _WITH_KEYS: Final = (dict, set, frozenset)
