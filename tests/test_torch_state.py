@@ -730,7 +730,7 @@ class Memory(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
-        self.inner = nn.Module()
+        self.inner: Any = nn.Module()
         self.inner.register_buffer("seen", torch.zeros(0, 2))
 
     def add(self, count: int) -> None:
