@@ -91,6 +91,11 @@ class Catalog(msgspec.Struct, frozen=True):
         """The newest step of the current lineage, or None."""
         return self.living[-1] if self.living else None
 
+    @property
+    def start_from(self) -> int | None:
+        """The step that the program last went back to on request, in the current lineage; None if it never did."""
+        return self.bases[max(self.bases)].start_from if self.bases else None
+
     def find(self, step: int) -> StepName:
         """Returns the checkpoint of a step: that of the current lineage, else the newest other one.
 
@@ -240,6 +245,13 @@ def describe_lost(lost: Sequence[StepName]) -> str:
     before = f"{len(lost)} steps, the last of them " if len(lost) > len(few) else "steps " if many else "step "
     what = "their manifests are" if many else "its manifest is"
     return f"{before}{steps} {'were' if many else 'was'} committed, and {what} gone; the data files are still there"
+
+
+def describe_steps(steps: Sequence[int]) -> str:
+    """**Pure.** Names steps, at least one, in words: of many, how many there are, the first and the last."""
+    if len(steps) > _NAMED_STEPS:
+        return f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
 def read_generations(storage: Storage) -> list[int]:

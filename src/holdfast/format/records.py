@@ -262,7 +262,7 @@ class Opening(Opener, frozen=True, kw_only=True):
     generation: GenerationNumber
 
 
-class Base(SealedRecord, frozen=True):
+class Base(SealedRecord, frozen=True, omit_defaults=True):
     """The record of the checkpoint that a generation began from.
 
     Attributes:
@@ -270,6 +270,8 @@ class Base(SealedRecord, frozen=True):
         step: The step of that checkpoint, or None if it started from the beginning.
         base_generation: That checkpoint's generation, or None.
         base_attempt: That checkpoint's attempt, or None.
+        start_from: The step that the program last went back to on request, here or earlier in the lineage; None if it
+            never did. It is not done again.
     """
 
     kind: ClassVar[str] = "base"
@@ -278,6 +280,7 @@ class Base(SealedRecord, frozen=True):
     step: StepNumber | None
     base_generation: GenerationNumber | None
     base_attempt: AttemptNumber | None
+    start_from: StepNumber | None = None
 
     @property
     def name(self) -> StepName | None:
@@ -287,11 +290,11 @@ class Base(SealedRecord, frozen=True):
         return StepName(self.step, self.base_generation, self.base_attempt)
 
 
-def make_base(generation: int, name: StepName | None) -> Base:
+def make_base(generation: int, name: StepName | None, start_from: int | None = None) -> Base:
     """**Pure.** Returns the base record of a generation that began from `name`, or from the beginning."""
     if name is None:
         return Base(generation, None, None, None)
-    return Base(generation, name.step, name.generation, name.attempt)
+    return Base(generation, name.step, name.generation, name.attempt, start_from)
 
 
 def decode_base(data: bytes, *, path: str, generation: int) -> Base:

@@ -214,7 +214,7 @@ class RunWriter(CheckpointWriter):
             generation = open_generation(self._storage, self._token, seen_generation=origin.seen_generation)
             if self._history.summary is not None:
                 self._summarizer.carry_over(generation)
-            base = make_base(generation, origin.base)
+            base = make_base(generation, origin.base, origin.start_from)
             record_base(self._storage, base)
             self.generation, self.base, self._has_swept = generation, base, False
             self.recycler.begin(generation)
