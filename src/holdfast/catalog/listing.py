@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.catalog.openers import describe_process
+from holdfast.catalog.openers import describe_process, make_gone_error
 from holdfast.errors import (
     DamageError,
     FencedError,
@@ -345,7 +345,7 @@ def open_generation(storage: Storage, token: str = "", *, seen_generation: int |
     names = filter(None, (parse_step_directory(entry.name) for entry in storage.list("") if entry.is_directory))
     generation = max([*read_generations(storage), *(name.generation for name in names)], default=0) + 1
     if seen_generation is not None and generation <= seen_generation:
-        raise _make_gone_error(storage, seen_generation)
+        raise make_gone_error(storage.url, seen_generation)
     storage.make_directory(GENERATIONS_DIRECTORY)
     for _ in range(1000):
         # Looked at after the number was chosen: a job that opens one later than this look takes the same number, and
@@ -412,7 +412,7 @@ def check_in_place(storage: Storage, generation: int, token: str) -> None:
     try:
         opening = read_opening(storage, generation)
     except NotFoundError as error:
-        raise _make_gone_error(storage, generation) from error
+        raise make_gone_error(storage.url, generation) from error
     except DamageError:
         return  # Of this job's or not: `check_fence` decides by the numbers.
     if opening.token != token:
@@ -421,16 +421,6 @@ def check_in_place(storage: Storage, generation: int, token: str) -> None:
             f"{_name_opener(opening)}",
             hint=_FENCED_HINT,
         )
-
-
-def _make_gone_error(storage: Storage, generation: int) -> StorageError:
-    path = generation_path(generation)
-    return StorageError(
-        f"{storage.url}: the run was moved, removed or unmounted during training: its {path} is gone",
-        path=path,
-        hint="Put the directory back (mount the volume, undo the move); the next save then continues there. Until "
-        "then nothing is saved: a new run is never begun in its place.",
-    )
 
 
 def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:

@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.errors import StorageError
+from holdfast.format.names import generation_path
 from holdfast.format.records import Opener
 
 _PROC: Final = Path("/proc")
@@ -42,6 +44,17 @@ def is_alive(opener: Opener) -> bool:
     return any(
         _find_start(number) == opener.started_at_ticks and _read_namespace(number) == opener.pid_namespace
         for number in _list_processes()
+    )
+
+
+def make_gone_error(url: str, generation: int) -> StorageError:
+    """**Pure.** Returns the error for a run without the record of a generation that this job has seen there."""
+    path = generation_path(generation)
+    return StorageError(
+        f"{url}: the run was moved, removed or unmounted during training: its {path} is gone",
+        path=path,
+        hint="Put the directory back (mount the volume, undo the move); the next save then continues there. Until "
+        "then nothing is saved: a new run is never begun in its place.",
     )
 
 
