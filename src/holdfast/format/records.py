@@ -228,24 +228,38 @@ ALONE: Final = Worker(0, 1)
 MAX_GENERATION_BYTES: Final = 1 << 20
 
 
-class Opening(SealedRecord, frozen=True):
+class Opener(SealedRecord, frozen=True):
+    """A process that saves to a run.
+
+    Attributes:
+        token: Random text that identifies the opener: one manager of one process.
+        host: The machine's name.
+        process: The process's number there.
+        opened_at_unix_seconds: The opener's clock; for people only.
+        boot_id: Random text of the machine's kernel, new at each start of the machine; empty if it is not known.
+        pid_namespace: The process numbers that `process` is one of, such as those of a container; empty likewise.
+        started_at_ticks: When the process began, in the kernel's ticks since the machine started; 0 likewise.
+    """
+
+    token: str
+    host: str
+    process: int
+    opened_at_unix_seconds: float
+    boot_id: str = ""
+    pid_namespace: str = ""
+    started_at_ticks: int = 0
+
+
+class Opening(Opener, frozen=True, kw_only=True):
     """The record that opens a generation.
 
     Attributes:
         generation: Its number.
-        token: Random text that identifies the opener: one manager of one process.
-        host: The machine that opened it.
-        process: The process's number there.
-        opened_at_unix_seconds: The opener's clock; for people only.
     """
 
     kind: ClassVar[str] = "generation"
 
     generation: GenerationNumber
-    token: str
-    host: str
-    process: int
-    opened_at_unix_seconds: float
 
 
 class Base(SealedRecord, frozen=True, omit_defaults=True):

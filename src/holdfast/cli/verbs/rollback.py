@@ -7,8 +7,7 @@ from contextlib import suppress
 
 import click
 
-from holdfast.catalog import describe_steps, open_generation, read_catalog, read_opening, record_base
-from holdfast.cli.runs import is_alive
+from holdfast.catalog import describe_steps, is_alive, open_generation, read_catalog, read_opening, record_base
 from holdfast.cli.screen import FAINT, GOOD, Screen, write_json
 from holdfast.cli.survey import name_fields
 from holdfast.cli.target import choose_step, find_target

@@ -133,9 +133,12 @@ class ModuleAdapter(Adapter):
         extra = [key for key in nodes if key not in live and loading.wants(key)]
         own = {id(tensor) for tensor in (*obj.parameters(), *obj.buffers())}
         special = _special_prefixes(obj)
-        custom = type(obj).load_state_dict is not nn.Module.load_state_dict or bool(special)
         direct = {key for key, value in live.items() if id(value) in own and not key.startswith(special)}
-        custom = custom or len(direct) < len(live)
+        custom = _loads_itself(obj) or bool(special) or len(direct) < len(live)
+        if _loads_itself(obj):
+            special = ("",)
+            specs = {key: loading.spec_of(nodes[key]) for key in direct if key in nodes}
+            direct -= {key for key, spec in specs.items() if spec is not None and _has_other_shape(live[key], spec)}
         values = dict(live)
         wanted = [key for key in live if key in nodes and loading.wants(key)]
         values |= loading.values({key: nodes[key] for key in wanted if key in direct}, live, rules=OWNED)
@@ -218,7 +221,43 @@ def _changed_by_loading(
         taken = {key for key in differing.intersection(own) if names[key] not in refused}
         shaped |= taken & live.keys()
         made |= {key: path + names[key] for key in taken - live.keys()}
+    if (left := differing - shaped - made.keys()) and (
+        _loads_itself(module) or any(child._load_state_dict_pre_hooks for child in paths.values())
+    ):
+        origins = {key: owners[prefix][0] + key[len(prefix) :] for prefix, own in parts.items() for key in own}
+        taken = _taken_by(module, rename, origins, specs, left)
+        shaped |= taken & live.keys()
+        made |= {key: origins[key] for key in taken - live.keys()}
     return shaped, made
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    return type(module).load_state_dict is not nn.Module.load_state_dict
+
+
+def _taken_by(
+    module: nn.Module,
+    rename: Callable[[str], str],
+    origins: dict[str, str],
+    specs: dict[str, ArraySpec | None],
+    differing: set[str],
+) -> set[str]:
+    """Returns the differing names whose stored shapes a module has after its own loading; it is not changed.
+
+    A load without an error proves nothing: some modules drop what does not fit.
+    """
+    try:
+        trial = copy.deepcopy(module)
+        state = trial.state_dict()
+        for key, spec in specs.items():
+            if spec is not None:
+                state[origins[key]] = _BACKEND.new(spec, state.get(origins[key])).zero_()
+        trial.load_state_dict(state)
+        loaded = {rename(name): value for name, value in trial.state_dict().items()}
+    except Exception:  # noqa: BLE001  As in `_refused`.
+        return set()
+    shapes = {key: spec.shape for key in differing if (spec := specs[key]) is not None}
+    return {key for key, shape in shapes.items() if tuple(getattr(loaded.get(key), "shape", ())) == shape}
 
 
 def _has_other_shape(value: Any, spec: ArraySpec) -> bool:
