@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -520,7 +521,8 @@ def test_task_of_several_that_saves_alone_is_warned_at_the_door(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PMI_SIZE", "2")
-    for cluster, count in (("auto", 1), ("alone", 0)):
+    choices: tuple[tuple[Literal["auto", "alone"], int], ...] = (("auto", 1), ("alone", 0))
+    for cluster, count in choices:
         events: list[Event] = []
         manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(count=1), cluster=cluster, sinks=[events.append])
         manager.close()

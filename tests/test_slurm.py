@@ -78,7 +78,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("recipe", [ALONE, TORCHRUN], ids=["tasks", "torchrun"])
-def test_job_signalled_ahead_of_its_limit_is_queued_again_and_ends_with_the_same_bits(
+def test_job_signalled_ahead_of_its_limit_ends_with_the_same_bits(
     cluster: SlurmCluster, tmp_path: Path, untouched: dict[str, str], recipe: tuple[str, ...]
 ) -> None:
     place = Place(cluster, tmp_path / "place")
