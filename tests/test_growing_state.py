@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from state_trip import bring_back, match, store
 
 import holdfast as hf
 from holdfast.errors import MismatchError
+from state_trip import bring_back, match, store
 
 
 class Own:
@@ -63,7 +63,7 @@ LATER: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("case", LATER)
 def test_a_tree_takes_what_is_stored(case: str) -> None:
     first, later = LATER[case]
-    for around in (lambda tree: tree, lambda tree: {"deep": [tree]}, lambda tree: hf.PerWorker(tree)):
+    for around in (lambda tree: tree, lambda tree: {"deep": [tree]}, hf.PerWorker):
         objects = {"x": around(_fresh(first))}
         held = objects["x"]
         bring_back(store(x=around(later)), objects)

@@ -7,6 +7,7 @@ and prepares each object's loading. After the arrays have been filled, `Matching
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from operator import itemgetter
 from typing import Any, Final
 
 import msgspec
@@ -53,7 +54,8 @@ class Matching(msgspec.Struct, frozen=True):
     def apply(self) -> dict[str, object]:
         """Puts everything in place, once all targets are filled: their copies too, then values and objects.
 
-        Random generators come last, because the loading of other objects may draw from them.
+        Random generators come last, because the loading of other objects may draw from them. With several workers
+        the order is that of the paths, because some objects load only if all workers do.
 
         Returns:
             For each named object that could not be changed in place (a number, for example), its new value.
@@ -70,7 +72,7 @@ class Matching(msgspec.Struct, frozen=True):
             stands = update_in_place(renewal.live, self._complete(renewal.value), updated)
             if stands is not renewal.live:
                 changed[renewal.name] = stands
-        for job in sorted(self._jobs, key=lambda job: job.last):
+        for job in self._jobs:
             try:
                 job.load()
             except HoldfastError:
@@ -123,7 +125,7 @@ def match_objects(
     comparison = Comparison(objects, stored_arrays, select, worker, stored_workers, lacks_tuples=lacks_tuples)
     stored_objects = _rename_old(stored_objects, objects)
     renewals = []
-    for name, live in objects.items():
+    for name, live in objects.items() if worker.is_alone else sorted(objects.items(), key=itemgetter(0)):
         path = escape(name)
         if name in left_out:
             continue
@@ -149,6 +151,8 @@ def match_objects(
                 renewals.append(_Renewal(name, UNFILLED, comparison.decode(stored, UNFILLED, escape(name))))
             else:
                 comparison.differences.extra.append(escape(name))
+    # An object in another one comes before it.
+    parts = {job.path: [] if worker.is_alone else [*job.path.split("/"), "\U0010ffff"] for job in comparison.jobs}
     return Matching(
         differences=comparison.differences,
         targets=comparison.claims.targets(),
@@ -156,7 +160,7 @@ def match_objects(
         left=tuple(comparison.left),
         _complete=comparison.complete,
         _renewals=tuple(renewals),
-        _jobs=tuple(comparison.jobs),
+        _jobs=tuple(sorted(comparison.jobs, key=lambda job: (job.last, parts[job.path]))),
     )
 
 
