@@ -36,6 +36,7 @@ from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
+from holdfast.witness.watch import Witness
 
 _PARTING_SECONDS: Final = 2.0
 
@@ -56,6 +57,7 @@ class CheckpointManager:
         emit: Sends an event to the log, the sinks and the run's journal, from any thread.
         check_ready: Checks, once, that the objects and the directory can be saved; called before training begins.
         url: The URL of the run.
+        witness: Records what each step takes and gives, if a loop counts the steps, and compares it after a restart.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class CheckpointManager:
             if reserve_bytes is not None or save_every is None:
                 self._saver.prepare(reserve_bytes)
             self.begin_anew, self._closed = begin_anew, False
+            self.witness = Witness(self._storage, self.worker, self.emit)
             self.restored: Restoration | None = None
 
     @property
@@ -354,6 +357,7 @@ class CheckpointManager:
         if self._closed or os.getpid() != self._process:
             return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
         self._saver.check_reentry()
+        self.witness.end()
         while self.closing:
             self.closing.pop()()
         self._settle(timeout_seconds, self._failures.wait_closed)

@@ -330,6 +330,15 @@ class Adapter:
         """
         return False
 
+    def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> tuple[Callable[[], object], object] | None:
+        """Lets `call` be called with each batch that training takes from the object.
+
+        Returns:
+            What ends that, and what decides which batches come, as far as the program announces it (the batch size,
+            say); None for an object that gives no batches, or is followed already.
+        """
+        return None
+
     def oversights_of(self, obj: Any) -> Oversights:
         """Returns what a restart is likely to lack although the object is saved."""
         return Oversights()
