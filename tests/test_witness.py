@@ -16,7 +16,7 @@ from holdfast.catalog import read_catalog
 from holdfast.events import Event, WitnessAgreed, WitnessDiffers
 from holdfast.storage import LocalStorage
 from holdfast.witness.batches import digest_batch
-from holdfast.witness.ring import SLOTS, Record, decode, read_ring, try_open_ring, write_record
+from holdfast.witness.ring import SLOTS, StepRecord, decode, read_ring, try_open_ring, write_record
 from mounts import fill, mounted
 
 PROGRAM = Path(__file__).parent / "programs" / "witnessed.py"
@@ -135,7 +135,7 @@ def test_what_is_no_file_of_records_is_left_alone(tmp_path: Path, cache: Path, k
 
 
 def test_a_full_or_read_only_disk_ends_the_witness_alone(tmp_path: Path) -> None:
-    record = Record(7, 1, 2, 3, 4, 3, 1, 5, 0.5)
+    record = StepRecord(7, 1, 2, 3, 4, 3, 1, 5, 0.5)
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m", "tmpfs") as disk:
         storage = LocalStorage(disk / "run")
         with pytest.raises(FileNotFoundError):

@@ -14,7 +14,7 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 from holdfast.checkpoint import Checkpoint, backup_url, own_objects
 from holdfast.errors import ClosedError, UsageError
 from holdfast.format.names import RUN_CALLS
-from holdfast.loop import StepCount, StepNumbers, TrainingLoop, no_turn
+from holdfast.loop import StepCount, StepNumbers, TrainingLoop, count_to, no_turn
 from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.preemption.announcements import Announcements
@@ -191,7 +191,7 @@ class PreemptionCheckpointHandler:
             raise
         finally:
             self._count.turn = no_turn
-        self._loop.count_to(self._count.done + 1)
+        count_to(self._loop, self._count.done + 1)
         step_break.begin()
         if self._watch is None:
             self._watch = PlaceWatch(self._manager.checkpoint, self._loop.warn)

@@ -170,7 +170,7 @@ class Glance(msgspec.Struct, frozen=True):
 
 
 class Sight(NamedTuple):
-    """How arrays of one library are read during training, without waiting for a device.
+    """Reads arrays of one library during training, without waiting for a device.
 
     Attributes:
         peek: Returns the values as an array of NumPy, or their bits as integers; None if that would wait.

@@ -28,8 +28,8 @@ _INTEGER: Final = struct.Struct("<Q")
 _hash: Final = xxhash.xxh3_64_intdigest
 
 
-class _Plan(NamedTuple):
-    """How arrays of one type and shape are digested.
+class _DigestPlan(NamedTuple):
+    """The way in which arrays of one type and shape are digested.
 
     Attributes:
         about: A digest of both.
@@ -42,7 +42,7 @@ class _Plan(NamedTuple):
     places: Any
 
 
-_plans: Final[dict[Any, _Plan]] = {}
+_plans: Final[dict[Any, _DigestPlan]] = {}
 
 
 def digest_batch(batch: Any) -> int:
@@ -91,7 +91,7 @@ def _hash_text(text: str, state: int = 0) -> int:
     return _hash(text.encode(errors="surrogatepass"), state)
 
 
-def _plan(key: Any, array: Any) -> _Plan:
+def _plan(key: Any, array: Any) -> _DigestPlan:
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
     elements = math.prod(array.shape[1:])
@@ -102,7 +102,7 @@ def _plan(key: Any, array: Any) -> _Plan:
 
         flat = np.linspace(0, elements - 1, number).astype(np.intp)
         places = slice(None), *np.unravel_index(flat, array.shape[1:])
-    plan = _plans[key] = _Plan(_hash_text(repr(key)), places is ... and array.dtype.kind in "iufb", places)
+    plan = _plans[key] = _DigestPlan(_hash_text(repr(key)), places is ... and array.dtype.kind in "iufb", places)
     return plan
 
 

@@ -32,8 +32,8 @@ _LOCAL: Final = frozenset(
 """The file systems of one machine: ext2 to ext4, XFS, Btrfs, tmpfs, ramfs, overlayfs, ZFS, F2FS, bcachefs."""
 
 
-class Record(NamedTuple):
-    """What one worker did in one step.
+class StepRecord(NamedTuple):
+    """The data and the loss of one worker in one step.
 
     Attributes:
         step: How many steps were complete after it.
@@ -58,20 +58,20 @@ class Record(NamedTuple):
     loss: float
 
 
-def write_record(ring: int, record: Record) -> None:
+def write_record(ring: int, record: StepRecord) -> None:
     """Writes a record into an open file, in place of the one that is `SLOTS` steps older."""
     body = _FIELDS.pack(*record)
     check = xxhash.xxh3_64_intdigest(body, _FORMAT).to_bytes(8, "little")
     os.pwrite(ring, body + check, record.step % SLOTS * _BYTES)
 
 
-def decode(data: bytes) -> dict[int, Record]:
+def decode(data: bytes) -> dict[int, StepRecord]:
     """**Pure.** Returns the whole records in the bytes of a file, by step; everything else is passed over."""
     found = {}
     for begin in range(0, min(len(data), SLOTS * _BYTES) - _BYTES + 1, _BYTES):
         body, check = data[begin : begin + _FIELDS.size], data[begin + _FIELDS.size : begin + _BYTES]
         if any(check) and xxhash.xxh3_64_intdigest(body, _FORMAT).to_bytes(8, "little") == check:
-            record = Record(*_FIELDS.unpack(body))
+            record = StepRecord(*_FIELDS.unpack(body))
             found[record.step] = record
     return found
 
@@ -94,9 +94,9 @@ def try_open_ring(storage: Storage, rank: int) -> int | None:
     return None
 
 
-def read_ring(storage: Storage, rank: int) -> dict[int, Record]:
+def read_ring(storage: Storage, rank: int) -> dict[int, StepRecord]:
     """Returns the records of a worker by step, as far as they can be read."""
-    found: dict[int, Record] = {}
+    found: dict[int, StepRecord] = {}
     for path in reversed(list_rings(storage, rank)):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -23,14 +23,14 @@ from holdfast.format.records import Worker
 from holdfast.state.registry import backend_of, list_members
 from holdfast.storage import Storage
 from holdfast.witness.batches import BatchLog, combine
-from holdfast.witness.ring import DATA, LOSS, Record, read_ring, try_open_ring, write_record
+from holdfast.witness.ring import DATA, LOSS, StepRecord, read_ring, try_open_ring, write_record
 
 P = ParamSpec("P")
 
 _log: Final = logging.getLogger("holdfast")
 _LIBRARIES: Final = ("holdfast", "torch", "numpy", "jax", "jaxlib", "keras", "tensorflow", "lightning", "transformers")
 _MOST_PENDING: Final = 64
-"""How many steps a device may be behind; then the loss of the oldest is left out."""
+"""A device that has more steps to compute still: then the loss of the oldest is left out."""
 
 
 def _harmless(method: Callable[Concatenate[Witness, P], None]) -> Callable[Concatenate[Witness, P], None]:
@@ -63,11 +63,11 @@ class Witness:
         self._logs: list[BatchLog] = []
         self._undo: list[Callable[[], object]] = []
         self._loss: float | Callable[[], float | None] | None = None
-        self._pending: deque[tuple[Record, Callable[[], float | None] | None]] = deque()
+        self._pending: deque[tuple[StepRecord, Callable[[], float | None] | None]] = deque()
         self._ring: int | None = None
         self._has_place, self._is_strict = True, False
         self._lines, self._contexts = (0, 0), (0, 0)
-        self._expected: dict[int, Record] = {}
+        self._expected: dict[int, StepRecord] = {}
         self._agreed: list[tuple[int, int]] = []
         self._say: Callable[[str], object] = lambda _: None
 
@@ -84,7 +84,7 @@ class Witness:
 
         Args:
             objects: The saved objects, by name: the loaders among them are followed.
-            step: The step that was restored; None to compare nothing, because training begins anew, or went back.
+            step: The step that was restored; None if none was, so that nothing is compared.
             say: Called with the line for people when all repeated steps agree.
             same_loss: False if the restore has changed something that changes the loss.
             strict: True to make a difference an error.
@@ -108,7 +108,8 @@ class Witness:
             one: record for one, record in records.items() if step is not None and one > step and record.line == line
         }
         for path, obj, adapter in list_members(objects):
-            self.follow(path, partial(adapter.follow_batches, obj))
+            if adapter.follow_batches is not None:
+                self.follow(path, partial(adapter.follow_batches, obj))
 
     def follow(
         self,
@@ -157,7 +158,7 @@ class Witness:
                 self._contexts = self._find_contexts()
             batches, data = combine([log.take() for log in self._logs])
             here, read = (loss, None) if isinstance(loss, float) else (0.0, loss)
-            record = Record(step, *self._lines, *self._contexts, known, batches, data, here)
+            record = StepRecord(step, *self._lines, *self._contexts, known, batches, data, here)
             self._pending.append((record, read))
         while self._pending:
             record, read = self._pending[0]
@@ -178,7 +179,7 @@ class Witness:
         first, second = about.encode(errors="replace"), repr(_describe_machine()).encode()
         return xxhash.xxh32_intdigest(first), xxhash.xxh32_intdigest(first + second)
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: StepRecord) -> None:
         if self._ring is None and self._has_place:
             with suppress(FileNotFoundError):  # Nothing is saved yet: that creates the directory.
                 self._ring = try_open_ring(self._storage, self._worker.rank)
@@ -186,7 +187,7 @@ class Witness:
         if self._ring is not None:
             write_record(self._ring, record)
 
-    def _compare(self, now: Record) -> None:
+    def _compare(self, now: StepRecord) -> None:
         before = self._expected.pop(now.step, None)
         if before is not None:
             known = before.known & now.known
