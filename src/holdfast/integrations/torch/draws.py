@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from holdfast.integrations.attributes import (
     RANDOM,
@@ -45,7 +45,8 @@ def read_parts(loader: Any) -> dict[str, dict[str, Any]]:
 
     These are the states of random generators, and plain attributes that have changed since `note_parts`: counters, say,
     or lists that each epoch shuffles. Attributes that have not changed, such as a batch size, are the program's own.
-    It includes all samplers under the loader; a sampler may have others as attributes of any name. Nothing is drawn.
+    It includes all samplers under the loader; a sampler may have others as attributes of any name. So it does a stream.
+    Nothing is drawn.
     """
     parts = {}
     for path, attributes in _look_at(loader).items():
@@ -91,7 +92,7 @@ def _list_parts(loader: Any) -> list[tuple[str, Any]]:
     parts, seen = [("", loader)], {id(loader)}
     for path, part in parts:
         for name, value in _list_members(part):
-            if name not in _SKIPPED and id(value) not in seen and (_is_sampler(value) or _holds_parts(value)):
+            if id(value) not in seen and (_is_sampler(value) or _holds_parts(value)):
                 seen.add(id(value))
                 is_row = isinstance(value, list | tuple | dict)
                 parts.append((f"{path}.{name}", SimpleNamespace(**dict(_list_members(value))) if is_row else value))
@@ -100,7 +101,7 @@ def _list_parts(loader: Any) -> list[tuple[str, Any]]:
 
 def _list_members(part: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(part, DataLoader):
-        return iter((("batch_sampler", part.batch_sampler), ("sampler", part.sampler)))
+        return ((name, getattr(part, name)) for name in ("batch_sampler", "sampler", "dataset"))
     if isinstance(part, list | tuple | dict):
         items = part.items() if isinstance(part, dict) else enumerate(part)
         return ((str(name), value) for name, value in items)
@@ -117,16 +118,16 @@ def _holds_parts(value: Any) -> bool:
 
 
 def _is_sampler(value: Any) -> bool:
-    """Returns True for a sampler of any class: torch asks only that it can be iterated."""
+    """Returns True for a sampler of any class, since torch asks only that it can be iterated; and for a stream.
+
+    A stream of `datasets` is none: it draws from nothing that changes.
+    """
     if isinstance(value, Sampler | BatchSampler):
         return True
     cls = type(value)
-    return (
-        hasattr(cls, "__iter__")
-        and not hasattr(cls, "__getitem__")
-        and hasattr(value, "__dict__")
-        and not isinstance(value, Dataset | DataLoader)
-    )
+    if isinstance(value, Dataset | DataLoader):
+        return isinstance(value, IterableDataset) and not cls.__module__.startswith("datasets.")
+    return hasattr(cls, "__iter__") and not hasattr(cls, "__getitem__") and hasattr(value, "__dict__")
 
 
 def read_generators() -> dict[str, Any]:

@@ -23,7 +23,8 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
 from holdfast.integrations.accelerate.loop import check_strategy, follow, unwrap
 from holdfast.integrations.torch.evaluations import Evaluation
-from holdfast.integrations.torch.places import DataPlace, has_state
+from holdfast.integrations.torch.places import DataPlace
+from holdfast.integrations.torch.streams import has_state
 from holdfast.integrations.transformers.progress import TrainerProgress, TrainerWorker
 from holdfast.manager import CheckpointManager
 from holdfast.policies import RetentionPolicy, SavePolicy
