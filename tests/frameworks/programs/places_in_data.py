@@ -70,7 +70,7 @@ class Stream(IterableDataset[Any]):
 
 def make_stream(kind: str, length: int) -> Any:
     """A stream of `datasets`."""
-    import datasets
+    import datasets  # type: ignore[import-not-found, unused-ignore]
 
     def rows(first: int, count: int) -> Any:
         table = datasets.Dataset.from_dict({"x": list(range(first, first + count)), "labels": [0] * count})
@@ -117,7 +117,8 @@ class Telling:
     """Tells each step when it is complete; asks the job to leave at the end of one."""
 
     def __init__(self, leaves_after: int) -> None:
-        self._leaves_after, self._seen, self._told = leaves_after, [], 0
+        self._leaves_after, self._told = leaves_after, 0
+        self._seen: list[int] = []
 
     def take(self, numbers: Any) -> None:
         """Notes the samples of a batch."""
@@ -157,7 +158,7 @@ def train_lightning(given: argparse.Namespace, telling: Telling, save_every: Any
     """With Lightning."""
     import lightning.pytorch as pl
 
-    class Module(pl.LightningModule):
+    class Module(pl.LightningModule):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
             super().__init__()
             self.net = Net()
@@ -197,7 +198,7 @@ def train_transformers(given: argparse.Namespace, telling: Telling, save_every: 
     """With the Trainer of transformers."""
     import transformers
 
-    class Trainer(transformers.Trainer):
+    class Trainer(transformers.Trainer):  # type: ignore[misc, unused-ignore]
         def get_train_dataloader(self) -> Any:
             return self.accelerator.prepare(make_loader(given))
 
@@ -205,7 +206,7 @@ def train_transformers(given: argparse.Namespace, telling: Telling, save_every: 
             telling.take(inputs["x"])
             return super().training_step(model, inputs, *rest)
 
-    class Steps(transformers.TrainerCallback):
+    class Steps(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             telling.tell_step(state.global_step, int(state.epoch - 1e-9))
 

@@ -11,7 +11,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from holdfast.errors import UsageError
 from holdfast.format.digests import derive, digest
-from holdfast.integrations.torch.draws import note_parts, read_generators, read_parts, write_generators, write_parts
+from holdfast.integrations.torch.draws import (
+    begin_anew,
+    has_buffer,
+    is_exact,
+    note_parts,
+    read_epochs,
+    read_generators,
+    read_parts,
+    write_epochs,
+    write_generators,
+    write_parts,
+)
 from holdfast.integrations.torch.loader import (
     IgnoreSignals,
     SignalProofLoader,
@@ -19,7 +30,6 @@ from holdfast.integrations.torch.loader import (
     seed_generators,
     signals_blocked,
 )
-from holdfast.integrations.torch.streams import begin_anew, has_buffer, is_exact, read_epochs, write_epochs
 
 _PASSED_ON: Final = ("num_workers", "pin_memory", "timeout", "multiprocessing_context")
 
