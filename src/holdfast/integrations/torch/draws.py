@@ -1,4 +1,4 @@
-"""What an epoch's order follows from: random generators, those and the counts of samplers, the state of streams."""
+"""Random generators, those and the counts of samplers, and streams: the order of an epoch follows from these."""
 
 from __future__ import annotations
 
@@ -167,41 +167,7 @@ def has_state(obj: object) -> bool:
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
-def is_exact(dataset: Any) -> bool:
-    """Returns True if the stream's own state resumes it exactly.
-
-    That of `datasets` leaves out the samples in a buffer of `shuffle(buffer_size=...)`: they would never come.
-    """
-    return has_state(dataset) and not has_buffer(dataset)
-
-
-def has_buffer(dataset: Any) -> bool:
-    """Returns True if there is a shuffle buffer of `datasets` anywhere in a stream."""
-    return any(type(part).__name__.startswith("BufferShuffled") and part.buffer_size > 1 for part in _walk(dataset))
-
-
-def read_epochs(dataset: Any) -> list[int]:
-    """Returns the epoch of each stream of `datasets` in a dataset: its shuffled order follows from that."""
-    return [int(part._epoch) for part in _list_streams(dataset)]
-
-
-def write_epochs(dataset: Any, epochs: list[int]) -> None:
-    """Restores what `read_epochs` returned."""
-    for part, epoch in zip(_list_streams(dataset), epochs, strict=False):
-        part.set_epoch(epoch)
-
-
-def begin_anew(dataset: Any) -> None:
-    """Makes the next pass begin at the first sample: a stream of `datasets` begins each one at the state it loaded."""
-    for part in _list_streams(dataset):
-        part._starting_state_dict = None
-
-
-def _list_streams(dataset: Any) -> list[Any]:
-    return [part for part in _walk(dataset) if hasattr(part, "_starting_state_dict")]
-
-
-def _walk(dataset: Any) -> Iterator[Any]:
+def walk_stream(dataset: Any) -> Iterator[Any]:
     """Yields a stream and what it reads from, as far as these are streams too, or parts of those of `datasets`."""
     parts, seen = [dataset], {id(dataset)}
     for part in parts:

@@ -12,14 +12,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from holdfast.errors import UsageError
 from holdfast.format.digests import derive, digest
 from holdfast.integrations.torch.draws import (
-    begin_anew,
-    has_buffer,
-    is_exact,
+    has_state,
     note_parts,
-    read_epochs,
     read_generators,
     read_parts,
-    write_epochs,
+    walk_stream,
     write_generators,
     write_parts,
 )
@@ -74,7 +71,16 @@ class DataPlace:
         self._is_dispatched = is_dispatched
         note_parts(loader)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
-        self._keeps_stream = self._is_stream and not loader.num_workers and is_exact(loader.dataset)
+        parts = [*walk_stream(loader.dataset)] if self._is_stream else []
+        # The state of a stream of `datasets` leaves out the samples in a shuffle buffer, which would never come. Its
+        # order follows from its epoch, and it begins each pass at the state that it has loaded.
+        self._has_buffer = any(
+            type(each).__name__.startswith("BufferShuffled") and each.buffer_size > 1 for each in parts
+        )
+        self._streams = [each for each in parts if hasattr(each, "_starting_state_dict")]
+        self._keeps_stream = (
+            not (self._has_buffer or loader.num_workers) and self._is_stream and has_state(loader.dataset)
+        )
         self._inner: DataLoader[Any] | None = None
         self._begin: dict[str, Any] | None = None
         self._stream_states: list[Any] = []
@@ -98,7 +104,7 @@ class DataPlace:
             )
         if not self._is_stream or self._keeps_stream:
             return ""
-        if has_buffer(self._loader.dataset):
+        if self._has_buffer:
             return (
                 "the state of a stream of datasets leaves out the samples in its shuffle buffer, so a restart in the "
                 "middle of an epoch reads the trained batches again and skips them. A stream without "
@@ -199,26 +205,24 @@ class DataPlace:
         self._has_ended, self._is_left, self._stream_states = False, False, []
         self._begun_iteration = getattr(self._owner, "iteration", 0)
         if state is None:
-            if self._has_loaded_stream:
-                begin_anew(self._loader.dataset)
-            self._begin, self._fetched = self._read_begin(), 0
+            for stream in self._streams if self._has_loaded_stream else ():
+                stream._starting_state_dict = None
+            epochs = [int(stream._epoch) for stream in self._streams]
+            self._begin = {**read_generators(), "parts": read_parts(self._loader), "epochs": epochs}
+            self._fetched = 0
             return self._follow(self._open(0))
         self.on_resume()
         now = read_generators()
         self._begin, self._fetched = dict(state["begin"]), state["taken"]
         write_generators(self._begin)
         write_parts(self._loader, self._begin["parts"])
-        if self._is_stream:
-            write_epochs(self._loader.dataset, self._begin.get("epochs", []))
+        for stream, epoch in zip(self._streams, self._begin.get("epochs", ()), strict=False):
+            stream.set_epoch(epoch)
         batches = self._open(self._fetched, state)
         write_generators(now)
         if state["ended"] and hasattr(self._owner, "iteration"):
             self._owner.iteration += 1  # The owner does not count an epoch that has no batch.
         return self._follow(batches)
-
-    def _read_begin(self) -> dict[str, Any]:
-        epochs = {"epochs": read_epochs(self._loader.dataset)} if self._is_stream else {}
-        return {**read_generators(), "parts": read_parts(self._loader), **epochs}
 
     def _open(self, taken: int, state: Mapping[str, Any] | None = None) -> Iterator[Any]:
         if self._is_stream:
