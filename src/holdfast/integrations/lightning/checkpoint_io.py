@@ -82,7 +82,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         except BaseException:
             manager.abandon()
             raise
-        _note_save(_locate(storage), self._submit(manager.close))
+        _saving[_locate(storage)] = self._submit(manager.close)
         if replaced is not None and os.path.lexists(replaced):
             self._submit(lambda: _remove(replaced))
         if not _is_in_fit() or _locate(storage).rpartition("/")[2].startswith(_OF_SLURM):
@@ -98,10 +98,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             HoldfastError: If it is damaged.
         """
         self._wait()
-        try:
-            storage = open_storage(path)
-        except UsageError:  # A kind of location that only Lightning knows.
-            return dict(super().load_checkpoint(path, map_location, weights_only))
+        storage = open_storage(path)
         if (save := _saving.get(_locate(storage))) is not None:
             wait([save])  # Of another plug-in, to which it raises its error.
         root = local_directory(storage)
@@ -168,16 +165,6 @@ def _is_in_fit() -> bool:
 def _locate(storage: Storage) -> str:
     """Returns the location of a checkpoint, the same one if it is reached by a link."""
     return storage.url if local_directory(storage) is None else os.path.realpath(storage.url)
-
-
-def _note_save(location: str, save: Future[None]) -> None:
-    _saving[location] = save
-
-    def forget(_: Future[None]) -> None:
-        if _saving.get(location) is save:
-            del _saving[location]
-
-    save.add_done_callback(forget)
 
 
 def _open(storage: Storage, tree: KeptTree) -> CheckpointManager:
