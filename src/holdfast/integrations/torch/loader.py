@@ -14,17 +14,17 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.digests import derive
+from holdfast.integrations.torch.stateful import keep_draws
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable
 from holdfast.state.data.position import is_position
 from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, current_epoch, leave_alone
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import register_adapter
-from holdfast.state.rng import undisturbed
 
 # These tell apart the numbers that are derived from one seed and epoch; the sampler's order is derived without one.
 _FOR_SAMPLES: Final = 1
@@ -296,8 +296,8 @@ class LoaderAdapter(SamplerAdapter):
     """Serves torch's `DataLoader` and its subclasses.
 
     A loader over a `ResumableSampler` is saved as that sampler is, and one with a state of its own, such as torchdata's
-    `StatefulDataLoader`, by that state. Any other has no position that could be saved, nor has a loader that accelerate
-    prepared: its state, if it has one, does not contain the order of the epoch.
+    `StatefulDataLoader`, by that state and what its sampler draws from. Any other has no position that could be saved,
+    nor has a loader that accelerate prepared: its state, if it has one, does not contain the order of the epoch.
     """
 
     knows_wrappers = True
@@ -316,7 +316,7 @@ class LoaderAdapter(SamplerAdapter):
             UnsupportedValueError: If it has neither, or both.
         """
         path = next((path for path, member in context.members if member is obj), "")
-        return obj.state_dict() if _has_state(obj, path) else _sampler_of(obj, path).state_dict()
+        return (keep_draws(obj) if _has_state(obj, path) else _sampler_of(obj, path)).state_dict()
 
     def find_sampler(self, obj: Any) -> ResumableSampler | None:
         """Returns the loader's sampler, unless the loader has a state of its own or another sampler."""
@@ -324,15 +324,21 @@ class LoaderAdapter(SamplerAdapter):
         has_state = callable(getattr(obj, "state_dict", None))
         return sampler if isinstance(sampler, ResumableSampler) and not has_state else None
 
+    def check(self, obj: Any, path: str) -> None:
+        """Follows a loader with a state of its own from now on; what else cannot be saved shows when it is."""
+        has_state = issubclass(type(obj), DataLoader) and callable(getattr(obj, "load_state_dict", None))
+        if has_state and not isinstance(obj.batch_sampler, ResumableSampler):
+            keep_draws(obj)
+
     def oversights_of(self, obj: Any) -> Oversights:
-        """See `Adapter`: torch's own random sampler has no state, so a loader would resume in another order."""
-        # A wrapper, of accelerate's say, has none of its own.
-        sampler, batch_sampler = getattr(obj, "sampler", None), getattr(obj, "batch_sampler", None)
-        if not isinstance(sampler, RandomSampler) or isinstance(batch_sampler, ResumableSampler):
+        """See `Adapter`: what a sampler draws along with training cannot be drawn again."""
+        draws = getattr(obj, "__dict__", {}).get("_kept_draws")
+        if draws is None or not draws.draws_along:
             return Oversights()
         return Oversights(
-            "torch's RandomSampler does not save its order, so a restart within an epoch repeats and omits "
-            f"samples: pass shuffle=True to {type(obj).__name__} instead, or use ResumableDataLoader"
+            "its sampler draws each sample from the random generators of the whole process, from which training "
+            "draws as well, so a restart within an epoch repeats and omits samples: draw from a generator of the "
+            "sampler's own, or the whole epoch at once"
         )
 
     def gives_batches(self, obj: Any, path: str) -> bool:
@@ -357,15 +363,7 @@ class LoaderAdapter(SamplerAdapter):
                 f"{loading.name()}: stored the position of a ResumableSampler, live a {type(obj).__name__}"
             )
             return leave_alone
-        return lambda: _begin_at(obj, loading.complete(state))
-
-
-def _begin_at(loader: Any, state: Any) -> None:
-    loader.load_state_dict(state)
-    # torchdata's loader draws from the global generator when it begins. It begins here, when its state is asked for,
-    # and not in the middle of an epoch, where the draw would shift all that training draws later.
-    with undisturbed():
-        loader.state_dict()
+        return lambda: keep_draws(obj).load_state_dict(loading.complete(state))
 
 
 def _has_state(loader: Any, path: str) -> bool:
