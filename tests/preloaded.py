@@ -162,8 +162,8 @@ class _Server:
                 [sys.executable, __file__, str(theirs.fileno()), *modules],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # The threads of this library begin when it is imported, and a process that has threads is not forked.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                # The threads of these libraries begin when they are imported; a process that has threads is not forked.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"},
             )
 
     def is_usable(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from holdfast.catalog import open_generation
+from holdfast.catalog import open_generation, read_opening
 from holdfast.events import Event
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest, Worker
@@ -32,7 +32,8 @@ def commit_parts(storage: Storage, receipts: Sequence[Receipts], name: StepName)
     """What the leader does."""
     workers = tuple(record for one in receipts for record in one.workers)
     together = Receipts(workers, features=tuple({name for one in receipts for name in one.features}))
-    return commit(together, storage, name, metrics={}, metadata={})
+    token = read_opening(storage, name.generation).token
+    return commit(together, storage, name, token=token, metrics={}, metadata={})
 
 
 def save_job(storage: Storage, jobs: Sequence[Mapping[str, object]], step: int = 1) -> Manifest:

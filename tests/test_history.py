@@ -577,7 +577,7 @@ def test_a_job_that_knows_of_no_summaries_may_go_on() -> None:
     """It removes a step and dies half-way. The summary of the job before says otherwise, and does not count."""
     storage = make_long()
     known = read_catalog(storage)
-    publish(storage, Opening(3, "older", "host", 1, 0.0), make_base(3, known.newest))
+    publish(storage, Opening("older", "host", 1, 0.0, generation=3), make_base(3, known.newest))
     removed = known.committed[0]
     storage.remove(removed.committed_path)
     storage.remove(removed.manifest_path)

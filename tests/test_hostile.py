@@ -13,16 +13,19 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
+from holdfast.cli.main import holdfast
 from holdfast.errors import HoldfastError, NoWholeCheckpointError, UnsupportedValueError
 from holdfast.format.digests import SealedRecord, digest, seal
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import decode_index
 from holdfast.format.records import decode_manifest
 from holdfast.restore.verify import open_step, verify_data
+from holdfast.save.commit.deletion import clear_run
 from holdfast.storage import LocalStorage
 
 STEP = "step-000000007.g0001"
@@ -299,6 +302,56 @@ def test_a_linked_step_directory_is_no_checkpoint_and_is_not_emptied(run: Path, 
         assert manager.restore() is None
         manager.save(8)
     assert len(list(outside.iterdir())) == 4
+
+
+def _prune(run: Path, *options: str) -> None:
+    outcome = CliRunner().invoke(holdfast, ["prune", str(run), "--yes", "--json", *options])
+    assert outcome.exit_code in (0, 1), outcome.output
+
+
+def _save_again(run: Path) -> None:
+    with hf.CheckpointManager(run, hf.Checkpoint(**make_objects()), keep=hf.Latest(1)) as manager:
+        manager.save(20)
+
+
+REMOVERS: dict[str, Callable[[Path], object]] = {
+    "retention": _save_again,
+    "delete_backup": lambda run: clear_run(LocalStorage(run), 100),
+    "prune --keep": lambda run: _prune(run, "--keep", "1"),
+    "prune --steps": lambda run: _prune(run, "--steps", "8"),
+    "prune --unfinished --lost": lambda run: _prune(run, "--unfinished", "--lost", "--job-is-dead"),
+}
+
+
+@pytest.mark.parametrize("remover", REMOVERS)
+def test_what_is_removed_is_never_looked_for_behind_a_link(original: Path, tmp_path: Path, remover: str) -> None:
+    real, other = tmp_path / "real", tmp_path / "other"
+    for place, last in ((real, 10), (other, 9)):
+        shutil.copytree(original, place)
+        with hf.CheckpointManager(place, hf.Checkpoint(**make_objects()), keep=hf.All()) as manager:
+            for step in range(8, last + 1):
+                manager.save(step)
+    run = tmp_path / "run"
+    run.symlink_to(real)  # The run itself may be reached by a link.
+    # Each kind of thing that is removed, as a link to another run's: a step, a finished, an unfinished and a lost one;
+    # the trash, the spare, and what lies in a step's directory.
+    (real / "step-000000006.g0001").symlink_to(other / STEP)
+    (real / "step-000000011.g0002").symlink_to(other / "step-000000008.g0002")
+    (real / ".trash-0123456789abcdef-step").symlink_to(other / "step-000000008.g0002")
+    (real / ".holdfast-spare").symlink_to(other / DATA)
+    for directory in ("step-000000008.g0002", "step-000000009.g0002"):
+        (real / directory / "data-00000-of-00001.safetensors").unlink()
+        (real / directory / "data-00000-of-00001.safetensors").symlink_to(other / DATA)
+        (real / directory / "index-00001-of-00002.json").symlink_to(other / STEP)
+    (real / "step-000000009.g0002" / "manifest.json").unlink()
+    (real / "step-000000009.g0002" / "manifest.json").symlink_to(other / MANIFEST)
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    names = set(real.rglob("*"))
+    with contextlib.suppress(HoldfastError):
+        REMOVERS[remover](run)
+    assert names - set(real.rglob("*"))
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
+    assert run.is_symlink()
 
 
 def test_a_step_renamed_to_another_is_not_taken_for_it(run: Path) -> None:

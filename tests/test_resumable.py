@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -585,6 +586,67 @@ def test_optimizer_of_a_kept_model_that_is_not_kept_is_warned_of(tmp_path: Path)
     assert train(adam, optimizer=adam) == ["the parameters of optimizer belong to no saved object"]
     assert train(adam, optimizer=adam, weights=list(model.parameters())) == []
     assert train(adam, optimizer=adam, trainer=Trainer(adam)) == []
+    # It is reached through objects of other classes.
+    nested = Trainer(adam)
+    nested.optimizer = SimpleNamespace(engine=SimpleNamespace(parts=[{"adam": adam}]), state_dict=dict)  # type: ignore[assignment]
+    assert train(adam, model=model, trainer=nested) == []
+
+
+class Head(torch.nn.Module):
+    """A loss with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = torch.nn.Linear(2, 2)
+        self.temperature = torch.nn.Parameter(torch.ones(()))
+
+
+class Agent:
+    """Has everything in a state of its own class."""
+
+    def __init__(self, *modules: torch.nn.Module) -> None:
+        self.parts = SimpleNamespace(modules={"all": modules})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(n): module.state_dict() for n, module in enumerate(self.parts.modules["all"])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for n, module in enumerate(self.parts.modules["all"]):
+            module.load_state_dict(state[str(n)])
+
+
+def test_trained_parameters_that_no_saved_object_has_are_warned_of(tmp_path: Path) -> None:
+    model, head = torch.nn.Linear(2, 1), Head()
+    adam = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+    alone = torch.optim.AdamW([*model.parameters(), loose := torch.nn.Parameter(torch.ones(3))])
+    frozen = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+
+    def save(**objects: Any) -> list[str]:
+        events: list[Event] = []
+        place = tmp_path / str(len(list(tmp_path.iterdir())))
+        with hf.CheckpointManager(place, hf.Checkpoint(**objects), sinks=[events.append]) as manager:
+            manager.save(1)
+            manager.save(2)
+        return [text for text, _ in told(events)]
+
+    rest = "so a restart begins with new values"
+    assert save(model=model, optimizer=adam) == [
+        f"optimizer trains 3 parameters of a Head that no saved object has (shape [], [2, 2], [2]), {rest}"
+    ]
+    assert save(model=model, optimizer={"first": alone}) == [
+        f"optimizer/first trains a parameter that no saved object has (shape [3]), {rest}"
+    ]
+    # Right programs: the loss is saved too, by itself, within another module, as tensors, or by an object of theirs.
+    assert save(model=model, head=head, optimizer=adam) == []
+    assert save(both=torch.nn.ModuleList([model, head]), optimizer=adam) == []
+    assert save(model=model, loose=[loose], optimizer=alone) == []
+    assert save(model=model, agent=Agent(head), optimizer=adam) == []
+    assert save(agent=Agent(model, head), optimizer=adam) == []
+    # An object of theirs that has only the other parameters changes nothing.
+    assert len(save(model=model, agent=Agent(model), optimizer=adam)) == 1
+    for parameter in head.parameters():
+        parameter.requires_grad_(False)
+    assert save(model=model, optimizer=frozen) == []
 
 
 def test_training_without_counted_steps_shows_by_an_unkept_optimizer(tmp_path: Path) -> None:

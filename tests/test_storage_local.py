@@ -68,12 +68,20 @@ def test_root_may_be_reached_by_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "real" / "file").read_bytes() == b"1"
 
 
-def test_root_that_goes_is_made_again(tmp_path: Path) -> None:
+def test_root_that_goes_is_not_made_again(tmp_path: Path) -> None:
+    """It was moved or unmounted: what is written in its place is found by nobody once it is back."""
     storage = LocalStorage(tmp_path / "root")
     storage.write("file", b"1")
     shutil.rmtree(tmp_path / "root")
-    storage.write("file", b"2")
-    assert storage.read("file", 1) == b"2"
+    for write in (
+        lambda: storage.write("file", b"2"),
+        lambda: storage.publish("file", b"2"),
+        lambda: storage.make_directory("a"),
+        lambda: storage.open_writer("file", 1),
+    ):
+        with pytest.raises(NotFoundError):
+            write()
+    assert not (tmp_path / "root").exists()
 
 
 def test_root_that_is_a_file(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class CheckpointManager:
         restored: The newest complete restore; None before one.
         worker, participant: This worker's rank among all, and its part in the job; None if it is alone.
         emit: Sends an event to the log, the sinks and the run's journal, from any thread.
+        is_in_run: True while this belongs to a run that was entered, which alone may restore.
         check_ready: Checks, once, that the objects and the directory can be saved; called before training begins.
         url: The URL of the run.
     """
@@ -68,6 +69,7 @@ class CheckpointManager:
         when_busy: Literal["wait", "skip"] = "wait",
         failures_allowed: int = 0,
         begin_anew: bool = False,
+        start_from: int | None = None,
         incremental: bool = False,
         reuse_space: bool = True,
         sinks: Iterable[Sink] = (),
@@ -95,6 +97,8 @@ class CheckpointManager:
                 always raised.
             begin_anew: True to start from the beginning; existing checkpoints stay until they are pruned, but no longer
                 belong to the current lineage.
+            start_from: A step to go back to, once: the first `restore` restores it, and saves continue from it. If the
+                current lineage has gone back to it already, the newest step is restored, so it may stay in the script.
             incremental: True to write only arrays that have changed; steps that hold the others stay, regardless of
                 `keep`.
             reuse_space: True to write each save over the data file of a checkpoint that `keep` gave up, if the file
@@ -148,7 +152,8 @@ class CheckpointManager:
             self._saver = saver = Saver(
                 self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
             )
-            self._origin = Origin(base=living[-1] if living else None, seen_generation=catalog.generation)
+            went_back = None if begin_anew else catalog.start_from
+            self._origin = Origin(living[-1] if living else None, catalog.generation, start_from=went_back)
             self._living, self.newest_asked = {name.step for name in living}, -1
             self._process, self._pace = os.getpid(), StepTimer()
             self._in_flight: SaveRequest | None = None
@@ -167,7 +172,7 @@ class CheckpointManager:
             )
             if reserve_bytes is not None or save_every is None:
                 self._saver.prepare(reserve_bytes)
-            self.begin_anew, self._closed = begin_anew, False
+            self.begin_anew, self._closed, self.is_in_run = begin_anew, False, False
             self.restored: Restoration | None = None
 
     @property
@@ -261,7 +266,8 @@ class CheckpointManager:
 
         Args:
             step: The step to restore, which is then kept, regardless of `keep`, until the manager restores another one
-                or is closed; None for the newest whole step of the current lineage (with `begin_anew`: since then).
+                or is closed; None for the newest whole step of the current lineage (with `begin_anew`: since then; at
+                first that of `start_from`).
             only: Names of objects (`"model"`) or patterns of leaves (`"model/layers.0.*"`); the rest is left unchanged.
             strict: False to restore everything that fits, and report the rest in the result.
             keep_current: What stays as the program set it: hyperparameters such as `"optimizer.lr"`, which a schedule
@@ -276,14 +282,23 @@ class CheckpointManager:
         Raises:
             MismatchError: If checkpoint and objects differ, or the number of workers differs and that is refused. The
                 error lists the differences, and nothing is changed.
-            UsageError: If an argument is wrong, or an entry of `keep_current` cannot be kept; nothing is changed.
+            UsageError: If an argument is wrong, an entry of `keep_current` cannot be kept, or this is inside of the
+                block of a run and `only` is not given; nothing is changed.
             NoCheckpointError: If the step does not exist.
             NoWholeCheckpointError: If there are checkpoints, but all are damaged or have lost their manifests.
             StorageError: If the storage fails.
         """
         self._check_usable()
+        if self.is_in_run and only is None:
+            raise UsageError(
+                "manager.restore inside the block of a run would change its objects, but not the number of its step",
+                hint="To go back, leave the block, and start the run with hf.resumable(..., start_from="
+                f"{40 if step is None else step!r}). To load a part, pass only=...",
+            )
         self._settle(None)
         check_objects(self.checkpoint.objects)
+        is_first = step is None and self.restored is None and self.newest_asked < 0
+        start_from = self._options.start_from if is_first else None
         script = note_script(self.checkpoint.objects, own_objects(self.checkpoint))
         made_anew = arguments.check_like(like)
         restoration = restore_objects(
@@ -292,6 +307,7 @@ class CheckpointManager:
             made_anew=made_anew.keys(),
             step=None if step is None else arguments.check_step(step),
             begins_anew=self.begin_anew and only is None and not self._living,
+            start_from=start_from,
             on_resize=self._options.on_resize,
             select=make_selection(only),
             strict=strict,
@@ -311,7 +327,8 @@ class CheckpointManager:
             self.restored = restoration
             # A job that has begun since then is detected by the next save.
             sources = () if step is None else (restoration.name,)
-            self._origin = Origin(restoration.name, restoration.seen_generation, sources)
+            went_back = self._origin.start_from if start_from is None else start_from
+            self._origin = Origin(restoration.name, restoration.seen_generation, sources, went_back)
             self._saver.begin_generation()
             self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
             self.newest_asked = restoration.step

@@ -46,6 +46,7 @@ def resumable(
     keep: RetentionPolicy | None = None,
     strict: bool = True,
     begin_anew: bool = False,
+    start_from: int | None = None,
     incremental: bool = False,
     reuse_space: bool = True,
     failures_allowed: int = 0,
@@ -82,6 +83,8 @@ def resumable(
         keep: Which checkpoints to keep; None for `Latest(3)`.
         strict: False to restore what fits, if objects have changed since the save; a warning names the rest.
         begin_anew: True to start from the beginning even if there are checkpoints.
+        start_from: A step to go back to, once: the run resumes there, and newer steps no longer count. The next start
+            continues from what was saved since, so the option may stay in the script.
         incremental: True to write only arrays that have changed, and refer to earlier steps for the others.
         reuse_space: False to never write a save over the data file of a removed checkpoint; see `CheckpointManager`.
         failures_allowed: How many saves in a row may fail without an error; one more ends the loop.
@@ -378,7 +381,7 @@ class Run:
         )
         watch.resumption = describe_resumption(step, "run.step", "run.steps(n)") if step else ""
         self._announcements.begin(self.manager, self._restored, step)
-        self._entered = True
+        self._entered = self.manager.is_in_run = True
         return self
 
     def __exit__(

@@ -356,6 +356,34 @@ def test_model_checkpoint_writes_and_reads_by_the_plug_in(tmp_path: Path) -> Non
     assert again.global_step == 16
 
 
+def test_a_link_to_a_checkpoint_is_removed_and_never_followed(tmp_path: Path) -> None:
+    class Linked(ModelCheckpoint):
+        CHECKPOINT_NAME_LAST = "last-{epoch}"  # Lightning removes the last link itself, through the plug-in.
+
+    plug_in = hf.lightning.HoldfastCheckpointIO()
+    chosen = Linked(tmp_path, save_top_k=-1, save_last="link")
+    make_trainer(chosen, epochs=3, enable_checkpointing=True, plugins=[plug_in]).fit(Line(), make_loader())
+    kept = sorted(path for path in tmp_path.iterdir() if not path.is_symlink())
+    assert [plug_in.load_checkpoint(path)["global_step"] for path in kept] == [4, 8, 12]
+    assert [path.name for path in tmp_path.iterdir() if path.is_symlink()] == ["last-epoch=2.ckpt"]
+    # One that is saved in the place of a link is a checkpoint of its own.
+    link = tmp_path / "last-epoch=2.ckpt"
+    plug_in.save_checkpoint({"global_step": 100}, link)
+    plug_in.teardown()
+    assert [plug_in.load_checkpoint(path)["global_step"] for path in (*kept, link)] == [4, 8, 12, 100]
+    # Links within a checkpoint, and to an ordinary one.
+    inner = next(path for path in kept[0].iterdir() if path.name.startswith("step-"))
+    (link / inner.name.replace("0", "7")).symlink_to(inner)
+    (tmp_path / "plain.ckpt").write_bytes(b"kept")
+    (tmp_path / "to-plain").symlink_to("plain.ckpt")
+    (tmp_path / "to-nothing").symlink_to("nothing")
+    for path in (link, tmp_path / "to-plain", tmp_path / "to-nothing", tmp_path / "missing"):
+        plug_in.remove_checkpoint(path)
+    plug_in.teardown()
+    assert [plug_in.load_checkpoint(path)["global_step"] for path in kept] == [4, 8, 12]
+    assert {path.name for path in tmp_path.iterdir()} == {"plain.ckpt", *(path.name for path in kept)}
+
+
 def test_the_plug_in_leaves_out_hyperparameters_that_are_no_values(tmp_path: Path) -> None:
     plug_in = hf.lightning.HoldfastCheckpointIO()
     with pytest.warns(UserWarning, match="hyperparameter 'activation'"):

@@ -6,8 +6,10 @@ from holdfast.catalog.listing import (
     Catalog,
     History,
     check_fence,
+    check_in_place,
     check_unpassed,
     describe_lost,
+    describe_steps,
     exists,
     is_committed,
     make_lost_error,
@@ -22,18 +24,23 @@ from holdfast.catalog.listing import (
     try_summary,
 )
 from holdfast.catalog.lost import check_nothing_lost, find_journaled, find_lost
+from holdfast.catalog.openers import is_alive, is_own
 
 __all__ = [
     "Catalog",
     "History",
     "check_fence",
+    "check_in_place",
     "check_nothing_lost",
     "check_unpassed",
     "describe_lost",
+    "describe_steps",
     "exists",
     "find_journaled",
     "find_lost",
+    "is_alive",
     "is_committed",
+    "is_own",
     "make_lost_error",
     "open_generation",
     "read_catalog",

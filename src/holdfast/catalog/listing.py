@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
+from holdfast.catalog.openers import describe_process, make_gone_error
 from holdfast.errors import (
     DamageError,
     FencedError,
@@ -91,6 +90,11 @@ class Catalog(msgspec.Struct, frozen=True):
     def newest(self) -> StepName | None:
         """The newest step of the current lineage, or None."""
         return self.living[-1] if self.living else None
+
+    @property
+    def start_from(self) -> int | None:
+        """The step that the program last went back to on request, in the current lineage; None if it never did."""
+        return self.bases[max(self.bases)].start_from if self.bases else None
 
     def find(self, step: int) -> StepName:
         """Returns the checkpoint of a step: that of the current lineage, else the newest other one.
@@ -243,6 +247,13 @@ def describe_lost(lost: Sequence[StepName]) -> str:
     return f"{before}{steps} {'were' if many else 'was'} committed, and {what} gone; the data files are still there"
 
 
+def describe_steps(steps: Sequence[int]) -> str:
+    """**Pure.** Names steps, at least one, in words: of many, how many there are, the first and the last."""
+    if len(steps) > _NAMED_STEPS:
+        return f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+
 def read_generations(storage: Storage) -> list[int]:
     """**Blocks.** Returns the numbers of all opened generations, in order."""
     parsed = (parse_generation_file(entry.name) for entry in storage.list(GENERATIONS_DIRECTORY))
@@ -329,11 +340,13 @@ def open_generation(storage: Storage, token: str = "", *, seen_generation: int |
 
     Raises:
         FencedError: If another job has opened a newer one since. Then this job opens none, and fences no other.
-        StorageError: If the storage fails.
+        StorageError: If the storage fails, or the run is gone.
     """
-    storage.make_directory(GENERATIONS_DIRECTORY)
     names = filter(None, (parse_step_directory(entry.name) for entry in storage.list("") if entry.is_directory))
     generation = max([*read_generations(storage), *(name.generation for name in names)], default=0) + 1
+    if seen_generation is not None and generation <= seen_generation:
+        raise make_gone_error(storage.url, seen_generation)
+    storage.make_directory(GENERATIONS_DIRECTORY)
     for _ in range(1000):
         # Looked at after the number was chosen: a job that opens one later than this look takes the same number, and
         # then only one of the two gets it. So a job that slept here for hours cannot pass one that began meanwhile.
@@ -345,13 +358,7 @@ def open_generation(storage: Storage, token: str = "", *, seen_generation: int |
                 path=GENERATIONS_DIRECTORY,
                 hint="A file or directory there has a number that no job gave it; remove it.",
             )
-        opening = Opening(
-            generation=generation,
-            token=token or os.urandom(16).hex(),
-            host=socket.gethostname(),
-            process=os.getpid(),
-            opened_at_unix_seconds=time.time(),
-        )
+        opening = Opening(generation=generation, **describe_process(token or os.urandom(16).hex()))
         if storage.publish(generation_path(generation), seal(opening)):
             return generation
         generation += 1  # Another job took the number in the same moment.
@@ -389,6 +396,29 @@ def check_fence(storage: Storage, generation: int, opened: Sequence[int] | None 
         raise FencedError(
             f"{storage.url}: generation {newest} was opened{by}; this job has generation {generation} and "
             "can no longer save",
+            hint=_FENCED_HINT,
+        )
+
+
+def check_in_place(storage: Storage, generation: int, token: str) -> None:
+    """**Blocks.** Checks that the run is where this job has opened a generation of it, by the record of that.
+
+    A run that was moved, removed or unmounted is never made again: what is saved in its place would be found by no one.
+
+    Raises:
+        StorageError: If the record is gone.
+        FencedError: If another job has begun a new run in its place.
+    """
+    try:
+        opening = read_opening(storage, generation)
+    except NotFoundError as error:
+        raise make_gone_error(storage.url, generation) from error
+    except DamageError:
+        return  # Of this job's or not: `check_fence` decides by the numbers.
+    if opening.token != token:
+        raise FencedError(
+            f"{storage.url}: generation {generation} of this job was replaced by one that was opened"
+            f"{_name_opener(opening)}",
             hint=_FENCED_HINT,
         )
 

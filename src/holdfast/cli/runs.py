@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from holdfast.catalog import Catalog, find_lost, read_catalog, read_opening
+from holdfast.catalog import Catalog, find_lost, is_alive, read_catalog, read_opening
 from holdfast.cli.screen import (
     BAD,
     FAINT,
@@ -124,22 +121,6 @@ def _find_state(storage: Storage, catalog: Catalog, newest: Found | None, openin
     if opening is not None and is_alive(opening):
         return "running"
     return "ok" if newest is not None else "empty"
-
-
-def is_alive(opening: Opening) -> bool:
-    """True if the process that opened a generation is alive on this machine, and not a later one with its number."""
-    if opening.host != socket.gethostname():
-        return False
-    with suppress(OSError, ValueError, IndexError):
-        # The name of the program stands in brackets, and may hold anything.
-        fields = Path(f"/proc/{opening.process}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        booted_at = next(
-            float(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime ")
-        )
-        started_at = booted_at + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        # A zombie has ended; the time of boot is given in whole seconds.
-        return fields[0] != "Z" and started_at <= opening.opened_at_unix_seconds + 2
-    return False
 
 
 _STYLES: Final[dict[RunState, str]] = {

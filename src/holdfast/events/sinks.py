@@ -224,7 +224,12 @@ class JsonLinesSink:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, limit_bytes: int = DEFAULT_LIMIT_BYTES, follow_link: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
+        follow_link: bool = True,
+        makes_directory: bool = True,
     ) -> None:
         """Creates the sink; the first event creates the file and its directory.
 
@@ -232,13 +237,14 @@ class JsonLinesSink:
             path: The file.
             limit_bytes: Its largest size.
             follow_link: True if the path may be a link to the file.
+            makes_directory: False to raise `OSError` if the file's directory is missing.
 
         Raises:
             UsageError: If the limit is too small for a line.
         """
         check_whole("limit_bytes", limit_bytes, _MIN_LIMIT_BYTES)
         self.path = Path(path)
-        self._limit_bytes = limit_bytes
+        self._limit_bytes, self._makes_directory = limit_bytes, makes_directory
         # Without O_NONBLOCK a FIFO could hold up the thread that emits an event.
         self._flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
         # Guards the file: between looking at its end and appending to it, no other thread appends.
@@ -256,7 +262,8 @@ class JsonLinesSink:
             too_long = f"an event {type(event).__name__} of {len(line)} bytes is too long to record"
             line = encode_event(Warned(text=too_long, at_unix_seconds=event.at_unix_seconds)) + b"\n"
         with self._lock:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self._makes_directory:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             # Not found: there is none yet, or another process has just put it aside.
             with suppress(FileNotFoundError):
                 if self.path.stat().st_size + len(line) >= self._limit_bytes:
@@ -313,8 +320,9 @@ class RunJournal:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         path = os.path.join(directory, JOURNAL_NAME)  # noqa: PTH118  The sink makes it a path.
-        # Nothing outside the run's directory is written, even through a link that was put there.
-        self._sink = JsonLinesSink(path, follow_link=False)
+        # Nothing outside the run's directory is written, even through a link that was put there; and what has gone is
+        # not made again.
+        self._sink = JsonLinesSink(path, follow_link=False, makes_directory=False)
         self._has_failed = False
         self._waiting: deque[Event] | None = deque(maxlen=_MAX_WAITING)
         # Guards what waits: an event that comes while the others are written is neither lost nor written before them.

@@ -228,27 +228,41 @@ ALONE: Final = Worker(0, 1)
 MAX_GENERATION_BYTES: Final = 1 << 20
 
 
-class Opening(SealedRecord, frozen=True):
+class Opener(SealedRecord, frozen=True):
+    """A process that saves to a run.
+
+    Attributes:
+        token: Random text that identifies the opener: one manager of one process.
+        host: The machine's name.
+        process: The process's number there.
+        opened_at_unix_seconds: The opener's clock; for people only.
+        boot_id: Random text of the machine's kernel, new at each start of the machine; empty if it is not known.
+        pid_namespace: The process numbers that `process` is one of, such as those of a container; empty likewise.
+        started_at_ticks: When the process began, in the kernel's ticks since the machine started; 0 likewise.
+    """
+
+    token: str
+    host: str
+    process: int
+    opened_at_unix_seconds: float
+    boot_id: str = ""
+    pid_namespace: str = ""
+    started_at_ticks: int = 0
+
+
+class Opening(Opener, frozen=True, kw_only=True):
     """The record that opens a generation.
 
     Attributes:
         generation: Its number.
-        token: Random text that identifies the opener: one manager of one process.
-        host: The machine that opened it.
-        process: The process's number there.
-        opened_at_unix_seconds: The opener's clock; for people only.
     """
 
     kind: ClassVar[str] = "generation"
 
     generation: GenerationNumber
-    token: str
-    host: str
-    process: int
-    opened_at_unix_seconds: float
 
 
-class Base(SealedRecord, frozen=True):
+class Base(SealedRecord, frozen=True, omit_defaults=True):
     """The record of the checkpoint that a generation began from.
 
     Attributes:
@@ -256,6 +270,8 @@ class Base(SealedRecord, frozen=True):
         step: The step of that checkpoint, or None if it started from the beginning.
         base_generation: That checkpoint's generation, or None.
         base_attempt: That checkpoint's attempt, or None.
+        start_from: The step that the program last went back to on request, here or earlier in the lineage; None if it
+            never did. It is not done again.
     """
 
     kind: ClassVar[str] = "base"
@@ -264,6 +280,7 @@ class Base(SealedRecord, frozen=True):
     step: StepNumber | None
     base_generation: GenerationNumber | None
     base_attempt: AttemptNumber | None
+    start_from: StepNumber | None = None
 
     @property
     def name(self) -> StepName | None:
@@ -273,11 +290,11 @@ class Base(SealedRecord, frozen=True):
         return StepName(self.step, self.base_generation, self.base_attempt)
 
 
-def make_base(generation: int, name: StepName | None) -> Base:
+def make_base(generation: int, name: StepName | None, start_from: int | None = None) -> Base:
     """**Pure.** Returns the base record of a generation that began from `name`, or from the beginning."""
     if name is None:
         return Base(generation, None, None, None)
-    return Base(generation, name.step, name.generation, name.attempt)
+    return Base(generation, name.step, name.generation, name.attempt, start_from)
 
 
 def decode_base(data: bytes, *, path: str, generation: int) -> Base:

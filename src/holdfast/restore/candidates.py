@@ -28,7 +28,7 @@ def choose_candidates(catalog: Catalog, lost: Collection[StepName], step: int | 
             f"{url}: step {base.step}, from which the newest job began, is gone; older lineages have "
             f"{len(catalog.committed)} checkpoints, which `holdfast list` names",
             damages=(),
-            hint=f"Restore one with a CheckpointManager: restore({catalog.committed[-1].step}); or start over: "
+            hint=f"Continue from one: `holdfast rollback {url}@{catalog.committed[-1].step}`; or start over: "
             "begin_anew=True.",
         )
     return tuple(sorted((*catalog.living, *lost), reverse=True))

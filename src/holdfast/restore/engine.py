@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from holdfast.catalog import Catalog, find_lost, read_catalog, read_index
+from holdfast.catalog import Catalog, describe_steps, find_lost, read_catalog, read_index
 from holdfast.errors import (
     AbsentError,
     ApplyError,
@@ -59,6 +59,7 @@ def restore_objects(
     named: Collection[str] = frozenset(),
     agreement: Agreement | None = None,
     begins_anew: bool = False,
+    start_from: int | None = None,
     on_resize: Literal["allow", "refuse"] = "allow",
     keeping: Keeping | None = None,
     made_anew: Collection[str] = (),
@@ -73,7 +74,8 @@ def restore_objects(
     newer one before. Then the run is read again.
 
     `named` has the objects of all workers: this one may lack an object that another one has. If the lineage
-    `begins_anew`, nothing is restored unless a step is requested. Entries of `keeping` stay as the script set them, and
+    `begins_anew`, nothing is restored unless a step is requested. The step of `start_from` is restored, unless the
+    lineage has gone back there already. Entries of `keeping` stay as the script set them, and
     so do objects in `made_anew`, from which new ones are created.
 
     Returns:
@@ -88,7 +90,9 @@ def restore_objects(
     """
     begun_at = time.monotonic()
     agreement = agreement or Agreement()
-    request = _Request(storage, objects, step, select, strict, threads, worker, named, on_resize, keeping, made_anew)
+    request = _Request(
+        storage, objects, step, start_from, select, strict, threads, worker, named, on_resize, keeping, made_anew
+    )
     candidates = _Candidates(request, agreement, emit)
     if not candidates.find(begins_anew=begins_anew):
         return None
@@ -129,6 +133,7 @@ class _Request(NamedTuple):
     storage: Storage
     objects: Mapping[str, object]
     step: int | None
+    start_from: int | None
     select: Selection | None
     strict: bool
     threads: int
@@ -144,12 +149,15 @@ class _Candidates:
 
     Attributes:
         damages: The damage of each that was skipped.
+        step: The only step to try, or None.
         seen_generation: The newest generation of the run at the first look.
     """
 
     def __init__(self, request: _Request, agreement: Agreement, emit: Sink) -> None:
         self._storage = request.storage
-        self._step = request.step
+        self._asked, self._start_from, self.step = request.step, request.start_from, request.step
+        # A reader that only looks at a part, before the restore, does not say it as well.
+        self._says_start = request.start_from is not None and request.select is None and request.worker.is_leader
         self._agreement = agreement
         self._emit = emit
         self._left: list[StepName] = []
@@ -167,10 +175,12 @@ class _Candidates:
             for fault in catalog.faults:
                 text = f"the record of a generation is damaged, so steps are compared by number only: {fault.message}"
                 self._emit(Warned(text=text))
-            return () if begins_anew and self._step is None else self._choose(catalog)
+            return () if begins_anew and self._asked is None else self._choose(catalog)
 
-        self._left = list(self._agreement.choose(self._step, find))
+        self._left = list(self._agreement.choose(self._asked, find))
         (catalog,) = catalogs
+        if self._start_from is not None and self._says_start:
+            self._emit(Warned(text=_describe_start(catalog, self._start_from, self.step, self._storage.url)))
         self.seen_generation = catalog.generation
         if not self._left and catalog.committed:
             steps = ", ".join(str(name.step) for name in catalog.committed)
@@ -205,11 +215,27 @@ class _Candidates:
     def _look_again(self, name: StepName) -> tuple[StepName, ...]:
         if not self._agreement.is_gone(self._storage, name):
             return ()
-        found = self._agreement.choose(self._step, lambda: self._choose(read_catalog(self._storage, closely=True)))
+        found = self._agreement.choose(self._asked, lambda: self._choose(read_catalog(self._storage, closely=True)))
         return () if name in found else found
 
     def _choose(self, catalog: Catalog) -> tuple[StepName, ...]:
-        return choose_candidates(catalog, find_lost(self._storage, catalog), self._step, self._storage.url)
+        if self._start_from is not None:
+            self.step = None if catalog.start_from == self._start_from else self._start_from
+        return choose_candidates(catalog, find_lost(self._storage, catalog), self.step, self._storage.url)
+
+
+def _describe_start(catalog: Catalog, start_from: int, step: int | None, url: str) -> str:
+    """**Pure.** Describes what came of `start_from`; `step` is None if the lineage had gone back there before."""
+    again = f"`holdfast rollback {url}@"
+    if step is None:
+        return f"start_from={start_from} was done before, so the newest step counts. To repeat it: {again}{start_from}`"
+    beyond = [name.step for name in catalog.living if name.step > start_from]
+    if not beyond:
+        return f"start_from={start_from}: no step of the current lineage is newer"
+    text = (
+        f"going back to step {start_from} (start_from); the next save takes {describe_steps(beyond)} out of the lineage"
+    )
+    return f"{text}, until {again}{beyond[-1]}`"
 
 
 def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: Agreement) -> _RestoreTrial:
@@ -226,7 +252,7 @@ def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: 
                 error.add_note("Some live arrays hold partly restored values: restore again before you train on.")
             raise
         touched = trial.touched
-    raise _no_whole(request.storage, request.step, tuple(candidates.damages.values()), touched)
+    raise _no_whole(request.storage, candidates.step, tuple(candidates.damages.values()), touched)
 
 
 class _RestoreTrial:

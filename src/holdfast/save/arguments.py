@@ -48,6 +48,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
     when_busy: Literal["wait", "skip"] = "wait"
     failures_allowed: int = 0
     begin_anew: bool = False
+    start_from: int | None = None
     incremental: bool = False
     reuse_space: bool = True
     sinks: Iterable[Sink] = ()
@@ -79,6 +80,10 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f'check_replicas must be True, False or "first", got {replicas!r}',
                 hint='"first" compares at the first save, and at the first one after a restore.',
             )
+        if self.start_from is not None:
+            check_step(self.start_from, "start_from")
+            if self.begin_anew:
+                raise UsageError("begin_anew and start_from contradict each other", hint="Pass one of them.")
         check_whole("failures_allowed", self.failures_allowed)
         check_timeout(self.timeout_seconds)
         check_whole("threads", self.threads, 1)

@@ -27,11 +27,13 @@ class Origin(msgspec.Struct, frozen=True):
             newer one since continues from steps that this manager does not know.
         sources: Checkpoints to keep while the manager lives: those that were partly restored, and those that were
             restored by their number, which may be requested again.
+        start_from: The step that the program last went back to on request, now or earlier in the lineage, or None.
     """
 
     base: StepName | None = None
     seen_generation: int = 0
     sources: tuple[StepName, ...] = ()
+    start_from: int | None = None
 
 
 class CalledOffError(Exception):

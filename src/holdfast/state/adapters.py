@@ -249,6 +249,7 @@ class Oversights(NamedTuple):
         find_loss: Describes what a save now would lose of the object's work, "" if nothing; None if that never happens.
             It may compare with the moment when it was created.
         trains: The live parameters that the object changes, as an optimizer does.
+        find_owners: Returns the live modules that have some of these parameters.
         holds: The live parameters that are its own state, as a module's.
     """
 
@@ -256,6 +257,7 @@ class Oversights(NamedTuple):
     draws: str = ""
     find_loss: Callable[[], str] | None = None
     trains: Sequence[Any] = ()
+    find_owners: Callable[[Sequence[Any]], Sequence[Any]] = lambda _: ()
     holds: Sequence[Any] = ()
 
 

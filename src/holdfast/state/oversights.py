@@ -6,11 +6,10 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from holdfast.state.adapters import Adapter, StateDictAdapter
 from holdfast.state.data.sampler import (
     BatchCount,
     ResumableSampler,
@@ -21,8 +20,9 @@ from holdfast.state.data.sampler import (
     is_epoch_over,
     sampler_overruled,
 )
-from holdfast.state.registry import find_array, find_stateful, immutable_arrays_in, immutable_types, list_members
+from holdfast.state.registry import find_stateful, immutable_arrays_in, immutable_types, list_members
 from holdfast.state.rng import RNG
+from holdfast.state.strays import StrayOptimizers, find_strays, is_own_class, list_values
 
 _GENERATORS: Final = ("rng", "random", "generator", "seed")
 _EPOCHS: Final = ("epoch", "current_epoch")
@@ -80,95 +80,7 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
         for path, one in found.items()
         if one.draws and not keeps_draws
     ]
-    held = {id(parameter) for one in found.values() for parameter in one.holds}
-    texts += [
-        f"{path} trains none of the saved parameters, so it changes another model than the one that is saved. "
-        "Create it from the parameters of the saved model"
-        for path, one in found.items()
-        if held and one.trains and held.isdisjoint(map(id, one.trains)) and not _are_kept(one.trains, objects)
-    ]
-    # An object of the program's own class may keep the parameters, or the model, in its state.
-    may_hold = held or any(_is_own(obj, adapter) for _, obj, adapter in members)
-    if not may_hold and not any(find_array(obj) is not None for obj in objects.values()):
-        texts += [
-            f"the parameters of {path} belong to no saved object: pass the model too, model=model"
-            for path, one in found.items()
-            if one.trains
-        ]
-    return texts
-
-
-def _are_kept(parameters: Sequence[object], objects: Mapping[str, object]) -> bool:
-    """Returns True if some are saved as plain tensors, for example in a list."""
-    kept = {id(value) for obj in objects.values() for value in _list_values(obj)}
-    return any(id(parameter) in kept for parameter in parameters)
-
-
-def _list_values(obj: object) -> Iterator[object]:
-    seen: dict[int, object] = {}  # A tree may contain itself.
-    ahead = [obj]
-    while ahead:
-        value = ahead.pop()
-        yield value
-        if isinstance(value, dict | list | tuple) and id(value) not in seen:
-            seen[id(value)] = value
-            ahead += value.values() if isinstance(value, dict) else value
-
-
-class StrayOptimizers:
-    """Detects optimizers that train a saved module but are not saved themselves."""
-
-    def __init__(self, objects: Mapping[str, object]) -> None:
-        """Knows none yet.
-
-        Args:
-            objects: The saved objects, by name; more may be added.
-        """
-        self._objects = objects
-        self._known: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
-    def find(self, optimizer: Any) -> tuple[str, str]:
-        """Returns the saved module that an unsaved optimizer trains, and a warning about it at the first step.
-
-        Both are empty if there is nothing to report. An optimizer without any state loses nothing.
-        """
-        if (known := self._known.get(optimizer)) is not None:
-            return known, ""
-        # A program that makes optimizers all the time tries steps out, on copies say.
-        path = "" if len(self._known) > _MOST_WATCHED else self._find_module(optimizer)
-        self._known[optimizer] = path
-        if not path or not _has_state(optimizer):
-            return path, ""
-        return path, (
-            f"{type(optimizer).__name__} updates the parameters of {path} but is not saved, so a restart begins "
-            "with a new one: pass it too, optimizer=optimizer"
-        )
-
-    def _find_module(self, optimizer: Any) -> str:
-        members = list_members(self._objects)
-        own = _list_parameters(optimizer)
-        for _, obj, adapter in members:
-            # A wrapper has the parameters of what it wraps.
-            if isinstance(getattr(obj, "param_groups", None), list):
-                own -= _list_parameters(obj)
-            elif _is_own(obj, adapter) and any(
-                part is optimizer for part in _list_values(getattr(obj, "__dict__", {}))
-            ):
-                return ""
-        return next(
-            (path for path, obj, one in members if own and not own.isdisjoint(map(id, one.oversights_of(obj).holds))),
-            "",
-        )
-
-
-def _list_parameters(optimizer: Any) -> set[int]:
-    return {id(one) for group in optimizer.param_groups for one in group["params"]}
-
-
-def _has_state(optimizer: Any) -> bool:
-    """Returns True if an optimizer has state that a restart would lack: moments, or a rate that a schedule changes."""
-    moments = (value for state in optimizer.state.values() for value in _list_values(state) if value is not state)
-    return any(one is not None for one in moments) or any("initial_lr" in group for group in optimizer.param_groups)
+    return texts + find_strays(objects, members, found)
 
 
 class KeptEpoch:
@@ -511,15 +423,9 @@ def _epochs_text(number: int) -> str:
 
 def _may_count(obj: object) -> bool:
     """Returns True if a program may store a count there: in a whole number, or an object of its own class."""
-    if any(_is_number(value) for value in _list_values(obj)):
+    if any(_is_number(value) for value in list_values(obj)):
         return True
-    return any(_is_own(member, adapter) for _, member, adapter in find_stateful(obj, ""))
-
-
-def _is_own(obj: object, adapter: Adapter | None) -> bool:
-    """Returns True if an object is of the program's own class, which may store anything; a schedule does not."""
-    is_other = type(obj).__module__.startswith("torch.") or hasattr(getattr(obj, "scheduler", obj), "last_epoch")
-    return isinstance(adapter, StateDictAdapter) and not is_other
+    return any(is_own_class(member, adapter) for _, member, adapter in find_stateful(obj, ""))
 
 
 def _pass_on(method: weakref.WeakMethod[Any], optimizer: object) -> None:

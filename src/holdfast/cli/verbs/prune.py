@@ -379,7 +379,7 @@ def check_removable(storage: Storage, plan: RemovalPlan, catalog: Catalog) -> No
     if any(one.name == newest for one in plan.committed):
         raise UsageError(
             f"step {newest.step} is the newest whole checkpoint of the current lineage, which is never removed",
-            hint="Leave it out, or remove the whole directory of the run by hand.",
+            hint="Leave it out, or first make an older step the newest: `holdfast rollback RUN@STEP`.",
         )
 
 

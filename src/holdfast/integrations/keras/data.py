@@ -27,7 +27,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from msgspec.structs import replace
 
 from holdfast.errors import UsageError
-from holdfast.integrations.keras.state import Attributes
+from holdfast.integrations.attributes import Attributes
 from holdfast.state.rng import RNG, undisturbed
 
 _NOTHING: Final = object()

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import keras
 import numpy as np
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.random.seed_generator import global_seed_generator
 
-from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.errors import UsageError
 from holdfast.format.decoding import find_tags
-from holdfast.format.digests import digest
+from holdfast.integrations.attributes import SMALL_ELEMENTS, Attributes
 from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Oversights, StateAdapter
 from holdfast.state.leaves import Skeleton
-from holdfast.state.registry import backend_of, register_adapter
-
-SMALL_ELEMENTS: Final = 65_536
-"""Variables of at most that many elements are cheap to copy: counters, learning rates, seeds, metrics."""
-
-_SKIPPED: Final = frozenset({"_model", "model", "params", "validation_data"})
-"""Attributes that Keras itself gives to each callback."""
-
-_LOOKED_AT_BYTES: Final = 1 << 24
-_LOOKED_AT_ELEMENTS: Final = 1 << 14
-"""Arrays of at most that many bytes are compared whole, and that many elements of larger ones."""
+from holdfast.state.registry import register_adapter
 
 _LIBRARIES: Final = {"torch": "torch", "jax": "jax", "tensorflow": "numpy"}
 """By backend, the library of the arrays that `_live_array` returns."""
-
-_SCALARS: Final = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Variables:
@@ -278,155 +264,6 @@ def put_back(copies: Iterable[tuple[Any, Any]]) -> None:
     """Restores the values of `copy_small`."""
     for variable, value in copies:
         variable.assign(value)
-
-
-class Attributes:
-    """The attributes of an object that have changed since training began, as far as they can be stored."""
-
-    def __init__(self, obj: Any) -> None:
-        """Notes their current values."""
-        self.obj = obj
-        self._began = {name: _note(value) for name, value in self._list().items()}
-
-    def read(self) -> dict[str, Any]:
-        """Returns those that have changed; lists and dicts are copied, large arrays are not."""
-        began = self._began
-        return {
-            name: value for name, value in self._list().items() if name not in began or not _is_same(value, began[name])
-        }
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Restores them; unchanged attributes get their value at the beginning of training."""
-        present = self._list()
-        for name, began in self._began.items():
-            if name in present and name not in values and not _is_same(present[name], began) and not _holds_seen(began):
-                self._put(name, began)
-        for name, value in values.items():
-            # The comparing function is not a value; Keras creates it at the next epoch's end, and sets the sign then.
-            if name != "min_delta" or getattr(self.obj, "monitor_op", name) is not None:
-                self._put(name, value)
-
-    def _put(self, name: str, value: Any) -> None:
-        if type(value) is not dict or value.keys() != {_RANDOM}:
-            setattr(self.obj, name, copy.deepcopy(value))
-            return
-        generator = getattr(self.obj, name, None)
-        if (found := _find_random(generator)) is not None:
-            found.write(generator, value[_RANDOM])
-
-    def _list(self) -> dict[str, Any]:
-        found = {}
-        for name, value in vars(self.obj).items():
-            if name not in _SKIPPED:
-                generator = _find_random(value)
-                kept = _copy_plain(value if generator is None else {_RANDOM: generator.read(value)})
-                if kept is not _NO_VALUE:
-                    found[name] = kept
-        return found
-
-
-_NO_VALUE: Final = object()
-
-_RANDOM: Final = "state of a random generator"
-
-
-class _Random(NamedTuple):
-    """Reads and writes the state of a kind of random generators."""
-
-    kind: Any
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], object]
-
-
-_GENERATORS: Final = (
-    _Random(
-        np.random.Generator,
-        lambda one: one.bit_generator.state,
-        lambda one, state: setattr(one.bit_generator, "state", state),
-    ),
-    _Random(np.random.RandomState, lambda one: one.get_state(), lambda one, state: one.set_state(state)),
-    _Random(random.Random, lambda one: one.getstate(), lambda one, state: one.setstate(state)),
-)
-
-
-def _find_random(value: Any) -> _Random | None:
-    return next((one for one in _GENERATORS if isinstance(value, one.kind)), None)
-
-
-class _Seen(NamedTuple):
-    """An array that is too large to copy, or counts its changes, with what shows whether it has changed."""
-
-    array: Any
-    look: object
-
-
-def _look(array: Any) -> object:
-    if not isinstance(array, np.ndarray):
-        backend = backend_of(array)
-        return None if backend is None else backend.versions([array])[0]
-    is_small = array.nbytes <= _LOOKED_AT_BYTES
-    values = array if is_small else array.flat[:: -(-array.size // _LOOKED_AT_ELEMENTS)]
-    return digest(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-
-
-def _note(value: Any) -> Any:
-    """Returns what `_is_same` compares a later value with."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_note, value))
-    if type(value) is dict:
-        return {key: _note(part) for key, part in value.items()}
-    if isinstance(value, np.generic) or backend_of(value) is None or _is_small(value):
-        return value
-    return _Seen(value, _look(value))
-
-
-def _holds_seen(noted: Any) -> bool:
-    if isinstance(noted, _Seen):
-        return True
-    parts = noted.values() if isinstance(noted, dict) else noted if isinstance(noted, list | tuple) else ()
-    return any(map(_holds_seen, parts))
-
-
-def _is_small(array: Any) -> bool:
-    return isinstance(array, np.ndarray) and array.size <= SMALL_ELEMENTS
-
-
-def _copy_plain(value: Any) -> Any:
-    """Returns a value with its lists and dicts copied, if it consists of plain values and arrays; else `_NO_VALUE`."""
-    if type(value) in _SCALARS or isinstance(value, np.generic):
-        return value
-    if type(value) in (list, tuple):
-        parts = [_copy_plain(part) for part in value]
-        return _NO_VALUE if any(part is _NO_VALUE for part in parts) else type(value)(parts)
-    if type(value) is dict:
-        if not all(type(key) in (str, int) for key in value):
-            return _NO_VALUE
-        named = {key: _copy_plain(part) for key, part in value.items()}
-        return _NO_VALUE if any(part is _NO_VALUE for part in named.values()) else named
-    backend = backend_of(value)
-    if backend is None:
-        return _NO_VALUE
-    try:
-        backend.spec(value, "")
-    except UnsupportedValueError:
-        return _NO_VALUE
-    # An array that is changed where it is would else seem to be as it was.
-    return value.copy() if _is_small(value) else value
-
-
-def _is_same(value: Any, noted: Any) -> bool:
-    """Returns True if a value of `_copy_plain` is equal to one of `_note`, type by type."""
-    if isinstance(noted, _Seen):
-        return value is noted.array and _look(value) == noted.look
-    if type(value) is not type(noted):
-        return False
-    if isinstance(value, list | tuple):
-        return len(value) == len(noted) and all(map(_is_same, value, noted))
-    if isinstance(value, dict):
-        return value.keys() == noted.keys() and all(_is_same(part, noted[key]) for key, part in value.items())
-    if isinstance(value, np.ndarray):
-        return value.dtype == noted.dtype and np.array_equal(value, noted)
-    return bool(value == noted) if isinstance(value, (*_SCALARS, np.generic)) else False
 
 
 class CallbackStates:

@@ -16,6 +16,7 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.lightning.trees import KeptTree
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
+from holdfast.storage import open_storage
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _MANIFEST = "manifest.json"
@@ -55,8 +56,9 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             raise UsageError("HoldfastCheckpointIO does not support storage_options", hint="Leave them out.")
         self._wait()  # One save at a time: the next one has the memory of this one.
         replaced = Path(path).with_name(Path(path).name + ".replaced")
-        if Path(path).is_file():
-            Path(path).replace(replaced)  # An ordinary checkpoint. It goes when the new one is durable.
+        if Path(path).is_symlink() or Path(path).is_file():
+            # An ordinary checkpoint, or a link to another one. It goes when the new one is durable.
+            Path(path).replace(replaced)
         manager = _open(path, KeptTree(lambda: checkpoint))
         try:
             step = max(manager.steps(), default=-1) + 1
@@ -70,8 +72,8 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             manager.abandon()
             raise
         self._submit(manager.close)
-        if replaced.exists():
-            self._submit(replaced.unlink)
+        if os.path.lexists(replaced):
+            self._submit(lambda: _remove(replaced))
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -156,10 +158,15 @@ def _leave_out(checkpoint: dict[str, Any], error: UnsupportedValueError) -> dict
 
 
 def _remove(path: Path) -> None:
-    """Removes the manifests first, so the remains of an interrupted removal are not a checkpoint."""
-    for manifest in path.glob(f"*/{_MANIFEST}"):
-        manifest.unlink()
-    if path.is_dir():
+    """Removes the manifests first, so the remains of an interrupted removal are not a checkpoint.
+
+    A link is removed, never what it leads to: `ModelCheckpoint(save_last="link")` makes one to another checkpoint.
+    """
+    if path.is_dir() and not path.is_symlink():
+        storage = open_storage(path)
+        for entry in storage.list(""):
+            if entry.is_directory:
+                storage.remove(f"{entry.name}/{_MANIFEST}")
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

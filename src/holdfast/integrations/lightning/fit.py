@@ -35,7 +35,7 @@ from holdfast.integrations.lightning.trainer_state import (
     read_trainer,
 )
 from holdfast.integrations.lightning.trees import KeptTree, OwnTree
-from holdfast.integrations.torch.draws import read_generators, read_parts, write_generators, write_parts
+from holdfast.integrations.torch.draws import note_parts, read_generators, read_parts, write_generators, write_parts
 from holdfast.integrations.torch.evaluations import Evaluation
 from holdfast.integrations.torch.places import DataPlace, has_state
 from holdfast.run import Run, resumable
@@ -100,6 +100,7 @@ class Fit:
         self._replace(loop.epoch_loop, "on_run_start", self._begin_epoch)
         self._replace(loop.epoch_loop, "on_advance_end", self._end_batch)
         self._replace(loop.epoch_loop.val_loop, "run", self._validate)
+        self._replace(loop.epoch_loop.val_loop, "setup_data", self._note_validation)
         self._replace(loop._data_source, "dataloader", partial(self._make_loaders, "training"))
         self._replace(loop.epoch_loop.val_loop._data_source, "dataloader", partial(self._make_loaders, "validation"))
 
@@ -420,6 +421,11 @@ class Fit:
     def _list_validation(self) -> list[Any]:
         combined = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
         return [] if combined is None else combined.flattened
+
+    def _note_validation(self, original: Callable[[], None]) -> None:
+        original()
+        for loader in self._list_validation():
+            note_parts(loader)
 
     def _load_validation(self, own: dict[str, Any]) -> None:
         """Creates the validation loaders if they existed, and restores their generators and their samplers' counts."""

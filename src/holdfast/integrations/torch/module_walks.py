@@ -6,7 +6,8 @@ dicts in one loop. A module whose class overrides these methods is walked by tor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -40,6 +41,18 @@ def list_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
         return list(modules[0].parameters())
     found = {id(one): one for module in modules for one in module._parameters.values() if one is not None}
     return list(found.values())
+
+
+def find_owners(parameters: Sequence[Any]) -> list[nn.Module]:
+    """Returns the outermost of the program's modules that have some of these parameters, in the parameters' order."""
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    found: dict[int, tuple[int, nn.Module]] = {}
+    for module in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:
+        first = min((numbers[id(one)] for one in module.parameters() if id(one) in numbers), default=None)
+        if first is not None:
+            found[id(module)] = first, module
+    inner = {id(child) for _, module in found.values() for child in module.modules() if child is not module}
+    return [module for key, (_, module) in sorted(found.items(), key=lambda item: item[1][0]) if key not in inner]
 
 
 def list_named_parameters(modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import TensorWeakRef
 
 from holdfast.format.decoding import Decoder, malformed
-from holdfast.integrations.torch.module_walks import list_named_parameters
+from holdfast.integrations.torch.module_walks import find_owners, list_named_parameters
 from holdfast.integrations.torch.modules import find_renaming, holders_of, refuse_localized, settle
 from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
 from holdfast.integrations.torch.tensors import is_capturing
@@ -220,8 +220,8 @@ class OptimizerAdapter(Adapter):
 
     def oversights_of(self, obj: Any) -> Oversights:
         """See `Adapter`: gradients that wait for a step are not saved."""
-        parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
-        return Oversights(find_loss=_Gradients(obj).find_loss, trains=parameters)
+        parameters = [one for group in obj.param_groups for one in group["params"] if one.requires_grad]
+        return Oversights(find_loss=_Gradients(obj).find_loss, trains=parameters, find_owners=find_owners)
 
     def stepped_arrays(self, obj: Any) -> list[Any]:
         """Returns the parameters, and the tensors in their state.

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from holdfast.errors import UsageError
 from holdfast.format.digests import derive, digest
-from holdfast.integrations.torch.draws import read_generators, read_parts, write_generators, write_parts
+from holdfast.integrations.torch.draws import note_parts, read_generators, read_parts, write_generators, write_parts
 from holdfast.integrations.torch.loader import (
     IgnoreSignals,
     SignalProofLoader,
@@ -61,6 +61,7 @@ class DataPlace:
             )
         self._loader, self._owner, self._lookahead = loader, owner, lookahead
         self._is_dispatched = is_dispatched
+        note_parts(loader)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._keeps_stream = self._is_stream and not loader.num_workers and has_state(loader.dataset)
         self._inner: DataLoader[Any] | None = None

@@ -41,7 +41,7 @@ _LOADING: Final = (
 )
 """The methods by which the Trainer loads its own checkpoints. They are replaced if holdfast has restored."""
 
-_OF_A_READER: Final = ("cluster", "liveness_seconds", "timeout_seconds", "threads")
+_OF_A_READER: Final = ("start_from", "cluster", "liveness_seconds", "timeout_seconds", "threads")
 """The options that are also needed to read the newest checkpoint."""
 
 _BEYOND_ANY: Final = 10**40

@@ -6,8 +6,6 @@ A step's manifest is removed first, then its data. Nothing of a user's own is re
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,6 +16,7 @@ from typing import Final
 from holdfast.catalog import (
     Catalog,
     check_fence,
+    is_own,
     open_generation,
     read_catalog,
     read_generations,
@@ -246,7 +245,7 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
 def _check_own(storage: Storage, generation: int) -> None:
     try:
         opening = read_opening(storage, generation)
-        if (opening.host, opening.process) == (socket.gethostname(), os.getpid()):
+        if is_own(opening):
             return
         by = f" by process {opening.process} on {opening.host}"
     except (DamageError, NotFoundError):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
 
-from holdfast.catalog import check_fence
+from holdfast.catalog import check_fence, check_in_place
 from holdfast.errors import StorageError
 from holdfast.format.digests import seal
 from holdfast.format.names import MANIFEST_NAME, StepName
@@ -26,17 +26,19 @@ def commit(
     storage: Storage,
     name: StepName,
     *,
+    token: str,
     metrics: Mapping[str, float],
     metadata: Mapping[str, Any],
 ) -> Manifest:
     """**Blocks.** Publishes the manifest of a step whose bytes are durable, and checks that it counts.
 
-    A crash before the publication leaves debris; after it, a whole checkpoint that has not been reported yet.
+    A crash before the publication leaves debris; after it, a whole checkpoint that has not been reported yet. `token`
+    is that of the generation's opener.
 
     Raises:
         FencedError: If a newer generation was opened: the step may exist, but must not be called committed, because the
             newer job may not have seen it when it began.
-        StorageError: If the storage fails, or a step that this one refers to was removed meanwhile.
+        StorageError: If the storage fails, or the run or a step that this one refers to was removed meanwhile.
     """
     features = set(receipts.features)
     features |= {REFERENCES} if receipts.references else set()
@@ -61,6 +63,7 @@ def commit(
             hint="Two jobs act as the same job; give each its own directory.",
         )
     check_fence(storage, name.generation)
+    check_in_place(storage, name.generation, token)
     if manifest.references:
         _check_references(storage, manifest)
     return manifest

@@ -15,10 +15,12 @@ from holdfast.catalog import (
     Catalog,
     History,
     check_fence,
+    check_in_place,
     check_unpassed,
     find_lost,
     open_generation,
     read_catalog,
+    read_opening,
     record_base,
 )
 from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError, StorageFullError
@@ -203,6 +205,7 @@ class RunWriter(CheckpointWriter):
         Raises:
             FencedError: If another job has opened a newer one since; or one since this job restored, which would be
                 left out if this job continued from its state.
+            StorageError: If the storage fails, or the run was moved or removed since.
         """
         base = None
         if self.generation is None:
@@ -211,13 +214,13 @@ class RunWriter(CheckpointWriter):
             generation = open_generation(self._storage, self._token, seen_generation=origin.seen_generation)
             if self._history.summary is not None:
                 self._summarizer.carry_over(generation)
-            base = make_base(generation, origin.base)
+            base = make_base(generation, origin.base, origin.start_from)
             record_base(self._storage, base)
             self.generation, self.base, self._has_swept = generation, base, False
             self.recycler.begin(generation)
             if self._incremental is not None:
                 self._incremental.begin(origin.base)
-        check_fence(self._storage, self.generation)
+        self.check_standing()
         if base is not None and (before.unfinished or before.trash):
             self._make_room(busy)
         return self._name_attempt(step, self.generation, least_attempt), base
@@ -246,7 +249,7 @@ class RunWriter(CheckpointWriter):
 
     def follow(self, generation: int, origin: StepName | None) -> None:
         """Continues with a generation that the leader of the job has opened from that step, or from the beginning."""
-        self.generation = generation
+        self.generation, self._token = generation, read_opening(self._storage, generation).token
         if self._incremental is not None:
             self._incremental.begin(origin)
 
@@ -278,7 +281,7 @@ class RunWriter(CheckpointWriter):
     ) -> Manifest:
         """See `CheckpointWriter`."""
         try:
-            manifest = commit(receipts, self._storage, name, metrics=metrics, metadata=metadata)
+            manifest = commit(receipts, self._storage, name, token=self._token, metrics=metrics, metadata=metadata)
         except NotFoundError:
             self.check_standing()
             raise
@@ -291,9 +294,10 @@ class RunWriter(CheckpointWriter):
             self._incremental.mark_committed()
 
     def check_standing(self) -> None:
-        """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it."""
+        """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""
         if self.generation is not None:
             check_fence(self._storage, self.generation)
+            check_in_place(self._storage, self.generation, self._token)
 
     def give_up(self, name: StepName) -> None:
         """See `CheckpointWriter`; if this fails, the next save removes it."""

@@ -145,6 +145,8 @@ class JointRunWriter(CheckpointWriter):
                 who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
                 check_opening(self._storage, told, who, self._peers.timeout_seconds)
                 self._own.follow(told.generation, told.base_name)
+            else:
+                self._own.check_standing()
             self.generation = told.generation
             return StepName(step, told.generation, told.attempt), None
         # A directory that was removed is not made again: who was thought dead may still be writing there.

@@ -280,8 +280,8 @@ class LocalStorage:
     def _make_root(self) -> Path:
         """Creates the root if it is missing, durably, and returns it. A crash leaves empty directories."""
         with self._lock:
-            if self._root_lasts and self._root.is_dir():
-                return self._root
+            if self._root_lasts:
+                return self._root  # Even if it is gone: what was moved or unmounted is not made again.
             missing = []
             place = self._root
             while not place.is_dir():

@@ -1,0 +1,89 @@
+"""`holdfast rollback`: makes an earlier step the newest one of the current lineage."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+
+import click
+
+from holdfast.catalog import describe_steps, is_alive, open_generation, read_catalog, read_opening, record_base
+from holdfast.cli.screen import FAINT, GOOD, Screen, write_json
+from holdfast.cli.survey import name_fields
+from holdfast.cli.target import choose_step, find_target
+from holdfast.cli.verbs.verify import CheckOutcome, judge_step
+from holdfast.errors import DamageError, HoldfastError, UsageError
+from holdfast.format.names import parse_step_directory
+from holdfast.format.records import choose_living, make_base
+from holdfast.storage import local_directory
+
+
+@click.command()
+@click.argument("checkpoint", metavar="RUN@STEP", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
+def command(checkpoint: str, as_json: bool) -> None:
+    """Make an earlier step the newest one: the next start of the job resumes there.
+
+    Newer steps stay on the disk, and no longer count. A second rollback, to one of them, makes them count again. Of two
+    checkpoints of one step, name the directory: runs/gpt/step-000000500.g0001.
+
+    Every byte of the step is read first. While the job runs on this machine, nothing is changed.
+    """
+    target = find_target(checkpoint)
+    storage, location = target.storage, target.location
+    catalog = read_catalog(storage, closely=True)
+    if target.is_step:
+        directory = local_directory(storage)
+        name = None if directory is None else parse_step_directory(directory.resolve().name)
+        if name is None or target.beside is None:
+            raise UsageError(f"{location} is not in a run", hint="Name RUN@STEP.")
+        storage, location = target.beside, location.rstrip("/").rpartition("/")[0] or "."
+        catalog = read_catalog(storage, closely=True)
+    elif target.step is None:
+        steps = ", ".join(str(one.step) for one in catalog.living) or "none"
+        raise UsageError(f"{location}: to which step?", hint=f"Write {location}@STEP. The steps are: {steps}.")
+    else:
+        name = choose_step(catalog, target)
+    if catalog.faults:
+        raise catalog.faults[0]
+    opening = None
+    with suppress(HoldfastError):
+        opening = read_opening(storage, catalog.generation)
+    if opening is not None and is_alive(opening):
+        raise UsageError(
+            f"a job saves to {location} now: process {opening.process} on {opening.host}",
+            hint="Stop it first (SIGTERM lets it save), then run the command again.",
+        )
+    verdict = judge_step(storage, name.directory, name, f"is step {name.step} whole?")
+    if verdict.outcome not in (CheckOutcome.WHOLE, CheckOutcome.RESTORABLE):
+        problem = verdict.problems[-1]
+        text = f"step {name.step} of {location} is not whole, so nothing was changed: {problem.message}"
+        raise DamageError(text, step=name.step, hint=f"`holdfast verify --all {location}` shows which steps are whole.")
+    newest, generation = catalog.newest, catalog.generation
+    if name != newest:
+        # A crash before the base is recorded leaves a generation that changes nothing.
+        generation = open_generation(storage, seen_generation=catalog.generation)
+        base = make_base(generation, name, catalog.start_from)
+        record_base(storage, base)
+        left = sorted(set(catalog.living) - set(choose_living(catalog.committed, {**catalog.bases, generation: base})))
+    else:
+        left = []
+    if as_json:
+        fields = {
+            "run": storage.url,
+            **name_fields(name),
+            "directory": name.directory,
+            "opened_generation": generation if name != newest else None,
+            "off_line": [{**name_fields(one), "directory": one.directory} for one in left],
+        }
+        write_json(sys.stdout, "rollback", fields)
+        return
+    screen = Screen(sys.stdout)
+    if name == newest:
+        screen.say(f"step {name.step} is the newest step of {location} already")
+        return
+    screen.say((f"step {name.step} is now the newest step of {location}", GOOD))
+    if left:
+        screen.say(f"no longer in the current lineage, but on the disk: {describe_steps([one.step for one in left])}")
+        screen.say(("to undo this: ", FAINT), f"holdfast rollback {location}/{left[-1].directory}")
+        screen.say(("to remove them: ", FAINT), f"holdfast prune {location} --off-line")

@@ -1,0 +1,156 @@
+"""Detects what is trained but not saved: parameters that no saved object has, and optimizers of saved modules."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Final
+
+from holdfast.state.adapters import Adapter, Oversights, StateDictAdapter
+from holdfast.state.registry import adapter_of, find_array, list_members
+
+_MOST_STEPPED: Final = 8
+_MOST_REACHED: Final = 20_000
+_MOST_SHAPES: Final = 4
+
+
+def find_strays(
+    objects: Mapping[str, object], members: Sequence[tuple[str, Any, Adapter]], found: Mapping[str, Oversights]
+) -> list[str]:
+    """Returns a warning for each saved optimizer that trains parameters which no saved object has.
+
+    Args:
+        objects: The saved objects, by name.
+        members: The objects with state among them.
+        found: What each of these may lack.
+    """
+    held = {id(parameter) for one in found.values() for parameter in one.holds}
+    if all(id(parameter) in held for one in found.values() for parameter in one.trains):
+        return []
+    kept = held.union(id(value) for obj in objects.values() for value in list_values(obj))
+    # An object of the program's own class may keep the parameters, or the model, in its state.
+    own = [obj for _, obj, adapter in members if is_own_class(obj, adapter)]
+    kept.update(id(value) for obj in own for value in list_reached(obj))
+    may_hold = held or own or find_array(list(objects.values())) is not None
+    texts: list[str] = []
+    for path, one in found.items():
+        strays = [parameter for parameter in one.trains if id(parameter) not in kept]
+        if not strays:
+            continue
+        if len(strays) < len(one.trains):
+            shapes = [str(list(parameter.shape)) for parameter in strays]
+            more = ", ..." if len(shapes) > _MOST_SHAPES else ""
+            number = "a parameter" if len(strays) == 1 else f"{len(strays)} parameters"
+            owners = " and ".join(f"a {type(owner).__name__}" for owner in one.find_owners(strays))
+            texts.append(
+                f"{path} trains {number}{owners and f' of {owners}'} that no saved object has (shape "
+                f"{', '.join(shapes[:_MOST_SHAPES])}{more}), so a restart begins with new values: pass the module too, "
+                "as in criterion=criterion"
+            )
+        elif held:
+            texts.append(
+                f"{path} trains none of the saved parameters, so it changes another model than the one that is saved. "
+                "Create it from the parameters of the saved model"
+            )
+        elif not may_hold:
+            texts.append(f"the parameters of {path} belong to no saved object: pass the model too, model=model")
+    return texts
+
+
+def is_own_class(obj: object, adapter: Adapter | None) -> bool:
+    """Returns True if an object is of the program's own class, which may store anything; a schedule does not."""
+    is_other = type(obj).__module__.startswith("torch.") or hasattr(getattr(obj, "scheduler", obj), "last_epoch")
+    return isinstance(adapter, StateDictAdapter) and not is_other
+
+
+def list_values(obj: object) -> Iterator[object]:
+    """Yields a value and those in its dicts, lists and tuples."""
+    seen: dict[int, object] = {}  # A tree may contain itself.
+    ahead = [obj]
+    while ahead:
+        value = ahead.pop()
+        yield value
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen[id(value)] = value
+            ahead += value.values() if isinstance(value, dict) else value
+
+
+def list_reached(obj: object) -> list[object]:
+    """Returns the values that an object has, at any depth, in attributes and containers; the nearest of very many.
+
+    Of objects with an adapter of their own, such as modules and optimizers, only those and their parameters.
+    """
+    reached = {id(obj): obj}
+    ahead = deque([obj])
+    while ahead and len(reached) < _MOST_REACHED:
+        value = ahead.popleft()
+        adapter = adapter_of(value)
+        parts: Any = ()
+        if adapter is not None and not isinstance(adapter, StateDictAdapter):
+            parts = adapter.oversights_of(value).holds
+        elif isinstance(value, dict):
+            parts = list(value.values())
+        elif isinstance(value, list | tuple | set | deque):
+            parts = list(value)
+        elif not isinstance(value, type | ModuleType):
+            parts = list(getattr(value, "__dict__", {}).values())
+        new = {id(part): part for part in parts if id(part) not in reached}
+        reached.update(new)
+        ahead.extend(new.values())
+    return list(reached.values())
+
+
+class StrayOptimizers:
+    """Detects optimizers that train a saved module but are not saved themselves."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        """Knows none yet.
+
+        Args:
+            objects: The saved objects, by name; more may be added.
+        """
+        self._objects = objects
+        self._known: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+    def find(self, optimizer: Any) -> tuple[str, str]:
+        """Returns the saved module that an unsaved optimizer trains, and a warning about it at the first step.
+
+        Both are empty if there is nothing to report. An optimizer without any state loses nothing.
+        """
+        if (known := self._known.get(optimizer)) is not None:
+            return known, ""
+        # A program that makes optimizers all the time tries steps out, on copies say.
+        path = "" if len(self._known) > _MOST_STEPPED else self._find_module(optimizer)
+        self._known[optimizer] = path
+        if not path or not _has_state(optimizer):
+            return path, ""
+        return path, (
+            f"{type(optimizer).__name__} updates the parameters of {path} but is not saved, so a restart begins "
+            "with a new one: pass it too, optimizer=optimizer"
+        )
+
+    def _find_module(self, optimizer: Any) -> str:
+        members = list_members(self._objects)
+        own = _list_parameters(optimizer)
+        for _, obj, adapter in members:
+            # A wrapper has the parameters of what it wraps.
+            if isinstance(getattr(obj, "param_groups", None), list):
+                own -= _list_parameters(obj)
+            elif is_own_class(obj, adapter) and any(part is optimizer for part in list_reached(obj)):
+                return ""
+        return next(
+            (path for path, obj, one in members if own and not own.isdisjoint(map(id, one.oversights_of(obj).holds))),
+            "",
+        )
+
+
+def _list_parameters(optimizer: Any) -> set[int]:
+    return {id(one) for group in optimizer.param_groups for one in group["params"]}
+
+
+def _has_state(optimizer: Any) -> bool:
+    """Returns True if an optimizer has state that a restart would lack: moments, or a rate that a schedule changes."""
+    moments = (value for state in optimizer.state.values() for value in list_values(state) if value is not state)
+    return any(one is not None for one in moments) or any("initial_lr" in group for group in optimizer.param_groups)

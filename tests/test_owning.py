@@ -1,0 +1,136 @@
+"""Who owns a run: a job that has opened it, for as long as it is there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.errors import SaveFailedError
+from mounts import mounted
+
+PROGRAM = Path(__file__).parent / "programs" / "owners.py"
+CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--mount-proc", "--fork", "--kill-child"]
+
+
+def empty(run: Path) -> None:
+    for entry in run.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+WAYS: dict[str, Callable[[Path], object]] = {
+    "moved": lambda run: run.rename(f"{run}-elsewhere"),
+    "removed": shutil.rmtree,
+    "emptied": empty,
+}
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_run_that_goes_while_it_is_trained_is_not_made_again(tmp_path: Path, how: str, incremental: bool) -> None:
+    run, state = tmp_path / "run", {"w": np.zeros(30), "still": np.ones(30)}
+    with hf.CheckpointManager(run, hf.Checkpoint(state=state), incremental=incremental, failures_allowed=9) as manager:
+        manager.save(1)
+        manager.wait()
+        WAYS[how](run)
+        state["w"] += 1
+        with pytest.raises(SaveFailedError, match="moved, removed or unmounted"):
+            manager.save(2).wait_committed()
+        assert not run.exists() or {entry.name for entry in run.iterdir()} <= {"events.jsonl"}
+        if how == "moved":
+            run.with_name("run-elsewhere").rename(run)
+            manager.save(3).wait_committed()
+            assert manager.steps() == (1, 3)
+
+
+def test_a_run_that_goes_before_the_first_save_is_not_made_again(tmp_path: Path) -> None:
+    run, checkpoint = tmp_path / "run", hf.Checkpoint(w=np.zeros(3))
+    with hf.CheckpointManager(run, checkpoint) as manager:
+        manager.save(1)
+    with hf.CheckpointManager(run, checkpoint) as manager:
+        manager.restore()
+        run.rename(tmp_path / "elsewhere")
+        with pytest.raises(SaveFailedError, match="moved, removed or unmounted"):
+            manager.save(2).wait_committed()
+    assert not (run / "generations").exists()
+
+
+def test_a_run_that_was_replaced_by_another_job_is_not_written_to(tmp_path: Path) -> None:
+    run, checkpoint = tmp_path / "run", hf.Checkpoint(w=np.zeros(3))
+    with hf.CheckpointManager(run, checkpoint) as old:
+        old.save(1)
+        old.wait()
+        run.rename(tmp_path / "elsewhere")
+        with hf.CheckpointManager(run, checkpoint) as new:
+            new.save(1).wait_committed()
+        with pytest.raises(SaveFailedError, match="was replaced by one"):
+            old.save(2).wait_committed()
+        assert old.steps() == (1,)
+
+
+def test_what_is_below_a_volume_that_was_unmounted_is_not_written(tmp_path: Path) -> None:
+    """The mount point stays, as an empty directory."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with mounted(tmp_path / "mount", "--bind", str(disk)) as mount:
+        with hf.CheckpointManager(mount / "run", hf.Checkpoint(w=np.zeros(3))) as manager:
+            manager.save(1)
+            manager.wait()
+            subprocess.run(["umount", "--lazy", str(mount)], check=True)
+            try:
+                with pytest.raises(SaveFailedError, match="moved, removed or unmounted"):
+                    manager.save(2).wait_committed()
+                assert not any(mount.iterdir())
+            finally:
+                subprocess.run(["mount", "--bind", str(disk), str(mount)], check=True)
+            manager.save(3).wait_committed()
+            assert manager.steps() == (1, 3)
+
+
+def test_backups_are_not_made_in_a_directory_that_is_gone(tmp_path: Path) -> None:
+    weights = np.zeros(3)
+    state = hf.WorkerTrainingState(tmp_path / "run", hf.Checkpoint(weights=weights))
+    state.restore()
+    state.back_up(0).wait_ended()
+    shutil.rmtree(tmp_path / "run")
+    state.back_up(1)
+    with pytest.raises(SaveFailedError, match="moved, removed or unmounted"):
+        state.close()
+    assert not (tmp_path / "run").exists()
+
+
+def holdfast_list(run: Path, prefix: list[str] | None = None) -> dict[str, object]:
+    command = [*(prefix or []), sys.executable, "-m", "holdfast", "list", str(run.parent), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (found,) = json.loads(done.stdout)["runs"]
+    return dict(found)
+
+
+def in_container(*arguments: object) -> str:
+    """Runs the program as process 1 of a container with this machine's name."""
+    command = [*CONTAINER, sys.executable, str(PROGRAM), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if "unshare:" in done.stderr:
+        pytest.skip(done.stderr)
+    return done.stdout + done.stderr
+
+
+def test_process_1_of_one_container_is_not_that_of_another(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    assert "backed up 0" in in_container("back_up", run, 0)
+    assert holdfast_list(run, CONTAINER)["state"] == "ok", "that container's process has ended"
+    weights = np.zeros(3)
+    with hf.WorkerTrainingState(run, hf.Checkpoint(weights=weights)) as old:
+        old.restore()
+        assert "backed up 1" in in_container("back_up", run, 1)
+        with pytest.raises(hf.errors.FencedError, match="process 1 on"):
+            old.delete_backup()
+    assert "FencedError" in in_container("delete_after", run, *CONTAINER)
+    assert holdfast_list(run)["newest_step"] == 3
