@@ -27,6 +27,7 @@ from holdfast.state.leaves import ArraySpec
 from holdfast.state.match.matching import match_objects
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import RNG, undisturbed
+from holdfast.state.sharding import PerWorker
 from repetitions import repeated
 from state_trip import bring_back, match, store
 
@@ -603,6 +604,24 @@ def test_generators_are_put_back_after_everything_else() -> None:
     expected = random.random()
     bring_back(stored, {"rng": RNG(), "shuffler": [Shuffler()]})
     assert random.random() == expected
+
+
+@pytest.mark.parametrize("wrap", [lambda objects: objects, lambda objects: {"all": objects, "own": PerWorker(objects)}])
+def test_generators_are_read_after_everything_else(wrap: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    class Drawing(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            return {"drawn": random.random(), "normal": generator.standard_normal()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    generator = np.random.default_rng(1)
+    stored = store(**wrap({"rng": RNG(), "own": generator, "zz": Drawing()}))
+    expected = random.random(), generator.standard_normal()
+    assert list(stored.objects) == list(wrap({"rng": 0, "own": 0, "zz": 0}))
+    objects = wrap({"rng": RNG(), "own": generator, "zz": Drawing()})
+    bring_back(stored, objects)
+    assert (random.random(), generator.standard_normal()) == expected
 
 
 def test_undisturbed_puts_generators_back() -> None:

@@ -724,6 +724,75 @@ def test_a_module_that_does_not_take_other_shapes_is_a_difference() -> None:
     ]
 
 
+class Memory(nn.Module):
+    """Keeps all that it has seen in a buffer, which grows; it counts that, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.inner: Any = nn.Module()
+        self.inner.register_buffer("seen", torch.zeros(0, 2))
+
+    def add(self, count: int) -> None:
+        self.inner.seen = torch.cat([self.inner.seen, torch.randn(count, 2)])
+        self.inner.register_buffer("count", torch.tensor(len(self.inner.seen)))
+
+
+class OwnLoading(Memory):
+    def load_state_dict(self, state_dict: Any, *rest: Any, **more: Any) -> Any:
+        self.inner.seen = torch.empty_like(state_dict["inner.seen"])
+        if "inner.count" in state_dict:
+            self.inner.register_buffer("count", state_dict["inner.count"])
+        return super().load_state_dict(state_dict, *rest, **more)
+
+
+class OwnHook(Memory):
+    def __init__(self) -> None:
+        super().__init__()
+        module: Any = self
+        module.register_load_state_dict_pre_hook(self._fit)
+
+    @staticmethod
+    def _fit(module: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
+        module.inner.seen = torch.empty_like(state_dict[f"{prefix}inner.seen"])
+        if f"{prefix}inner.count" in state_dict:
+            module.inner.register_buffer("count", state_dict[f"{prefix}inner.count"])
+
+
+class Dropping(Memory):
+    """Leaves out what does not fit, as programs do that fine-tune."""
+
+    def load_state_dict(self, state_dict: Any, *rest: Any, **more: Any) -> Any:
+        own = self.state_dict()
+        fitting = {key: one for key, one in state_dict.items() if key in own and one.shape == own[key].shape}
+        return super().load_state_dict(fitting, strict=False)
+
+
+@pytest.mark.parametrize("make", [OwnLoading, OwnHook, lambda: nn.Sequential(nn.Linear(2, 2), OwnHook())])
+@pytest.mark.parametrize("has_seen", [0, 2, 7])
+def test_a_module_with_its_own_loading_judges_its_shapes(make: Callable[[], Any], has_seen: int) -> None:
+    net, live, control = make(), make(), make()
+    for one, count in ((net, 5), (live, has_seen), (control, has_seen)):
+        if count:
+            next(part for part in one.modules() if isinstance(part, Memory)).add(count)
+    parameters = list(live.parameters())
+    control.load_state_dict(copy.deepcopy(net.state_dict()))
+    bring_back(store(model=net), {"model": live})
+    assert same_state(live.state_dict(), control.state_dict())
+    assert same_state(live.state_dict(), net.state_dict())
+    assert all(one is other for one, other in zip(live.parameters(), parameters, strict=True))
+
+
+def test_a_module_that_drops_other_shapes_while_it_loads_is_refused() -> None:
+    net, live = Dropping(), Dropping()
+    net.add(3)
+    live.add(2)
+    assert match(store(model=net), {"model": live}).differences.wrong_shape == [
+        "model/inner.seen: stored [3, 2], live [2, 2]"
+    ]
+    assert len(live.inner.seen) == 2
+
+
 class Normed(nn.Module):
     """Scales by what it has seen first, in a buffer that its own loading makes where there is none yet."""
 

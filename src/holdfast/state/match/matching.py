@@ -7,6 +7,7 @@ and prepares each object's loading. After the arrays have been filled, `Matching
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -51,7 +52,8 @@ class Matching(msgspec.Struct, frozen=True):
     def apply(self) -> dict[str, object]:
         """Puts everything in place, once all targets are filled: their copies too, then values and objects.
 
-        Random generators come last, because the loading of other objects may draw from them.
+        Random generators come last, because the loading of other objects may draw from them. With several workers
+        the order is that of the paths, because some objects load only if all workers do.
 
         Returns:
             For each named object that could not be changed in place (a number, for example), its new value.
@@ -68,7 +70,7 @@ class Matching(msgspec.Struct, frozen=True):
             stands = update_in_place(renewal.live, self._complete(renewal.value), updated)
             if stands is not renewal.live:
                 changed[renewal.name] = stands
-        for job in sorted(self._jobs, key=lambda job: job.last):
+        for job in self._jobs:
             try:
                 job.load()
             except HoldfastError:
@@ -121,7 +123,7 @@ def match_objects(
     comparison = Comparison(objects, stored_arrays, select, worker, stored_workers, lacks_tuples=lacks_tuples)
     stored_objects = _rename_old(stored_objects, objects)
     renewals = []
-    for name, live in objects.items():
+    for name, live in objects.items() if worker.is_alone else sorted(objects.items(), key=itemgetter(0)):
         path = escape(name)
         if name in left_out:
             continue
@@ -140,6 +142,8 @@ def match_objects(
             continue  # It belongs to a worker that does not exist any more.
         if name not in objects and name not in left_out and not is_own(name) and comparison.wants(escape(name)):
             comparison.differences.extra.append(escape(name))
+    # An object in another one comes before it.
+    parts = {job.path: [] if worker.is_alone else [*job.path.split("/"), "\U0010ffff"] for job in comparison.jobs}
     return Matching(
         differences=comparison.differences,
         targets=comparison.claims.targets(),
@@ -147,7 +151,7 @@ def match_objects(
         left=tuple(comparison.left),
         _complete=comparison.complete,
         _renewals=tuple(renewals),
-        _jobs=tuple(comparison.jobs),
+        _jobs=tuple(sorted(comparison.jobs, key=lambda job: (job.last, parts[job.path]))),
     )
 
 
