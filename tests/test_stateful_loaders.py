@@ -26,7 +26,7 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
-from holdfast.integrations.torch.stateful import keep_draws  # noqa: E402
+from holdfast.integrations.torch.draws import keep_draws  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
 from holdfast.state.match.matching import match_objects  # noqa: E402
 from holdfast.state.oversights import find_oversights  # noqa: E402
@@ -47,6 +47,19 @@ class AtOnce(Sampler[int]):
         order = np.random.permutation(LENGTH).tolist()
         random.shuffle(order)
         return iter(order)
+
+
+class OfItsOwn(AtOnce):
+    """Has generators of its own under names of its own, and a private count of its epochs."""
+
+    def __init__(self) -> None:
+        self.numbers, self.pythons, self._epoch = np.random.default_rng(1), random.Random(2), 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = self.numbers.permutation(LENGTH).tolist()
+        self.pythons.shuffle(order)
+        self._epoch += 1
+        return iter(order[self._epoch :] + order[: self._epoch])
 
 
 class OneByOne(AtOnce):
@@ -111,6 +124,8 @@ LOADERS: dict[str, Callable[[int], Any]] = {
         lambda: BatchSampler(WeightedRandomSampler([1.0] * LENGTH, LENGTH), BATCH, drop_last=False), is_whole=True
     ),
     "drawn at once": over(AtOnce),
+    "of its own": over(OfItsOwn),
+    "whole batches, of its own": over(lambda: BatchSampler(OfItsOwn(), BATCH, drop_last=False), is_whole=True),
     "not a Sampler": over(Duck),
     "generator of the loader": lambda workers: stateful.StatefulDataLoader(
         ROWS, batch_size=BATCH, shuffle=True, generator=seeded(4), num_workers=workers
@@ -132,7 +147,7 @@ def train(loader: Any, epochs: int = 3) -> Iterator[Any]:
             yield batch.tolist(), random.random(), float(np.random.random()), float(torch.rand(()))
 
 
-WITH_WORKERS = ("weighted", "whole batches", "drawn at once", "generator of the loader")
+WITH_WORKERS = ("weighted", "of its own", "whole batches", "drawn at once", "generator of the loader")
 
 
 @pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in LOADERS), *((name, 1) for name in WITH_WORKERS)])

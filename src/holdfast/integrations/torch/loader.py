@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.digests import derive
-from holdfast.integrations.torch.stateful import keep_draws
+from holdfast.integrations.torch.draws import keep_draws
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable
 from holdfast.state.data.position import is_position
