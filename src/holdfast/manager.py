@@ -15,6 +15,7 @@ from msgspec.structs import replace as replace_fields
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint, all_objects, check_order, list_assigned, own_objects
 from holdfast.cluster import Cluster
+from holdfast.cluster.discover import describe_lone_task
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, UsageError
 from holdfast.events import Sink, Skipped, Sums, Totals, Warned
@@ -148,6 +149,8 @@ class CheckpointManager:
             self.emit = open_event_sinks(
                 self._storage, [self._totals, *options.sinks], keeps_journal=self.worker.is_leader
             )
+            if cluster == "auto" and self.participant is None and (text := describe_lone_task(os.environ)):
+                self.emit(Warned(text=text))
             self._failures = PendingFailures(failures_allowed)
             self._saver = saver = Saver(
                 self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
