@@ -234,7 +234,7 @@ def test_another_length_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"sampler": [1]}, {"batch_sampler": [[1]]}, {"generator": None}, {"in_order": False, "num_workers": 1}],
+    [{"batch_sampler": [[1]]}, {"generator": None}, {"in_order": False, "num_workers": 1}],
     ids=str,
 )
 def test_options_that_would_change_the_order_are_refused(options: dict[str, Any]) -> None:

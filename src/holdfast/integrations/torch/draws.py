@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, SequentialSampler
 
+from holdfast.format.digests import derive
 from holdfast.integrations.attributes import (
     RANDOM,
     Attributes,
@@ -74,6 +75,21 @@ def write_parts(loader: Any, states: Mapping[str, Mapping[str, Any]] | Sequence[
         if RANDOM in (state.get("generator") or ()) and getattr(attributes.obj, "generator", None) is None:
             attributes.obj.generator = torch.Generator()
         attributes.write(state)
+
+
+def seed_parts(loader: Any, number: int) -> None:
+    """Seeds the random generators of a loader and its samplers, each in its own way, and each differently."""
+    values = (value for attributes in _look_at(loader).values() for value in vars(attributes.obj).values())
+    for place, value in enumerate(values):
+        seed = derive(number, place)
+        if isinstance(value, torch.Generator):
+            value.manual_seed(seed)
+        elif isinstance(value, np.random.Generator):
+            value.bit_generator.state = type(value.bit_generator)(seed).state
+        elif isinstance(value, np.random.RandomState):
+            value.seed(seed >> 32)
+        elif isinstance(value, random.Random):
+            value.seed(seed)
 
 
 def _convert(state: Mapping[str, Any]) -> dict[str, Any]:
