@@ -19,6 +19,7 @@ from torch.utils.data import (  # noqa: E402
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -154,7 +155,7 @@ def test_a_loader_with_batches_of_its_own_is_refused_with_a_way_that_works() -> 
         ResumableDataLoader(ROWS, batch_sampler=Poisson())
     assert "StatefulDataLoader" in refused.value.hint
     with pytest.raises(UnsupportedValueError) as unsupported:
-        capture_objects({"data": DataLoader(ROWS, batch_sampler=Poisson())})
+        capture_objects({"data": DataLoader(TensorDataset(torch.arange(LENGTH)), batch_sampler=Poisson())})
     assert "Poisson" in unsupported.value.hint
     assert "StatefulDataLoader" in unsupported.value.hint
     assert "ResumableDataLoader" not in unsupported.value.hint

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -191,6 +191,7 @@ class KeptDraws:
     Attributes:
         draws_along: True if the sampler draws from generators of the whole process while it is iterated.
         loads: How often a position was loaded.
+        see: A function to call with each batch that is given out; None for none.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -204,7 +205,7 @@ class KeptDraws:
         self._restored: Mapping[str, Any] | None = None
         self._repeated: Mapping[str, Any] | None = None
         self._has_ended = self.draws_along = False
-        self.loads = 0
+        self.loads, self.see = 0, cast("Callable[[Any], None] | None", None)
         # torchdata's loader knows by itself whether a stored iteration had ended.
         self._knows_end = hasattr(loader, "next_iter_state")
         _override(loader, self, __iter__=_iterate_loader, _get_iterator=_open_loader)
@@ -246,10 +247,6 @@ class KeptDraws:
         """Begins an iteration of the loader."""
         self._has_ended = False
         return iter(_own_method(self.loader, "__iter__")())
-
-    def note_batch(self, batch: Any) -> Any:
-        """Called with each batch when it is given out; returns it."""
-        return batch
 
     def note_end(self) -> None:
         """Called when a loop has asked for a batch after the last one."""
@@ -334,7 +331,7 @@ def _take_early(self: Any) -> Any:
         begins_anew = draws.loads or (draws.has_sampler and not vars(self).get("_num_yielded"))
         vars(self)["_follower"] = iter(draws.loader) if begins_anew else None
     follower = vars(self)["_follower"]
-    return draws.note_batch(_own_method(self, "__next__")()) if follower is None else next(follower)
+    return _own_method(self, "__next__")() if follower is None else next(follower)
 
 
 class _GivenOut(Iterator[Any]):
@@ -355,7 +352,9 @@ class _GivenOut(Iterator[Any]):
         except StopIteration:
             self._draws.note_end()
             raise
-        return self._draws.note_batch(batch)
+        if self._draws.see is not None:
+            self._draws.see(batch)
+        return batch
 
 
 def keep_draws(loader: Any) -> KeptDraws:

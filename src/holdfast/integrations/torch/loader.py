@@ -411,6 +411,14 @@ class LoaderAdapter(SamplerAdapter):
             "sampler's own, or the whole epoch at once"
         )
 
+    def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> tuple[Callable[[], object], object] | None:
+        """See `Adapter`."""
+        draws = getattr(obj, "__dict__", {}).get("_kept_draws")
+        if draws is None or draws.see is not None:
+            return super().follow_batches(obj, call)
+        draws.see = call
+        return lambda: setattr(draws, "see", None), obj.batch_size
+
     def gives_batches(self, obj: Any, path: str) -> bool:
         """See `Adapter`. One that has not begun is not asked for its state, because that would start its workers."""
         return _has_state(obj, path) and getattr(obj, "_iterator", None) is not None

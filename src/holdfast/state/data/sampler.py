@@ -335,8 +335,8 @@ class ResumableSampler:
         if stored.length == self._length or self._on_resize == "next_epoch":
             return ""
         return (
-            f'stored {stored.length} samples, live {self._length}; with on_resize="next_epoch" it continues with the '
-            "next epoch"
+            f'stored {stored.length} samples, live {self._length}; with on_resize="next_epoch" it '
+            "continues with the next epoch"
         )
 
     def check_loader(self, loader: Any) -> None:
