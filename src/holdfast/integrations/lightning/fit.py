@@ -35,9 +35,16 @@ from holdfast.integrations.lightning.trainer_state import (
     read_trainer,
 )
 from holdfast.integrations.lightning.trees import KeptTree, OwnTree
-from holdfast.integrations.torch.draws import note_parts, read_generators, read_parts, write_generators, write_parts
+from holdfast.integrations.torch.draws import (
+    has_state,
+    note_parts,
+    read_generators,
+    read_parts,
+    write_generators,
+    write_parts,
+)
 from holdfast.integrations.torch.evaluations import Evaluation
-from holdfast.integrations.torch.places import DataPlace, has_state
+from holdfast.integrations.torch.places import DataPlace
 from holdfast.run import Run, resumable
 from holdfast.state import RNG
 from holdfast.state.data.sampler import ResumableSampler
