@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import io
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,13 @@ def test_a_restored_object_that_the_program_does_not_read_is_warned_of(
     assert live(4) == ["own", "best"], "what the program holds at the first save, the rest at the end"
     assert live(6, "own", "best") == []
     assert live(6) == [], "nothing was trained"
+
+
+def test_a_file_in_memory_comes_back_with_its_position() -> None:
+    file = io.BytesIO(b"some bytes")
+    file.seek(4)
+    objects = {"x": {"file": None, "other": io.BytesIO(b"old")}}
+    bring_back(store(x={"file": file, "other": io.BytesIO(b"new")}), objects)
+    found: Any = objects["x"]
+    assert (found["file"].tell(), found["file"].getvalue()) == (4, b"some bytes")
+    assert found["other"].read() == b"new"

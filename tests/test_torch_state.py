@@ -927,3 +927,37 @@ def test_the_versions_in_a_state_dict_come_back(tmp_path: Path) -> None:
         manager.restore(only="best")
     assert first is held["weights"]["first"]
     assert first._metadata == control["first"]._metadata
+
+
+class Briefly(nn.Linear):
+    """Has a `state_dict` without torch's options."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"w": self.weight.detach(), "note": {"scale": self.scale}}
+
+    def load_state_dict(self, state: Any) -> None:  # type: ignore[override]
+        self.weight.data.copy_(state["w"])
+        self.scale = state["note"]["scale"]
+
+    scale = 1.0
+
+
+def test_a_module_with_a_state_dict_of_its_own_signature_comes_back(tmp_path: Path) -> None:
+    source, live = Briefly(2, 2), Briefly(2, 2)
+    source.scale, weight = 2.0, live.weight
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=source)) as manager:
+        manager.save(1)
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=live)) as manager:
+        manager.restore()
+    assert live.weight is weight
+    assert same_state(live.state_dict(), source.state_dict())
+
+
+def test_a_module_on_the_meta_device_is_refused_with_what_to_call() -> None:
+    stored = store(model=nn.Linear(2, 2))
+    with torch.device("meta"):
+        live = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedValueError, match="no memory to restore into") as caught:
+        match(stored, {"model": live})
+    assert "to_empty" in str(caught.value)
+    bring_back(stored, {"model": live.to_empty(device="cpu")})

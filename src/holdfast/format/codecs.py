@@ -10,6 +10,7 @@ import argparse
 import collections
 import dataclasses
 import enum
+import io
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
@@ -174,5 +175,12 @@ def _register_namespace(cls: type) -> None:
     register_codec(cls, tag=f"{cls.__module__}.{cls.__qualname__}", encode=lambda value: dict(vars(value)), decode=make)
 
 
+def _make_file(state: Any) -> io.BytesIO:
+    file = io.BytesIO(state[0])
+    file.seek(state[1])
+    return file
+
+
+register_codec(io.BytesIO, tag="io.BytesIO", encode=lambda file: [file.getvalue(), file.tell()], decode=_make_file)
 _register_namespace(argparse.Namespace)
 _register_namespace(types.SimpleNamespace)

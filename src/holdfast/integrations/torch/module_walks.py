@@ -7,6 +7,7 @@ dicts in one loop. A module whose class overrides these methods is walked by tor
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -78,7 +79,7 @@ def read_state(modules: list[nn.Module]) -> dict[str, Any]:
         if "state_dict" in own or "_save_to_state_dict" in own or module._state_dict_hooks:
             is_plain = False
     if not is_plain:
-        return dict(modules[0].state_dict(keep_vars=True))
+        return dict(read_own_state(modules[0]))
     state: dict[str, Any] = {}
     for prefix, module in _with_prefixes(modules[0]):
         for hook in module._state_dict_pre_hooks.values():
@@ -93,6 +94,15 @@ def read_state(modules: list[nn.Module]) -> dict[str, Any]:
                 if buffer is not None and name not in left_out:
                     state[prefix + name] = buffer
     return state
+
+
+def read_own_state(module: nn.Module) -> dict[str, Any]:
+    """Returns the result of `state_dict`: with the module's own tensors, unless its method has no such option."""
+    try:
+        inspect.signature(module.state_dict).bind(keep_vars=True)
+    except TypeError:
+        return module.state_dict()
+    return module.state_dict(keep_vars=True)
 
 
 def _with_prefixes(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import UnsupportedValueError, UsageError
-from holdfast.integrations.torch.module_walks import list_modules, list_parameters, read_state
+from holdfast.integrations.torch.module_walks import list_modules, list_parameters, read_own_state, read_state
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import (
     MADE_ANEW,
@@ -125,6 +125,13 @@ class ModuleAdapter(Adapter):
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Compares names, shapes and types."""
         live = _read(obj)
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in live.values()):
+            raise UnsupportedValueError(
+                f"{loading.name()}: a module on the meta device has no memory to restore into",
+                path=loading.name(),
+                hint="Call its to_empty(device=...) before the restore, and initialize what is in no state_dict, such "
+                "as non-persistent buffers.",
+            )
         nodes = _without_wrapper(loading.children(stored), live)
         differences = loading.differences
         # Tied tensors are one under several names, of which a program without holdfast may have stored only one.
@@ -430,7 +437,7 @@ def _read(module: nn.Module) -> dict[str, Any]:
 
 def _load(module: nn.Module, values: dict[str, Any], made: dict[str, str]) -> None:
     # The live state has the module's own names, in its order, and the versions that loading hooks look at.
-    state = module.state_dict(keep_vars=True)
+    state = read_own_state(module)
     rename = renaming(module)
     devices = {name.rpartition(".")[0]: one.device for name, one in state.items() if isinstance(one, torch.Tensor)}
     elsewhere = next(iter(devices.values()), None)
