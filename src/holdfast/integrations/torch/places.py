@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any, Final
@@ -34,8 +35,10 @@ class DataPlace:
     restart, regardless of prefetching workers, and loading does not change the generators of training.
 
     Attributes:
+        loader: The loader.
         resumes: True if the next epoch that begins continues at the restored position.
         on_resume: Called when it does.
+        see: A function to call with each batch when its owner passes it on to training; None for none.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class DataPlace:
                 f"{cls.__name__} overrides __iter__, so its position in the data cannot be saved",
                 hint="Use torch's DataLoader, or a subclass that does not override __iter__.",
             )
-        self._loader, self._owner, self._lookahead = loader, owner, lookahead
+        self.loader, self._owner, self._lookahead = loader, owner, lookahead
         self._is_dispatched = is_dispatched
         note_parts(loader)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
@@ -72,6 +75,7 @@ class DataPlace:
         self._restored: Mapping[str, Any] | None = None
         self.resumes = False
         self.on_resume: Callable[[], object] = lambda: None
+        self.see: Callable[[Any], None] | None = None
         loader.worker_init_fn = IgnoreSignals(loader.worker_init_fn) if self._is_stream else loader.worker_init_fn
         vars(loader)["_place"] = self
         loader.__class__ = type(f"Followed{cls.__name__}", (_FollowedLoader, DataLoader), {})
@@ -88,17 +92,17 @@ class DataPlace:
         if not self._is_stream or self._keeps_stream:
             return ""
         return (
-            f"{type(self._loader.dataset).__name__} can only be iterated, and keeps no position: a restart in the "
+            f"{type(self.loader.dataset).__name__} can only be iterated, and keeps no position: a restart in the "
             "middle of an epoch loads the trained batches again and skips them. A dataset with indices, or one "
             "with state_dict and load_state_dict and num_workers=0, avoids that"
         )
 
     def _fills_last_batch(self) -> bool:
-        batches: Any = self._loader.batch_sampler
+        batches: Any = self.loader.batch_sampler
         size = getattr(batches, "batch_size", None)
         if self._is_stream or size is None or getattr(batches, "drop_last", False):
             return False
-        dataset: Any = self._loader.dataset
+        dataset: Any = self.loader.dataset
         return bool(len(dataset) % (size * self._lookahead) % self._owner.state.num_processes)
 
     @property
@@ -107,7 +111,7 @@ class DataPlace:
         return self._has_ended
 
     def __repr__(self) -> str:
-        return f"<DataPlace: {self._taken} batches of {self._loader!r}>"
+        return f"<DataPlace: {self._taken} batches of {self.loader!r}>"
 
     @property
     def _taken(self) -> int:
@@ -127,20 +131,20 @@ class DataPlace:
         iteration = getattr(self._owner, "iteration", self._begun_iteration)
         if self._restored is not None and self._begin is None:
             return dict(self._restored)  # Nothing was taken since it was restored.
-        state = {"iteration": iteration, "parts": read_parts(self._loader)}
+        state = {"iteration": iteration, "parts": read_parts(self.loader)}
         has_ended = self._has_ended or bool(getattr(self._owner, "end_of_dataloader", False))
         if self._begin is None or iteration != self._begun_iteration:
             return {**state, "begin": None, "taken": 0, "ended": False, "stream": None}
         stream = None
         if self._keeps_stream and not self._has_ended:
-            dataset: Any = self._loader.dataset
+            dataset: Any = self.loader.dataset
             # What the owner holds is loaded again.
             stream = self._stream_states[0] if self._lookahead else dataset.state_dict()
         return {**state, "begin": self._begin, "taken": self._taken, "ended": has_ended, "stream": stream}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Stores the position for the next epoch that begins."""
-        write_parts(self._loader, state["parts"])
+        write_parts(self.loader, state["parts"])
         self._restored, self._begin = state, None
         self.resumes = state["begin"] is not None
         if hasattr(self._owner, "iteration"):
@@ -153,6 +157,11 @@ class DataPlace:
             # The program takes other batches than before.
             self._restored = {**self._restored, "taken": taken, "ended": False, "stream": None}
         self.resumes = True
+
+    def follow_batches(self, see: Callable[[Any], None]) -> Callable[[], object]:
+        """Sets `see`; returns what ends that."""
+        self.see = see
+        return lambda: setattr(self, "see", None)
 
     def close(self) -> None:
         """Ends the loader's persistent workers, if it has some."""
@@ -182,13 +191,13 @@ class DataPlace:
         self._has_ended, self._is_left, self._stream_states = False, False, []
         self._begun_iteration = getattr(self._owner, "iteration", 0)
         if state is None:
-            self._begin, self._fetched = {**read_generators(), "parts": read_parts(self._loader)}, 0
+            self._begin, self._fetched = {**read_generators(), "parts": read_parts(self.loader)}, 0
             return self._follow(self._open(0))
         self.on_resume()
         now = read_generators()
         self._begin, self._fetched = dict(state["begin"]), state["taken"]
         write_generators(self._begin)
-        write_parts(self._loader, self._begin["parts"])
+        write_parts(self.loader, self._begin["parts"])
         batches = self._open(self._fetched, state)
         write_generators(now)
         if state["ended"] and hasattr(self._owner, "iteration"):
@@ -209,7 +218,7 @@ class DataPlace:
         return batches
 
     def _make_inner(self) -> DataLoader[Any]:
-        loader = self._loader
+        loader = self.loader
         is_batched = loader.batch_sampler is not None
         options = {name: getattr(loader, name) for name in _PASSED_ON}
         # Its seed for workers is drawn when they start, which those that persist do once: it disturbs no other order.
@@ -230,10 +239,10 @@ class DataPlace:
             return iter(())
         kept = None if state is None else state["stream"]
         if kept is not None:
-            dataset: Any = self._loader.dataset
+            dataset: Any = self.loader.dataset
             dataset.load_state_dict(kept)
-        with signals_blocked() if self._loader.num_workers else nullcontext():
-            batches = DataLoader.__iter__(self._loader)
+        with signals_blocked() if self.loader.num_workers else nullcontext():
+            batches = DataLoader.__iter__(self.loader)
         if state is not None and kept is None:
             with suppress(StopIteration):  # It may have become shorter.
                 for number in range(taken):
@@ -241,14 +250,15 @@ class DataPlace:
         return batches
 
     def _next_of_stream(self, batches: Iterator[Any], number: int) -> Any:
-        if self._loader.num_workers:
+        if self.loader.num_workers:
             return next(batches)  # Its workers' generators follow from the seed of the epoch.
         with generators_put_back():
             seed_generators(derive(self._key, number))
             return next(batches)
 
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
-        dataset: Any = self._loader.dataset
+        dataset: Any = self.loader.dataset
+        ahead: deque[Any] = deque()
         while True:
             if self._keeps_stream and self._lookahead:
                 self._stream_states = [*self._stream_states, dataset.state_dict()][-self._lookahead :]
@@ -256,15 +266,31 @@ class DataPlace:
                 batch = self._next_of_stream(batches, self._fetched) if self._is_stream else next(batches)
             except StopIteration:
                 self._has_ended = True
+                while ahead and self.see is not None:
+                    self.see(ahead.popleft())
                 if self._owner is None:
                     self._begin = None  # The loop has asked for a batch after the last one.
                 return
             self._fetched += 1
+            if self.see is not None:
+                ahead.append(batch)
+                if len(ahead) > self._lookahead:
+                    self.see(ahead.popleft())
             try:
                 yield batch
             except GeneratorExit:
                 self._is_left = True
                 raise
+
+
+def describe_loader(loader: Any) -> object:
+    """Returns what decides which batches a loader gives, as far as the program announces it."""
+    batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    size = getattr(batches, "batch_size", getattr(loader, "batch_size", None))
+    length = None
+    with suppress(TypeError, NotImplementedError):
+        length = len(dataset)  # type: ignore[arg-type]
+    return size, getattr(batches, "drop_last", None), length
 
 
 class _FollowedLoader(DataLoader[Any]):
