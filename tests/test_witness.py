@@ -240,16 +240,18 @@ def test_show_and_diff_say_what_the_records_of_runs_have(tmp_path: Path) -> None
         return json.loads(found.stdout) if "--json" in words else found.stdout
 
     train(tmp_path / "a", 17)
-    train(tmp_path / "a", 17)
-    train(tmp_path / "b", 17, first=3.0)
-    train(tmp_path / "c", 17)
+    train(tmp_path / "a", 23)
+    train(tmp_path / "b", 23, first=3.0)
+    train(tmp_path / "c", 23)
     witness = ask("show", tmp_path / "a", "--json")["witness"]
-    assert witness["last_step"] == 17 and witness["first_step"] <= 6
+    assert witness["last_step"] == 23
+    assert witness["first_step"] <= 6
     assert witness["last_comparison"]["text"] == "steps 16 to 17 were repeated with the same loss"
     assert "last restart: steps 16 to 17 were repeated" in ask("show", tmp_path / "a")
     for other, at in (("b", "first_step"), ("c", None)):
         found = ask("diff", tmp_path / "a", tmp_path / other, "--json")["witness"]
-        assert found.keys() == {"loss"} and found["loss"]["last_step"] == 17
+        assert found.keys() == {"loss"}
+        assert found["loss"]["last_step"] == 23
         assert found["loss"]["differs_at"] == (None if at is None else found["loss"][at])
-    assert "to 17: is the same\n" in ask("diff", tmp_path / "a", tmp_path / "c")
+    assert "to 23: is the same\n" in ask("diff", tmp_path / "a", tmp_path / "c")
     assert ask("diff", f"{tmp_path}/a@10", f"{tmp_path}/a@15", "--json")["witness"] is None

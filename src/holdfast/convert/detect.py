@@ -118,15 +118,12 @@ class ImportSource:
         arrays = read_model(self._path, self._beside)
         if not arrays:
             is_run = (self._path / GENERATIONS_DIRECTORY).is_dir()
+            hint = "It is a holdfast run already: a job resumes from it as it is." if is_run else _SOURCES
+            what = "contains nothing that can be imported"
             if not is_run and (inner := _list_sources(self._path)):
-                raise UsageError(
-                    f"{self._path} is not a checkpoint itself; it holds {', '.join(map(str, inner[-3:]))}",
-                    hint=f"Import one of them: holdfast import {shlex.quote(str(inner[-1]))} RUN",
-                )
-            raise UsageError(
-                f"{self._path} contains nothing that can be imported",
-                hint="It is a holdfast run already: a job resumes from it as it is." if is_run else _SOURCES,
-            )
+                hint = f"Import one of them: holdfast import {shlex.quote(inner[-1])} RUN"
+                what = f"is not a checkpoint itself; it holds {', '.join(inner[-3:])}"
+            raise UsageError(f"{self._path} {what}", hint=hint)
         self.format = "safetensors"
         self.root = arrays
 
@@ -135,14 +132,10 @@ class ImportSource:
         return self._files.find(self._path / name, follow_links=self.format != "dcp")
 
 
-def _list_sources(directory: Path) -> list[Path]:
+def _list_sources(directory: Path) -> list[str]:
     """Returns what can be imported directly below a directory, the oldest first: `checkpoint-8` before `-16`."""
-    found = [
-        one
-        for one in directory.iterdir()
-        if one.suffix in _SUFFIXES or (one / STATE_NAME).exists() or (one / METADATA_NAME).exists()
-    ]
-    return sorted(found, key=lambda one: (one.stat().st_mtime, len(one.name), one.name))
+    found = [one for one in directory.iterdir() if one.suffix in _SUFFIXES or (one / STATE_NAME).exists()]
+    return list(map(str, sorted(found, key=lambda one: (one.stat().st_mtime, len(one.name), one.name))))
 
 
 def _nest(entries: dict[EntryPath, Any], path: str) -> dict[Any, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
+import struct
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -25,7 +27,7 @@ from holdfast.convert.pickled_values import thaw
 from holdfast.convert.torch_file import ArchivedTree, TorchArchive, coded_value_of
 from holdfast.errors import FormatError, HoldfastError, UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
-from holdfast.format.dtypes import ITEM_BYTES, names_in
+from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.encoding import Encoder, escape, path_part
 from holdfast.format.index import Index, Layout, LeafRecord, plan_layout
 from holdfast.format.names import (
@@ -50,9 +52,10 @@ from holdfast.storage.buffers import take_pages
 from holdfast.storage.digesting import PIECE_BYTES
 from holdfast.tracebacks import short_traceback
 
-_STATE_DICT: Final = "state_dict"
 _STEP_NAMES: Final = ("step", "global_step", "iter_num", "iteration", "iter", "num_updates")
 """The names that programs give to the number of their steps, at the top of a file."""
+
+_NUMBERS: Final = {"I64": "<q", "I32": "<i", "F32": "<f", "F64": "<d"}
 
 _WHOLE: Final = "."
 _WITH_KEYS: Final = (dict, set, frozenset)
@@ -151,7 +154,8 @@ def import_checkpoint(
     with closing(ImportSource(Path(source))) as opened:
         found = opened.recognized or list_objects(opened.root, name)
         if opened.recognized is None:
-            found.step = _find_step(found.objects)
+            steps = (_whole_number(found.objects[name]) for name in _STEP_NAMES if name in found.objects)
+            found.step = next((number for number in steps if number is not None), None)
             _rename_states(found, name)
         has_step = step is not None or found.step is not None
         step = min(found.step or 0, MAX_STEP) if step is None else step
@@ -209,38 +213,25 @@ def list_objects(root: Any, name: str) -> Recognized:
     return Recognized(objects, list(objects))
 
 
-def _find_step(objects: Mapping[str, ArchivedTree]) -> int | None:
-    """**Blocks.** Returns the step that the program has stored at the top of the file; None if there is none."""
-    numbers = (_whole_number(objects[name]) for name in _STEP_NAMES if name in objects)
-    return next((number for number in numbers if number is not None), None)
-
-
 def _whole_number(tree: ArchivedTree) -> int | None:
     """**Blocks.** Returns the number that a value is, also one of NumPy, or an array with one element."""
     value = thaw(tree.value)
     if type(value) is PickledObject and tree.archive is not None and (tensor := tree.archive.tensor(value)) is not None:
         value = whole_array(tensor)
-    if type(value) is InputArray:
-        import numpy as np
-
-        names = {stored: name for name, stored in names_in("numpy").items()}
-        if math.prod(value.shape) != 1 or not hasattr(np, names.get(value.dtype, "")):
-            return None
-        value = np.frombuffer(b"".join(read_spans(value, SPAN_BYTES)), names[value.dtype])[0]
-    if isinstance(value, complex) or not hasattr(value, "__float__") or isinstance(value, bool):
-        return None
-    return step_of(int(value)) if math.isfinite(value) and int(value) == value else None
+    if type(value) is InputArray and value.dtype in _NUMBERS and math.prod(value.shape) == 1:
+        (value,) = struct.unpack(_NUMBERS[value.dtype], next(read_spans(value, SPAN_BYTES)))
+    is_whole = not isinstance(value, bool) and isinstance(value, numbers.Real) and value == value // 1
+    return step_of(int(cast(Any, value))) if is_whole else None
 
 
 def _rename_states(found: Recognized, model: str) -> None:
     """Gives `model_state_dict` and `optimizer_state_dict` the names of their objects; `state_dict` is the model's."""
     for old in list(found.objects):
-        new = model if old == _STATE_DICT else old.removesuffix(f"_{_STATE_DICT}")
-        if new and new != old and new not in found.objects and type(found.objects[old].value) is dict:
-            # In the same order as before.
+        new = model if old == "state_dict" else old.removesuffix("_state_dict")
+        if new and new not in found.objects and type(found.objects[old].value) is dict:
             found.objects = {new if key == old else key: tree for key, tree in found.objects.items()}
-            found.taken = list(found.objects)
             found.former[old] = new
+    found.taken = list(found.objects)
 
 
 def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:

@@ -1,8 +1,4 @@
-"""Values of NumPy and of Python's own library, made here from how a pickle describes them. Pure.
-
-No function that a pickle names is called with what the pickle gives it: the numbers in a description are checked, and
-code of this module makes the value.
-"""
+"""Values of NumPy and of Python's own library, made here from how a pickle describes them, which is checked. Pure."""
 
 from __future__ import annotations
 
@@ -10,45 +6,17 @@ import argparse
 import datetime
 import math
 import pathlib
-import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Final
 
-from holdfast.convert.input_files import Chunk, InputArray
+import msgspec
+
+from holdfast.convert.input_files import SourceTensor, whole_array
 from holdfast.convert.pickle_read import PickledObject
 from holdfast.convert.pickle_write import Global
 from holdfast.convert.torch_file import lengths_of
 from holdfast.format.dtypes import ITEM_BYTES, MAX_DIMENSIONS, names_in
-from holdfast.format.shapes import Box, row_major, whole_box
-
-_NUMPY: Final = ("numpy._core", "numpy.core")
-"""The package of NumPy's own functions, the newest name first."""
-
-
-class PickledArray:
-    """The elements of an array that are in the pickle itself. For `strides` and so on, see `ArrayPart`."""
-
-    is_contiguous = False
-
-    def __init__(self, data: bytes | bytearray, item_bytes: int, shape: tuple[int, ...], order: str) -> None:
-        self._data, self._item_bytes, self._shape, self._order = data, item_bytes, shape, order
-        self.strides = row_major(shape) if order == "C" else row_major(shape[::-1])[::-1]
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for arrays that the pickle has once."""
-        return ("pickled", id(self._data), self._order, self._shape)
-
-    def read_run(self, box: Box, into: memoryview) -> None:
-        """Never called: no array is contiguous here."""
-        raise NotImplementedError
-
-    def values(self, box: Box) -> Any:
-        """Returns the elements of a box, as raw bytes."""
-        import numpy as np
-
-        elements: Any = np.frombuffer(self._data, f"V{self._item_bytes}")
-        return elements.reshape(self._shape, order=self._order)[(*map(slice, box.offsets, box.ends), ...)]
+from holdfast.format.shapes import strides_of
 
 
 def thaw(value: Any) -> Any:
@@ -56,97 +24,84 @@ def thaw(value: Any) -> Any:
 
     An array becomes an `InputArray`. The values in a namespace are as they were. Anything else is returned unchanged.
     """
-    if type(value) is not PickledObject:
-        return value
-    make = _MAKERS.get(value.function)
+    make = _MAKERS.get(value.function) if type(value) is PickledObject else None
     try:
-        made = None if make is None else make(value)
-    except (TypeError, ValueError, IndexError, OverflowError):
+        made = None if make is None else make(value.state, *value.arguments)
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError):
         made = None  # It is not described as its own library does.
     return value if made is None else made
 
 
-def _dtype(made: Any) -> tuple[str, Any]:
-    """Returns the element type's name in an index, and NumPy's own, which is little-endian.
+class _PickledBytes:
+    """The elements of an array that are in the pickle itself, as a file."""
 
-    Raises:
-        ValueError: If it is another type.
-    """
+    def __init__(self, data: bytes | bytearray) -> None:
+        self.path, self._data = f"pickled {id(data)}", memoryview(data)
+
+    def read_into(self, offset_bytes: int, into: memoryview) -> None:
+        into[:] = self._data[offset_bytes : offset_bytes + len(into)]
+
+
+def _dtype(made: Any) -> Any:
     import numpy as np
 
-    state = made.state if type(made) is PickledObject and made.function == Global("numpy", "dtype") else None
-    code = made.arguments[0] if type(state) is tuple and len(state) > 4 and state[1] in ("<", "|") else None
-    if type(code) is not str or len(code) > 3 or code[:1] not in "biufc":
+    code = made.arguments[0] if type(made) is PickledObject and made.function == Global("numpy", "dtype") else ""
+    if type(code) is not str or code[:1] not in tuple("biufc") or len(code) > 3 or made.state[1] not in ("<", "|"):
         raise ValueError("not a type of numbers")
-    dtype = np.dtype(code).newbyteorder("<")
-    return names_in("numpy").get(dtype.name, ""), dtype
+    return np.dtype(code).newbyteorder("<")
 
 
-def _scalar(made: PickledObject) -> Any:
+def _number(_: Any, dtype: Any, data: Any) -> Any:
     import numpy as np
 
-    _, dtype = _dtype(made.arguments[0])
-    data = made.arguments[1]
-    return np.frombuffer(data, dtype)[0] if type(data) is bytes and len(data) == dtype.itemsize else None
+    return np.frombuffer(data, _dtype(dtype))[0] if len(data) == _dtype(dtype).itemsize else None
 
 
-def _array(data: Any, made_dtype: Any, made_shape: Any, order: str) -> Any:
-    dtype, _ = _dtype(made_dtype)
-    shape = lengths_of(made_shape)
-    if not dtype or shape is None or len(shape) > MAX_DIMENSIONS or type(data) not in (bytes, bytearray):
+def _array(data: Any, made_dtype: Any, made_shape: Any, *, is_turned: bool) -> Any:
+    import numpy as np
+
+    dtype, shape = names_in("numpy")[_dtype(made_dtype).name], lengths_of(made_shape)
+    if shape is None or len(shape) > MAX_DIMENSIONS or len(data) != math.prod(shape) * ITEM_BYTES[dtype]:
         return None
-    if len(data) != math.prod(shape) * ITEM_BYTES[dtype]:
-        return None
-    part = PickledArray(data, ITEM_BYTES[dtype], shape, order)
-    return InputArray(dtype, shape, (Chunk(whole_box(shape), part),), "numpy")
+    if is_turned:
+        data = np.frombuffer(data, _dtype(made_dtype)).reshape(shape, order="F").tobytes()
+    file: Any = _PickledBytes(data)
+    return msgspec.structs.replace(
+        whole_array(SourceTensor(file, 0, dtype, shape, strides_of(shape, 1))), library="numpy"
+    )
 
 
-def _reconstructed(made: PickledObject) -> Any:
-    _, shape, dtype, is_fortran, data = made.state
-    return _array(data, dtype, shape, "F" if is_fortran is True else "C")
+def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
+    return lambda _, *parts: kind(*parts) if all(type(part) is str for part in parts) else None
 
 
-def _from_buffer(made: PickledObject) -> Any:
-    data, dtype, shape, order = made.arguments
-    return _array(data, dtype, shape, order) if order in ("C", "F") else None
-
-
-def _path(kind: type[pathlib.PurePath]) -> Callable[[PickledObject], Any]:
-    return lambda made: kind(*made.arguments) if all(type(part) is str for part in made.arguments) else None
-
-
-def _datetime(made: PickledObject) -> Any:
-    (parts,) = made.arguments  # One with a time zone is left as it is.
+def _datetime(_: Any, parts: bytes) -> Any:
     high, low, month, day, hour, minute, second, *rest = parts
-    microsecond = int.from_bytes(bytes(rest), "big")
-    return datetime.datetime(high << 8 | low, month & 127, day, hour, minute, second, microsecond, fold=month >> 7)
+    return datetime.datetime(high << 8 | low, month, day, hour, minute, second, int.from_bytes(rest, "big"))
 
 
-def _namespace(kind: Callable[[], Any]) -> Callable[[PickledObject], Any]:
-    def make(made: PickledObject) -> Any:
-        if type(made.state) is not dict or not all(type(name) is str for name in made.state):
-            return None
-        namespace = kind()
-        vars(namespace).update(made.state)
-        return namespace
-
-    return make
+def _namespace(state: Any) -> Any:
+    namespace = argparse.Namespace()
+    vars(namespace).update((name, part) for name, part in state.items() if type(name) is str)
+    return namespace
 
 
-_PATHS: Final[tuple[tuple[str, type[pathlib.PurePath]], ...]] = (
-    ("PosixPath", type(pathlib.Path())),
-    ("PurePosixPath", pathlib.PurePosixPath),
-    ("WindowsPath", pathlib.PureWindowsPath),
-    ("PureWindowsPath", pathlib.PureWindowsPath),
-)
-
-_MAKERS: Final[dict[Global, Callable[[PickledObject], Any]]] = {
-    **{Global(f"{package}.multiarray", "scalar"): _scalar for package in _NUMPY},
-    **{Global(f"{package}.multiarray", "_reconstruct"): _reconstructed for package in _NUMPY},
-    **{Global(f"{package}.numeric", "_frombuffer"): _from_buffer for package in _NUMPY},
-    **{Global(module, name): _path(kind) for module in ("pathlib", "pathlib._local") for name, kind in _PATHS},
-    Global("datetime", "datetime"): _datetime,
-    Global("argparse", "Namespace"): _namespace(argparse.Namespace),
-    Global("types", "SimpleNamespace"): _namespace(types.SimpleNamespace),
+_MAKERS: Final[dict[Global, Callable[..., Any]]] = {
+    Global("argparse", "Namespace"): _namespace,
+    Global("datetime", "datetime"): _datetime,  # One with a time zone is left as it is.
 }
-"""For each name, what makes the value; it returns None or raises an error of Python's if that cannot be."""
+"""For each name, what makes the value of a description's state and arguments."""
+
+for _package in ("numpy._core", "numpy.core"):
+    _MAKERS[Global(f"{_package}.multiarray", "scalar")] = _number
+    _MAKERS[Global(f"{_package}.multiarray", "_reconstruct")] = lambda state, *_: _array(
+        state[4], state[2], state[1], is_turned=state[3] is True
+    )
+    _MAKERS[Global(f"{_package}.numeric", "_frombuffer")] = lambda _, data, dtype, shape, order: _array(
+        data, dtype, shape, is_turned=order == "F"
+    )
+for _name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
+    for _module in ("pathlib", "pathlib._local"):
+        _MAKERS[Global(_module, _name)] = _path(
+            type(pathlib.Path()) if _name == "PosixPath" else getattr(pathlib, f"Pure{_name.removeprefix('Pure')}")
+        )

@@ -16,7 +16,7 @@ import holdfast.run
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
-from holdfast.integrations.torch.places import DataPlace, describe_loader
+from holdfast.integrations.torch.places import DataPlace
 from holdfast.run import Run
 from holdfast.save import arguments
 from holdfast.state import RNG, PerWorker
@@ -82,7 +82,7 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
         # The loop goes on where it was by the loader: it need not ask for the step.
         place.on_resume = lambda: progress.begin_where_it_was(run)
         number = places.index(place)
-        facts = lambda place=place: (accelerator.gradient_accumulation_steps, describe_loader(place.loader))  # noqa: E731
+        facts = lambda place=place: (accelerator.gradient_accumulation_steps, place.describe())  # noqa: E731
         run.manager.witness.follow(f"prepared loader {number}", place.follow_batches, facts)
     _see_losses(accelerator, run)
     for text in {place.caveat for place in places if place.caveat}:

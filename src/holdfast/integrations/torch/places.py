@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from holdfast.errors import UsageError
 from holdfast.format.digests import derive, digest
-from holdfast.integrations.torch.draws import note_parts, read_generators, read_parts, write_generators, write_parts
+from holdfast.integrations.torch.draws import (
+    has_state,
+    note_parts,
+    read_generators,
+    read_parts,
+    walk_stream,
+    write_generators,
+    write_parts,
+)
 from holdfast.integrations.torch.loader import (
     IgnoreSignals,
     SignalProofLoader,
@@ -35,7 +43,6 @@ class DataPlace:
     restart, regardless of prefetching workers, and loading does not change the generators of training.
 
     Attributes:
-        loader: The loader.
         resumes: True if the next epoch that begins continues at the restored position.
         on_resume: Called when it does.
         see: A function to call with each batch when its owner passes it on to training; None for none.
@@ -62,16 +69,25 @@ class DataPlace:
                 f"{cls.__name__} overrides __iter__, so its position in the data cannot be saved",
                 hint="Use torch's DataLoader, or a subclass that does not override __iter__.",
             )
-        self.loader, self._owner, self._lookahead = loader, owner, lookahead
+        self._loader, self._owner, self._lookahead = loader, owner, lookahead
         self._is_dispatched = is_dispatched
         note_parts(loader)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
-        self._keeps_stream = self._is_stream and not loader.num_workers and has_state(loader.dataset)
+        parts = [*walk_stream(loader.dataset)] if self._is_stream else []
+        # The state of a stream of `datasets` leaves out the samples in a shuffle buffer, which would never come. Its
+        # order follows from its epoch, and it begins each pass at the state that it has loaded.
+        self._has_buffer = any(
+            type(each).__name__.startswith("BufferShuffled") and each.buffer_size > 1 for each in parts
+        )
+        self._streams = [each for each in parts if hasattr(each, "_starting_state_dict")]
+        self._keeps_stream = (
+            not (self._has_buffer or loader.num_workers) and self._is_stream and has_state(loader.dataset)
+        )
         self._inner: DataLoader[Any] | None = None
         self._begin: dict[str, Any] | None = None
         self._stream_states: list[Any] = []
         self._fetched, self._begun_iteration, self._has_ended = 0, 0, False
-        self._is_left = False
+        self._is_left = self._has_loaded_stream = False
         self._restored: Mapping[str, Any] | None = None
         self.resumes = False
         self.on_resume: Callable[[], object] = lambda: None
@@ -91,18 +107,24 @@ class DataPlace:
             )
         if not self._is_stream or self._keeps_stream:
             return ""
+        if self._has_buffer:
+            return (
+                "the state of a stream of datasets leaves out the samples in its shuffle buffer, so a restart in the "
+                "middle of an epoch reads the trained batches again and skips them. A stream without "
+                "shuffle(buffer_size=...), or a dataset with indices, avoids that"
+            )
         return (
-            f"{type(self.loader.dataset).__name__} can only be iterated, and keeps no position: a restart in the "
+            f"{type(self._loader.dataset).__name__} can only be iterated, and keeps no position: a restart in the "
             "middle of an epoch loads the trained batches again and skips them. A dataset with indices, or one "
             "with state_dict and load_state_dict and num_workers=0, avoids that"
         )
 
     def _fills_last_batch(self) -> bool:
-        batches: Any = self.loader.batch_sampler
+        batches: Any = self._loader.batch_sampler
         size = getattr(batches, "batch_size", None)
         if self._is_stream or size is None or getattr(batches, "drop_last", False):
             return False
-        dataset: Any = self.loader.dataset
+        dataset: Any = self._loader.dataset
         return bool(len(dataset) % (size * self._lookahead) % self._owner.state.num_processes)
 
     @property
@@ -111,7 +133,7 @@ class DataPlace:
         return self._has_ended
 
     def __repr__(self) -> str:
-        return f"<DataPlace: {self._taken} batches of {self.loader!r}>"
+        return f"<DataPlace: {self._taken} batches of {self._loader!r}>"
 
     @property
     def _taken(self) -> int:
@@ -131,20 +153,20 @@ class DataPlace:
         iteration = getattr(self._owner, "iteration", self._begun_iteration)
         if self._restored is not None and self._begin is None:
             return dict(self._restored)  # Nothing was taken since it was restored.
-        state = {"iteration": iteration, "parts": read_parts(self.loader)}
+        state = {"iteration": iteration, "parts": read_parts(self._loader)}
         has_ended = self._has_ended or bool(getattr(self._owner, "end_of_dataloader", False))
         if self._begin is None or iteration != self._begun_iteration:
             return {**state, "begin": None, "taken": 0, "ended": False, "stream": None}
         stream = None
         if self._keeps_stream and not self._has_ended:
-            dataset: Any = self.loader.dataset
+            dataset: Any = self._loader.dataset
             # What the owner holds is loaded again.
             stream = self._stream_states[0] if self._lookahead else dataset.state_dict()
         return {**state, "begin": self._begin, "taken": self._taken, "ended": has_ended, "stream": stream}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Stores the position for the next epoch that begins."""
-        write_parts(self.loader, state["parts"])
+        write_parts(self._loader, state["parts"])
         self._restored, self._begin = state, None
         self.resumes = state["begin"] is not None
         if hasattr(self._owner, "iteration"):
@@ -162,6 +184,10 @@ class DataPlace:
         """Sets `see`; returns what ends that."""
         self.see = see
         return lambda: setattr(self, "see", None)
+
+    def describe(self) -> object:
+        """See `describe_loader`."""
+        return describe_loader(self._loader)
 
     def close(self) -> None:
         """Ends the loader's persistent workers, if it has some."""
@@ -191,13 +217,19 @@ class DataPlace:
         self._has_ended, self._is_left, self._stream_states = False, False, []
         self._begun_iteration = getattr(self._owner, "iteration", 0)
         if state is None:
-            self._begin, self._fetched = {**read_generators(), "parts": read_parts(self.loader)}, 0
+            for stream in self._streams if self._has_loaded_stream else ():
+                stream._starting_state_dict = None
+            epochs = [int(stream._epoch) for stream in self._streams]
+            self._begin = {**read_generators(), "parts": read_parts(self._loader), "epochs": epochs}
+            self._fetched = 0
             return self._follow(self._open(0))
         self.on_resume()
         now = read_generators()
         self._begin, self._fetched = dict(state["begin"]), state["taken"]
         write_generators(self._begin)
-        write_parts(self.loader, self._begin["parts"])
+        write_parts(self._loader, self._begin["parts"])
+        for stream, epoch in zip(self._streams, self._begin.get("epochs", ()), strict=False):
+            stream.set_epoch(epoch)
         batches = self._open(self._fetched, state)
         write_generators(now)
         if state["ended"] and hasattr(self._owner, "iteration"):
@@ -218,7 +250,7 @@ class DataPlace:
         return batches
 
     def _make_inner(self) -> DataLoader[Any]:
-        loader = self.loader
+        loader = self._loader
         is_batched = loader.batch_sampler is not None
         options = {name: getattr(loader, name) for name in _PASSED_ON}
         # Its seed for workers is drawn when they start, which those that persist do once: it disturbs no other order.
@@ -237,12 +269,13 @@ class DataPlace:
     def _open_stream(self, taken: int, state: Mapping[str, Any] | None) -> Iterator[Any]:
         if state is not None and state["ended"]:
             return iter(())
-        kept = None if state is None else state["stream"]
+        kept = state["stream"] if state is not None and self._keeps_stream else None
         if kept is not None:
-            dataset: Any = self.loader.dataset
+            dataset: Any = self._loader.dataset
             dataset.load_state_dict(kept)
-        with signals_blocked() if self.loader.num_workers else nullcontext():
-            batches = DataLoader.__iter__(self.loader)
+            self._has_loaded_stream = True
+        with signals_blocked() if self._loader.num_workers else nullcontext():
+            batches = DataLoader.__iter__(self._loader)
         if state is not None and kept is None:
             with suppress(StopIteration):  # It may have become shorter.
                 for number in range(taken):
@@ -250,14 +283,14 @@ class DataPlace:
         return batches
 
     def _next_of_stream(self, batches: Iterator[Any], number: int) -> Any:
-        if self.loader.num_workers:
+        if self._loader.num_workers:
             return next(batches)  # Its workers' generators follow from the seed of the epoch.
         with generators_put_back():
             seed_generators(derive(self._key, number))
             return next(batches)
 
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
-        dataset: Any = self.loader.dataset
+        dataset: Any = self._loader.dataset
         ahead: deque[Any] = deque()
         while True:
             if self._keeps_stream and self._lookahead:
@@ -300,11 +333,6 @@ class _FollowedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         return self._place.start()
-
-
-def has_state(obj: object) -> bool:
-    """Returns True if an object has a position that can be read and restored."""
-    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
 class _BatchTasks:

@@ -22,8 +22,9 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
 from holdfast.integrations.accelerate.loop import check_strategy, follow, unwrap
+from holdfast.integrations.torch.draws import has_state
 from holdfast.integrations.torch.evaluations import Evaluation
-from holdfast.integrations.torch.places import DataPlace, describe_loader, has_state
+from holdfast.integrations.torch.places import DataPlace
 from holdfast.integrations.transformers.progress import TrainerProgress, TrainerWorker
 from holdfast.manager import CheckpointManager
 from holdfast.policies import RetentionPolicy, SavePolicy
@@ -275,7 +276,7 @@ class _Session:
         self._stack.push(self._run_stack)
         self._run_stack.enter_context(run)
         if (place := self._place) is not None:
-            facts = lambda: (trainer.args.gradient_accumulation_steps, describe_loader(place.loader))  # noqa: E731
+            facts = lambda: (trainer.args.gradient_accumulation_steps, place.describe())  # noqa: E731
             run.manager.witness.follow("the training loader", place.follow_batches, facts)
         if run.restored is None:
             if trainer.state.global_step:
