@@ -75,7 +75,8 @@ def train_lightning(place: str, fault: str, kill_at: int, options: dict[str, Any
             self.net = Net(fault, kill_at)
 
         def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-            return self.net(**batch)["loss"]
+            loss: Tensor = self.net(**batch)["loss"]
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), 0.01)

@@ -43,7 +43,8 @@ from holdfast.integrations.torch.draws import (
     write_parts,
 )
 from holdfast.integrations.torch.evaluations import Evaluation
-from holdfast.integrations.torch.places import DataPlace, describe_loader
+from holdfast.integrations.torch.loader import describe_loader
+from holdfast.integrations.torch.places import DataPlace
 from holdfast.run import Run, resumable
 from holdfast.state import RNG
 from holdfast.state.data.sampler import ResumableSampler

@@ -24,6 +24,7 @@ from holdfast.integrations.torch.draws import (
 from holdfast.integrations.torch.loader import (
     IgnoreSignals,
     SignalProofLoader,
+    describe_loader,
     generators_put_back,
     seed_generators,
     signals_blocked,
@@ -314,16 +315,6 @@ class DataPlace:
             except GeneratorExit:
                 self._is_left = True
                 raise
-
-
-def describe_loader(loader: Any) -> object:
-    """Returns what decides which batches a loader gives, as far as the program announces it."""
-    batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-    size = getattr(batches, "batch_size", getattr(loader, "batch_size", None))
-    length = None
-    with suppress(TypeError, NotImplementedError):
-        length = len(dataset)  # type: ignore[arg-type]
-    return size, getattr(batches, "drop_last", None), length
 
 
 class _FollowedLoader(DataLoader[Any]):
