@@ -124,6 +124,8 @@ class Comparison(Decoder):
 
     def decode(self, node: Any, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
         """Returns the value of a node, or the live one if that stays."""
+        if live is UNFILLED and self.whole:  # As the many parts of a replay buffer that the program begins empty.
+            return super().decode(node, live, path, depth)
         if self._lacks_tuples and self.rules.fixed_lengths:
             node = _as_tuple(node, live) if isinstance(live, tuple) else _as_node(node, live)
         if type(node) is dict and "$" not in node and not isinstance(live, dict):
@@ -172,7 +174,8 @@ class Comparison(Decoder):
         return frozenset(places)
 
     def _decode_whole(self, node: Any, live: Any, path: str, depth: int) -> Any:
-        if type(live) not in ENCODERS and self._stands_against(_form(node), node, live):
+        is_there = live is not ABSENT and type(live) not in ENCODERS
+        if is_there and self._stands_against(_form(node), node, live):
             self.differences.wrong_kind.append(f"{path}: stored {_describe(node)}, live {_describe_live(live)}")
             return live
         return super().decode(node, live, path, depth)
@@ -193,10 +196,11 @@ class Comparison(Decoder):
         spec = self.stored_arrays.get(leaf)
         if spec is None:
             raise malformed(path, f"there is no array {leaf!r}")
-        sharder = sharder_of_type(type(live))
+        is_there = live is not UNFILLED and live is not ABSENT
+        sharder = sharder_of_type(type(live)) if is_there else None
         if sharder is not None:
             return self.claims.live_shared(leaf, spec, live, sharder, path, self.rules)
-        backend = backend_of(live)
+        backend = backend_of(live) if is_there else None
         if backend is not None:
             return self.claims.live(leaf, spec, live, backend, library, path, self.rules)
         if live is ABSENT and (self.rules.fixed_lengths if _is_number(path) else self.rules.fixed_keys):
