@@ -139,15 +139,16 @@ class TrainingLoop:
 
     def finish_step(self) -> None:
         """Counts the step in progress as complete."""
-        self.count.done = self.count_with_open_step()
+        done = self.count_with_open_step()
         self.count.unfinished.discard(self)
+        count_to(self, done)
 
     def count_own_step(self, *arguments: Any, **options: Any) -> None:
         """Counts a step of the program's own loop; the arguments are those of `pass_boundary`."""
         self.finish_step()  # A loop of `steps` may have been left in the middle of one, by `break` say.
         step_break.end()
         self.watch.note_own_step()
-        self.count.done += 1
+        count_to(self, self.count.done + 1)
         self.guard.is_tentative = True
         self.pass_boundary(*arguments, **options)
         self._mark_epoch_end()
@@ -323,6 +324,17 @@ class TrainingLoop:
             self.watch.note_saved()
             self.metrics, self._saved_notes = {}, (metrics, metadata)
             self.guard.provisional = None
+
+
+def count_to(loop: TrainingLoop, done: int) -> None:
+    """Sets the number of complete steps.
+
+    Raises:
+        ResumeDiffersError: If a step differs from what it repeats, and `strict_resume` makes that an error.
+    """
+    if done > loop.count.done:
+        loop.count.done = done
+        loop.manager.witness.note_step(done)
 
 
 def must_save_metrics(loop: TrainingLoop) -> bool:

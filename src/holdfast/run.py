@@ -62,6 +62,7 @@ def resumable(
     on_resize: Literal["allow", "refuse"] = "allow",
     preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     keep_current: str | Iterable[str] = (),
+    strict_resume: bool = False,
     quiet: bool = False,
     **objects: object,
 ) -> Run:
@@ -103,6 +104,8 @@ def resumable(
             machine, "off" for Ctrl-C only, or a `TerminationConfig`. Several workers stop at the same step.
         keep_current: What the restore leaves as the script set it, as in `CheckpointManager.restore`: hyperparameters
             such as `"optimizer.lr"`, or names of whole objects.
+        strict_resume: True to make it an error if a step is repeated with other data, or another loss, than before the
+            restart; it is a warning otherwise.
         quiet: True to omit the lines that say where the run begins and ends; warnings and errors stay.
         **objects: The objects to save, by name. An object with the name of an option needs a `Checkpoint`:
             `resumable(directory, Checkpoint(threads=..., model=model))`.
@@ -123,13 +126,13 @@ def resumable(
     termination = make_termination(preemption, objects)
     if not isinstance(strict, bool):
         raise UsageError(f"strict must be True or False, got {strict!r}")
-    arguments.check_switches(quiet=quiet)
+    arguments.check_switches(quiet=quiet, strict_resume=strict_resume)
     options = arguments.SaveOptions.pick(given, save_every=Auto(), keep=Latest(3))
     with EarlyNotices(termination) as early:
         names = check_kept(keep_current, kept.objects)
         manager = CheckpointManager(directory, kept, **asdict(options))
         with explaining(manager.participant):
-            run = Run(manager, termination, strict=strict, keep_current=names, quiet=quiet)
+            run = Run(manager, termination, strict=strict, keep_current=names, strict_resume=strict_resume, quiet=quiet)
             early.hand_over(run._guard.inbox.hear)
     return run
 
@@ -175,6 +178,7 @@ class Run:
         *,
         strict: bool,
         keep_current: Iterable[str],
+        strict_resume: bool,
         quiet: bool,
     ) -> None:
         self.manager = manager
@@ -182,7 +186,7 @@ class Run:
         self._loop = TrainingLoop(manager, partial(make_guard, manager, termination))
         self._count, self._guard = self._loop.count, self._loop.guard
         self._restored: Restoration | None = None
-        self._strict, self._keep_current = strict, keep_current
+        self._strict, self._keep_current, self._strict_resume = strict, [*keep_current], strict_resume
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self.completes_step: Callable[[], bool] = lambda: True
         self._loops = itertools.count(1)
@@ -285,6 +289,8 @@ class Run:
                 hint="Write run.report(loss=loss), or run.report(**metrics) for a dict.",
             )
         self._loop.metrics.update(arguments.check_metrics(metrics))
+        if "loss" in metrics:
+            self.manager.witness.note_loss(self._loop.metrics["loss"])
 
     def stop(self) -> None:
         """Ends the loop after the current step."""
@@ -381,6 +387,10 @@ class Run:
         )
         watch.resumption = describe_resumption(step, "run.step", "run.steps(n)") if step else ""
         self._announcements.begin(self.manager, self._restored, step)
+        is_same = self._restored is None or not (self._restored.differences or self._keep_current)
+        base, say = None if self._restored is None else step, self._announcements.say
+        witness, objects = self.manager.witness, self.checkpoint.objects
+        witness.begin(objects, base, say, same_loss=is_same, strict=self._strict_resume)
         self._entered = self.manager.is_in_run = True
         return self
 

@@ -339,6 +339,57 @@ class Warned(Event, frozen=True):
         return self.text if self.step is None else f"step {self.step}: {self.text}"
 
 
+class WitnessAgreed(Event, frozen=True):
+    """The steps that were repeated after a restart are as they were before it.
+
+    Attributes:
+        first_step: The first step that was compared.
+        last_step: The last one.
+        what: What was compared: `data`, `loss` or `data and loss`.
+    """
+
+    first_step: int
+    last_step: int
+    what: str
+
+    def __str__(self) -> str:
+        is_one = self.first_step == self.last_step
+        steps = f"step {self.first_step} was" if is_one else f"steps {self.first_step} to {self.last_step} were"
+        return f"{steps} repeated with the same {self.what.replace('and', 'and the same')}"
+
+
+class WitnessDiffers(Event, frozen=True):
+    """A step that was repeated after a restart took other data than before it, or gave another loss.
+
+    Attributes:
+        step: The first step that differs.
+        what: `data` or `loss`.
+        loader: The loaders that give the data; empty for a loss if the data could not be compared.
+        before: What it was before the restart: the loss, or the number of batches.
+        now: What it is now.
+        rank: The worker.
+    """
+
+    step: int
+    what: str
+    loader: str
+    before: float
+    now: float
+    rank: int = 0
+
+    def __str__(self) -> str:
+        how = f"with other data of {self.loader} than before the restart"
+        if self.what == "loss":
+            known = "the same data, but " if self.loader else ""
+            how = f"with {known}the loss {self.now!r}; before the restart it was {self.before!r}"
+        elif self.before != self.now:
+            how = f"with {self.now:g} of the batches of {self.loader}; before the restart it took {self.before:g}"
+        worker = f"rank {self.rank}: " if self.rank else ""
+        return (
+            f'{worker}step {self.step} was repeated {how} (see "If repeated steps differ" in docs/guides/restoring.md)'
+        )
+
+
 class GroupEnded(Event, frozen=True):
     """All tasks of a group of a job have succeeded.
 
@@ -436,6 +487,8 @@ AnyEvent: TypeAlias = (
     | Failed
     | Skipped
     | Warned
+    | WitnessAgreed
+    | WitnessDiffers
     | GroupEnded
     | NodesTimed
     | NoticeHeard

@@ -34,6 +34,8 @@ from holdfast.events.kinds import (
     Skipped,
     Staged,
     Warned,
+    WitnessAgreed,
+    WitnessDiffers,
     Written,
 )
 from holdfast.numbers import check_whole
@@ -66,6 +68,8 @@ _LEVELS: dict[type[Event], int] = {  # Of all others: INFO.
     Failed: logging.ERROR,
     Skipped: logging.WARNING,
     Warned: logging.WARNING,
+    WitnessAgreed: logging.DEBUG,  # A line of the run says it.
+    WitnessDiffers: logging.WARNING,
     NoticeHeard: logging.WARNING,
     Leaving: logging.DEBUG,  # The last line on standard error says it.
 }

@@ -1,4 +1,4 @@
-"""Random generators, and the counts and generators of samplers: the order of an epoch is drawn from these."""
+"""Random generators, those and the counts of samplers, and streams: the order of an epoch follows from these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from holdfast.integrations.attributes import (
     RANDOM,
@@ -30,6 +30,9 @@ _SKIPPED: Final = frozenset({"dataset", "data_source", "_iterator", "_IterableDa
 _LOOKED_AT: Final = 64
 """A list or dict of more entries contains samples, and neither samplers nor generators."""
 
+_LIBRARY: Final = "datasets."
+"""The module of Hugging Face's streams and of all that they consist of."""
+
 
 def note_parts(loader: Any) -> None:
     """Notes how a loader and its samplers look before they are used: `read_parts` returns what has changed since.
@@ -45,7 +48,8 @@ def read_parts(loader: Any) -> dict[str, dict[str, Any]]:
 
     These are the states of random generators, and plain attributes that have changed since `note_parts`: counters, say,
     or lists that each epoch shuffles. Attributes that have not changed, such as a batch size, are the program's own.
-    It includes all samplers under the loader; a sampler may have others as attributes of any name. Nothing is drawn.
+    It includes all samplers under the loader; a sampler may have others as attributes of any name. So it does a stream.
+    Nothing is drawn.
     """
     parts = {}
     for path, attributes in _look_at(loader).items():
@@ -91,7 +95,7 @@ def _list_parts(loader: Any) -> list[tuple[str, Any]]:
     parts, seen = [("", loader)], {id(loader)}
     for path, part in parts:
         for name, value in _list_members(part):
-            if name not in _SKIPPED and id(value) not in seen and (_is_sampler(value) or _holds_parts(value)):
+            if id(value) not in seen and (_is_sampler(value) or _holds_parts(value)):
                 seen.add(id(value))
                 is_row = isinstance(value, list | tuple | dict)
                 parts.append((f"{path}.{name}", SimpleNamespace(**dict(_list_members(value))) if is_row else value))
@@ -100,7 +104,7 @@ def _list_parts(loader: Any) -> list[tuple[str, Any]]:
 
 def _list_members(part: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(part, DataLoader):
-        return iter((("batch_sampler", part.batch_sampler), ("sampler", part.sampler)))
+        return ((name, getattr(part, name)) for name in ("batch_sampler", "sampler", "dataset"))
     if isinstance(part, list | tuple | dict):
         items = part.items() if isinstance(part, dict) else enumerate(part)
         return ((str(name), value) for name, value in items)
@@ -117,16 +121,16 @@ def _holds_parts(value: Any) -> bool:
 
 
 def _is_sampler(value: Any) -> bool:
-    """Returns True for a sampler of any class: torch asks only that it can be iterated."""
+    """Returns True for a sampler of any class, since torch asks only that it can be iterated; and for a stream.
+
+    A stream of `datasets` is none: it draws from nothing that changes.
+    """
     if isinstance(value, Sampler | BatchSampler):
         return True
     cls = type(value)
-    return (
-        hasattr(cls, "__iter__")
-        and not hasattr(cls, "__getitem__")
-        and hasattr(value, "__dict__")
-        and not isinstance(value, Dataset | DataLoader)
-    )
+    if isinstance(value, Dataset | DataLoader):
+        return isinstance(value, IterableDataset) and not cls.__module__.startswith(_LIBRARY)
+    return hasattr(cls, "__iter__") and not hasattr(cls, "__getitem__") and hasattr(value, "__dict__")
 
 
 def read_generators() -> dict[str, Any]:
@@ -156,3 +160,21 @@ register_generator(
     lambda generator: generator.get_state().numpy().tobytes(),
     lambda generator, state: generator.set_state(_tensor_of(state)),
 )
+
+
+def has_state(obj: object) -> bool:
+    """Returns True if an object has a position that can be read and restored."""
+    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+
+
+def walk_stream(dataset: Any) -> Iterator[Any]:
+    """Yields a stream and what it reads from, as far as these are streams too, or parts of those of `datasets`."""
+    parts, seen = [dataset], {id(dataset)}
+    for part in parts:
+        yield part
+        for value in getattr(part, "__dict__", {}).values():
+            for each in value if isinstance(value, list | tuple) else (value,):
+                is_known = isinstance(each, IterableDataset) or type(each).__module__.startswith(_LIBRARY)
+                if is_known and id(each) not in seen:
+                    seen.add(id(each))
+                    parts.append(each)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -124,7 +124,7 @@ class ModuleAdapter(Adapter):
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Compares names, shapes and types."""
         live = _read(obj)
-        nodes = loading.children(stored)
+        nodes = _without_wrapper(loading.children(stored), live)
         differences = loading.differences
         # Tied tensors are one under several names, of which a program without holdfast may have stored only one.
         tied = {id(value) for key, value in live.items() if key in nodes}
@@ -161,6 +161,15 @@ class ModuleAdapter(Adapter):
 
 
 _BACKEND: Final = TorchBackend()
+
+
+def _without_wrapper(nodes: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Removes what `torch.compile` and DDP add to the names of an imported file, unless the live module has it too."""
+    if any("_orig_mod." in key for key in nodes):
+        nodes = {key.replace("_orig_mod.", ""): node for key, node in nodes.items()}
+    while nodes and nodes.keys().isdisjoint(live) and all(key.startswith("module.") for key in nodes):
+        nodes = {key.removeprefix("module."): node for key, node in nodes.items()}
+    return nodes
 
 
 def _gets_new_memory(tensor: Any, is_loaded: bool) -> bool:

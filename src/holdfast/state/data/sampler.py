@@ -51,6 +51,7 @@ class BatchCount:
         batches: How many were taken.
         ends: How often the loop asked for another batch at the end of an epoch.
         calls: Functions to call for each batch.
+        see: A function to call with each batch; None for none.
         is_asked: True if the program has read or set the epoch since a position was restored.
         unasked_epochs: How many epochs of a restored position were complete when a loop over the rest of an epoch began
             without asking; 0 if none did.
@@ -60,6 +61,7 @@ class BatchCount:
         self.batches = self.ends = self.unasked_epochs = 0
         self.is_asked = False
         self.calls: list[Callable[[], object]] = []
+        self.see: Callable[[Any], None] | None = None
 
     def __reduce__(self) -> tuple[type[BatchCount], tuple[()]]:
         return BatchCount, ()
@@ -377,6 +379,8 @@ class ResumableSampler:
                     iterator = iter(loader)
                 for batch in iterator:
                     self._take(current)
+                    if self._count.see is not None:
+                        self._count.see(batch)
                     yield batch
             self._end_epoch(current)
         finally:
@@ -484,6 +488,15 @@ class SamplerAdapter(Adapter):
     def find_sampler(self, obj: Any) -> ResumableSampler | None:
         """Returns the sampler that an object is built on; None if it keeps a position in another way."""
         return self._sampler_of(obj)
+
+    def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> tuple[Callable[[], object], object] | None:
+        """See `Adapter`."""
+        sampler = self.find_sampler(obj)
+        if sampler is None or (count := sampler._count).see is not None:
+            return None
+        count.see = call
+        facts = sampler._seed, sampler._length, sampler._shuffle, sampler._cut.batch_size, sampler._cut.drop_last
+        return lambda: setattr(count, "see", None), facts
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """Returns the sampler's state."""
