@@ -17,7 +17,7 @@ from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.state.adapters import Adapter, CaptureContext, Readable
-from holdfast.state.array_look import look_at
+from holdfast.state.array_look import look_at, split_rows
 from holdfast.state.capture_cache import (
     LEAST_PARTS,
     CachedTree,
@@ -47,7 +47,6 @@ from holdfast.state.registry import (
     parts_of,
     sharder_of_type,
 )
-from holdfast.state.rows import split_rows
 from holdfast.state.shard_ownership import ShardOwnership
 
 
