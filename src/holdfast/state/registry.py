@@ -269,9 +269,10 @@ def check_objects(objects: Mapping[str, object]) -> None:
             (adapter or Adapter()).check(obj, path)
 
 
-def state_paths(live: object, path: str) -> list[str]:
-    """Returns the paths of arrays and objects with state in a live value."""
-    return [_path(path, trail) for trail, _, handler in _walk(live) if handler is not None]
+def state_paths(live: object, path: str, *, only_objects: bool = False) -> list[str]:
+    """Returns the paths of objects with state in a live value, and of its arrays."""
+    found = _walk(live, is_sought=lambda _: not only_objects)
+    return [_path(path, trail) for trail, _, handler in found if handler is not None]
 
 
 def find_array(live: object) -> object:
@@ -282,6 +283,11 @@ def find_array(live: object) -> object:
 def holds_state(live: object) -> bool:
     """Returns True if a live value is or contains arrays or objects with state."""
     return any(handler is not None for _, _, handler in _walk(live))
+
+
+def holds_objects(live: object) -> bool:
+    """Returns True if a live value is or contains objects with state."""
+    return bool(state_paths(live, "", only_objects=True))
 
 
 def immutable_arrays_in(root: object) -> list[object]:
