@@ -35,7 +35,7 @@ DRY ?=
 # For instance: make gpu GPU="--only tests"; GPU=--help shows what there is.
 GPU ?=
 
-.PHONY: demo dist docs test test-ray test-frameworks test-tensorflow test-oldest check crash bench bench-frameworks gpu gpu-wheels clean
+.PHONY: demo dist docs test test-ray test-slurm test-frameworks test-tensorflow test-oldest check crash bench bench-frameworks gpu gpu-wheels clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -46,6 +46,11 @@ test: .venv/ready
 # Ray is large, and starts slowly: these tests have an environment of their own.
 test-ray: $(RAY_VENV)/ready
 	$(RAY_VENV)/bin/pytest tests/test_jobs_ray.py
+
+# Starts a Slurm of four nodes on this machine, and takes about five minutes. Needs root and Debian's packages.
+test-slurm: .venv/ready
+	@command -v slurmctld munged >/dev/null || { echo "first: apt-get install --no-install-recommends slurm-wlm munge"; exit 2; }
+	HOLDFAST_SLURM=1 $(BIN)/pytest tests/test_slurm.py
 
 # Lightning, transformers, Keras and Flax are large: the tests of their integrations have an environment of their own.
 # What the gate leaves out of the tests of Accelerate runs here, too.

@@ -9,12 +9,16 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
+import holdfast as hf
 from command_line import run_python
 from holdfast.cluster.barrier import count_read, wait_counted
 from holdfast.cluster.connection_pool import ConnectionPool
+from holdfast.cluster.discover import describe_lone_task
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox, Watch
 from holdfast.cluster.membership import Joining, name_ranks
@@ -31,6 +35,7 @@ from holdfast.cluster.polling import (
 )
 from holdfast.cluster.protocol import Cluster
 from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError, PeerError, UsageError
+from holdfast.events import Event, Warned
 from holdfast.testing.cluster_scenarios import gather, rendezvous
 from memory_engine import MemoryEngine, run_workers
 
@@ -489,3 +494,36 @@ def test_no_thread_that_asks_an_engine_outlives_the_program() -> None:
         preload=None,
     )
     assert done.stdout.split() == ["threads", "2", "threads", "0"], (done.stdout, done.stderr)
+
+
+# Tasks of a launcher that were not made workers.
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"SLURM_NTASKS": "2"}, "SLURM_NTASKS"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM_NTASKS"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_SIZE": "3"}, "PMI_SIZE"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, ""),
+        ({"SLURM_NTASKS": "1"}, ""),
+        ({"PMI_SIZE": "many"}, ""),
+        ({}, ""),
+    ],
+)
+def test_lone_task_is_named_with_the_variable(environment: dict[str, str], named: str) -> None:
+    """The shell of a batch job has the number of tasks too, but it is no task."""
+    assert f"({named})" in describe_lone_task(environment) if named else not describe_lone_task(environment)
+
+
+def test_task_of_several_that_saves_alone_is_warned_at_the_door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    choices: tuple[tuple[Literal["auto", "alone"], int], ...] = (("auto", 1), ("alone", 0))
+    for cluster, count in choices:
+        events: list[Event] = []
+        manager = hf.CheckpointManager(tmp_path, hf.Checkpoint(count=1), cluster=cluster, sinks=[events.append])
+        manager.close()
+        assert len([event for event in events if isinstance(event, Warned) and "PMI_SIZE" in event.text]) == count

@@ -38,6 +38,8 @@ from holdfast.events import (
     Sums,
     Totals,
     Warned,
+    WitnessAgreed,
+    WitnessDiffers,
     Written,
     decode_event,
     encode_event,
@@ -75,6 +77,8 @@ ONE_OF_EACH: list[Event] = [
     Diverged(step=500, generation=3, tensor="model/head.weight", ranks=((0, 2, 3), (1,))),
     GroupEnded(group="epoch", epoch=3, seconds=12.5),
     NodesTimed(action="checkpoint_save", epoch=3, node_seconds={"a": 0.5, "b": 2.0}, slowest="b"),
+    WitnessAgreed(first_step=401, last_step=404, what="data and loss"),
+    WitnessDiffers(step=405, what="loss", loader="loader", before=0.5, now=0.25),
     NoticeHeard(source="signal", text="SIGTERM was sent to process 7", demand="leave_by", left_seconds=30.0),
     Leaving(step=650, exit_code=42, reason="no time is left"),
 ]

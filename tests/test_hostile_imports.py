@@ -390,7 +390,7 @@ def test_pickles_made_to_exhaust_are_refused(tmp_path: Path, name: str) -> None:
         assert read_pickle(PICKLES[name], (), "here") is None
         return
     refuse(
-        path, "malformed", "nested", "contains itself", "may hold", "more than", "contains nothing", "cannot be stored"
+        path, "malformed", "nested", "contains itself", "may hold", "more than", "contains nothing", "is not supported"
     )
 
 

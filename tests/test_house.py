@@ -34,6 +34,7 @@ PUBLIC = [
     "Best",
     "Checkpoint",
     "CheckpointManager",
+    "EveryHours",
     "EveryN",
     "Job",
     "JobRunner",

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import datetime
+import enum
 import json
+import os
+import random
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +97,27 @@ def test_a_job_goes_on_and_saves_behind_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("entries", "step"),
-    [({"step": 17, "epoch": 3}, 17), ({"global_step": 5}, 5), ({"step": 1.5, "global_step": 6}, 6), ({"step": -1}, 0)],
+    [
+        ({"step": 17, "epoch": 3}, 17),
+        ({"global_step": 5}, 5),
+        ({"step": 1.5, "global_step": 6}, 6),
+        ({"step": -1}, None),
+        ({"iter_num": 7, "best_val_loss": torch.tensor(2.5)}, 7),
+        ({"step": torch.tensor(900)}, 900),
+        ({"iteration": np.int64(8)}, 8),
+        ({"num_updates": torch.tensor([9.0])}, 9),
+        ({"step": torch.tensor([1, 2]), "iter": np.array(3)}, 3),
+        ({"step": True, "epoch": 4}, None),
+    ],
 )
-def test_a_whole_step_at_the_top_of_a_file_is_the_step(tmp_path: Path, entries: dict[str, Any], step: int) -> None:
+def test_a_whole_step_at_the_top_of_a_file_is_the_step(
+    tmp_path: Path, entries: dict[str, Any], step: int | None
+) -> None:
     torch.save({"model": torch.nn.Linear(2, 1).state_dict(), **entries}, tmp_path / "old.pt")
-    assert call_json("import", tmp_path / "old.pt", tmp_path / "run")["step"] == step
+    found = call("import", tmp_path / "old.pt", tmp_path / "run")
+    assert f"step {step or 0} of" in found.stdout
+    assert ("no step in the source" in found.stderr) is (step is None)
+    step = step or 0
     with hf.resumable(tmp_path / "run", model=torch.nn.Linear(2, 1), strict=False) as run:
         assert run.step == step
 
@@ -128,7 +149,7 @@ def test_a_bare_state_dict_is_one_object(tmp_path: Path) -> None:
     torch.save(nn.DataParallel(model).state_dict(), tmp_path / "wrapped.pt")
     for name in ("old", "wrapped"):
         made = hf.import_checkpoint(tmp_path / f"{name}.pt", tmp_path / name, name="net")
-        assert (made.objects, made.renamed) == (("net",), ("net",) if name == "wrapped" else ())
+        assert (made.objects, made.renamed, made.has_step) == (("net",), (), False)
         fresh = build(2)["model"]
         with hf.CheckpointManager(tmp_path / name, hf.Checkpoint(net=fresh)) as manager:
             manager.restore()
@@ -307,8 +328,8 @@ def test_what_cannot_be_kept_is_refused_or_left_out(tmp_path: Path) -> None:
 def test_a_job_without_what_was_left_out_goes_on(tmp_path: Path) -> None:
     entries = {
         "model": {"w": torch.ones(2)},
-        "args": argparse.Namespace(lr=1),
-        "more": {"epoch": 3, "args": {1: {2}}, "own": argparse.Namespace(lr=2)},
+        "args": nn.Identity(),
+        "more": {"epoch": 3, "args": {1: {2}}, "own": nn.Identity()},
     }
     torch.save(entries, tmp_path / "a.pt")
     document = call_json("import", tmp_path / "a.pt", tmp_path / "run", "--skip-unknown", "--step", "7")
@@ -318,6 +339,153 @@ def test_a_job_without_what_was_left_out_goes_on(tmp_path: Path) -> None:
     with hf.resumable(tmp_path / "run", model=model, more=more) as run:
         assert run.step == 7
     assert (model["w"].tolist(), more) == ([1, 1], {"epoch": 3, "args": {1: {2}}})
+
+
+def start(run: Path, **objects: Any) -> dict[str, Any]:
+    """The objects after the first start from an imported run."""
+    checkpoint = hf.Checkpoint(**objects)
+    with hf.CheckpointManager(run, checkpoint) as manager:
+        assert manager.restore() is not None
+    return {name: checkpoint[name] for name in objects}
+
+
+def test_one_tensor_at_the_top_of_a_file_makes_no_model_of_it(tmp_path: Path) -> None:
+    model = build(1)["model"]
+    others: dict[str, Any] = {"loss": torch.tensor(0.5), "rng": torch.get_rng_state(), "grid": np.eye(2)}
+    for name, other in others.items():
+        torch.save({"model": model.state_dict(), name: other}, tmp_path / f"{name}.pt")
+        found = call_json("import", tmp_path / f"{name}.pt", tmp_path / name, "--only", "model")
+        assert found["objects"] == ["model"]
+        assert equal_states(start(tmp_path / name, model=build(2)["model"])["model"].state_dict(), model.state_dict())
+    # A module's own extra state lies between its tensors; nothing but tensors is one state too.
+    for name, state in {
+        "extra": {"w": torch.ones(2), "a._extra_state": {"scale": 2}},
+        "arrays": {"w": np.ones(2)},
+    }.items():
+        torch.save(state, tmp_path / f"{name}.pt")
+        assert call_json("import", tmp_path / f"{name}.pt", tmp_path / name)["objects"] == ["model"]
+
+
+def test_a_state_dict_of_an_object_has_the_name_of_the_object(tmp_path: Path) -> None:
+    objects = trained()
+    entries = {
+        "epoch": 3,
+        "model_state_dict": objects["model"].state_dict(),
+        "optimizer_state_dict": objects["optimizer"].state_dict(),
+        "schedule_state_dict": objects["schedule"].state_dict(),
+    }
+    torch.save(entries, tmp_path / "old.pt")
+    assert call_json("import", tmp_path / "old.pt", tmp_path / "run")["objects"] == [
+        *("epoch", "model", "optimizer", "schedule")
+    ]
+    check_goes_on(restore(tmp_path / "run"))
+    # Under the name in the file, where that is asked for.
+    made = hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "same", only="model_state_dict")
+    assert made.objects == ("model_state_dict",)
+    made = hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "new", rename={"model_state_dict": "net"}, only="net")
+    assert made.objects == ("net",)
+    torch.save({"state_dict": {"w": torch.ones(1)}, "arch": "a", "model": "b"}, tmp_path / "taken.pt")
+    made = hf.import_checkpoint(tmp_path / "taken.pt", tmp_path / "taken")
+    assert made.objects == ("state_dict", "arch", "model")
+
+
+def test_names_of_wrappers_are_removed_unless_the_live_module_has_them(tmp_path: Path) -> None:
+    class Average(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    model = build(1)["model"]
+    for number, prefix in enumerate(("module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.")):
+        path = tmp_path / f"{number}.pt"
+        torch.save({prefix + name: value for name, value in model.state_dict().items()}, path)
+        hf.import_checkpoint(path, tmp_path / f"{number}")
+        assert equal_states(
+            start(tmp_path / f"{number}", model=build(2)["model"])["model"].state_dict(), model.state_dict()
+        )
+    average = Average(model)
+    torch.save({"ema": average.state_dict(), "wrapped": nn.DataParallel(average).state_dict()}, tmp_path / "ema.pt")
+    hf.import_checkpoint(tmp_path / "ema.pt", tmp_path / "ema")
+    both = start(tmp_path / "ema", ema=Average(build(2)["model"]), wrapped=Average(build(3)["model"]))
+    assert all(equal_states(one.state_dict(), average.state_dict()) for one in both.values())
+    with pytest.raises(errors.MismatchError, match="missing from the checkpoint"):
+        start(tmp_path / "ema", ema=nn.Linear(2, 2), wrapped=Average(build(3)["model"]))
+
+
+class Kind(enum.Enum):
+    A = 1
+
+
+OTHERS: dict[str, Any] = {
+    "best": np.float64(0.5),
+    "count": np.int32(-3),
+    "is_best": np.bool_(True),
+    "history": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "turned": np.asfortranarray(np.arange(6).reshape(2, 3)),
+    "empty": np.zeros((0, 2)),
+    "args": argparse.Namespace(lr=0.1, out=Path("/data"), inner=argparse.Namespace(seed=np.int64(1), names=["a"])),
+    "numpy": np.random.RandomState(3).get_state(),
+    "python": random.Random(3).getstate(),
+    "at": datetime.datetime(2026, 1, 2, 3, 4, 5, 678),
+    "by_number": {np.int64(3): 1.0, Path("a"): 2, Kind.A.value: 3},
+    "last": deque([1, 2], maxlen=2),
+    "parts": {Path("a"), 2},
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_values_beside_the_model_are_data(tmp_path: Path, protocol: int) -> None:
+    # In a pickle, one instance of NumPy's is like another: the values are made here, and no function is called.
+    torch.save({"model": {"w": torch.ones(2)}, **OTHERS}, tmp_path / "a.pt", pickle_protocol=protocol)
+    document = call_json("import", tmp_path / "a.pt", tmp_path / "run")
+    assert document["left_out"] == []
+    live = {name: copy.deepcopy(value) for name, value in OTHERS.items()}
+    for name in ("history", "turned"):
+        live[name][:] = 0
+    found = start(tmp_path / "run", model={"w": torch.zeros(2)}, **live)
+    for name, value in OTHERS.items():
+        np.testing.assert_equal(found[name], value)
+        assert type(found[name]) is type(value)
+
+
+def test_what_is_not_chosen_is_never_refused(tmp_path: Path) -> None:
+    others: dict[str, Any] = {
+        "kind": Kind.A,
+        "whole": nn.Linear(2, 2),
+        "generator": np.random.default_rng(1),
+        "names": {Kind.A: 1},
+        "objects": np.array([None, {}], object),
+        "args": argparse.Namespace(kind=Kind.A),
+        "hook": os.system,
+    }
+    torch.save({"model": {"w": torch.ones(2)}, **others, "step": 5}, tmp_path / "a.pt")
+    code, text = complaint("import", tmp_path / "a.pt", tmp_path / "all")
+    assert code == 1
+    assert "--skip-unknown" in text
+    assert "--only" in text
+    assert not (tmp_path / "all").exists()
+    document = call_json("import", tmp_path / "a.pt", tmp_path / "run", "--only", "model")
+    assert (document["objects"], document["step"], document["left_out"]) == (["model"], 5, [])
+    assert start(tmp_path / "run", model={"w": torch.zeros(2)})["model"]["w"].tolist() == [1, 1]
+    for name in others:
+        assert complaint("import", tmp_path / "a.pt", tmp_path / "one", "--only", name)[0] == 1, name
+    document = call_json("import", tmp_path / "a.pt", tmp_path / "skipped", "--skip-unknown")
+    assert document["objects"] == ["model", "args", "step"]
+    assert [one["path"] for one in document["left_out"]] == [
+        *("kind", "whole", "generator", "names", "objects", "args/kind", "hook")
+    ]
+
+
+def test_a_directory_of_checkpoints_is_named_with_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for step in (8, 16):
+        folder = tmp_path / "out" / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    code, text = complaint("import", tmp_path / "out", tmp_path / "run")
+    assert (code, f"import {tmp_path}/out/checkpoint-16" in text.replace("\n", "")) == (2, True), text
+    torch.save({"w": torch.ones(1)}, tmp_path / "out" / "last.ckpt")
+    assert "last.ckpt" in complaint("import", tmp_path / "out", tmp_path / "run")[1]
 
 
 def test_all_of_a_file_becomes_one_object_under_a_name(tmp_path: Path) -> None:

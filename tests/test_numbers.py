@@ -109,6 +109,7 @@ Call = Callable[[Path, Any], object]
 TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "Latest n": (lambda _, v: hf.Latest(v), FROM_ONE),
     "EveryN n": (lambda _, v: hf.EveryN(v), FROM_ONE),
+    "EveryHours hours": (lambda _, v: hf.EveryHours(v), SECONDS),
     "Best n": (lambda _, v: hf.Best("loss", n=v), FROM_ONE),
     "Newer seconds": (lambda _, v: hf.Newer(v), SECONDS),
     "Steps n": (lambda _, v: hf.Steps(v), FROM_ONE),
@@ -251,7 +252,7 @@ if importlib.util.find_spec("torch") is None:  # pragma: no cover
 NOT_GIVEN_BY_USERS = {
     # Made by holdfast, and handed to the user; or called by it.
     *("Backup", "Restoration", "SaveHandle", "UploadTaskGroupBuilder.build", "MultiNodeCheckpointManager.finish_save"),
-    *(f"{policy}.choose_kept" for policy in ("All", "Best", "EveryN", "Latest", "Newer")),
+    *(f"{policy}.choose_kept" for policy in ("All", "Best", "EveryHours", "EveryN", "Latest", "Newer")),
     *(f"{session}.{method}" for session in ("LocalSession", "TorchrunSession") for method in ("run", "run_placed")),
 }
 

@@ -12,6 +12,7 @@ from holdfast.policies import (
     All,
     Auto,
     Best,
+    EveryHours,
     EveryN,
     KeptCandidate,
     Latest,
@@ -278,6 +279,20 @@ class TestRetention:
 
     def test_every_n(self) -> None:
         assert kept(EveryN(200), steps_with(x=[0] * 5)) == {200, 400}
+
+    def test_one_for_each_hours(self) -> None:
+        committed = [KeptCandidate(step, step, 0.4 * HOUR * step) for step in range(12)]
+        assert kept(EveryHours(1), committed) == {0, 3, 6, 9}
+        # After each save, as in a run: what is kept once stays, and costs no other its place.
+        present: list[KeptCandidate[int]] = []
+        for candidate in committed:
+            present.append(candidate)
+            keep = plan_retention(Latest(2) | EveryHours(1), present, {}, 0.0).keep
+            present = [one for one in present if one.key in keep]
+        assert [one.key for one in present] == [0, 3, 6, 9, 10, 11]
+        # A clock that went back: one is kept at once, and then one for each hour again.
+        back = [*committed, *(KeptCandidate(step, step, 0.4 * HOUR * (step - 12)) for step in range(12, 18))]
+        assert kept(EveryHours(1), back) == {0, 3, 6, 9, 12, 15}
 
     def test_best(self) -> None:
         committed = steps_with(loss=[3.0, 1.0, 2.0, 4.0])

@@ -31,7 +31,7 @@ def make_place(directory: Path, program: Path) -> dict[str, str]:
     shutil.copy(program, directory / "training.py")
     commands = directory / "commands"
     commands.mkdir()
-    for name in ("srun", "scontrol"):
+    for name in ("srun", "scontrol", "squeue"):
         (commands / name).write_text(f"#!{sys.executable}\n{(PROGRAMS / 'fake_slurm.py').read_text()}")
         (commands / name).chmod(0o755)
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -117,6 +117,18 @@ def test_slurm_job_asked_to_leave_is_requeued_and_failed_one_is_not(tmp_path: Pa
         assert workers.wait(PATIENCE_SECONDS, [again]) == [0], workers.report(again)
         assert requeued(tmp_path) == [job]
         assert_went_on(workers, asked, again)
+
+
+def test_cancelled_slurm_job_saves_and_stays_ended(tmp_path: Path) -> None:
+    environment = make_place(tmp_path, PROGRAMS / "recipe_training.py") | slurm(1)
+    with Workers(tmp_path) as workers:
+        asked = start(workers, tmp_path, environment, "bash", str(RECIPES / "slurm.sh"))
+        workers.wait_line(asked, "step 20", PATIENCE_SECONDS)
+        (tmp_path / "cancelled").touch()
+        workers.kill(asked, signal.SIGTERM)
+        send_to_steps(workers.pid(asked), signal.SIGTERM)
+        assert workers.wait(PATIENCE_SECONDS, [asked]) == [LEFT], workers.report(asked)
+        assert requeued(tmp_path) == []
 
 
 def assert_went_on(workers: Workers, asked: int, again: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -681,3 +682,42 @@ def test_other_number_of_workers_is_warned_of_unequal_data_positions(tmp_path: P
     run_workers(3, save)
     found = [text for texts in run_workers(world_size, restore) for text in texts]
     assert any("different positions in the same data of reader" in text and "rank 2 at 12" in text for text in found)
+
+
+class Gathered:
+    """Can only be read and loaded by both workers at once, as state that is gathered by a collective."""
+
+    def __init__(self, name: str, meeting: threading.Barrier, **more: Any) -> None:
+        self.name, self.meeting, self.more = name, meeting, more
+        self.loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        self.meeting.wait(PATIENCE_SECONDS / 4)
+        return {"name": self.name, **self.more}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.meeting.wait(PATIENCE_SECONDS / 4)
+        self.loaded = state["name"]
+
+
+def test_workers_with_objects_in_other_orders_read_and_load_them_together(tmp_path: Path) -> None:
+    names = ["ema", "critic", "model"]
+    meetings = {name: threading.Barrier(2) for name in names}
+
+    more = {name: threading.Barrier(2) for name in names}
+
+    def make(cluster: Cluster) -> dict[str, Any]:
+        ordered = names if cluster.rank else names[::-1]
+        found: dict[str, Any] = {name: Gathered(name, meetings[name], values=np.arange(3.0)) for name in ordered}
+        return found | {"tree": {name: Gathered(name, more[name]) for name in ordered}}
+
+    def save_and_restore(cluster: Cluster) -> list[Any]:
+        with make_manager(tmp_path, make(cluster), cluster) as manager:
+            manager.save(1).wait_committed()
+        objects = make(cluster)
+        with make_manager(tmp_path, objects, cluster) as manager:
+            manager.restore()
+            assert list(manager.checkpoint.objects) == list(objects)
+        return [one.loaded for one in (*(objects[name] for name in names), *map(objects["tree"].get, names))]
+
+    assert run_workers(2, save_and_restore) == [names * 2, names * 2]

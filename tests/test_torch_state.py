@@ -300,12 +300,12 @@ class TestTensorsMadeOfTensors:
         live = self.quantized(2, {"rows": False})
         before = parts(live[0].weight)
         differences = match(
-            store(model=source, plain={"x": torch.ones(2, 2)}), {"model": live, "plain": {"x": source[0].weight}}
+            store(model=source, plain=torch.ones(2, 2)), {"model": live, "plain": source[0].weight}
         ).differences
         assert [line.split(":")[0] for line in differences.wrong_kind] == [
             "model/0.weight",
             "model/1.weight",
-            "plain/x",
+            "plain",
         ]
         assert "other settings" in differences.wrong_kind[0]
         assert parts(live[0].weight) == before
@@ -507,7 +507,7 @@ def test_differences_of_modules_are_collected() -> None:
     source: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
     live: Any = nn.Sequential(nn.Linear(4, 5), nn.Linear(3, 2), nn.Linear(2, 2).to(torch.bfloat16))
     before = copy.deepcopy(live.state_dict())
-    stored = store(model=source, gone=torch.ones(1))
+    stored = store(model=source, gone=nn.Linear(1, 1))
     differences = match(stored, {"model": live}).differences
     assert differences.missing == ["model/1.bias"]
     assert differences.extra == ["gone"]
@@ -724,6 +724,75 @@ def test_a_module_that_does_not_take_other_shapes_is_a_difference() -> None:
     ]
 
 
+class Memory(nn.Module):
+    """Keeps all that it has seen in a buffer, which grows; it counts that, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.inner: Any = nn.Module()
+        self.inner.register_buffer("seen", torch.zeros(0, 2))
+
+    def add(self, count: int) -> None:
+        self.inner.seen = torch.cat([self.inner.seen, torch.randn(count, 2)])
+        self.inner.register_buffer("count", torch.tensor(len(self.inner.seen)))
+
+
+class OwnLoading(Memory):
+    def load_state_dict(self, state_dict: Any, *rest: Any, **more: Any) -> Any:
+        self.inner.seen = torch.empty_like(state_dict["inner.seen"])
+        if "inner.count" in state_dict:
+            self.inner.register_buffer("count", state_dict["inner.count"])
+        return super().load_state_dict(state_dict, *rest, **more)
+
+
+class OwnHook(Memory):
+    def __init__(self) -> None:
+        super().__init__()
+        module: Any = self
+        module.register_load_state_dict_pre_hook(self._fit)
+
+    @staticmethod
+    def _fit(module: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
+        module.inner.seen = torch.empty_like(state_dict[f"{prefix}inner.seen"])
+        if f"{prefix}inner.count" in state_dict:
+            module.inner.register_buffer("count", state_dict[f"{prefix}inner.count"])
+
+
+class Dropping(Memory):
+    """Leaves out what does not fit, as programs do that fine-tune."""
+
+    def load_state_dict(self, state_dict: Any, *rest: Any, **more: Any) -> Any:
+        own = self.state_dict()
+        fitting = {key: one for key, one in state_dict.items() if key in own and one.shape == own[key].shape}
+        return super().load_state_dict(fitting, strict=False)
+
+
+@pytest.mark.parametrize("make", [OwnLoading, OwnHook, lambda: nn.Sequential(nn.Linear(2, 2), OwnHook())])
+@pytest.mark.parametrize("has_seen", [0, 2, 7])
+def test_a_module_with_its_own_loading_judges_its_shapes(make: Callable[[], Any], has_seen: int) -> None:
+    net, live, control = make(), make(), make()
+    for one, count in ((net, 5), (live, has_seen), (control, has_seen)):
+        if count:
+            next(part for part in one.modules() if isinstance(part, Memory)).add(count)
+    parameters = list(live.parameters())
+    control.load_state_dict(copy.deepcopy(net.state_dict()))
+    bring_back(store(model=net), {"model": live})
+    assert same_state(live.state_dict(), control.state_dict())
+    assert same_state(live.state_dict(), net.state_dict())
+    assert all(one is other for one, other in zip(live.parameters(), parameters, strict=True))
+
+
+def test_a_module_that_drops_other_shapes_while_it_loads_is_refused() -> None:
+    net, live = Dropping(), Dropping()
+    net.add(3)
+    live.add(2)
+    assert match(store(model=net), {"model": live}).differences.wrong_shape == [
+        "model/inner.seen: stored [3, 2], live [2, 2]"
+    ]
+    assert len(live.inner.seen) == 2
+
+
 class Normed(nn.Module):
     """Scales by what it has seen first, in a buffer that its own loading makes where there is none yet."""
 
@@ -811,3 +880,50 @@ def test_what_a_program_seems_to_have_forgotten_is_said_at_its_first_save(tmp_pa
     assert len(told) == 2
     assert told[0].startswith("other/0: its state_dict() is empty")
     assert told[1].startswith("model: dropout draws from random generators that are not saved")
+
+
+class Versioned(nn.Linear):
+    """Takes state without a version for that of an old program, which stored the weight transposed."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *more: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"].t().contiguous()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
+
+
+class Averages:
+    """Keeps modules in a state of its own."""
+
+    def __init__(self) -> None:
+        self.modules = [nn.Sequential(Versioned(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.modules[0].state_dict(), "deep": [{"second": self.modules[1].state_dict()}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.modules[0].load_state_dict(state["first"])
+        self.modules[1].load_state_dict(state["deep"][0]["second"])
+
+
+def test_the_versions_in_a_state_dict_come_back(tmp_path: Path) -> None:
+    saved, live = Averages(), Averages()
+    best: dict[str, Any] = {"weights": None}
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(own=saved, best={"weights": saved.state_dict()})) as manager:
+        manager.save(1)
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(own=live, best=best)) as manager:
+        manager.restore()
+    again = Averages()
+    again.load_state_dict(best["weights"])
+    torch.save(saved.state_dict(), tmp_path / "control.pt")
+    control = torch.load(tmp_path / "control.pt", weights_only=False)
+    for found in (live, again):
+        assert same_state([one.state_dict() for one in found.modules], [one.state_dict() for one in saved.modules])
+    assert best["weights"]["first"]._metadata == control["first"]._metadata
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(best=(held := {"weights": Averages().state_dict()}))) as manager:
+        held["weights"]["first"]._metadata = {}
+        first = held["weights"]["first"]
+        manager.restore(only="best")
+    assert first is held["weights"]["first"]
+    assert first._metadata == control["first"]._metadata

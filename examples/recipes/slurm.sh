@@ -17,8 +17,10 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 srun bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
               exec python training.py'
 code=$?
-if [ $code -eq 42 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+# Of an array, only this task. After scancel the job does not run (R) any more, and is not to be queued again.
+task=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+if [ $code -eq 42 ] && [ "$(squeue -h -j "$task" -o %t)" = R ]; then
+    scontrol requeue "$task"
 fi
 # Jobs that wait for this one (--dependency=afterok) go by the code of training.
 exit $code

@@ -17,7 +17,9 @@ srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-1
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$((20000 + SLURM_JOB_ID % 10000))" training.py
 code=$?
 # torchrun ends with 1 when it was asked to leave: training.py has left word if all is saved.
-if [ $code -ne 0 ] && [ -e runs/example.again ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+# Of an array, only this task. After scancel the job does not run (R) any more, and is not to be queued again.
+task=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+if [ $code -ne 0 ] && [ -e runs/example.again ] && [ "$(squeue -h -j "$task" -o %t)" = R ]; then
+    scontrol requeue "$task"
 fi
 exit $code

@@ -5,6 +5,7 @@
 * `StorageError`: the storage failed. Make room, or try again.
 * `DamageError`: the stored bytes are not those that were written. Fall back to an older step.
 * `NoCheckpointError`: there is nothing to restore. Start from the beginning, or check the directory.
+* `ResumeDiffersError`: a restart did not repeat what was trained before. Find the cause, or allow it.
 * `SaveFailedError`: an earlier save failed in the background. Continue, or stop.
 * `TaskFailedError`: a task of an epoch job raised. Fix it, and start the job again: it resumes from the last epoch.
 * `NodeLostError`: a node of an epoch job is gone. Start the job again, or let the session replace it.
@@ -192,6 +193,20 @@ class ChangedError(HoldfastError):
     def __init__(self, message: str, *, leaves: tuple[str, ...] = (), hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.leaves = leaves
+
+
+class ResumeDiffersError(HoldfastError):
+    """With `strict_resume=True`: a step that was repeated after a restart took other data, or gave another loss.
+
+    Attributes:
+        step: The first step that differs.
+        what: `data` or `loss`.
+    """
+
+    def __init__(self, message: str, *, step: int, what: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.step = step
+        self.what = what
 
 
 class TaskFailedError(HoldfastError):

@@ -14,7 +14,7 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 from holdfast.checkpoint import Checkpoint, backup_url, own_objects
 from holdfast.errors import ClosedError, UsageError
 from holdfast.format.names import RUN_CALLS
-from holdfast.loop import StepCount, StepNumbers, TrainingLoop, no_turn
+from holdfast.loop import StepCount, StepNumbers, TrainingLoop, count_to, no_turn
 from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.preemption.announcements import Announcements
@@ -71,6 +71,7 @@ class PreemptionCheckpointHandler:
         *,
         strict: bool = True,
         keep_current: str | Iterable[str] = (),
+        strict_resume: bool = False,
         quiet: bool = False,
     ) -> None:
         """**Blocks** while it restores, and handles notices from then on.
@@ -81,6 +82,8 @@ class PreemptionCheckpointHandler:
             strict: False to restore everything that fits, if objects have changed since the save.
             keep_current: What the restore leaves as the script set it, as in `CheckpointManager.restore`:
                 hyperparameters such as `"optimizer.lr"`, or names of whole objects.
+            strict_resume: True to make it an error if a step is repeated with other data, or another loss, than before
+                the restart; it is a warning otherwise.
             quiet: True to omit the lines that say where training begins and ends; warnings and errors stay.
 
         Raises:
@@ -95,7 +98,7 @@ class PreemptionCheckpointHandler:
         self._closed = False
         self._watch: PlaceWatch | None = None
         self._has_failed = False  # The last step of `run` has raised, so that the state may be that of half a step.
-        check_switches(quiet=quiet)
+        check_switches(quiet=quiet, strict_resume=strict_resume)
         termination = TerminationConfig() if termination_config is None else termination_config
         self._loop = loop = TrainingLoop(manager, partial(make_guard, manager, termination))
         self._guard = loop.guard
@@ -117,6 +120,11 @@ class PreemptionCheckpointHandler:
                 loop.pause(count.done)
             if self.restored is not earlier or not count.done:
                 self._announcements.begin(manager, self.restored, count.done)
+            if self.restored is not earlier or not manager.witness.process:
+                is_same = self.restored is None or not (self.restored.differences or kept)
+                base, say = None if self.restored is None else count.done, self._announcements.say
+                objects = manager.checkpoint.objects
+                manager.witness.begin(objects, base, say, same_loss=is_same, strict=strict_resume)
         except BaseException as error:
             try:
                 self._guard.fail(error)
@@ -183,7 +191,7 @@ class PreemptionCheckpointHandler:
             raise
         finally:
             self._count.turn = no_turn
-        self._count.done += 1
+        count_to(self._loop, self._count.done + 1)
         step_break.begin()
         if self._watch is None:
             self._watch = PlaceWatch(self._manager.checkpoint, self._loop.warn)
@@ -235,6 +243,8 @@ class PreemptionCheckpointHandler:
         if not self._has_save_fn:
             # Mostly they are not saved. When they are, it is too late to say that they cannot be.
             self._loop.metrics = check_metrics(kwargs.get("metrics"))
+            if "loss" in self._loop.metrics:
+                self._manager.witness.note_loss(self._loop.metrics["loss"])
             check_notes(None, metadata := kwargs.get("metadata"))
             self._loop.metadata = metadata
         self._loop.count_own_step(*args, **kwargs)

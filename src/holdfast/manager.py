@@ -15,6 +15,7 @@ from msgspec.structs import replace as replace_fields
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint, all_objects, check_order, list_assigned, own_objects
 from holdfast.cluster import Cluster
+from holdfast.cluster.discover import describe_lone_task
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, UsageError
 from holdfast.events import Sink, Skipped, Sums, Totals, Warned
@@ -36,6 +37,8 @@ from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
+from holdfast.witness.ring import remove_rings
+from holdfast.witness.watch import Witness
 
 _PARTING_SECONDS: Final = 2.0
 
@@ -57,6 +60,7 @@ class CheckpointManager:
         is_in_run: True while this belongs to a run that was entered, which alone may restore.
         check_ready: Checks, once, that the objects and the directory can be saved; called before training begins.
         url: The URL of the run.
+        witness: Records what each step takes and gives, if a loop counts the steps, and compares it after a restart.
     """
 
     def __init__(
@@ -148,6 +152,8 @@ class CheckpointManager:
             self.emit = open_event_sinks(
                 self._storage, [self._totals, *options.sinks], keeps_journal=self.worker.is_leader
             )
+            if cluster == "auto" and self.participant is None and (text := describe_lone_task(os.environ)):
+                self.emit(Warned(text=text))
             self._failures = PendingFailures(failures_allowed)
             self._saver = saver = Saver(
                 self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
@@ -173,6 +179,7 @@ class CheckpointManager:
             if reserve_bytes is not None or save_every is None:
                 self._saver.prepare(reserve_bytes)
             self.begin_anew, self._closed, self.is_in_run = begin_anew, False, False
+            self.witness = Witness(self._storage, self.worker, self.emit)
             self.restored: Restoration | None = None
 
     @property
@@ -226,7 +233,6 @@ class CheckpointManager:
             UnsupportedValueError: If an object has state that cannot be stored.
             SaveFailedError: If an earlier save failed and that was not raised yet. `error.next_save` continues.
             DeadlineError: If the previous save does not end in time.
-            StorageError: If the cleanup after an earlier save failed. This save continues.
         """
         return self._save(step, metrics, metadata, replace=replace)
 
@@ -250,6 +256,23 @@ class CheckpointManager:
             self._saver.look_ahead(all_objects(self.checkpoint))
             return None
         return self._save(step, metrics, metadata, reason=reason)
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Stores more metrics with the step that was saved or restored last, in the background; `close` waits for it.
+
+        Of several workers, those of rank 0 are stored.
+
+        Raises:
+            UsageError: If it is another step, or a metric is not a number.
+        """
+        self._check_usable()
+        figures, _ = check_notes(metrics, None)
+        known = (self._in_flight, self._saver.engine.newest, None if self.restored is None else self.restored.name)
+        found = next((one for one in known if one is not None and one.step == step == self.newest_asked), None)
+        if found is None:
+            raise UsageError(f"step {step} is not the one that was saved or restored last")
+        if figures:
+            self._saver.engine.add_metrics(found, figures, self._origin.seen_generation)
 
     def restore(
         self,
@@ -327,6 +350,8 @@ class CheckpointManager:
             self.restored = restoration
             # A job that has begun since then is detected by the next save.
             sources = () if step is None else (restoration.name,)
+            if restoration.step == start_from:
+                remove_rings(self._storage)  # What lies beyond is not repeated.
             went_back = self._origin.start_from if start_from is None else start_from
             self._origin = Origin(restoration.name, restoration.seen_generation, sources, went_back)
             self._saver.begin_generation()
@@ -371,6 +396,7 @@ class CheckpointManager:
         if self._closed or os.getpid() != self._process:
             return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
         self._saver.check_reentry()
+        self.witness.end()
         while self.closing:
             self.closing.pop()()
         self._settle(timeout_seconds, self._failures.wait_closed)

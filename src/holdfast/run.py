@@ -20,7 +20,7 @@ from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, HoldfastError, UnnamedError, UsageError
 from holdfast.events import Sink
-from holdfast.loop import StepNumbers, TrainingLoop, has_unsaved_metrics, must_save_metrics
+from holdfast.loop import StepNumbers, TrainingLoop, must_save_metrics
 from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
@@ -35,7 +35,7 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.setup import explaining
 from holdfast.save.say import say
 from holdfast.state.hyperparameters import check_kept
-from holdfast.state.oversights import TrainingWatch, describe_resumption
+from holdfast.state.oversights import TrainingWatch, count_taken, describe_resumption
 from holdfast.storage import Storage
 from holdfast.tracebacks import find_inside, short_traceback
 
@@ -66,6 +66,7 @@ def resumable(
     on_resize: Literal["allow", "refuse"] = "allow",
     preemption: Literal["auto", "off"] | TerminationConfig = "auto",
     keep_current: str | Iterable[str] = (),
+    strict_resume: bool = False,
     quiet: bool = False,
     **objects: object,
 ) -> Run:
@@ -107,6 +108,8 @@ def resumable(
             machine, "off" for Ctrl-C only, or a `TerminationConfig`. Several workers stop at the same step.
         keep_current: What the restore leaves as the script set it, as in `CheckpointManager.restore`: hyperparameters
             such as `"optimizer.lr"`, or names of whole objects.
+        strict_resume: True to make it an error if a step is repeated with other data, or another loss, than before the
+            restart; it is a warning otherwise.
         quiet: True to omit the lines that say where the run begins and ends; warnings and errors stay.
         **objects: The objects to save, by name. An object with the name of an option needs a `Checkpoint`:
             `resumable(directory, Checkpoint(threads=..., model=model))`.
@@ -127,13 +130,13 @@ def resumable(
     termination = make_termination(preemption, objects)
     if not isinstance(strict, bool):
         raise UsageError(f"strict must be True or False, got {strict!r}")
-    arguments.check_switches(quiet=quiet)
+    arguments.check_switches(quiet=quiet, strict_resume=strict_resume)
     options = arguments.SaveOptions.pick(given, save_every=Auto(), keep=Latest(3))
     with EarlyNotices(termination) as early:
         names = check_kept(keep_current, kept.objects)
         manager = CheckpointManager(directory, kept, **asdict(options))
         with explaining(manager.participant):
-            run = Run(manager, termination, strict=strict, keep_current=names, quiet=quiet)
+            run = Run(manager, termination, strict=strict, keep_current=names, strict_resume=strict_resume, quiet=quiet)
             early.hand_over(run._guard.inbox.hear)
     return run
 
@@ -179,6 +182,7 @@ class Run:
         *,
         strict: bool,
         keep_current: Iterable[str],
+        strict_resume: bool,
         quiet: bool,
     ) -> None:
         self.manager = manager
@@ -186,7 +190,7 @@ class Run:
         self._loop = TrainingLoop(manager, partial(make_guard, manager, termination))
         self._count, self._guard = self._loop.count, self._loop.guard
         self._restored: Restoration | None = None
-        self._strict, self._keep_current = strict, keep_current
+        self._strict, self._keep_current, self._strict_resume = strict, [*keep_current], strict_resume
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self.completes_step: Callable[[], bool] = lambda: True
         self._loops = itertools.count(1)
@@ -194,7 +198,7 @@ class Run:
         self._newest_loop = -1
         # How many loops of `steps` were left within a step, and how many steps the last one was to have.
         self._left = self._total = 0
-        self._is_used = self._entered = self._has_ended = False
+        self._is_used = self._entered = self._has_ended = self._counts_own = False
         self._process = os.getpid()
         self._unentered = weakref.finalize(self, warn_never_entered, self._announcements.place, self._process)
 
@@ -255,6 +259,7 @@ class Run:
                 ),
             )
         if self.completes_step():
+            self._counts_own = True
             self._loop.count_own_step()
 
     def begin_at(self, step: int) -> None:
@@ -270,10 +275,10 @@ class Run:
         self._guard.pause(self._count.done)
 
     def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
-        """Records metrics; the next save stores those that were reported since the save before.
+        """Records metrics of the current step; of the last step, if that is saved and the next one has not begun.
 
-        If there is no next save, the end of the block saves the last step again to store them. With several workers it
-        cannot: report before the last step ends.
+        In your own loop a batch that is taken from a saved loader begins the next step. Without such a loader, metrics
+        go to the next save, unless `save` or the end of the block comes first. Of several workers, rank 0 reports.
 
         Args:
             *unnamed: Not allowed: every metric needs a name.
@@ -288,7 +293,14 @@ class Run:
                 "metrics must be reported by name",
                 hint="Write run.report(loss=loss), or run.report(**metrics) for a dict.",
             )
-        self._loop.metrics.update(arguments.check_metrics(metrics))
+        count, figures = self._count, arguments.check_metrics(metrics)
+        is_late = self._loop not in count.unfinished and count.is_begun(count.done)
+        if is_late and self._counts_own:
+            # A batch begins the next step. Where no saved loader counts them, `save` tells.
+            is_late = bool(count.taken) and count.taken == count_taken(self.checkpoint.objects)
+        (count.late_metrics if is_late else self._loop.metrics).update(figures)
+        if "loss" in figures:
+            self.manager.witness.note_loss(figures["loss"])
 
     def stop(self) -> None:
         """Ends the loop after the current step."""
@@ -321,8 +333,8 @@ class Run:
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """Saves now, regardless of the policy: between steps, or last in a step, which then counts as complete.
 
-        If this step was saved already and `report` was called since, it is saved again, with all of its metrics; not if
-        the job has several workers.
+        If this step was saved already and `report` was called since, it is saved again; with several workers, only the
+        metrics are stored.
 
         Returns:
             The save, or None if this step was saved already and there is nothing new to store.
@@ -340,7 +352,8 @@ class Run:
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
         is_saved = self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None)
         if is_saved and not (step == self._count.done and must_save_metrics(self._loop)):
-            self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
+            if not (step == self._count.done and self._store_metrics()):
+                self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
             return None
         return self._loop.save(step, metadata=metadata)
 
@@ -385,6 +398,10 @@ class Run:
         )
         watch.resumption = describe_resumption(step, "run.step", "run.steps(n)") if step else ""
         self._announcements.begin(self.manager, self._restored, step)
+        is_same = self._restored is None or not (self._restored.differences or self._keep_current)
+        base, say = None if self._restored is None else step, self._announcements.say
+        witness, objects = self.manager.witness, self.checkpoint.objects
+        witness.begin(objects, base, say, same_loss=is_same, strict=self._strict_resume)
         self._entered = self.manager.is_in_run = True
         atexit.register(self._leave_at_exit)
         return self
@@ -472,7 +489,7 @@ class Run:
             step = self._count.done
             self._guard.pass_last(step, is_over=True)
             self._loop.save_last()
-            self._save_late_metrics(step)
+            self._store_metrics()
             if self.manager.participant is not None:
                 # Others may wait in a collective, and come to no save, since this worker has left its loop too early.
                 self._guard.wait_saved()
@@ -486,17 +503,11 @@ class Run:
             self._end_badly(error)
             raise
 
-    def _save_late_metrics(self, step: int) -> None:
-        """Stores metrics that were reported after the last step was saved; where that is not possible, warns."""
-        if must_save_metrics(self._loop):
-            self.manager.wait()
-            self._loop.save(step)
-        elif has_unsaved_metrics(self._loop):
-            names = ", ".join(self._loop.metrics)
-            self._loop.warn(
-                f"metrics were reported after the last save and are stored nowhere: {names}. Report them before the "
-                "last step ends: before its run.finish_step(), or inside the turn of run.steps(n)"
-            )
+    def _store_metrics(self) -> bool:
+        """Stores all that was reported with the step that was saved last; returns True if something was."""
+        self._count.late_metrics |= self._loop.metrics
+        self._loop.metrics = {}
+        return self._count.store_metrics()
 
     def _end_badly(self, error: BaseException) -> None:
         """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""

@@ -343,6 +343,53 @@ def test_lightning_has_its_own_methods_back_after_a_fit(tmp_path: Path) -> None:
         assert not [name for name, value in vars(owner).items() if callable(value) and hasattr(type(owner), name)]
 
 
+def test_a_method_of_the_program_over_a_loops_stays(tmp_path: Path) -> None:
+    trainer = make_trainer(hf.lightning.Resumable(tmp_path / "run"))
+    loop, calls = trainer.fit_loop.epoch_loop, Counter[str]()
+
+    def count(name: str, original: Any) -> Any:
+        return lambda *args: (calls.update([name]), original(*args))[1]
+
+    own = loop.on_advance_end = count("before", loop.on_advance_end)
+    check = loop._should_check_val_fx = loop._should_check_val_fx
+
+    class Late(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            loop.reset = self.own = count("during", loop.reset)
+
+    late = Late()
+    trainer.callbacks.append(late)
+    trainer.fit(Line(), make_loader())
+    assert (loop.on_advance_end, loop._should_check_val_fx, loop.reset) == (own, check, late.own)
+    assert calls == {"before": 4, "during": 1}
+
+
+@pytest.mark.parametrize(("every", "batches"), [(1, 4), (4, 4), (8, 4), (100, 4), (3, 3)])
+def test_a_finished_fit_that_is_started_again_repeats_nothing(tmp_path: Path, every: int, batches: int) -> None:
+    class Ends(Callback):
+        def __init__(self) -> None:
+            self.ends: list[int] = []
+
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.ends.append(trainer.current_epoch)
+
+    def start(epochs: int) -> tuple[list[int], Trainer]:
+        resumable = hf.lightning.Resumable(tmp_path / "run", save_every=hf.Steps(every), preemption="off")
+        chosen = ModelCheckpoint(tmp_path / "chosen", save_top_k=-1)
+        callbacks = [resumable, ends := Ends(), chosen]
+        trainer = make_trainer(*callbacks, epochs=epochs, enable_checkpointing=True, limit_train_batches=batches)
+        trainer.fit(Line(), make_loader())
+        return ends.ends, trainer
+
+    assert start(2)[0] == [0, 1]
+    names = sorted(path.name for path in (tmp_path / "chosen").iterdir())
+    for _ in range(2):
+        ended, trainer = start(2)
+        assert (ended, trainer.current_epoch, trainer.global_step) == ([], 2, 2 * batches)
+    assert sorted(path.name for path in (tmp_path / "chosen").iterdir()) == names
+    assert start(3)[0] == [2]
+
+
 def test_model_checkpoint_writes_and_reads_by_the_plug_in(tmp_path: Path) -> None:
     chosen = ModelCheckpoint(tmp_path, monitor="loss", save_top_k=2, save_last=True, every_n_epochs=1)
     options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [hf.lightning.HoldfastCheckpointIO()]}
@@ -382,6 +429,68 @@ def test_a_link_to_a_checkpoint_is_removed_and_never_followed(tmp_path: Path) ->
     plug_in.teardown()
     assert [plug_in.load_checkpoint(path)["global_step"] for path in kept] == [4, 8, 12]
     assert {path.name for path in tmp_path.iterdir()} == {"plain.ckpt", *(path.name for path in kept)}
+
+
+class Large(Line):
+    """So large that it is still being written while the program goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = torch.nn.Parameter(torch.zeros(8_000_000))
+
+
+@pytest.mark.parametrize("kind", ["path", "url", "memory"])
+def test_a_checkpoint_of_a_finished_fit_is_there_when_the_save_returns(tmp_path: Path, kind: str) -> None:
+    where: Any = {"path": tmp_path / "a.ckpt", "url": f"file://{tmp_path}/a.ckpt", "memory": f"memory://{tmp_path}/a"}[
+        kind
+    ]
+    first = make_trainer(plugins=[hf.lightning.HoldfastCheckpointIO()])
+    first.fit(Large(), make_loader())
+    first.save_checkpoint(where)
+    if kind == "path":
+        assert list(where.glob("step-*/manifest.json"))
+    second = make_trainer(plugins=[hf.lightning.HoldfastCheckpointIO()], epochs=2)
+    second.fit(Large(), make_loader(), ckpt_path=where)
+    assert second.global_step == 8
+    second.strategy.checkpoint_io.remove_checkpoint(where)
+    second.strategy.checkpoint_io.teardown()
+    with pytest.raises(FileNotFoundError):
+        second.strategy.checkpoint_io.load_checkpoint(where)
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+class Saver(Callback):
+    """Saves in the fit, and looks at once: whether the checkpoint is there, and what another plug-in reads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.found = path, 0
+        self.was_there = self.was_durable = False
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        slurm = self.path.with_name("hpc_ckpt_1.ckpt")
+        trainer.save_checkpoint(slurm)
+        self.was_durable = bool(list(slurm.glob("step-*/manifest.json")))
+        trainer.save_checkpoint(self.path)
+        self.was_there = self.path.is_dir()
+        self.found = hf.lightning.HoldfastCheckpointIO().load_checkpoint(self.path)["global_step"]
+
+
+def test_a_save_within_a_fit_is_waited_for_by_who_reads_it(tmp_path: Path) -> None:
+    saver = Saver(tmp_path / "a.ckpt")
+    make_trainer(saver, plugins=[hf.lightning.HoldfastCheckpointIO()]).fit(Large(), make_loader())
+    assert (saver.was_there, saver.was_durable, saver.found) == (True, True, 4)
+
+
+def test_model_checkpoint_gives_no_name_twice(tmp_path: Path) -> None:
+    names = {}
+    for kind, plugins in {"own": [], "holdfast": [hf.lightning.HoldfastCheckpointIO()]}.items():
+        chosen = ModelCheckpoint(
+            tmp_path / kind, filename="model", save_top_k=-1, every_n_train_steps=1, monitor="loss"
+        )
+        make_trainer(chosen, epochs=2, enable_checkpointing=True, plugins=plugins).fit(Large(), make_loader())
+        names[kind] = sorted(path.name for path in (tmp_path / kind).iterdir())
+    assert names["holdfast"] == names["own"]
+    assert len(names["own"]) == 8
 
 
 def test_the_plug_in_leaves_out_hyperparameters_that_are_no_values(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def train_with_three_at_once(directory: str) -> None:
 
 
 def train_with_two_and_one(directory: str) -> None:
-    """Two are heard in foreign code; the third comes there, too."""
+    """Two count in foreign code; the third, which comes there too, has no effect."""
     heard = []
 
     def insist(event: Event) -> None:

@@ -79,6 +79,27 @@ def find_engine(environment: Mapping[str, str], modules: Mapping[str, Any]) -> t
     return (_TORCH, "open_environment") if is_several else None
 
 
+def describe_lone_task(environment: Mapping[str, str]) -> str:
+    """**Pure.** Returns a warning if Slurm or MPI started this process as one of several, but it is to save alone."""
+    names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+    # The shell of a Slurm job has the number of its tasks as well; those that `srun` starts are in a step of the job.
+    in_shell = "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
+    if not (in_shell and environment.get("SLURM_PROCID", "0") == "0"):
+        names.append("SLURM_NTASKS")
+    name = next((name for name in names if environment.get(name, "").isdecimal() and int(environment[name]) > 1), "")
+    if not name:
+        return ""
+    rank = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK", "SLURM_NTASKS": "SLURM_PROCID"}[
+        name
+    ]
+    return (
+        f"this process is one of {environment[name]} tasks ({name}) and saves alone: tasks that share a directory take "
+        f"the run over from each other. If they train together, start each with RANK=${rank} WORLD_SIZE=${name} "
+        "MASTER_ADDR=... MASTER_PORT=... (docs/recipes/slurm.md has the lines). If each has a directory of its own, "
+        'pass cluster="alone"'
+    )
+
+
 class AloneCluster:
     """**Thread-safe.** A worker without others. Its store is in its own memory, and so always available."""
 

@@ -265,9 +265,7 @@ class DcpDirectory:
         entries: For each entry, by its path in the tree: an `InputArray`, or the archive of another value.
     """
 
-    def __init__(
-        self, metadata: InputFile, open_file: Callable[[str], InputFile], *, keep_unknown: bool = False
-    ) -> None:
+    def __init__(self, metadata: InputFile, open_file: Callable[[str], InputFile]) -> None:
         """**Blocks.** Reads everything except the tensors' values.
 
         Raises:
@@ -276,7 +274,6 @@ class DcpDirectory:
         """
         self._path = str(metadata.path)
         self._open_file = open_file
-        self._keep_unknown = keep_unknown
         self._keys = KeyChecker()
         if metadata.size_bytes > MAX_METADATA_BYTES:
             raise self._malformed(f"it has {metadata.size_bytes} bytes; the limit is {MAX_METADATA_BYTES}")
@@ -347,8 +344,7 @@ class DcpDirectory:
         item = self._items.get((name, offsets))
         if item is None:
             raise self._malformed(f"the location of a piece of {shown(name)} is missing")
-        keep_unknown = self._keep_unknown and offsets is None
-        return TorchArchive(self._open_file(item.file), item.offset_bytes, item.size_bytes, keep_unknown=keep_unknown)
+        return TorchArchive(self._open_file(item.file), item.offset_bytes, item.size_bytes)
 
     def _dtype(self, properties: Any) -> str:
         made = type(properties) is PickledObject and properties.function == _PROPERTIES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,9 @@ _SOURCES: Final = (
     "of Orbax or torch.distributed.checkpoint, a safetensors file, or a directory of safetensors files."
 )
 
+_SUFFIXES: Final = frozenset({".ckpt", ".pt", ".pth", ".bin", ".tar"})
+"""The endings of the names of files of `torch.save`."""
+
 
 class ImportSource:
     """An open source. `close` closes its files.
@@ -34,7 +38,7 @@ class ImportSource:
         recognized: The objects in it, if the format defines them; None if they are the entries of the tree.
     """
 
-    def __init__(self, path: Path, *, keep_unknown: bool) -> None:
+    def __init__(self, path: Path) -> None:
         """**Blocks.** Detects the format, and reads everything except the arrays' values.
 
         Raises:
@@ -51,9 +55,9 @@ class ImportSource:
         self._size_bytes = 0
         try:
             if path.is_dir():
-                self._read_directory(keep_unknown)
+                self._read_directory()
             else:
-                self._read_file(keep_unknown)
+                self._read_file()
         except BaseException:
             self.close()
             raise
@@ -67,7 +71,7 @@ class ImportSource:
         """Closes the files; may be repeated."""
         self._files.close()
 
-    def _read_file(self, keep_unknown: bool) -> None:
+    def _read_file(self) -> None:
         try:
             file = self._files.find(self._path, follow_links=True)
         except NotFoundError:
@@ -75,7 +79,7 @@ class ImportSource:
         head = bytes(file.read(0, min(file.size_bytes, 16)))
         if head.startswith(_ZIP):
             self.format = "torch"
-            self._read_archive(file, keep_unknown)
+            self._read_archive(file)
         elif head.startswith(_LEGACY):
             raise UsageError(
                 f"{self._path} is in the format that torch.save used before version 1.6",
@@ -87,33 +91,24 @@ class ImportSource:
         else:
             raise UsageError(f"{self._path} is not in a format that can be imported", hint=_SOURCES)
 
-    def _read_archive(self, file: InputFile, keep_unknown: bool) -> None:
-        problem: FormatError | None = None
-        try:
-            archive = TorchArchive(file, 0, file.size_bytes, keep_unknown=keep_unknown)
-        except FormatError as error:
-            # Lightning keeps settings and callbacks of the program beside the state, of any class.
-            if keep_unknown:
-                raise
-            problem, archive = error, TorchArchive(file, 0, file.size_bytes, keep_unknown=True)
+    def _read_archive(self, file: InputFile) -> None:
+        archive = TorchArchive(file, 0, file.size_bytes)
         self.recognized = recognize_lightning(archive)
         if self.recognized is not None:
             self.format = "lightning"
-        elif problem is not None:
-            raise problem
         else:
             self.root = ArchivedTree(archive.value, archive)
 
-    def _read_directory(self, keep_unknown: bool) -> None:
+    def _read_directory(self) -> None:
         if (self._path / METADATA_NAME).exists():
             self.format = "dcp"
             with closing(InputFile(self._path / METADATA_NAME)) as metadata:
-                found = DcpDirectory(metadata, self._beside, keep_unknown=keep_unknown)
+                found = DcpDirectory(metadata, self._beside)
             self.root = _nest(found.entries, str(self._path))
             return
         if (self._path / STATE_NAME).exists():
             self.format = "transformers"
-            self.recognized = read_trainer_folder(self._path, self._beside, keep_unknown=keep_unknown)
+            self.recognized = read_trainer_folder(self._path, self._beside)
             return
         if is_orbax_directory(self._path):
             self.format = "orbax"
@@ -123,16 +118,24 @@ class ImportSource:
         arrays = read_model(self._path, self._beside)
         if not arrays:
             is_run = (self._path / GENERATIONS_DIRECTORY).is_dir()
-            raise UsageError(
-                f"{self._path} contains nothing that can be imported",
-                hint="It is a holdfast run already: a job resumes from it as it is." if is_run else _SOURCES,
-            )
+            hint = "It is a holdfast run already: a job resumes from it as it is." if is_run else _SOURCES
+            what = "contains nothing that can be imported"
+            if not is_run and (inner := _list_sources(self._path)):
+                hint = f"Import one of them: holdfast import {shlex.quote(inner[-1])} RUN"
+                what = f"is not a checkpoint itself; it holds {', '.join(inner[-3:])}"
+            raise UsageError(f"{self._path} {what}", hint=hint)
         self.format = "safetensors"
         self.root = arrays
 
     def _beside(self, name: str) -> InputFile:
         """Returns a file of the directory. A model's links are followed, as in Hugging Face's cache; DCP's are not."""
         return self._files.find(self._path / name, follow_links=self.format != "dcp")
+
+
+def _list_sources(directory: Path) -> list[str]:
+    """Returns what can be imported directly below a directory, the oldest first: `checkpoint-8` before `-16`."""
+    found = [one for one in directory.iterdir() if one.suffix in _SUFFIXES or (one / STATE_NAME).exists()]
+    return list(map(str, sorted(found, key=lambda one: (one.stat().st_mtime, len(one.name), one.name))))
 
 
 def _nest(entries: dict[EntryPath, Any], path: str) -> dict[Any, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import os
+import struct
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -20,8 +23,9 @@ from holdfast.convert.input_files import InputArray, read_spans, whole_array
 from holdfast.convert.leaf_tree import LeftOut
 from holdfast.convert.pickle_read import PickledObject, shown
 from holdfast.convert.pickle_write import Global, Persistent
+from holdfast.convert.pickled_values import thaw
 from holdfast.convert.torch_file import ArchivedTree, TorchArchive, coded_value_of
-from holdfast.errors import FormatError, HoldfastError, UnsupportedValueError, UsageError
+from holdfast.errors import FormatError, HoldfastError, UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.encoding import Encoder, escape, path_part
@@ -48,9 +52,13 @@ from holdfast.storage.buffers import take_pages
 from holdfast.storage.digesting import PIECE_BYTES
 from holdfast.tracebacks import short_traceback
 
-_WRAPPERS: Final = ("module.", "_orig_mod.")
-_STEP_NAMES: Final = ("step", "global_step")
+_STEP_NAMES: Final = ("step", "global_step", "iter_num", "iteration", "iter", "num_updates")
+"""The names that programs give to the number of their steps, at the top of a file."""
+
+_NUMBERS: Final = {"I64": "<q", "I32": "<i", "F32": "<f", "F64": "<d"}
+
 _WHOLE: Final = "."
+_WITH_KEYS: Final = (dict, set, frozenset)
 _MOST_TIMES: Final = 4
 _ALWAYS_BYTES: Final = 64 << 20
 
@@ -70,7 +78,8 @@ class Import(msgspec.Struct, frozen=True):
         arrays: How many arrays it has.
         size_bytes: The size of the arrays.
         left_out: What was not imported, and why.
-        renamed: The objects whose names lost a prefix: that of a wrapper, or `strip_prefix`.
+        renamed: The objects whose names lost the prefix `strip_prefix`.
+        has_step: False if the source has no step and none was given, so that the run begins at 0.
         seconds: How long it took.
     """
 
@@ -83,6 +92,7 @@ class Import(msgspec.Struct, frozen=True):
     size_bytes: int
     left_out: tuple[LeftOut, ...]
     renamed: tuple[str, ...]
+    has_step: bool
     seconds: float
 
 
@@ -109,9 +119,11 @@ def import_checkpoint(
         source: A file of `torch.save` or of Lightning, a folder of the Hugging Face Trainer, a directory of Orbax or of
             `torch.distributed.checkpoint`, a safetensors file, or a directory of safetensors files.
         run: The run's directory, a URL, or an open storage. It must not contain a checkpoint yet.
-        step: The step of the checkpoint, from which a job resumes. None for the one in the source, or 0:
-            the step that a framework has stored, or a whole number `step` or `global_step` at the top of the file.
-        only: The objects to import, by their new names; None for all that are state of the training.
+        step: The step of the checkpoint, from which a job resumes. None for the one in the source, or 0: the step that
+            a framework has stored, or a whole number at the top of the file that is named `step`, `global_step`,
+            `iter_num`, `iteration`, `iter` or `num_updates`.
+        only: The objects to import, by their new names; None for all that are state of the training. An object that is
+            chosen by its name in the source keeps that name.
         name: The name of the model, and of the only object of a source such as a plain `model.state_dict()`.
         rename: New names for objects, by those that they have in the source. The name of a part, such as
             `state/params`, makes that part a separate object; `.` makes one object of everything.
@@ -121,9 +133,9 @@ def import_checkpoint(
 
     Raises:
         UsageError: If an argument is wrong, the source cannot be imported, or the run already has checkpoints.
-        UnsupportedValueError: If a value in the source cannot be stored.
+        UnsupportedValueError: If a value that was chosen cannot be stored.
         NoCheckpointError: If the source does not exist.
-        FormatError: If the source is malformed, or contains something that is not supported.
+        FormatError: If the source is malformed, or what was chosen of it contains something that is not supported.
         StorageError: If the storage fails.
     """
     begun_at = time.monotonic()
@@ -139,18 +151,19 @@ def import_checkpoint(
             f"{storage.url} already contains checkpoints, the newest of step {committed[-1].step}",
             hint="Import into a new run; a job that resumes from it may save there.",
         )
-    with closing(ImportSource(Path(source), keep_unknown=skip_unknown)) as opened:
+    with closing(ImportSource(Path(source))) as opened:
         found = opened.recognized or list_objects(opened.root, name)
         if opened.recognized is None:
-            found.step = _find_step(found.objects)
+            steps = (_whole_number(found.objects[name]) for name in _STEP_NAMES if name in found.objects)
+            found.step = next((number for number in steps if number is not None), None)
+            _rename_states(found, name)
+        has_step = step is not None or found.step is not None
         step = min(found.step or 0, MAX_STEP) if step is None else step
         if opened.recognized is not None and name != MODEL and MODEL in found.objects:
             _rename(found, {MODEL: name}, str(source))
         _rename(found, rename or {}, str(source))
         objects = _select(found, make_selection(only), str(source))
-        unwrapped = [key for key, value in objects.items() if _unwrap(value)]
-        stripped = _strip(objects, strip_prefix, str(source)) if strip_prefix else []
-        renamed = tuple(key for key in objects if key in (*unwrapped, *stripped))
+        renamed = _strip(objects, strip_prefix, str(source)) if strip_prefix else []
         encoder = _ImportEncoder(str(source), skip_unknown=skip_unknown)
         nodes = {key: encoder.encode(value, escape(key)) for key, value in objects.items()}
         left = {one.path for one in encoder.left}
@@ -181,7 +194,8 @@ def import_checkpoint(
             arrays=len(arrays),
             size_bytes=size_bytes,
             left_out=(*encoder.left, *found.left),
-            renamed=renamed,
+            renamed=tuple(renamed),
+            has_step=has_step,
             seconds=time.monotonic() - begun_at,
         )
 
@@ -190,17 +204,34 @@ def list_objects(root: Any, name: str) -> Recognized:
     """**Pure.** Returns the objects in a tree: its outermost entries, or one if it is the state of one object."""
     archive = root.archive if type(root) is ArchivedTree else None
     value = root.value if type(root) is ArchivedTree else root
-    is_one = type(value) is not dict or not all(type(key) is str and key and is_text(key) for key in value)
-    if is_one or not value or any(_is_array(part, archive) for part in value.values()):
+    is_named = type(value) is dict and all(type(key) is str and key and is_text(key) for key in value)
+    # A module's own extra state lies between its tensors. Anything else beside a tensor makes it a file of objects.
+    tensors = [key for key, part in value.items() if _is_array(part, archive)] if is_named else []
+    if not is_named or all(key in tensors or key.endswith("_extra_state") for key in value):
         return Recognized({name: ArchivedTree(value, archive)}, [name])
     objects = {key: part if type(part) is ArchivedTree else ArchivedTree(part, archive) for key, part in value.items()}
     return Recognized(objects, list(objects))
 
 
-def _find_step(objects: Mapping[str, ArchivedTree]) -> int | None:
-    """Returns the step that the program has stored at the top of the file; None if there is none."""
-    numbers = (step_of(objects[name].value) for name in _STEP_NAMES if name in objects)
-    return next((number for number in numbers if number is not None), None)
+def _whole_number(tree: ArchivedTree) -> int | None:
+    """**Blocks.** Returns the number that a value is, also one of NumPy, or an array with one element."""
+    value = thaw(tree.value)
+    if type(value) is PickledObject and tree.archive is not None and (tensor := tree.archive.tensor(value)) is not None:
+        value = whole_array(tensor)
+    if type(value) is InputArray and value.dtype in _NUMBERS and math.prod(value.shape) == 1:
+        (value,) = struct.unpack(_NUMBERS[value.dtype], next(read_spans(value, SPAN_BYTES)))
+    is_whole = not isinstance(value, bool) and isinstance(value, numbers.Real) and value == value // 1
+    return step_of(int(cast(Any, value))) if is_whole else None
+
+
+def _rename_states(found: Recognized, model: str) -> None:
+    """Gives `model_state_dict` and `optimizer_state_dict` the names of their objects; `state_dict` is the model's."""
+    for old in list(found.objects):
+        new = model if old == "state_dict" else old.removesuffix("_state_dict")
+        if new and new not in found.objects and type(found.objects[old].value) is dict:
+            found.objects = {new if key == old else key: tree for key, tree in found.objects.items()}
+            found.former[old] = new
+    found.taken = list(found.objects)
 
 
 def _rename(found: Recognized, names: Mapping[str, str], source: str) -> None:
@@ -248,7 +279,13 @@ def _select(found: Recognized, selection: Selection | None, source: str) -> dict
             found.left.append(LeftOut(key, "imported only if --only selects it"))
         found.left.sort(key=lambda one: one.path)
         return {key: found.objects[key] for key in found.taken}
-    chosen = {key: value for key, value in found.objects.items() if selection(escape(key))}
+    former = {new: old for old, new in found.former.items()}
+    chosen = {}
+    for key, tree in found.objects.items():
+        if selection(escape(key)):
+            chosen[key] = tree
+        elif key in former and selection(escape(former[key])):
+            chosen[former[key]] = tree
     if selection.unmatched:
         raise UsageError(
             f"{source} has no object named {', '.join(map(repr, selection.unmatched))}",
@@ -270,7 +307,6 @@ def _strip(objects: Mapping[str, ArchivedTree], prefix: str, source: str) -> lis
             raise UsageError(f"{source}: without the prefix {prefix!r}, two arrays of {key} would have the same name")
         if names.keys() != set(names.values()):
             tree.value = {names[name]: part for name, part in value.items()}
-            _unwrap(tree)
             stripped.append(key)
     if not stripped:
         raise UsageError(
@@ -281,23 +317,9 @@ def _strip(objects: Mapping[str, ArchivedTree], prefix: str, source: str) -> lis
 
 
 def _is_array(value: Any, archive: TorchArchive | None) -> bool:
-    if type(value) is PickledObject and archive is not None:
-        return archive.tensor(value) is not None
-    return type(value) is InputArray
-
-
-def _unwrap(tree: ArchivedTree) -> bool:
-    """Removes the prefix that wrappers of modules add to all names."""
-    value, was_wrapped = tree.value, False
-    if type(value) is not dict or not value or not all(type(key) is str for key in value):
-        return False
-    if not any(_is_array(part, tree.archive) for part in value.values()):
-        return False
-    while prefix := next((one for one in _WRAPPERS if all(key.startswith(one) for key in value)), ""):
-        value = {key.removeprefix(prefix): part for key, part in value.items()}
-        was_wrapped = True
-    tree.value = value
-    return was_wrapped
+    if type(value) is PickledObject and archive is not None and archive.tensor(value) is not None:
+        return True
+    return type(thaw(value)) is InputArray
 
 
 class _ImportEncoder(Encoder):
@@ -326,9 +348,20 @@ class _ImportEncoder(Encoder):
                 return self.encode(value.value, path, depth)
             finally:
                 self._archive = outer
-        if self._skip_unknown and self._is_unknown(value):
-            self.left.append(LeftOut(path, f"it is a {_name_of(value)}"))
-            return None
+        value = thaw(value)
+        if self._is_unknown(value):
+            if self._skip_unknown:
+                self.left.append(LeftOut(path, f"it is a {_name_of(value)}"))
+                return None
+            raise FormatError(
+                f"{self._source}: {path} is a {_name_of(value)}, which is not supported",
+                path=path,
+                hint="Nothing in the file was executed. Leave such values out with --skip-unknown (skip_unknown=True), "
+                "or choose what to import, such as --only model --only optimizer.",
+            )
+        if type(value) in _WITH_KEYS and PickledObject in map(type, value):
+            keys = [thaw(key) for key in value]
+            value = dict(zip(keys, value.values(), strict=True)) if type(value) is dict else type(value)(keys)
         if self._skip_unknown and type(value) is dict:
             # What is left out has no place in what is stored: a job that goes on from it would have to have one too.
             unknown = [(key, number) for number, key in enumerate(value) if self._is_unknown(value[key])]
@@ -352,15 +385,16 @@ class _ImportEncoder(Encoder):
             tensor = self._archive.tensor(value)
             if tensor is not None:
                 return self._array(whole_array(tensor), path)
-        if type(value) not in (PickledObject, Global, Persistent):
-            return None
-        raise UnsupportedValueError(
-            f"{self._source}: {path} is a {_name_of(value)}, which cannot be stored",
-            path=path,
-            hint="Skip it with --skip-unknown (skip_unknown=True), or save the file without it.",
-        )
+        return None
+
+    def coded(self, made: Any, path: str, depth: int) -> Node:
+        """The values in a namespace may be of any kind that a file may contain."""
+        return self.encode_apart(made, path, depth)
 
     def _is_unknown(self, value: Any) -> bool:
+        value = thaw(value)
+        if type(value) in _WITH_KEYS:
+            return any(self._is_unknown(key) for key in value if type(key) in (PickledObject, Global))
         is_odd = type(value) in (PickledObject, Global, Persistent)
         return is_odd and coded_value_of(value) is None and not _is_array(value, self._archive)
 
@@ -379,6 +413,8 @@ class _ImportEncoder(Encoder):
 
 
 def _name_of(value: Any) -> str:
+    if type(value) in _WITH_KEYS:
+        return f"{type(value).__name__} with a key of an unknown class"
     what = value.function if type(value) is PickledObject else value
     return shown(what) if type(what) is Global else "storage without a tensor"
 

@@ -9,6 +9,7 @@ numbers that the pickle chooses, and copies are counted.
 
 from __future__ import annotations
 
+import collections
 import io
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -211,12 +212,12 @@ class _Machine:
             raise ValueError("attributes are set on a value that has none")
 
     def append(self, values: list[Any]) -> None:
-        target = self._target(list, "an item is appended to a value that is not a list")
+        target = self._target((list, collections.deque), "an item is appended to a value that is not a list")
         if target is not None:
             target.extend(values)
 
     def set_items(self, values: list[Any]) -> None:
-        target = self._target(dict, "an item is set in a value that is not a dict")
+        target = self._target((dict,), "an item is set in a value that is not a dict")
         if len(values) % 2:
             raise ValueError("a key has no value")
         if target is not None:
@@ -228,12 +229,12 @@ class _Machine:
             raise ValueError("an item is added to a value that is not a set")
         target.update(self.check_keys(values))
 
-    def _target(self, kind: type, problem: str) -> Any:
+    def _target(self, kinds: tuple[type, ...], problem: str) -> Any:
         """Returns the container that values go into; None if it is an unknown object, which is left out as a whole."""
         target = self.stack[-1]
         if type(target) is PickledObject and not target.is_known:
             return None
-        if type(target) is not kind:
+        if type(target) not in kinds:
             raise ValueError(problem)
         return target
 
@@ -274,6 +275,13 @@ def _dict(machine: _Machine, pairs: Any = ()) -> dict[Any, Any]:
     return dict(zip(machine.check_keys([pair[0] for pair in pairs]), (pair[1] for pair in pairs), strict=True))
 
 
+def _deque(machine: _Machine, values: Any = (), limit: Any = None) -> collections.deque[Any]:
+    if type(values) not in (list, tuple) or (limit is not None and type(limit) is not int):
+        raise ValueError("a deque of something that is not a list")
+    machine.count_copied(len(values))
+    return collections.deque(values, limit)
+
+
 def _set(machine: _Machine, values: Any = ()) -> set[Any]:
     if type(values) not in (list, tuple):
         raise ValueError("a set of something that is not a list")
@@ -290,9 +298,12 @@ def _complex(machine: _Machine, real: Any, imaginary: Any) -> complex:
 _BUILDERS: Final[dict[Global, Callable[..., Any]]] = {
     Global("collections", "OrderedDict"): _dict,
     Global("collections", "Counter"): _dict,
+    Global("collections", "defaultdict"): lambda machine, factory=None: {},
+    Global("collections", "deque"): _deque,
     Global("_codecs", "encode"): _bytes,
     Global("builtins", "set"): _set,
     Global("builtins", "bytearray"): _bytearray,
+    Global("builtins", "bytes"): lambda machine: b"",  # How protocol 2 has the empty one.
     Global("builtins", "complex"): _complex,
 }
 """The functions whose results are built here, by code of this module."""

@@ -208,10 +208,8 @@ class TorchArchive:
         value: The saved value; values that are not plain are a `PickledObject` or a `Global`.
     """
 
-    def __init__(self, file: InputFile, begin: int, size_bytes: int, *, keep_unknown: bool = False) -> None:
+    def __init__(self, file: InputFile, begin: int, size_bytes: int) -> None:
         """**Blocks.** Reads everything except the tensors' values.
-
-        With `keep_unknown`, unknown values are kept as they are.
 
         Raises:
             FormatError: If it is malformed, or contains something that is not supported.
@@ -223,7 +221,7 @@ class TorchArchive:
         pickle = self._read_small("data.pkl", MAX_PICKLE_BYTES)
         if self._records.find("byteorder") is not None and self._read_small("byteorder", 16) != b"little":
             raise FormatError(f"{self._path}: it is big-endian, which is not supported", path=self._path)
-        self.value = read_pickle(pickle, ALLOWED, self._path, keep_unknown=keep_unknown)
+        self.value = read_pickle(pickle, ALLOWED, self._path, keep_unknown=True)
 
     def tensor(self, made: PickledObject, depth: int = 0) -> SourceTensor | None:
         """**Blocks.** Returns the tensor of a description; None if it is not one.

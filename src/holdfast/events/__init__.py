@@ -23,6 +23,8 @@ from holdfast.events.kinds import (
     Skipped,
     Staged,
     Warned,
+    WitnessAgreed,
+    WitnessDiffers,
     Written,
 )
 from holdfast.events.sinks import (
@@ -62,6 +64,8 @@ __all__ = [
     "Sums",
     "Totals",
     "Warned",
+    "WitnessAgreed",
+    "WitnessDiffers",
     "Written",
     "decode_event",
     "encode_event",

@@ -304,6 +304,10 @@ class Failed(Event, frozen=True):
         who = "" if self.rank is None or self.error.startswith(f"rank {self.rank} ") else f"rank {self.rank}: "
         where = "" if self.step is None else f" of step {self.step}"
         place = f" in {self.path}" if self.path else ""
+        if self.stage == "retain":
+            return (
+                f"step {self.step} is committed, but the cleanup failed, and is retried after each save: {self.error}"
+            )
         return f"{who}{self.stage}{where}{place} failed: {self.error}"
 
 
@@ -337,6 +341,57 @@ class Warned(Event, frozen=True):
 
     def __str__(self) -> str:
         return self.text if self.step is None else f"step {self.step}: {self.text}"
+
+
+class WitnessAgreed(Event, frozen=True):
+    """The steps that were repeated after a restart are as they were before it.
+
+    Attributes:
+        first_step: The first step that was compared.
+        last_step: The last one.
+        what: What was compared: `data`, `loss` or `data and loss`.
+    """
+
+    first_step: int
+    last_step: int
+    what: str
+
+    def __str__(self) -> str:
+        is_one = self.first_step == self.last_step
+        steps = f"step {self.first_step} was" if is_one else f"steps {self.first_step} to {self.last_step} were"
+        return f"{steps} repeated with the same {self.what.replace('and', 'and the same')}"
+
+
+class WitnessDiffers(Event, frozen=True):
+    """A step that was repeated after a restart took other data than before it, or gave another loss.
+
+    Attributes:
+        step: The first step that differs.
+        what: `data` or `loss`.
+        loader: The loaders that give the data; empty for a loss if the data could not be compared.
+        before: What it was before the restart: the loss, or the number of batches.
+        now: What it is now.
+        rank: The worker.
+    """
+
+    step: int
+    what: str
+    loader: str
+    before: float
+    now: float
+    rank: int = 0
+
+    def __str__(self) -> str:
+        how = f"with other data of {self.loader} than before the restart"
+        if self.what == "loss":
+            known = "the same data, but " if self.loader else ""
+            how = f"with {known}the loss {self.now!r}; before the restart it was {self.before!r}"
+        elif self.before != self.now:
+            how = f"with {self.now:g} of the batches of {self.loader}; before the restart it took {self.before:g}"
+        worker = f"rank {self.rank}: " if self.rank else ""
+        return (
+            f'{worker}step {self.step} was repeated {how} (see "If repeated steps differ" in docs/guides/restoring.md)'
+        )
 
 
 class GroupEnded(Event, frozen=True):
@@ -436,6 +491,8 @@ AnyEvent: TypeAlias = (
     | Failed
     | Skipped
     | Warned
+    | WitnessAgreed
+    | WitnessDiffers
     | GroupEnded
     | NodesTimed
     | NoticeHeard

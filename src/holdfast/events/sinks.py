@@ -34,6 +34,8 @@ from holdfast.events.kinds import (
     Skipped,
     Staged,
     Warned,
+    WitnessAgreed,
+    WitnessDiffers,
     Written,
 )
 from holdfast.numbers import check_whole
@@ -66,6 +68,8 @@ _LEVELS: dict[type[Event], int] = {  # Of all others: INFO.
     Failed: logging.ERROR,
     Skipped: logging.WARNING,
     Warned: logging.WARNING,
+    WitnessAgreed: logging.DEBUG,  # A line of the run says it.
+    WitnessDiffers: logging.WARNING,
     NoticeHeard: logging.WARNING,
     Leaving: logging.DEBUG,  # The last line on standard error says it.
 }
@@ -76,8 +80,11 @@ class LoggingSink:
 
     def __call__(self, event: Event) -> None:
         """Logs the event."""
-        is_error = isinstance(event, Warned) and event.is_error
-        level = logging.ERROR if is_error else _LEVELS.get(type(event), logging.INFO)
+        level = _LEVELS.get(type(event), logging.INFO)
+        if isinstance(event, Warned) and event.is_error:
+            level = logging.ERROR
+        elif isinstance(event, Failed) and event.stage == "retain":
+            level = logging.WARNING  # No step is lost.
         logger.log(level, "%s", event, extra={"event": event})
 
 

@@ -249,6 +249,14 @@ def _encode_defaultdict(encoder: Encoder, value: Any, path: str, depth: int) -> 
     return tagged("defaultdict", encoder.encode_pairs(value, path, depth), name)
 
 
+def _encode_ordered(encoder: Encoder, value: Any, path: str, depth: int) -> Node:
+    pairs = encoder.encode_pairs(value, path, depth)
+    # The result of a torch module's state_dict() says in this attribute which versions of the modules wrote it.
+    versions = getattr(value, "_metadata", None)
+    noted = None if versions is None else encoder.plain().encode(versions, f"{path}/_metadata", depth)
+    return tagged("OrderedDict", pairs, noted)
+
+
 def _encode_slice(encoder: Encoder, value: Any, path: str, depth: int) -> Node:
     return tagged("slice", encoder.plain().encode_list((value.start, value.stop, value.step), path, depth))
 
@@ -257,7 +265,7 @@ _CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str, int], Node]]] = {
     list: Encoder.encode_list,
     dict: Encoder.encode_dict,
     tuple: lambda e, value, path, depth: tagged("tuple", e.encode_list(value, path, depth)),
-    collections.OrderedDict: lambda e, value, path, depth: tagged("OrderedDict", e.encode_pairs(value, path, depth)),
+    collections.OrderedDict: _encode_ordered,
     collections.Counter: lambda e, value, path, depth: tagged("Counter", e.encode_pairs(value, path, depth)),
     collections.defaultdict: _encode_defaultdict,
     collections.deque: lambda e, value, path, depth: tagged(

@@ -187,8 +187,8 @@ def _copy_plain(value: Any) -> Any:
         named = {key: _copy_plain(part) for key, part in value.items()}
         return _NO_VALUE if any(part is _NO_VALUE for part in named.values()) else named
     backend = backend_of(value)
-    if backend is None:
-        return _NO_VALUE
+    if backend is None or isinstance(value, np.memmap):
+        return _NO_VALUE  # A mapped file is data, and to look at it would read it.
     try:
         backend.spec(value, "")
     except UnsupportedValueError:

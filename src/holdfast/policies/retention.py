@@ -72,7 +72,7 @@ class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
             if not isinstance(policy, RetentionPolicy):
                 raise UsageError(
                     f"{policy!r} is not a retention policy",
-                    hint="Combine retention policies (Latest, EveryN, Best, Newer) with each other, "
+                    hint="Combine retention policies (Latest, EveryN, EveryHours, Best, Newer) with each other, "
                     "and save policies (Steps, Seconds, Auto) with each other.",
                 )
             flat.extend(policy.policies if isinstance(policy, AnyKeeps) else (policy,))
@@ -176,6 +176,26 @@ class Newer(_RetentionPolicy, msgspec.Struct, frozen=True):
             for candidate in committed
             if not now_seconds - candidate.committed_at_seconds > self.seconds
         }
+
+
+class EveryHours(_RetentionPolicy, msgspec.Struct, frozen=True):
+    """Keeps the oldest checkpoint, and then one for each `hours` that have passed since the last one kept so."""
+
+    hours: float
+
+    @short_traceback
+    def __post_init__(self) -> None:
+        check_seconds("EveryHours(hours)", self.hours)
+
+    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
+        """**Pure.** Returns one for each `hours`; the same ones again once the others are removed."""
+        kept: dict[Key, str] = {}
+        last = -math.inf
+        for candidate in committed:
+            # After a clock that went back, time counts from there.
+            if abs(candidate.committed_at_seconds - last) >= self.hours * 3600:
+                kept[candidate.key], last = f"one for each {self.hours:.6g} h", candidate.committed_at_seconds
+        return kept
 
 
 class All(_RetentionPolicy, msgspec.Struct, frozen=True):

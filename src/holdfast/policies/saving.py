@@ -108,7 +108,7 @@ class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
                 raise UsageError(
                     f"{policy!r} is not a save policy",
                     hint="Combine save policies (Steps, Seconds, Auto) with each other, "
-                    "and retention policies (Latest, EveryN, Best, Newer) with each other.",
+                    "and retention policies (Latest, EveryN, EveryHours, Best, Newer) with each other.",
                 )
             flat.extend(policy.policies if isinstance(policy, AnySave) else (policy,))
         msgspec.structs.force_setattr(self, "policies", tuple(flat))

@@ -27,7 +27,8 @@ from holdfast.save.drain import end_process, is_interactive
 from holdfast.save.say import say, say_from_signal_handler
 
 _MOST_SIGNALS: Final = 2
-"""How many signals are taken: the first asks to stop, the second hurries. Another one has its usual effect."""
+"""How many signals count: the first asks to stop, the second hurries. Another one has no effect, since schedulers and
+launchers repeat their signals; only another Ctrl-C has its usual effect."""
 
 _STAND_IN_SECONDS: Final = 0.3
 """How long Python may take to run a signal's handler before the signal is handled without it."""
@@ -127,9 +128,11 @@ class NoticeInbox:
                 self._received_early = [each for each in self._received_early if each != notice]
                 return True
         if not self._takes(notice):
+            if not notice.by_hand:
+                return True
             is_repeated = any(each.notice.by_hand and each.notice.insists for each in self.pending)
             # The first Ctrl-C where no loop has to be waited for gives nothing up.
-            self.gave_up = self.gave_up or is_repeated or self.patient or not notice.by_hand
+            self.gave_up = self.gave_up or is_repeated or self.patient
             return False
         self._received.append(ReceivedNotice(notice, time.monotonic()))
         self.alarmed = True
@@ -281,9 +284,10 @@ class EarlyNotices:
             self._is_late = False
             self._end(self._describe_delay())
             return True
-        if notice.by_hand or len(self._received) >= _MOST_SIGNALS:
+        if notice.by_hand:
             return False
-        self._received.append(ReceivedNotice(notice, time.monotonic()))
+        if len(self._received) < _MOST_SIGNALS:
+            self._received.append(ReceivedNotice(notice, time.monotonic()))
         if len(self._received) == 1:
             # Not a `Thread`: this is a signal handler, which may have come while one starts.
             with suppress(RuntimeError):

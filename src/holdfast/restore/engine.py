@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from msgspec.structs import replace
 
 from holdfast.catalog import Catalog, describe_steps, find_lost, read_catalog, read_index
+from holdfast.concurrency import gc_paused
 from holdfast.errors import (
     AbsentError,
     ApplyError,
@@ -32,7 +33,6 @@ from holdfast.restore.records import OpenedStep, Restoration
 from holdfast.restore.reshard import assign_parts, read_orders
 from holdfast.restore.verify import open_step, read_rank
 from holdfast.state import Differences, Matching, list_shared, match_objects
-from holdfast.state.capture import gc_paused
 from holdfast.state.data.position import PositionRecord, find_apart, list_positions
 from holdfast.state.hyperparameters import Keeping
 from holdfast.state.leaves import ArraySpec, Skeleton, Target, spec_of

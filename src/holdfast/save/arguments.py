@@ -34,6 +34,7 @@ _EXAMPLES: Final = {
     "Auto": "",
     "Latest": "3",
     "EveryN": "1000",
+    "EveryHours": "6",
     "Best": '"val_loss"',
     "Newer": "86_400",
     "All": "",
@@ -125,7 +126,7 @@ def check_policies(save_every: object, keep: object) -> None:
     """**Pure.** Raises `UsageError` if one is neither None nor a policy."""
     for name, policy, method, known in (
         ("save_every", save_every, "decide_save", "Steps, Seconds and Auto"),
-        ("keep", keep, "choose_kept", "Latest, EveryN, Best, Newer and All"),
+        ("keep", keep, "choose_kept", "Latest, EveryN, EveryHours, Best, Newer and All"),
     ):
         if isinstance(policy, type) and hasattr(policy, method):
             raise UsageError(

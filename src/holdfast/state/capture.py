@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain, islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any, Final
 
 from msgspec.structs import replace
 
+from holdfast.concurrency import gc_paused
 from holdfast.errors import HoldfastError, UnsupportedValueError
 from holdfast.format.codecs import name_of
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
@@ -39,28 +38,16 @@ from holdfast.state.registry import (
     backend_of,
     backend_of_type,
     find_stateful,
+    is_code,
     is_made_of_tensors,
+    is_per_worker,
     list_members,
+    name_live,
     node_parts,
     parts_of,
     sharder_of_type,
 )
 from holdfast.state.shard_ownership import ShardOwnership
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pauses the garbage collector while many small objects are created, all of which stay.
-
-    Each would bring a full collection nearer while training waits: with 20,000 arrays that doubles the time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def capture_objects(
@@ -75,7 +62,8 @@ def capture_objects(
 
     First `prepare_for_checkpoint` is called on every object that has it, also on those within dicts, lists, tuples and
     dataclasses, then the states are read. Plain values are written down at once; later changes to them are not
-    captured. Arrays are only named: copy them before they change.
+    captured. Arrays are only named: copy them before they change. Random generators are read last, since reading other
+    objects may draw. With several workers these are read in the order of their paths: some can only be read together.
 
     Args:
         objects: The objects by name.
@@ -99,6 +87,8 @@ def capture_objects(
             worker, check_replicas=check_replicas, groups=None if captures is None else captures.groups
         )
         capturing = _Capturing(context, captures, sharing)
+        if not worker.is_alone:
+            capturing.read_in_order()
         skeletons: dict[str, Node] = {}
         for name, obj in objects.items():
             sharing.holders = holders.get(name, range(worker.world_size))
@@ -186,9 +176,21 @@ class _Capturing(Encoder):
         # Where the memory begins of all arrays that were met, but for the last ones.
         self._met: set[int] = set()
         self._not_met: list[Any] = []
+        # By the identity of an object, its state that was read ahead; and what is left to encode at the end.
+        self._states: dict[int, Any] = {}
+        self._left: list[Callable[[], None]] = []
+
+    def read_in_order(self) -> None:
+        """Reads the states of the objects that are not read last, in the order of their paths."""
+        for path, value in sorted(self._context.members, key=itemgetter(0)):
+            adapter = adapter_of(value)
+            if adapter is not None and not adapter.last and id(value) not in self._states:
+                self._states[id(value)] = self._state_of(value, adapter, path)
 
     def captured(self, skeletons: dict[str, Node]) -> Captured:
-        """Returns all that was captured; nothing of it is held."""
+        """Encodes what was left to the end, and returns all that was captured; nothing of it is held."""
+        for encode in self._left:
+            encode()
         columns = self._columns
         sharing = self._sharing
         return Captured(
@@ -204,7 +206,7 @@ class _Capturing(Encoder):
             sharing.worker,
             tuple(sharing.replicas),
             loose=frozenset(sharing.loose),
-            own=frozenset(name for name, obj in self._context.objects.items() if _is_own(obj)),
+            own=frozenset(name for name, obj in self._context.objects.items() if is_per_worker(obj)),
             compared=tuple(sharing.compared) if sharing.checks_replicas else (),
             strides=tuple(sharing.strides),
             quantizers=tuple(sharing.quantizers),
@@ -313,17 +315,28 @@ class _Capturing(Encoder):
             node = None if self._is_coding else node_parts(value)
             return None if node is None else self._encode_node(type(value), node, path, depth)
         sharing = self._sharing
-        outer = (sharing.is_own, sharing.holders, sharing.trained, sharing.renewed, sharing.is_trained)
-        if not sharing.worker.is_alone:
-            sharing.is_own = sharing.is_own or adapter.is_per_worker
-        try:
-            state = self._state_of(value, adapter, path)
+        outer = sharing.scope
+        node = tagged("object", None, adapter.kind)
+
+        def encode() -> None:
+            within, sharing.scope = sharing.scope, outer
             if not sharing.worker.is_alone:
-                # Only now: to be asked for its state may change how an object holds it.
-                sharing.enter(adapter.replication_of(value), path)
-            return tagged("object", self.encode_apart(state, path, depth), adapter.kind)
-        finally:
-            sharing.is_own, sharing.holders, sharing.trained, sharing.renewed, sharing.is_trained = outer
+                sharing.is_own = sharing.is_own or adapter.is_per_worker
+            try:
+                is_read = id(value) in self._states
+                state = self._states.pop(id(value)) if is_read else self._state_of(value, adapter, path)
+                if not sharing.worker.is_alone:
+                    # Only now: to be asked for its state may change how an object holds it.
+                    sharing.enter(adapter.replication_of(value), path)
+                node["v"] = self.encode_apart(state, path, depth)
+            finally:
+                sharing.scope = within
+
+        if adapter.last:
+            self._left.append(encode)
+        else:
+            encode()
+        return node
 
     def of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:
         """Like plain values; a function in a framework's tree node belongs to the program."""
@@ -564,17 +577,6 @@ class _Recording:
         )
 
 
-def is_code(value: object) -> bool:
-    """**Pure.** Returns True if a value belongs to the program, not to its state: a callable, or without attributes."""
-    return callable(value) or not (getattr(value, "__dict__", None) or getattr(type(value), "__slots__", None))
-
-
-def name_live(value: object) -> str:
-    """**Pure.** Returns the text in a checkpoint that represents a value of the program, for people to read."""
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
-
-
 class _Trial(_Capturing):
     """Encodes what can be read without a change to any object, to check whether that is possible."""
 
@@ -582,16 +584,6 @@ class _Trial(_Capturing):
         """Like a capture; an object that is skipped gets an empty node."""
         is_left_out = (adapter_of(value) or _ANY).readable(value) is not Readable.ALWAYS
         return "" if is_left_out and not self._is_coding else super().special(value, path, depth)
-
-
-def list_shared(objects: Mapping[str, object]) -> list[str]:
-    """Returns the names of the objects that do not differ per worker, as random generators and `PerWorker` do."""
-    return [name for name, obj in objects.items() if not _is_own(obj)]
-
-
-def _is_own(obj: object) -> bool:
-    adapter = adapter_of(obj)
-    return adapter is not None and adapter.is_per_worker
 
 
 def _in_both(path: str, other: str) -> UnsupportedValueError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import methodcaller
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -169,6 +169,19 @@ class Glance(msgspec.Struct, frozen=True):
     keys: list[int] | None = None
 
 
+class Sight(NamedTuple):
+    """Reads arrays of one library during training, without waiting for a device.
+
+    Attributes:
+        peek: Returns the values as an array of NumPy, or their bits as integers; None if that would wait.
+        follow_number: Returns the only element, or what returns it once it is there, and None before; None if neither
+            is possible.
+    """
+
+    peek: Callable[[Any], Any]
+    follow_number: Callable[[Any], float | Callable[[], float | None] | None]
+
+
 class ArrayBackend(Protocol):
     """Inspects, copies out, and fills the arrays of one library."""
 
@@ -177,6 +190,8 @@ class ArrayBackend(Protocol):
 
     devices: DeviceCopier | None
     """For libraries whose arrays may be outside of host memory."""
+
+    sight: Sight
 
     is_immutable: bool
     """True if arrays cannot be changed once they are created."""

@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.errors import MissingPackageError, UnsupportedValueError
 from holdfast.format.dtypes import names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, order_dimensions, strides_in_order
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Plain, spec_of
+from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Plain, Sight, spec_of
 from holdfast.state.registry import register_backend
 
 _DTYPES = names_in("numpy")
@@ -23,6 +23,7 @@ class NumpyBackend:
 
     name = "numpy"
     devices: DeviceCopier | None = None
+    sight = Sight(lambda array: array, lambda array: float(array.reshape(())))
     is_immutable = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:

@@ -230,15 +230,38 @@ def list_members(objects: Mapping[str, object]) -> list[tuple[str, Any, Adapter]
     ]
 
 
+def list_shared(objects: Mapping[str, object]) -> list[str]:
+    """Returns the names of the objects that do not differ per worker."""
+    return [name for name, obj in objects.items() if not is_per_worker(obj)]
+
+
+def is_per_worker(obj: object) -> bool:
+    """Returns True if an object differs per worker, as random generators and `PerWorker` do."""
+    adapter = adapter_of(obj)
+    return adapter is not None and adapter.is_per_worker
+
+
+def is_code(value: object) -> bool:
+    """**Pure.** Returns True if a value belongs to the program, not to its state: a callable, or without attributes."""
+    return callable(value) or not (getattr(value, "__dict__", None) or getattr(type(value), "__slots__", None))
+
+
+def name_live(value: object) -> str:
+    """**Pure.** Returns the text in a checkpoint that represents a value of the program, for people to read."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
+
+
 def may_change_when_read(root: object) -> bool:
     """Returns True if reading the state of an object, or of one in a tree of values, may change it."""
     found = find_stateful(root, "")
     return any(adapter is not None and adapter.readable(part) is Readable.WHEN_SAVED for _, part, adapter in found)
 
 
-def state_paths(live: object, path: str) -> list[str]:
-    """Returns the paths of arrays and objects with state in a live value."""
-    return [_path(path, trail) for trail, _, handler in _walk(live) if handler is not None]
+def state_paths(live: object, path: str, *, only_objects: bool = False) -> list[str]:
+    """Returns the paths of objects with state in a live value, and of its arrays."""
+    found = _walk(live, is_sought=lambda _: not only_objects)
+    return [_path(path, trail) for trail, _, handler in found if handler is not None]
 
 
 def find_array(live: object) -> object:
@@ -249,6 +272,11 @@ def find_array(live: object) -> object:
 def holds_state(live: object) -> bool:
     """Returns True if a live value is or contains arrays or objects with state."""
     return any(handler is not None for _, _, handler in _walk(live))
+
+
+def holds_objects(live: object) -> bool:
+    """Returns True if a live value is or contains objects with state."""
+    return bool(state_paths(live, "", only_objects=True))
 
 
 def immutable_arrays_in(root: object) -> list[object]:

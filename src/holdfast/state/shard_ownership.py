@@ -114,6 +114,15 @@ class ShardOwnership:
         """Returns the lists that grow with each array, for the index."""
         return self.boxes, self.elsewhere, self.replicas, self.strides, self.quantizers
 
+    @property
+    def scope(self) -> tuple[Any, ...]:
+        """The attributes that belong to the current object alone."""
+        return self.is_own, self.holders, self.trained, self.renewed, self.is_trained
+
+    @scope.setter
+    def scope(self, values: tuple[Any, ...]) -> None:
+        self.is_own, self.holders, self.trained, self.renewed, self.is_trained = values
+
     def enter(self, replication: Replication, path: str) -> None:
         """Sets `holders` and `trained` for the object at a path."""
         self.holders = replication.holders or self.holders

@@ -90,6 +90,7 @@ def command(
             "size_bytes": made.size_bytes,
             "seconds": made.seconds,
             "renamed": list(made.renamed),
+            "has_step": made.has_step,
             "left_out": [{"path": one.path, "reason": one.reason} for one in made.left_out],
         },
     )
@@ -102,6 +103,8 @@ def _show(screen: Screen, remarks: Screen, made: Import, run: str) -> None:
         (f"  {time_text(made.seconds)}" if screen.is_terminal else "", FAINT),
     )
     screen.say("  objects: ", ", ".join(made.objects))
+    if not made.has_step:
+        remarks.say(("no step in the source: ", FAINT), "the run begins at step 0; --step N sets another")
     for name in made.renamed:
         remarks.say(("renamed: ", FAINT), f"{name}: a common prefix was removed from its names")
     for one in made.left_out:

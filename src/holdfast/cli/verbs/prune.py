@@ -28,7 +28,7 @@ from holdfast.cli.target import RunTarget, find_run
 from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, StorageError, UsageError
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
-from holdfast.policies import Best, EveryN, Latest, Newer, RetentionPolicy, spare_referred
+from holdfast.policies import Best, EveryHours, EveryN, Latest, Newer, RetentionPolicy, spare_referred
 from holdfast.policies.retention import AnyKeeps, KeptCandidate, absent_metrics, plan_retention
 from holdfast.save.commit.deletion import discard_unfinished, remove_own_files, withdraw
 from holdfast.save.commit.summary import drop_summaries
@@ -294,7 +294,7 @@ def _choose_outdated(survey: Survey, policy: RetentionPolicy) -> Iterable[str]:
     return plan_retention(policy, candidates, {}, time.time()).remove
 
 
-_POLICIES: Final = {"Latest": Latest, "EveryN": EveryN, "Best": Best, "Newer": Newer}
+_POLICIES: Final = {"Latest": Latest, "EveryN": EveryN, "EveryHours": EveryHours, "Best": Best, "Newer": Newer}
 
 
 def parse_policy(text: str) -> RetentionPolicy:

@@ -16,6 +16,7 @@ from holdfast.errors import DamageError, HoldfastError, UsageError
 from holdfast.format.names import parse_step_directory
 from holdfast.format.records import choose_living, make_base
 from holdfast.storage import local_directory
+from holdfast.witness.ring import remove_rings
 
 
 @click.command()
@@ -65,6 +66,7 @@ def command(checkpoint: str, as_json: bool) -> None:
         generation = open_generation(storage, seen_generation=catalog.generation)
         base = make_base(generation, name, catalog.start_from)
         record_base(storage, base)
+        remove_rings(storage)  # What lies beyond is not repeated.
         left = sorted(set(catalog.living) - set(choose_living(catalog.committed, {**catalog.bases, generation: base})))
     else:
         left = []

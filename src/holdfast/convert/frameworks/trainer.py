@@ -23,7 +23,7 @@ _PARTS: Final = (("optimizer.pt", "optimizer"), ("scheduler.pt", "scheduler"), (
 _DIVIDED: Final = ("pytorch_model_fsdp_0", "global_step*", "pytorch_model_fsdp.bin", "optimizer.bin")
 
 
-def read_trainer_folder(directory: Path, open_file: Callable[[str], InputFile], *, keep_unknown: bool) -> Recognized:
+def read_trainer_folder(directory: Path, open_file: Callable[[str], InputFile]) -> Recognized:
     """**Blocks.** Returns the objects of a folder: `model` (or `adapter`), `optimizer`, `scheduler`, `scaler`.
 
     Raises:
@@ -38,7 +38,7 @@ def read_trainer_folder(directory: Path, open_file: Callable[[str], InputFile], 
     elif (directory / _ADAPTER).exists():
         recognized.take("adapter", read_model(directory, open_file, [_ADAPTER]), None)
     elif (directory / _PICKLED_MODEL).exists():
-        archive = _open(open_file(_PICKLED_MODEL), keep_unknown)
+        archive = _open(open_file(_PICKLED_MODEL))
         recognized.take(MODEL, archive.value, archive)
     else:
         divided = [one.name for pattern in _DIVIDED for one in sorted(directory.glob(pattern))]
@@ -51,7 +51,7 @@ def read_trainer_folder(directory: Path, open_file: Callable[[str], InputFile], 
         )
     for name, kind in _PARTS:
         if (directory / name).exists():
-            archive = _open(open_file(name), keep_unknown)
+            archive = _open(open_file(name))
             recognized.take(kind, archive.value, archive)
     for one in sorted(directory.iterdir()):
         if one.name.startswith("rng_state"):
@@ -61,8 +61,8 @@ def read_trainer_folder(directory: Path, open_file: Callable[[str], InputFile], 
     return recognized
 
 
-def _open(file: InputFile, keep_unknown: bool) -> TorchArchive:
-    return TorchArchive(file, 0, file.size_bytes, keep_unknown=keep_unknown)
+def _open(file: InputFile) -> TorchArchive:
+    return TorchArchive(file, 0, file.size_bytes)
 
 
 def _read_step(file: InputFile) -> int:

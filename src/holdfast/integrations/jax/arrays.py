@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from itertools import accumulate
@@ -18,7 +18,17 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.dtypes import names_in
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, whole_box
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, LocalBox, PendingArray, Plain, Sharding, spec_of
+from holdfast.state.leaves import (
+    ArraySpec,
+    DeviceCopier,
+    Glance,
+    LocalBox,
+    PendingArray,
+    Plain,
+    Sharding,
+    Sight,
+    spec_of,
+)
 from holdfast.state.registry import register_backend, register_sharder
 
 _ZEROS: Final[dict[str, Any]] = {"i": 0, "f": 0.0, "c": 0j}
@@ -178,11 +188,23 @@ DTYPES: Final = names_in("jax")
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def _peek(array: Any) -> Any:
+    if is_key(array) or not array.is_fully_addressable or not _is_in_host(array.sharding) or not array.is_ready():
+        return None
+    return np.asarray(array)
+
+
+def _follow_number(array: Any) -> Callable[[], float | None]:
+    array.copy_to_host_async()  # As soon as it is computed.
+    return lambda: float(np.asarray(array).reshape(())) if array.is_ready() else None
+
+
 class JaxBackend:
     """The single boxes of arrays: those on a device, and the memory of those that are still to be created."""
 
     name = "jax"
     devices: DeviceCopier | None = None
+    sight = Sight(_peek, _follow_number)
     is_immutable = True
 
     def spec(self, array: Any, path: str) -> ArraySpec:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-import shutil
+import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.lightning.trees import KeptTree
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
-from holdfast.storage import open_storage
+from holdfast.storage import Storage, local_directory, open_storage
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _MANIFEST = "manifest.json"
+_OF_SLURM = "hpc_ckpt_"
+"""The beginning of the name of a checkpoint after which Lightning ends the job."""
+
+_saving: dict[str, Future[None]] = {}
+"""By the location of a checkpoint: its save in the background, of any plug-in of this process."""
 
 
 class HoldfastCheckpointIO(TorchCheckpointIO):
@@ -31,10 +37,11 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         trainer.fit(model, ckpt_path="last")
         ```
 
-    Each checkpoint is a directory instead of a file. `ckpt_path=` reads it, and ordinary `.ckpt` files as before. A
-    checkpoint that `ModelCheckpoint` gives up is removed once the one saved before that is durable. An error in the
-    background is raised at the next save, or when the fit ends. Nothing in a checkpoint is executed: hyperparameters
-    that are not plain values are left out, with a line in Lightning's log.
+    Each checkpoint is a directory instead of a file, and exists when a save returns. It is durable then, too, except
+    during a fit: there it is written while training continues. `ckpt_path=` reads it, and ordinary `.ckpt` files as
+    before; it waits for a save of this process. A checkpoint that `ModelCheckpoint` gives up is removed once the one
+    saved before that is durable. An error in the background is raised at the next save, or when the fit ends. Nothing
+    in a checkpoint is executed: hyperparameters that are not plain values are left out, with a line in Lightning's log.
     """
 
     def __init__(self) -> None:
@@ -45,21 +52,24 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Copies the checkpoint and returns; it is written in the background.
+        """Copies the checkpoint and returns; it is written in the background. **Blocks** until it is durable outside of
+        a fit, and for the checkpoint with which Lightning leaves a job of Slurm.
 
         Raises:
-            UsageError: If there are storage options, or `path` is a file.
-            HoldfastError: If an earlier save has failed.
+            UsageError: If there are storage options.
+            HoldfastError: If an earlier save has failed, or outside of a fit this one.
             UnsupportedValueError: If a value cannot be stored; the error has its path.
         """
         if storage_options is not None:
             raise UsageError("HoldfastCheckpointIO does not support storage_options", hint="Leave them out.")
         self._wait()  # One save at a time: the next one has the memory of this one.
-        replaced = Path(path).with_name(Path(path).name + ".replaced")
-        if Path(path).is_symlink() or Path(path).is_file():
+        storage = open_storage(path)
+        root = local_directory(storage)
+        replaced = None if root is None else root.with_name(root.name + ".replaced")
+        if root is not None and replaced is not None and (root.is_symlink() or root.is_file()):
             # An ordinary checkpoint, or a link to another one. It goes when the new one is durable.
-            Path(path).replace(replaced)
-        manager = _open(path, KeptTree(lambda: checkpoint))
+            root.replace(replaced)
+        manager = _open(storage, KeptTree(lambda: checkpoint))
         try:
             step = max(manager.steps(), default=-1) + 1
             while True:
@@ -68,12 +78,15 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
                     break
                 except UnsupportedValueError as error:
                     checkpoint = _leave_out(checkpoint, error)
+            storage.make_directory("")  # `ModelCheckpoint` finds free names by what exists.
         except BaseException:
             manager.abandon()
             raise
-        self._submit(manager.close)
-        if os.path.lexists(replaced):
+        _saving[_locate(storage)] = self._submit(manager.close)
+        if replaced is not None and os.path.lexists(replaced):
             self._submit(lambda: _remove(replaced))
+        if not _is_in_fit() or _locate(storage).rpartition("/")[2].startswith(_OF_SLURM):
+            self._wait()
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -85,13 +98,16 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             HoldfastError: If it is damaged.
         """
         self._wait()
-        if Path(path).is_file():
-            plain: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
-            return plain
+        storage = open_storage(path)
+        if (save := _saving.get(_locate(storage))) is not None:
+            wait([save])  # Of another plug-in, to which it raises its error.
+        root = local_directory(storage)
+        if root is not None and root.is_file():
+            return dict(super().load_checkpoint(root, map_location, weights_only))
         tree = KeptTree(dict)
         restored = None
-        if Path(path).is_dir():
-            with _open(path, tree) as manager:
+        if root is None or root.is_dir():
+            with _open(storage, tree) as manager:
                 restored = manager.restore()
         if restored is None:
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
@@ -100,7 +116,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint in the background, once all earlier saves are durable; not if one has failed."""
-        self._submit(lambda: _remove(Path(path)))
+        self._submit(lambda: _remove(path))
 
     def teardown(self) -> None:
         """**Blocks.** Waits for the saves in progress.
@@ -115,7 +131,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             if thread is not None:
                 thread.shutdown()
 
-    def _submit(self, task: Callable[[], object]) -> None:
+    def _submit(self, task: Callable[[], object]) -> Future[None]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-lightning")
         before = list(self._tasks)
@@ -126,6 +142,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
                 task()
 
         self._tasks.append(self._thread.submit(run))
+        return self._tasks[-1]
 
     def _wait(self) -> None:
         tasks, self._tasks = self._tasks, []
@@ -136,9 +153,23 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         return {"_thread": None, "_tasks": []}
 
 
-def _open(path: str | os.PathLike[str], tree: KeptTree) -> CheckpointManager:
+def _is_in_fit() -> bool:
+    """Returns True if a Trainer calls this during a fit; then it calls `teardown` later, and shows errors there."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not Trainer.save_checkpoint.__code__:
+        frame = frame.f_back
+    trainer = None if frame is None else frame.f_locals["self"]
+    return trainer is not None and trainer.training and trainer.state.status == TrainerStatus.RUNNING
+
+
+def _locate(storage: Storage) -> str:
+    """Returns the location of a checkpoint, the same one if it is reached by a link."""
+    return storage.url if local_directory(storage) is None else os.path.realpath(storage.url)
+
+
+def _open(storage: Storage, tree: KeptTree) -> CheckpointManager:
     # Only rank 0 saves, with any strategy of Lightning.
-    return CheckpointManager(path, Checkpoint(checkpoint=tree), keep=Latest(1), cluster="alone", reuse_space=False)
+    return CheckpointManager(storage, Checkpoint(checkpoint=tree), keep=Latest(1), cluster="alone", reuse_space=False)
 
 
 def _leave_out(checkpoint: dict[str, Any], error: UnsupportedValueError) -> dict[str, Any]:
@@ -157,16 +188,29 @@ def _leave_out(checkpoint: dict[str, Any], error: UnsupportedValueError) -> dict
     raise error
 
 
-def _remove(path: Path) -> None:
+def _remove(path: str | os.PathLike[str]) -> None:
     """Removes the manifests first, so the remains of an interrupted removal are not a checkpoint.
 
     A link is removed, never what it leads to: `ModelCheckpoint(save_last="link")` makes one to another checkpoint.
     """
-    if path.is_dir() and not path.is_symlink():
-        storage = open_storage(path)
-        for entry in storage.list(""):
-            if entry.is_directory:
-                storage.remove(f"{entry.name}/{_MANIFEST}")
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    storage = open_storage(path)
+    root = local_directory(storage)
+    if root is not None and (root.is_symlink() or not root.is_dir()):
+        root.unlink(missing_ok=True)
+        return
+    for entry in storage.list(""):
+        if entry.is_directory:
+            storage.remove(f"{entry.name}/{_MANIFEST}")
+    _empty(storage, "")
+    if root is not None:
+        root.rmdir()
+
+
+def _empty(storage: Storage, directory: str) -> None:
+    for entry in storage.list(directory):
+        path = f"{directory}/{entry.name}".lstrip("/")
+        if entry.is_directory:
+            _empty(storage, path)
+            storage.remove_directory(path)
+        else:
+            storage.remove(path)

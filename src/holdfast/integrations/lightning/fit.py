@@ -6,7 +6,6 @@ import copy
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from types import MethodType
 from typing import Any, Final
@@ -35,9 +34,16 @@ from holdfast.integrations.lightning.trainer_state import (
     read_trainer,
 )
 from holdfast.integrations.lightning.trees import KeptTree, OwnTree
-from holdfast.integrations.torch.draws import note_parts, read_generators, read_parts, write_generators, write_parts
+from holdfast.integrations.torch.draws import (
+    has_state,
+    note_parts,
+    read_generators,
+    read_parts,
+    write_generators,
+    write_parts,
+)
 from holdfast.integrations.torch.evaluations import Evaluation
-from holdfast.integrations.torch.places import DataPlace, has_state
+from holdfast.integrations.torch.places import DataPlace
 from holdfast.run import Run, resumable
 from holdfast.state import RNG
 from holdfast.state.data.sampler import ResumableSampler
@@ -123,12 +129,17 @@ class Fit:
 
     def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Replaces a method by `call`, which gets that method before all other arguments."""
-        original = getattr(owner, name)
-        setattr(owner, name, MethodType(lambda _, *args, **options: call(original, *args, **options), owner))
+        original, before = getattr(owner, name), vars(owner).get(name)
+        ours = MethodType(lambda _, *args, **options: call(original, *args, **options), owner)
+        setattr(owner, name, ours)
 
         def undo() -> None:
-            with suppress(AttributeError):
+            if vars(owner).get(name) is not ours:
+                return  # The program has put something else there since.
+            if before is None:
                 delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
         self._undo.append(undo)
 
@@ -280,11 +291,11 @@ class Fit:
             # The process before has left in the validation that ends this step, and has counted it.
             self._is_to_validate, self._is_counted = False, True
             loop = self._trainer.fit_loop.epoch_loop
-            loop._should_check_val_fx = lambda _: True
+            self._replace(loop, "_should_check_val_fx", lambda _, __: True)
             try:
                 loop.on_advance_end(fetcher)
             finally:
-                del loop._should_check_val_fx
+                self._undo.pop()()
 
     def _settle(self) -> None:
         """Restores what hooks, loaders and Lightning's own restart may have changed; the generators last."""
@@ -376,9 +387,14 @@ class Fit:
             getattr(callback, f"on_validation_epoch_{moment}")(self._trainer, self._trainer.lightning_module)
 
     def _end_fit(self, original: Callable[[], None]) -> None:
+        has_ended_epoch = self._is_in_epoch and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         self._is_in_epoch = False
         if self.run is not None:
             # What callbacks do at the end, such as averaging the weights, is not part of the training.
+            step = self.run._loop.count.done
+            if step and has_ended_epoch and self.run._loop.is_safe(step):
+                # That save was made before the epoch ended, and the next start would end it once more.
+                self.run._loop.save(step, replace=True)
             self.run._loop.save_last()
         original()
         run, self.run = self.run, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -15,6 +15,7 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.torch.module_walks import list_modules, list_parameters, read_state
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import (
+    MADE_ANEW,
     OWNED,
     Adapter,
     CaptureContext,
@@ -124,7 +125,7 @@ class ModuleAdapter(Adapter):
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Compares names, shapes and types."""
         live = _read(obj)
-        nodes = loading.children(stored)
+        nodes = _without_wrapper(loading.children(stored), live)
         differences = loading.differences
         # Tied tensors are one under several names, of which a program without holdfast may have stored only one.
         tied = {id(value) for key, value in live.items() if key in nodes}
@@ -133,9 +134,12 @@ class ModuleAdapter(Adapter):
         extra = [key for key in nodes if key not in live and loading.wants(key)]
         own = {id(tensor) for tensor in (*obj.parameters(), *obj.buffers())}
         special = _special_prefixes(obj)
-        custom = type(obj).load_state_dict is not nn.Module.load_state_dict or bool(special)
         direct = {key for key, value in live.items() if id(value) in own and not key.startswith(special)}
-        custom = custom or len(direct) < len(live)
+        custom = _loads_itself(obj) or bool(special) or len(direct) < len(live)
+        if _loads_itself(obj):
+            special = ("",)
+            specs = {key: loading.spec_of(nodes[key]) for key in direct if key in nodes}
+            direct -= {key for key, spec in specs.items() if spec is not None and _has_other_shape(live[key], spec)}
         values = dict(live)
         wanted = [key for key in live if key in nodes and loading.wants(key)]
         values |= loading.values({key: nodes[key] for key in wanted if key in direct}, live, rules=OWNED)
@@ -145,7 +149,9 @@ class ModuleAdapter(Adapter):
         differences.extra += [loading.name(key) for key in extra if key not in made]
         handed_over |= {key: nodes[key] for key in made}
         present = {key: value for key, value in live.items() if key not in shaped}
-        values |= loading.values(handed_over, present)
+        tensors = {key for key in handed_over if isinstance(live.get(key), torch.Tensor)}
+        values |= loading.values({key: handed_over[key] for key in tensors}, present, rules=MADE_ANEW)
+        values |= loading.values({key: node for key, node in handed_over.items() if key not in tensors}, present)
         new_memory = [
             (value, values[key])
             for key, value in live.items()
@@ -158,6 +164,15 @@ class ModuleAdapter(Adapter):
 
 
 _BACKEND: Final = TorchBackend()
+
+
+def _without_wrapper(nodes: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Removes what `torch.compile` and DDP add to the names of an imported file, unless the live module has it too."""
+    if any("_orig_mod." in key for key in nodes):
+        nodes = {key.replace("_orig_mod.", ""): node for key, node in nodes.items()}
+    while nodes and nodes.keys().isdisjoint(live) and all(key.startswith("module.") for key in nodes):
+        nodes = {key.removeprefix("module."): node for key, node in nodes.items()}
+    return nodes
 
 
 def _gets_new_memory(tensor: Any, is_loaded: bool) -> bool:
@@ -209,7 +224,43 @@ def _changed_by_loading(
         taken = {key for key in differing.intersection(own) if names[key] not in refused}
         shaped |= taken & live.keys()
         made |= {key: path + names[key] for key in taken - live.keys()}
+    if (left := differing - shaped - made.keys()) and (
+        _loads_itself(module) or any(child._load_state_dict_pre_hooks for child in paths.values())
+    ):
+        origins = {key: owners[prefix][0] + key[len(prefix) :] for prefix, own in parts.items() for key in own}
+        taken = _taken_by(module, rename, origins, specs, left)
+        shaped |= taken & live.keys()
+        made |= {key: origins[key] for key in taken - live.keys()}
     return shaped, made
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    return type(module).load_state_dict is not nn.Module.load_state_dict
+
+
+def _taken_by(
+    module: nn.Module,
+    rename: Callable[[str], str],
+    origins: dict[str, str],
+    specs: dict[str, ArraySpec | None],
+    differing: set[str],
+) -> set[str]:
+    """Returns the differing names whose stored shapes a module has after its own loading; it is not changed.
+
+    A load without an error proves nothing: some modules drop what does not fit.
+    """
+    try:
+        trial = copy.deepcopy(module)
+        state = trial.state_dict()
+        for key, spec in specs.items():
+            if spec is not None:
+                state[origins[key]] = _BACKEND.new(spec, state.get(origins[key])).zero_()
+        trial.load_state_dict(state)
+        loaded = {rename(name): value for name, value in trial.state_dict().items()}
+    except Exception:  # noqa: BLE001  As in `_refused`.
+        return set()
+    shapes = {key: spec.shape for key in differing if (spec := specs[key]) is not None}
+    return {key for key, shape in shapes.items() if tuple(getattr(loaded.get(key), "shape", ())) == shape}
 
 
 def _has_other_shape(value: Any, spec: ArraySpec) -> bool:

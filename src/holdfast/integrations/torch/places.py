@@ -11,7 +11,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from holdfast.errors import UsageError
 from holdfast.format.digests import derive, digest
-from holdfast.integrations.torch.draws import note_parts, read_generators, read_parts, write_generators, write_parts
+from holdfast.integrations.torch.draws import (
+    has_state,
+    note_parts,
+    read_generators,
+    read_parts,
+    walk_stream,
+    write_generators,
+    write_parts,
+)
 from holdfast.integrations.torch.loader import (
     IgnoreSignals,
     SignalProofLoader,
@@ -63,12 +71,21 @@ class DataPlace:
         self._is_dispatched = is_dispatched
         note_parts(loader)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
-        self._keeps_stream = self._is_stream and not loader.num_workers and has_state(loader.dataset)
+        parts = [*walk_stream(loader.dataset)] if self._is_stream else []
+        # The state of a stream of `datasets` leaves out the samples in a shuffle buffer, which would never come. Its
+        # order follows from its epoch, and it begins each pass at the state that it has loaded.
+        self._has_buffer = any(
+            type(each).__name__.startswith("BufferShuffled") and each.buffer_size > 1 for each in parts
+        )
+        self._streams = [each for each in parts if hasattr(each, "_starting_state_dict")]
+        self._keeps_stream = (
+            not (self._has_buffer or loader.num_workers) and self._is_stream and has_state(loader.dataset)
+        )
         self._inner: DataLoader[Any] | None = None
         self._begin: dict[str, Any] | None = None
         self._stream_states: list[Any] = []
         self._fetched, self._begun_iteration, self._has_ended = 0, 0, False
-        self._is_left = False
+        self._is_left = self._has_loaded_stream = False
         self._restored: Mapping[str, Any] | None = None
         self.resumes = False
         self.on_resume: Callable[[], object] = lambda: None
@@ -87,6 +104,12 @@ class DataPlace:
             )
         if not self._is_stream or self._keeps_stream:
             return ""
+        if self._has_buffer:
+            return (
+                "the state of a stream of datasets leaves out the samples in its shuffle buffer, so a restart in the "
+                "middle of an epoch reads the trained batches again and skips them. A stream without "
+                "shuffle(buffer_size=...), or a dataset with indices, avoids that"
+            )
         return (
             f"{type(self._loader.dataset).__name__} can only be iterated, and keeps no position: a restart in the "
             "middle of an epoch loads the trained batches again and skips them. A dataset with indices, or one "
@@ -182,13 +205,19 @@ class DataPlace:
         self._has_ended, self._is_left, self._stream_states = False, False, []
         self._begun_iteration = getattr(self._owner, "iteration", 0)
         if state is None:
-            self._begin, self._fetched = {**read_generators(), "parts": read_parts(self._loader)}, 0
+            for stream in self._streams if self._has_loaded_stream else ():
+                stream._starting_state_dict = None
+            epochs = [int(stream._epoch) for stream in self._streams]
+            self._begin = {**read_generators(), "parts": read_parts(self._loader), "epochs": epochs}
+            self._fetched = 0
             return self._follow(self._open(0))
         self.on_resume()
         now = read_generators()
         self._begin, self._fetched = dict(state["begin"]), state["taken"]
         write_generators(self._begin)
         write_parts(self._loader, self._begin["parts"])
+        for stream, epoch in zip(self._streams, self._begin.get("epochs", ()), strict=False):
+            stream.set_epoch(epoch)
         batches = self._open(self._fetched, state)
         write_generators(now)
         if state["ended"] and hasattr(self._owner, "iteration"):
@@ -228,10 +257,11 @@ class DataPlace:
     def _open_stream(self, taken: int, state: Mapping[str, Any] | None) -> Iterator[Any]:
         if state is not None and state["ended"]:
             return iter(())
-        kept = None if state is None else state["stream"]
+        kept = state["stream"] if state is not None and self._keeps_stream else None
         if kept is not None:
             dataset: Any = self._loader.dataset
             dataset.load_state_dict(kept)
+            self._has_loaded_stream = True
         with signals_blocked() if self._loader.num_workers else nullcontext():
             batches = DataLoader.__iter__(self._loader)
         if state is not None and kept is None:
@@ -274,11 +304,6 @@ class _FollowedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         return self._place.start()
-
-
-def has_state(obj: object) -> bool:
-    """Returns True if an object has a position that can be read and restored."""
-    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
 class _BatchTasks:

@@ -19,7 +19,7 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events.sinks import logger
 from holdfast.format.dtypes import Quantizer, find_quantizer_problem, names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, row_major
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Pin, Plain, spec_of
+from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Pin, Plain, Sight, spec_of
 
 INTEGERS: Final = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 """For each type of quantized tensors, that of their integers."""
@@ -223,6 +223,7 @@ _PLAIN_DTYPES: Final = {dtype: name for dtype, name in DTYPES.items() if dtype n
 TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
 # Those of which a copy needs nothing but their bytes, unless a tensor is lazily negated.
 _BYTES_ALONE: Final = frozenset(dtype for dtype in _PLAIN_DTYPES if dtype.itemsize > 1 and not dtype.is_complex)
+_SAME_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _DEVICES: Final = TorchDevices()
@@ -249,11 +250,31 @@ _LOOKED_AT: Final = 256
 """How many tensors are inspected property by property, for speed, while they stay in the processor's cache."""
 
 
+def _peek(array: Any) -> Any:
+    if array.is_cpu and type(array) in _PLAIN_TYPES:
+        try:
+            return (array.detach() if array.requires_grad else array).numpy()
+        except (TypeError, RuntimeError):  # NumPy lacks bfloat16, say.
+            with suppress(TypeError, RuntimeError, KeyError):
+                return array.detach().view(_SAME_SIZE[array.itemsize]).numpy()
+    return None
+
+
+def _follow_number(array: Any) -> float | Callable[[], float | None] | None:
+    if not array.is_cuda:
+        return float(array.item()) if array.is_cpu else None
+    # Into pinned memory, on the stream that computes it.
+    copied, arrived = array.detach().to("cpu", non_blocking=True), torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(array.device))
+    return lambda: float(copied) if arrived.query() else None
+
+
 class TorchBackend:
     """Tensors of torch, on any device."""
 
     name = "torch"
     devices: DeviceCopier | None = _DEVICES
+    sight = Sight(_peek, _follow_number)
     is_immutable = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:

@@ -22,8 +22,9 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
 from holdfast.integrations.accelerate.loop import check_strategy, follow, unwrap
+from holdfast.integrations.torch.draws import has_state
 from holdfast.integrations.torch.evaluations import Evaluation
-from holdfast.integrations.torch.places import DataPlace, has_state
+from holdfast.integrations.torch.places import DataPlace
 from holdfast.integrations.transformers.progress import TrainerProgress, TrainerWorker
 from holdfast.manager import CheckpointManager
 from holdfast.policies import RetentionPolicy, SavePolicy

@@ -16,6 +16,7 @@ DEFAULT_AHEAD_SECONDS: Final = 120.0
 class Slurm(PolledSource):
     """Notices that the job's time limit is near, from `SLURM_JOB_END_TIME`, and how to requeue the job.
 
+    Slurm 22.05 and older do not set that variable: name a signal there (`--signal`).
     Slurm's preemption itself arrives as `SIGTERM`, and `--signal` as the signal that it names: `Signals` handles those.
     """
 
@@ -28,7 +29,8 @@ class Slurm(PolledSource):
         """Reads the environment.
 
         Args:
-            ahead_seconds: How long before the end to report it: long enough for two saves and a step.
+            ahead_seconds: How long before the end to report it: long enough for two saves and a step. At most half of
+                the time that remains now.
             environment: The environment variables; None for the process's own.
 
         Raises:
@@ -36,8 +38,11 @@ class Slurm(PolledSource):
         """
         check_seconds("ahead_seconds", ahead_seconds)
         variables = os.environ if environment is None else environment
-        self._ahead_seconds = ahead_seconds
-        self._end_at_unix_seconds = _read_seconds(variables.get("SLURM_JOB_END_TIME", ""))
+        end_at = _read_seconds(variables.get("SLURM_JOB_END_TIME", ""))
+        left_seconds = 0.0 if end_at is None else end_at - time.time()
+        # A limit in the past is that of an earlier job, left over in a shell. Of a short one, half is for training.
+        self._end_at_unix_seconds = end_at if left_seconds > 0 else None
+        self._ahead_seconds = min(ahead_seconds, left_seconds / 2)
         self._advice = requeue_advice(variables)
         self._is_reported = False
 

@@ -37,6 +37,7 @@ from holdfast.format.records import make_base
 from holdfast.save.commit.summary import drop_summaries
 from holdfast.save.drain import register_drain, unregister_drain
 from holdfast.storage.protocol import SparingStorage, Storage
+from holdfast.witness.ring import remove_rings
 
 
 def withdraw(storage: Storage, name: StepName) -> None:
@@ -239,6 +240,7 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
                     problems.append(error)
     with suppress(HoldfastError):  # They say nothing about the newest generation.
         drop_summaries(storage)
+    remove_rings(storage)
     return Clearing(tuple(removed), generation, tuple(problems))
 
 

@@ -1,0 +1,253 @@
+"""`Witness`: records what each step takes and gives, and compares what is repeated after a restart."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial, wraps
+from importlib.metadata import PackageNotFoundError, version
+from numbers import Real
+from pathlib import Path
+from typing import Any, Concatenate, Final, ParamSpec
+
+import xxhash
+
+from holdfast.errors import ResumeDiffersError
+from holdfast.events import Sink, WitnessAgreed, WitnessDiffers
+from holdfast.format.records import Worker
+from holdfast.state.registry import backend_of, list_members
+from holdfast.storage import Storage
+from holdfast.witness.batches import BatchLog, combine
+from holdfast.witness.ring import DATA, LOSS, StepRecord, read_ring, try_open_ring, write_record
+
+P = ParamSpec("P")
+
+_log: Final = logging.getLogger("holdfast")
+_LIBRARIES: Final = ("holdfast", "torch", "numpy", "jax", "jaxlib", "keras", "tensorflow", "lightning", "transformers")
+_MOST_PENDING: Final = 64
+"""A device that has more steps to compute still: then the loss of the oldest is left out."""
+
+
+def _harmless(method: Callable[Concatenate[Witness, P], None]) -> Callable[Concatenate[Witness, P], None]:
+    """Makes a failure of the witness end only that, and a process that is not the run's do nothing."""
+
+    @wraps(method)
+    def call(self: Witness, /, *args: P.args, **options: P.kwargs) -> None:
+        if self.process == os.getpid():
+            try:
+                method(self, *args, **options)
+            except Exception as error:
+                self.end()
+                if isinstance(error, ResumeDiffersError):
+                    raise
+                _log.debug("holdfast no longer compares repeated steps", exc_info=True)
+
+    return call
+
+
+class Witness:
+    """The witness of one worker of a run, for its training thread. It does nothing before `begin`.
+
+    Attributes:
+        process: The process of the run, from `begin` to `end`; 0 otherwise.
+    """
+
+    def __init__(self, storage: Storage, worker: Worker, emit: Sink) -> None:
+        self._storage, self._worker, self._emit = storage, worker, emit
+        self.process = 0
+        self._logs: list[BatchLog] = []
+        self._undo: list[Callable[[], object]] = []
+        self._loss: float | Callable[[], float | None] | None = None
+        self._pending: deque[tuple[StepRecord, Callable[[], float | None] | None]] = deque()
+        self._ring: int | None = None
+        self._has_place, self._is_strict = True, False
+        self._lines, self._contexts = (0, 0), (0, 0)
+        self._expected: dict[int, StepRecord] = {}
+        self._agreed: list[tuple[int, int]] = []
+        self._say: Callable[[str], object] = lambda _: None
+
+    def begin(
+        self,
+        objects: Mapping[str, object],
+        step: int | None,
+        say: Callable[[str], object],
+        *,
+        same_loss: bool,
+        strict: bool,
+    ) -> None:
+        """Begins, when everything is restored.
+
+        Args:
+            objects: The saved objects, by name: the loaders among them are followed.
+            step: The step that was restored; None if none was, so that nothing is compared.
+            say: Called with the line for people when all repeated steps agree.
+            same_loss: False if the restore has changed something that changes the loss.
+            strict: True to make a difference an error.
+        """
+        if self.process:
+            self.end()
+        self.process, self._say, self._is_strict = os.getpid(), say, strict
+        self._has_place, self._contexts, self._agreed = True, (0, 0), []
+        self._begin(objects, step, same_loss=same_loss)
+
+    @_harmless
+    def _begin(self, objects: Mapping[str, object], step: int | None, *, same_loss: bool) -> None:
+        records = {} if step is None else read_ring(self._storage, self._worker.rank)
+        # What lies beyond a place to which the program went back is of another line.
+        begin = min((one for one in records if step is not None and one >= step), default=None)
+        line, loss_line = (int.from_bytes(os.urandom(4), "little") for _ in range(2))
+        if begin is not None:
+            line, loss_line = records[begin].line, records[begin].loss_line if same_loss else loss_line
+        self._lines = line, loss_line
+        self._expected = {
+            one: record for one, record in records.items() if step is not None and one > step and record.line == line
+        }
+        for path, obj, adapter in list_members(objects):
+            if adapter.follow_batches is not None:
+                self.follow(path, partial(adapter.follow_batches, obj))
+
+    def follow(
+        self,
+        name: str,
+        follow: Callable[[Callable[[Any], None]], tuple[Callable[[], object], object] | None],
+        ahead: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Follows what gives batches, until the end.
+
+        Args:
+            name: Its name, for people.
+            follow: As `Adapter.follow_batches`, of one object.
+            ahead: See `BatchLog`.
+        """
+        log = BatchLog(name, None, ahead)
+        found = follow(partial(self._see, log))
+        if found is not None:
+            undo, log.facts = found
+            self._undo.append(undo)
+            self._logs.append(log)
+
+    @_harmless
+    def _see(self, log: BatchLog, batch: Any) -> None:
+        log.add(batch)
+
+    @_harmless
+    def note_loss(self, loss: Any) -> None:
+        """Notes the loss of the step in progress; the last one before the step is counted is kept."""
+        if isinstance(loss, float | Real):
+            self._loss = float(loss)
+        else:
+            library = backend_of(loss)
+            self._loss = None if library is None else library.sight.follow_number(loss)
+
+    @_harmless
+    def note_step(self, step: int) -> None:
+        """Called when that many steps are complete.
+
+        Raises:
+            ResumeDiffersError: If it, or an earlier one, differs from what it repeats, and that is an error here.
+        """
+        loss, self._loss = self._loss, None
+        known = (DATA if self._logs else 0) | (LOSS if loss is not None else 0)
+        if known:
+            if self._contexts == (0, 0):
+                self._contexts = self._find_contexts()
+            batches, data = combine([log.take() for log in self._logs])
+            here, read = (loss, None) if isinstance(loss, float) else (0.0, loss)
+            record = StepRecord(step, *self._lines, *self._contexts, known, batches, data, here)
+            self._pending.append((record, read))
+        while self._pending:
+            record, read = self._pending[0]
+            if read is not None:
+                if (found := read()) is not None:
+                    record = record._replace(loss=found)
+                elif len(self._pending) <= _MOST_PENDING:
+                    return
+                else:
+                    record = record._replace(known=record.known & DATA)
+            self._pending.popleft()
+            self._write(record)
+            if self._expected:
+                self._compare(record)
+
+    def _find_contexts(self) -> tuple[int, int]:
+        about = repr([self._worker.world_size, self._worker.rank, [(log.name, log.facts) for log in self._logs]])
+        first, second = about.encode(errors="replace"), repr(_describe_machine()).encode()
+        return xxhash.xxh32_intdigest(first), xxhash.xxh32_intdigest(first + second)
+
+    def _write(self, record: StepRecord) -> None:
+        if self._ring is None and self._has_place:
+            with suppress(FileNotFoundError):  # Nothing is saved yet: that creates the directory.
+                self._ring = try_open_ring(self._storage, self._worker.rank)
+                self._has_place = self._ring is not None
+        if self._ring is not None:
+            write_record(self._ring, record)
+
+    def _compare(self, now: StepRecord) -> None:
+        before = self._expected.pop(now.step, None)
+        if before is not None:
+            known = before.known & now.known
+            if before.data_context != now.data_context or (before.data ^ now.data) & 1:
+                known &= LOSS
+            if (before.loss_context, before.loss_line) != (now.loss_context, now.loss_line):
+                known &= DATA
+            is_same_loss = before.loss == now.loss or (math.isnan(before.loss) and math.isnan(now.loss))
+            if known & DATA and (before.batches, before.data) != (now.batches, now.data):
+                self._differ(now.step, "data", known, before.batches, now.batches)
+            elif known & LOSS and not is_same_loss:
+                self._differ(now.step, "loss", known, before.loss, now.loss)
+            elif known:
+                self._agreed.append((now.step, known))
+        if max(self._expected, default=0) < now.step:
+            self._report()
+
+    def _differ(self, step: int, what: str, known: int, before: float, now: float) -> None:
+        self._expected, self._agreed = {}, []
+        loader = ", ".join(log.name for log in self._logs) if known & DATA else ""
+        event = WitnessDiffers(step=step, what=what, loader=loader, before=before, now=now, rank=self._worker.rank)
+        self._emit(event)
+        if self._is_strict:
+            hint = "Find the cause, or pass strict_resume=False to train on nevertheless."
+            raise ResumeDiffersError(str(event), step=step, what=what, hint=hint)
+
+    def _report(self) -> None:
+        agreed, self._agreed, self._expected = self._agreed, [], {}
+        if agreed:
+            both = [name for bit, name in ((DATA, "data"), (LOSS, "loss")) if all(known & bit for _, known in agreed)]
+            event = WitnessAgreed(first_step=agreed[0][0], last_step=agreed[-1][0], what=" and ".join(both) or "data")
+            self._emit(event)
+            self._say(str(event))
+
+    def end(self) -> None:
+        """Ends it; may be repeated."""
+        if self.process == os.getpid():
+            with suppress(Exception):
+                self._report()
+        self.process = 0
+        self._pending.clear()
+        self._logs.clear()
+        while self._undo:
+            self._undo.pop()()
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            with suppress(OSError):
+                os.close(ring)
+
+
+def _describe_machine() -> list[object]:
+    """Returns what may change the last bits of a result: the software, the processor, the device, and the threads."""
+    about: list[object] = [sys.version, len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")]
+    for library in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            about.append((library, version(library)))
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        about += [line for line in lines if line.startswith(("model name", "flags"))]
+    torch: Any = sys.modules.get("torch")
+    with suppress(Exception):
+        about += [torch.get_num_threads(), torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""]
+    return about
