@@ -233,7 +233,6 @@ class CheckpointManager:
             UnsupportedValueError: If an object has state that cannot be stored.
             SaveFailedError: If an earlier save failed and that was not raised yet. `error.next_save` continues.
             DeadlineError: If the previous save does not end in time.
-            StorageError: If the cleanup after an earlier save failed. This save continues.
         """
         return self._save(step, metrics, metadata, replace=replace)
 
@@ -257,6 +256,23 @@ class CheckpointManager:
             self._saver.look_ahead(all_objects(self.checkpoint))
             return None
         return self._save(step, metrics, metadata, reason=reason)
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Stores more metrics with the step that was saved or restored last, in the background; `close` waits for it.
+
+        Of several workers, those of rank 0 are stored.
+
+        Raises:
+            UsageError: If it is another step, or a metric is not a number.
+        """
+        self._check_usable()
+        figures, _ = check_notes(metrics, None)
+        known = (self._in_flight, self._saver.engine.newest, None if self.restored is None else self.restored.name)
+        found = next((one for one in known if one is not None and one.step == step == self.newest_asked), None)
+        if found is None:
+            raise UsageError(f"step {step} is not the one that was saved or restored last")
+        if figures:
+            self._saver.engine.add_metrics(found, figures, self._origin.seen_generation)
 
     def restore(
         self,
