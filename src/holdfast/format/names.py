@@ -29,6 +29,9 @@ OLD_RUN_CALLS: Final = "total_run_calls"
 IMPORTED_FROM: Final = "imported_from"
 """The key, in the metadata of an imported step, of the source file or directory."""
 
+IMPORTED: Final = "imported"
+"""The key, in the same metadata, of the names of its objects, its format, and the framework's progress."""
+
 START_NAME: Final = ".holdfast-start"
 """A file in the run's root while a job of several workers begins: the leader writes it, the others must see it."""
 
