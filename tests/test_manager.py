@@ -581,7 +581,7 @@ def test_a_users_own_files_are_never_removed(tmp_path: Path) -> None:
     assert [entry.name for entry in notes.parent.iterdir()] == ["notes.txt"]
 
 
-def test_old_files_that_cannot_be_removed_do_not_fail_the_save() -> None:
+def test_old_files_that_cannot_be_removed_do_not_fail_the_save(caplog: pytest.LogCaptureFixture) -> None:
     class Stubborn(MemoryStorage):
         def remove(self, path: str) -> None:
             if path.endswith("manifest.json"):
@@ -589,12 +589,15 @@ def test_old_files_that_cannot_be_removed_do_not_fail_the_save() -> None:
             super().remove(path)
 
     storage = Stubborn("stubborn")
-    manager = manager_of(storage, keep=hf.Latest(1))
-    manager.save(1)
-    manager.save(2).wait_committed(60)
-    with pytest.raises(StorageError, match="step 2 is committed, but"):
-        manager.wait(60)
-    manager.close(60)
+    events: list[Event] = []
+    with manager_of(storage, keep=hf.Latest(1), sinks=[events.append]) as manager:
+        for step in (1, 2, 3):
+            manager.save(step)
+    # A warning, once for each reason; and no step is lost.
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert (failed.stage, failed.step, failed.save_lost) == ("retain", 2, False)
+    assert "step 2 is committed, but the cleanup failed" in str(failed)
+    assert [record.levelname for record in caplog.records if record.message == str(failed)] == ["WARNING"]
 
 
 def test_events_tell_seconds_and_bytes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from holdfast.catalog import exists, is_committed, read_catalog
+from holdfast.catalog import add_late_metrics, exists, is_committed, read_catalog
 from holdfast.cli.survey import State, checkpoint_bytes, manifest_fields, name_fields
 from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, NoWholeCheckpointError
@@ -95,7 +95,7 @@ def _read_heading(target: RunTarget) -> Heading | None:
             hint="It is being saved or removed, or that was interrupted, or its manifest is lost: "
             "`holdfast list --all` on the run says which.",
         ) from None
-    manifest = decode_manifest(data, path=path, expected=name)
+    manifest = add_late_metrics(target.storage, directory, decode_manifest(data, path=path, expected=name))
     return Heading(target.location, target.storage.url, directory, name, state, is_newest, manifest)
 
 

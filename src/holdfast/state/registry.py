@@ -285,6 +285,12 @@ def holds_state(live: object) -> bool:
     return any(handler is not None for _, _, handler in _walk(live))
 
 
+def list_arrays(root: object, path: str) -> list[tuple[str, object]]:
+    """Returns the arrays in a tree of values, each once and with its path; not those inside objects with state."""
+    found = {id(value): (trail, value) for trail, value, one in _walk(root) if not isinstance(one, Adapter | None)}
+    return [(_path(path, trail), value) for trail, value in found.values()]
+
+
 def holds_objects(live: object) -> bool:
     """Returns True if a live value is or contains objects with state."""
     return bool(state_paths(live, "", only_objects=True))

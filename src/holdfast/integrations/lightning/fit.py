@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UsageError
 from holdfast.events import Warned
+from holdfast.integrations.imported import ImportedStart, find_import
 from holdfast.integrations.lightning.metrics import load_logged, load_metrics, read_logged, read_metrics
 from holdfast.integrations.lightning.trainer_state import (
     end_restart,
@@ -164,6 +165,9 @@ class Fit:
         objects |= _name_all("optimizer", trainer.optimizers)
         objects |= _name_all("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
         objects |= {"trainer": self._trained, "worker": self._own, "rng": RNG()}
+        if (imported := find_import(self._directory, self._options, "lightning")) is not None:
+            self._begin_imported(imported, objects)
+            return
         run = resumable(self._directory, Checkpoint(**objects), **self._options)
         run.__enter__()
         self.run = run
@@ -181,6 +185,23 @@ class Fit:
         self._places, self._own.loaded = self._own.loaded, None
         self._made_with = {} if self._places is None else dict(self._places["made_with"])
         self._to_make_with = dict(self._made_with)
+
+    def _begin_imported(self, imported: ImportedStart, objects: dict[str, Any]) -> None:
+        """Begins from a `.ckpt` file that was imported, as Lightning does with `ckpt_path`."""
+        trainer, connector = self._trainer, self._trainer._checkpoint_connector
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scalers = {} if scaler is None else {"scaler": scaler}
+        run = resumable(self._directory, Checkpoint(**imported.pick(objects | scalers)), **self._options)
+        run.__enter__()
+        self.run = run
+        _ = run.step  # The loops of the trainer begin there.
+        if "scaler" in run.checkpoint:
+            del run.checkpoint["scaler"]  # It is part of the trainer's state.
+        imported.add_rest(run, objects)
+        if imported.progress:
+            connector._loaded_checkpoint = {**imported.progress, "state_dict": {}}
+            connector.restore_loops()
+            connector._loaded_checkpoint = {}
 
     # The data, as soon as there are loaders.
 

@@ -20,14 +20,15 @@ from holdfast.catalog import (
     find_lost,
     open_generation,
     read_catalog,
+    read_manifest,
     read_opening,
     record_base,
 )
 from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Warned
 from holdfast.format.digests import seal
-from holdfast.format.names import MAX_ATTEMPT, StepName, parse_step_directory
-from holdfast.format.records import Base, Manifest, make_base
+from holdfast.format.names import MAX_ATTEMPT, StepName, metrics_name, parse_step_directory
+from holdfast.format.records import MAX_LATE_METRICS, Base, LateMetrics, Manifest, make_base
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
 from holdfast.save.commit.deletion import (
     FileRecycler,
@@ -134,6 +135,11 @@ class CheckpointWriter(Protocol):
 
         `manifest` is that of the newest one if it has just been committed.
         """
+        ...
+
+    def add_metrics(self, name: StepName, metrics: Mapping[str, float], seen_generation: int) -> None:
+        """**Blocks.** Stores metrics of a committed step, in the thread of `clean`; of a `seen_generation` if none was
+        opened here."""
         ...
 
     def check_standing(self) -> None:
@@ -293,6 +299,16 @@ class RunWriter(CheckpointWriter):
         if self._incremental is not None:
             self._incremental.mark_committed()
 
+    def add_metrics(self, name: StepName, metrics: Mapping[str, float], seen_generation: int) -> None:
+        """See `CheckpointWriter`. A newer job may have removed the step."""
+        check_fence(self._storage, self.generation or seen_generation)
+        manifest = read_manifest(self._storage, name)
+        record = seal(LateMetrics(manifest.token, dict(metrics)))
+        paths = (f"{name.directory}/{metrics_name(number)}" for number in range(MAX_LATE_METRICS))
+        if not any(self._storage.publish(path, record) for path in paths):
+            raise StorageError(f"{name.directory} has too many records of metrics", path=name.directory)
+        self._history.known[name] = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts
+
     def check_standing(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""
         if self.generation is not None:
@@ -319,7 +335,8 @@ class RunWriter(CheckpointWriter):
         Others may still be writing to unfinished steps that are `busy`, and this worker to the next one.
         """
         if manifest is not None:
-            self._history.known[newest] = manifest.facts
+            # Unless it was given metrics since, which are known already.
+            self._history.known.setdefault(newest, manifest.facts)
         catalog = read_catalog(self._storage, self._history)
         check_fence(self._storage, newest.generation, self._history.opened)
         # Looked at after that: an attempt is named before it has a directory.
