@@ -23,7 +23,7 @@ from holdfast.save.joint.setup import make_writer
 from holdfast.save.prepare import count_awaited_bytes, estimate_bytes, measure_bytes
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
 from holdfast.state.hyperparameters import find_unsaved_schedule
-from holdfast.state.oversights import ImmutableArrays, KeptEpoch, LossWatch, describe_unread, find_oversights
+from holdfast.state.oversights import FreshLook, ImmutableArrays, KeptEpoch, LossWatch, describe_unread, find_oversights
 from holdfast.state.registry import list_members
 from holdfast.storage import Storage
 from holdfast.storage.digesting import find_native
@@ -77,6 +77,7 @@ class Saver:
         self._immutable = ImmutableArrays()
         self._loss_watch = LossWatch()
         self.kept_epoch = KeptEpoch(objects)
+        self._fresh_look: FreshLook | None = None
         self.take_unread: Callable[[], list[str]] = list
         self._is_looked_over = False
         # Now, since saves take no more memory than they say, and may be made when nothing can be imported any more.
@@ -179,6 +180,12 @@ class Saver:
         hold = None if barrier is None or barrier.gives_up else barrier.try_hold
         return capture_objects(objects, self._captures, hold, self._worker, self._writer.compares, self._holders)
 
+    def note_fresh(self) -> None:
+        """Called before the first restore, or else the first save: notes how the program begins."""
+        if self._fresh_look is None:
+            with suppress(HoldfastError):  # A save says so.
+                self._fresh_look = FreshLook(self._objects)
+
     def check_capture(self, objects: Mapping[str, object]) -> None:
         """Raises `UnsupportedValueError` unless the state of the live objects can be captured; changes nothing."""
         check_capture(objects, self._captures, self._worker, self._holders)
@@ -212,6 +219,8 @@ class Saver:
 
     def _warn_of_oversights(self, step: int) -> None:
         warnings = [self._immutable.look(self._objects, step), self._loss_watch.look(self._objects)]
+        self.note_fresh()
+        warnings += [] if self._fresh_look is None else self._fresh_look.look(self._objects)
         if not self._is_looked_over:
             warnings += [*find_oversights(self._objects), find_unsaved_schedule(self._objects)]
             warnings.append(describe_unread(self.take_unread()))

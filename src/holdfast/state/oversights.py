@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import operator
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+from holdfast.format.encoding import escape
 from holdfast.state.data.sampler import (
     BatchCount,
     ResumableSampler,
@@ -20,7 +22,15 @@ from holdfast.state.data.sampler import (
     is_epoch_over,
     sampler_overruled,
 )
-from holdfast.state.registry import find_stateful, immutable_arrays_in, immutable_types, list_members
+from holdfast.state.registry import (
+    adapter_of,
+    backend_of,
+    find_stateful,
+    immutable_arrays_in,
+    immutable_types,
+    list_members,
+    list_unmade,
+)
 from holdfast.state.rng import RNG
 from holdfast.state.strays import StrayOptimizers, find_strays, is_own_class, list_values
 
@@ -126,6 +136,79 @@ class KeptEpoch:
                     "run is resumable's) and start from it. If it is a constant, leave it out"
                 )
         return ""
+
+
+class FreshLook:
+    """Detects what a restart would refuse: what is saved, and a program that has just begun cannot take."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        """Notes what the program begins with, before anything is restored."""
+        self._first, self._names = _list_looks(objects), {*objects}
+        self._is_begun = False
+        self._warned: set[str] = set()
+        self._rests_until_at = 0.0
+
+    def look(self, objects: Mapping[str, object]) -> list[str]:
+        """Returns the warnings at a save, each once; after a look that takes long, the next saves go without."""
+        begun_at = time.monotonic()
+        if begun_at < self._rests_until_at:
+            return []
+        looks = _list_looks(objects)
+        if not self._is_begun:  # What was named before the first save is there at a restart as well.
+            new = {name: root for name, root in objects.items() if name not in self._names}
+            self._is_begun, self._first = True, {**self._first, **_list_looks(new)}
+        texts = []
+        for path in looks.keys() | self._first.keys():
+            then, now = self._first.get(path, ""), looks.get(path, "")
+            kind = _kind_refused(then, now)
+            if kind and path not in self._warned:
+                self._warned.add(path)
+                texts.append(
+                    f"{path} is saved as {now or 'another value'}, and the program began with "
+                    f"{then or 'no such thing'}. A restart that begins so is refused: {_ADVICE[kind]}"
+                )
+        ended_at = time.monotonic()
+        if ended_at - begun_at > _SHORT_SECONDS:
+            self._rests_until_at = ended_at + _RESTS * (ended_at - begun_at)
+        return texts
+
+
+_SHORT_SECONDS: Final = 0.001
+_RESTS: Final = 100
+"""After a look that was not short, there is no other for this many times as long."""
+
+_ADVICE: Final = {
+    "object": "let it begin with what it saves, or keep the state_dict() of what comes later as a value",
+    "type": "call holdfast.register_type for the type when the program starts",
+    "array": "keep it in a dict, which takes what is stored",
+}
+
+
+def _kind_refused(then: str, now: str) -> str:
+    """**Pure.** Returns the kind of what a restart would refuse, "" for nothing."""
+    kind = now.partition(" ")[0]
+    if then == now or then.startswith("type"):
+        return ""
+    if kind in ("object", "type") or then.startswith("object"):
+        return "type" if kind == "type" else "object"
+    # Arithmetic makes a number of an array without dimensions; any other value takes an array.
+    return "array" if then and not (then.endswith("[]") and not now) else ""
+
+
+def _list_looks(objects: Mapping[str, object]) -> dict[str, str]:
+    """Returns what a restart must find in the program, by its path; types by their names."""
+    looks = {}
+    for name, root in objects.items():
+        for path, value in list_unmade(root, escape(name)):
+            adapter, library = adapter_of(value), backend_of(value)
+            if adapter is not None:
+                looks[path] = f"object ({adapter.kind}) {adapter.form_of(value)}".rstrip()
+            elif library is not None:
+                spec = library.spec(value, path)
+                looks[path] = f"array {spec.dtype} {list(spec.shape)}"
+            else:
+                looks[f"{type(value).__qualname__} in {path}"] = "type that is not registered"
+    return looks
 
 
 def describe_unread(names: Sequence[str]) -> str:

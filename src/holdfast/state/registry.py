@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import importlib
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -11,7 +12,14 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from holdfast.errors import UsageError
-from holdfast.format.codecs import is_namedtuple, is_plain_dataclass, is_tensor_subclass
+from holdfast.format.codecs import (
+    codec_for,
+    is_namedtuple,
+    is_plain_dataclass,
+    is_tensor_subclass,
+    name_of,
+    type_named,
+)
 from holdfast.format.encoding import escape, path_part
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.adapters import Adapter, Readable, StateDictAdapter
@@ -285,6 +293,22 @@ def holds_state(live: object) -> bool:
     return any(handler is not None for _, _, handler in _walk(live))
 
 
+def list_unmade(root: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yields what a restart cannot make by itself, with its path: objects with state, values of types that are not
+    registered (each type once, and only with the root's path), and the root if it is an array that can be changed."""
+    library = backend_of(root)
+    if library is not None and not library.is_immutable:
+        yield path, root
+    typed: dict[type, object] = {}
+    for trail, value, adapter in _walk(root, is_sought=lambda _: False, typed=typed):
+        if adapter is not None:
+            yield _path(path, trail), value
+    for cls, value in typed.items():
+        is_named = is_namedtuple(cls) or is_plain_dataclass(cls) or issubclass(cls, enum.Enum)
+        if is_named and type_named(name_of(cls)) is None and codec_for(cls) is None:
+            yield path, value
+
+
 def list_arrays(root: object, path: str) -> list[tuple[str, object]]:
     """Returns the arrays in a tree of values, each once and with its path; not those inside objects with state."""
     found = {id(value): (trail, value) for trail, value, one in _walk(root) if not isinstance(one, Adapter | None)}
@@ -325,7 +349,10 @@ def parts_of(value: object) -> list[tuple[Hashable, Any]]:
 
 
 def _walk(
-    root: object, *, is_sought: Callable[[ArrayBackend | Sharder], bool] = lambda _: True
+    root: object,
+    *,
+    is_sought: Callable[[ArrayBackend | Sharder], bool] = lambda _: True,
+    typed: dict[type, object] | None = None,
 ) -> Iterator[tuple[_Trail, object, Adapter | ArrayBackend | Sharder | None]]:
     """Yields objects with state, those that need to be prepared (with None), and arrays, in order.
 
@@ -334,6 +361,7 @@ def _walk(
     Args:
         root: Where to begin.
         is_sought: Returns whether to yield the arrays of a library.
+        typed: Filled with a value of each other class, besides the plain containers.
     """
     # By identity. The containers are kept, or another one might get the identity of one that is gone.
     seen: dict[int, object] = {}
@@ -354,6 +382,8 @@ def _walk(
             yield trail, value, adapter
             continue
         seen[id(value)] = value
+        if typed is not None and not is_plain:
+            typed[cls] = value
         if not (is_plain or isinstance(value, type)) and callable(getattr(value, "prepare_for_checkpoint", None)):
             yield trail, value, None
         # Most parts are values or arrays, of which there may be very many.
