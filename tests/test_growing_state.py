@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.errors import MismatchError
+from holdfast.errors import MismatchError, UnsupportedValueError
 from state_trip import bring_back, match, store
 
 
@@ -148,3 +148,37 @@ def test_a_part_is_asked_for_by_name() -> None:
         assert objects["tree"] == {"rest": 0}
     live = {"model": {"c": np.zeros(1)}, "rest": 0}
     assert match(stored, {"tree": live}, lambda path: path == "tree/model/c").differences.missing == ["tree/model/c"]
+
+
+class Schedule:
+    """As of a library: driven by a metric, without state_dict."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+
+def test_a_restored_object_that_the_program_does_not_read_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UnsupportedValueError) as refused, hf.resumable(tmp_path / "refused", own=Schedule(1.0)):
+        pass
+    hint = str(refused.value)
+    assert 0 < hint.index("state_dict") < hint.index("wrapper") < hint.index("register_codec")
+    hf.register_codec(Schedule, tag="tests.Schedule", encode=lambda one: one.lr, decode=Schedule)
+
+    def live(end: int, *reads: str) -> list[str]:
+        caplog.clear()
+        own = Schedule(1.0)
+        with hf.resumable(tmp_path / "run", own=own, best=None, lr=0.1, log={"a": 0}, save_every=hf.Steps(1)) as run:
+            for name in reads:
+                getattr(run.checkpoint, name)
+            for step in run.steps(end):
+                own.lr = run.checkpoint._objects["log"]["a"] = 0.5
+                if step == 0:
+                    run.checkpoint.best = 7
+        return [text.split(": restored, but")[0] for text in caplog.messages if ": restored, but nothing" in text]
+
+    assert live(2) == []
+    assert live(4) == ["own", "best"], "what the program holds at the first save, the rest at the end"
+    assert live(6, "own", "best") == []
+    assert live(6) == [], "nothing was trained"

@@ -27,6 +27,7 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from holdfast.integrations.torch.draws import keep_draws  # noqa: E402
+from holdfast.integrations.torch.places import DataPlace  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
 from holdfast.state.match.matching import match_objects  # noqa: E402
 from holdfast.state.oversights import find_oversights  # noqa: E402
@@ -306,3 +307,14 @@ def test_a_followed_loader_is_what_it_was() -> None:
     assert isinstance(sampler, RandomSampler)
     assert loader.sampler is loader.batch_sampler.sampler is sampler
     assert type(loader).__name__ == "StatefulDataLoader"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("data", [ROWS, Epochs()], ids=["rows", "stream"])
+def test_a_loader_that_a_framework_follows_is_what_it_was(workers: int, data: Any) -> None:
+    expected = [batch.tolist() for batch in stateful.StatefulDataLoader(data, batch_size=BATCH)]
+    loader = stateful.StatefulDataLoader(data, batch_size=BATCH, num_workers=workers)
+    DataPlace(loader)
+    assert isinstance(loader, stateful.StatefulDataLoader)
+    assert loader.state_dict() == {}, "its place is kept elsewhere"
+    assert [batch.tolist() for batch in loader] == expected

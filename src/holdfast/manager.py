@@ -13,7 +13,15 @@ from typing import Any, Final, Literal, Self
 from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
-from holdfast.checkpoint import Checkpoint, all_objects, check_order, list_assigned, own_objects
+from holdfast.checkpoint import (
+    Checkpoint,
+    all_objects,
+    check_order,
+    list_assigned,
+    own_objects,
+    put_restored,
+    take_unread,
+)
 from holdfast.cluster import Cluster
 from holdfast.cluster.discover import describe_lone_task
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
@@ -35,6 +43,7 @@ from holdfast.save.records import Origin
 from holdfast.save.saver import Saver, StepTimer
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
+from holdfast.state.oversights import describe_unread
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 from holdfast.witness.ring import remove_rings
@@ -158,6 +167,7 @@ class CheckpointManager:
             self._saver = saver = Saver(
                 self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
             )
+            saver.take_unread = partial(take_unread, checkpoint, only_held=True)
             went_back = None if begin_anew else catalog.start_from
             self._origin = Origin(living[-1] if living else None, catalog.generation, start_from=went_back)
             self._living, self.newest_asked = {name.step for name in living}, -1
@@ -344,8 +354,7 @@ class CheckpointManager:
         if restoration is None:
             self._saver.start_from(0)
             return None
-        for name, value in restoration.replaced.items():
-            self.checkpoint[name] = value
+        put_restored(self.checkpoint, restoration.replaced)
         if only is None:
             self.restored = restoration
             # A job that has begun since then is detected by the next save.
@@ -436,6 +445,9 @@ class CheckpointManager:
         has_trained = error is None and self.restored is None and len(self._living) > 1
         objects, assigned = self.checkpoint.objects, list_assigned(self.checkpoint)
         if has_trained and (text := self._saver.kept_epoch.look_at_end(objects, assigned)):
+            self.emit(Warned(text=text))
+        has_trained = error is None and self._saver.engine.newest is not None
+        if has_trained and (text := describe_unread(take_unread(self.checkpoint, only_held=False))):
             self.emit(Warned(text=text))
         self._failures.close_behind(error, partial(self._close, None, has_ended_well=error is None))
 

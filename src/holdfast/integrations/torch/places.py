@@ -91,7 +91,10 @@ class DataPlace:
         self.on_resume: Callable[[], object] = lambda: None
         loader.worker_init_fn = IgnoreSignals(loader.worker_init_fn) if self._is_stream else loader.worker_init_fn
         vars(loader)["_place"] = self
-        loader.__class__ = type(f"Followed{cls.__name__}", (_FollowedLoader, DataLoader), {})
+        # It stays of its own class. A framework may ask for its state, but its place is kept here.
+        stateless = {"state_dict": lambda _: {}, "load_state_dict": lambda *_: None}
+        own = {"_get_iterator": DataLoader._get_iterator, **(stateless if has_state(loader) else {})}
+        loader.__class__ = type(f"Followed{cls.__name__}", (_FollowedLoader, cls), own)
 
     @property
     def caveat(self) -> str:
