@@ -355,24 +355,24 @@ def test_a_schedule_in_a_wrapper_is_not_warned_of(tmp_path: Path) -> None:
     assert len(schedule_warnings(tmp_path / "without", optimizer=optimizer)) == 1
 
 
-def test_a_changed_precision_size_or_name_is_refused_with_the_way_to_keep_the_values(tmp_path: Path) -> None:
+def test_a_changed_precision_size_or_name_is_refused_with_the_way(tmp_path: Path) -> None:
     with hf.resumable(tmp_path, model=nn.Linear(2, 2), quiet=True) as run:
         for _ in run.steps(1):
             pass
     for other in (nn.Linear(2, 2).half(), nn.Linear(2, 3), nn.Sequential(nn.Linear(2, 2))):
         with pytest.raises(MismatchError) as caught, hf.resumable(tmp_path, model=other):
             pass
-        assert "begins anew" in caught.value.hint
+        assert "from scratch" in caught.value.hint
         assert "guide on restoring" in caught.value.hint
     with pytest.raises(MismatchError) as caught, hf.resumable(tmp_path, model=nn.Linear(2, 2), scaler={"scale": 1}):
         pass
-    assert "begins anew" not in caught.value.hint  # An object more is what strict=False is for.
+    assert "from scratch" not in caught.value.hint  # An object more is what strict=False is for.
 
 
 @pytest.mark.parametrize("before", ["absent", "disabled"])
 def test_a_scaler_that_is_switched_on_begins_anew_by_name(tmp_path: Path, before: str) -> None:
     model = nn.Linear(2, 2)
-    scaler = {} if before == "absent" else {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    scaler: dict[str, Any] = {} if before == "absent" else {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
     with hf.resumable(tmp_path, model=model, quiet=True, **scaler) as run:
         for _ in run.steps(3):
             pass
@@ -387,11 +387,13 @@ def test_a_scaler_that_is_switched_on_begins_anew_by_name(tmp_path: Path, before
         assert run.restored is not None
         assert run.restored.differences.missing == ([] if before == "disabled" else ["scaler"])
         assert run.step == 3
+        for _ in run.steps(4):
+            pass
     assert torch.equal(fresh.weight, model.weight)
     assert enabled.state_dict()["scale"] == 4.0
     # Switched off again, the named one stays and takes what is stored.
     with hf.resumable(tmp_path, model=fresh, scaler=torch.amp.GradScaler("cpu", enabled=False), quiet=True) as run:
-        assert run.step == 3
+        assert run.step == 4
 
 
 def test_a_longer_one_cycle_goes_on_at_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -399,7 +401,7 @@ def test_a_longer_one_cycle_goes_on_at_its_place(tmp_path: Path, caplog: pytest.
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=OLD, momentum=0.9)
         schedule = schedules.OneCycleLR(optimizer, NEW, total_steps=total)
         rates = []
-        objects = {"optimizer": optimizer, "schedule": schedule}
+        objects: dict[str, Any] = {"optimizer": optimizer, "schedule": schedule}
         with hf.resumable(tmp_path / directory, **objects, preemption="off", quiet=True, **options) as run:
             if options and run.step:
                 schedule.last_epoch = run.step - 1
