@@ -330,7 +330,7 @@ class CheckpointManager:
             )
         self._settle(None)
         check_objects(self.checkpoint.objects)
-        self._saver.note_fresh()
+        self._saver.fresh_look.note(self.checkpoint.objects)
         is_first = step is None and self.restored is None and self.newest_asked < 0
         start_from = self._options.start_from if is_first else None
         script = note_script(self.checkpoint.objects, own_objects(self.checkpoint))

@@ -43,6 +43,7 @@ class Saver:
         engine: The engine.
         barrier: Holds up the steps of optimizers, or None.
         caller: The thread that is in the call that makes a save, if one is.
+        fresh_look: Detects what a restart would refuse.
         kept_epoch: Detects a saved epoch number that the program never sets.
         take_unread: Returns the names of restored objects that replace those of the program, and that it has not read.
     """
@@ -77,7 +78,7 @@ class Saver:
         self._immutable = ImmutableArrays()
         self._loss_watch = LossWatch()
         self.kept_epoch = KeptEpoch(objects)
-        self._fresh_look: FreshLook | None = None
+        self.fresh_look = FreshLook()
         self.take_unread: Callable[[], list[str]] = list
         self._is_looked_over = False
         # Now, since saves take no more memory than they say, and may be made when nothing can be imported any more.
@@ -180,12 +181,6 @@ class Saver:
         hold = None if barrier is None or barrier.gives_up else barrier.try_hold
         return capture_objects(objects, self._captures, hold, self._worker, self._writer.compares, self._holders)
 
-    def note_fresh(self) -> None:
-        """Called before the first restore, or else the first save: notes how the program begins."""
-        if self._fresh_look is None:
-            with suppress(HoldfastError):  # A save says so.
-                self._fresh_look = FreshLook(self._objects)
-
     def check_capture(self, objects: Mapping[str, object]) -> None:
         """Raises `UnsupportedValueError` unless the state of the live objects can be captured; changes nothing."""
         check_capture(objects, self._captures, self._worker, self._holders)
@@ -219,11 +214,10 @@ class Saver:
 
     def _warn_of_oversights(self, step: int) -> None:
         warnings = [self._immutable.look(self._objects, step), self._loss_watch.look(self._objects)]
-        self.note_fresh()
-        warnings += [] if self._fresh_look is None else self._fresh_look.look(self._objects)
+        warnings += self.fresh_look.look(self._objects)
         if not self._is_looked_over:
             warnings += [*find_oversights(self._objects), find_unsaved_schedule(self._objects)]
-            warnings.append(describe_unread(self.take_unread()))
+            warnings += [describe_unread(names)] if (names := self.take_unread()) else []
         self._is_looked_over = True
         if text := self.kept_epoch.look(self._objects):
             self.engine.emit_soon(Warned(text=text, step=step))

@@ -341,10 +341,6 @@ class Adapter:
         """
         return False
 
-    def form_of(self, obj: Any) -> str:
-        """Returns what must be the same about the object at a restart, in words; "" for nothing but its kind."""
-        return ""
-
     def oversights_of(self, obj: Any) -> Oversights:
         """Returns what a restart is likely to lack although the object is saved."""
         return Oversights()

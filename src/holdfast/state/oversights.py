@@ -8,9 +8,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+from holdfast.errors import UnsupportedValueError
 from holdfast.format.encoding import escape
 from holdfast.state.data.sampler import (
     BatchCount,
@@ -141,12 +143,17 @@ class KeptEpoch:
 class FreshLook:
     """Detects what a restart would refuse: what is saved, and a program that has just begun cannot take."""
 
-    def __init__(self, objects: Mapping[str, object]) -> None:
-        """Notes what the program begins with, before anything is restored."""
-        self._first, self._names = _list_looks(objects), {*objects}
+    def __init__(self) -> None:
+        self._first: dict[str, str] | None = None
+        self._names: set[str] = set()
         self._is_begun = False
         self._warned: set[str] = set()
         self._rests_until_at = 0.0
+
+    def note(self, objects: Mapping[str, object]) -> None:
+        """Called before the first restore, or else the first save: notes what the program begins with."""
+        if self._first is None:
+            self._first, self._names = _list_looks(objects), {*objects}
 
     def look(self, objects: Mapping[str, object]) -> list[str]:
         """Returns the warnings at a save, each once; after a look that takes long, the next saves go without."""
@@ -154,6 +161,8 @@ class FreshLook:
         if begun_at < self._rests_until_at:
             return []
         looks = _list_looks(objects)
+        if self._first is None:
+            self._first, self._names = looks, {*objects}
         if not self._is_begun:  # What was named before the first save is there at a restart as well.
             new = {name: root for name, root in objects.items() if name not in self._names}
             self._is_begun, self._first = True, {**self._first, **_list_looks(new)}
@@ -197,15 +206,19 @@ def _kind_refused(then: str, now: str) -> str:
 
 def _list_looks(objects: Mapping[str, object]) -> dict[str, str]:
     """Returns what a restart must find in the program, by its path; types by their names."""
-    looks = {}
+    looks: dict[str, str] = {}
+    value: Any
     for name, root in objects.items():
         for path, value in list_unmade(root, escape(name)):
             adapter, library = adapter_of(value), backend_of(value)
             if adapter is not None:
-                looks[path] = f"object ({adapter.kind}) {adapter.form_of(value)}".rstrip()
+                groups = value.param_groups if adapter.kind == "torch.optimizer" else ()
+                numbers = [len(group["params"]) for group in groups]
+                looks[path] = f"object ({adapter.kind})" + (f" with {numbers} parameters in groups" if numbers else "")
             elif library is not None:
-                spec = library.spec(value, path)
-                looks[path] = f"array {spec.dtype} {list(spec.shape)}"
+                with suppress(UnsupportedValueError):  # A save says so.
+                    spec = library.spec(value, path)
+                    looks[path] = f"array {spec.dtype} {list(spec.shape)}"
             else:
                 looks[f"{type(value).__qualname__} in {path}"] = "type that is not registered"
     return looks

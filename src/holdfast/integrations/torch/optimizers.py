@@ -221,10 +221,6 @@ class OptimizerAdapter(Adapter):
         weakref.finalize(obj, remove).atexit = False
         return remove
 
-    def form_of(self, obj: Any) -> str:
-        """See `Adapter`: the groups of parameters."""
-        return f"with groups of {[len(group['params']) for group in obj.param_groups]} parameters"
-
     def oversights_of(self, obj: Any) -> Oversights:
         """See `Adapter`: gradients that wait for a step are not saved."""
         parameters = [one for group in obj.param_groups for one in group["params"] if one.requires_grad]
