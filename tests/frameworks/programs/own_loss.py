@@ -16,6 +16,8 @@ DATA = [{"x": row, "labels": int(row.sum() > 0)} for row in torch.randn(24, 4, g
 
 
 class Head(nn.Module):
+    center: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.classifier = nn.Linear(8, 2)
@@ -84,7 +86,7 @@ def train_by_accelerate(place: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model, head = Net(), Head()
     optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=0.01)
-    loader = torch.utils.data.DataLoader(DATA, batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(DATA, batch_size=4, shuffle=True)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with hf.accelerate.resumable(accelerator, place / "run", save_every=hf.Steps(1)) as run:
         for _ in range(loader.iteration, 2):
