@@ -52,3 +52,38 @@ def test_it_takes_the_batches_of_an_untouched_run(door: str, data: str, workers:
     lives = [leave(tmp_path / "left", *options, f"--leaves-after={count}") for count in (4, 5)]
     check_same([*lives, train(tmp_path / "left", *options)], untouched)
     assert {json.loads(line)["epoch"] for line in untouched.lines[:-1]} >= {0, 1}
+
+
+def samples_of(*lives: Life) -> list[int]:
+    return [number for life in lives for line in life.lines if '"seen"' in line for number in json.loads(line)["seen"]]
+
+
+CHANGES = {
+    "larger": ("--batch=4", "--batch=8"),
+    "smaller": ("--batch=8", "--batch=4"),
+    "odd": ("--batch=4", "--batch=7"),
+    "one larger than the rest": ("--batch=4", "--batch=40"),
+    "batch for accumulation": ("--batch=2 --accumulate=4", "--batch=4 --accumulate=2"),
+    "accumulation": ("--batch=4", "--batch=4 --accumulate=2"),
+    "more data": ("--batch=4", "--batch=4 --length=60"),
+    "more data in larger batches": ("--batch=4", "--batch=8 --length=60"),
+}
+
+
+@pytest.mark.parametrize(("door", "change"), [*product(DOORS, CHANGES)])
+def test_after_a_change_each_sample_of_the_epoch_comes_once(door: str, change: str, tmp_path: Path) -> None:
+    before, after = (words.split() for words in CHANGES[change])
+    options = [tmp_path, f"--door={door}", "--length=48", "--epochs=2"]
+    left = leave(*options, *before, "--leaves-after=3")
+    again = leave(*options, *after, "--leaves-after=2")
+    rest = train(*options, *after)
+    total = 60 if "data" in change else 48
+    seen = samples_of(left, again, rest)
+    assert sorted(seen[:total]) == list(range(total))
+    assert sorted(seen[total:]) == list(range(total))
+    words = [line for line in again.errors.splitlines() if "at the save)" in line]
+    assert len(words) == (change != "accumulation"), again.errors
+    assert "at the save)" not in rest.errors
+    # The steps follow each other.
+    steps = [json.loads(line)["step"] for life in (left, again, rest) for line in life.lines if '"step"' in line]
+    assert steps == list(range(1, len(steps) + 1))
