@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final
@@ -315,8 +316,10 @@ class DataPlace:
         tasks: Any = inner.batch_sampler
         batches, _ = _find_batches(self._loader)
         size = self._read_sizes(taken)["batch"]
-        is_cut = type(batches) is BatchSampler and (self._earlier or self._samples_before != taken * size)
-        tasks.begin(self._key, taken, 0 if is_cut else taken)
+        has_ended = state is not None and state["ended"]
+        is_changed = bool(self._earlier) or self._samples_before != taken * (size or 0)
+        is_cut = type(batches) is BatchSampler and is_changed and not has_ended
+        tasks.begin(self._key, taken, sys.maxsize if has_ended else 0 if is_cut else taken)
         with _sampling_from(batches, self._draw_rest(batches.sampler)) if is_cut else nullcontext():
             found = iter(inner)
             # Has the sampler draw what it draws while the generators are as they are noted down.
