@@ -383,7 +383,7 @@ def test_a_job_whose_base_another_job_has_removed_starts_nothing_over() -> None:
     with open_manager(storage) as manager:
         with pytest.raises(NoWholeCheckpointError, match="step 1, from which the newest job began, is gone") as caught:
             manager.restore()
-        assert "restore(5)" in caught.value.hint
+        assert "holdfast rollback memory://@5" in caught.value.hint
         restored = manager.restore(5)
         assert restored is not None
         assert restored.step == 5

@@ -794,7 +794,7 @@ def test_objects_that_do_not_fit_on_one_worker_change_nothing_anywhere(tmp_path:
         toy = Toy(cluster.rank)
         toy.train(7)
         if cluster.rank == 1:
-            toy.shared["large"] = np.full(4, 7.0)
+            toy.checkpoint["count"] = np.zeros(1)
         with toy.manager(tmp_path, cluster) as manager:
             with pytest.raises(MismatchError if cluster.rank == 1 else PeerError) as caught:
                 manager.restore()

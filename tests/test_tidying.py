@@ -398,8 +398,7 @@ def test_a_save_that_fails_ends_when_the_last_one_is_tidied_up_after(tmp_path: P
         training.manager.wait(0.01)
     assert not third.ended
     storage.let_go()
-    with pytest.raises(StorageError, match="step 2 is committed, but cleaning up after it failed"):
-        training.manager.wait(PATIENCE_SECONDS)
+    training.manager.wait(PATIENCE_SECONDS)
     training.manager.close(PATIENCE_SECONDS)
     assert names_in(tmp_path) == [f"step-00000000{step}.g0001" for step in (1, 2)]
     assert restored_step(tmp_path) == 2

@@ -15,7 +15,6 @@ from torch.utils.data import (  # noqa: E402
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     TensorDataset,
     get_worker_info,
 )
@@ -26,7 +25,6 @@ from holdfast.integrations.torch.loader import ResumableDataLoader  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
 from holdfast.state.data.sampler import ResumableSampler  # noqa: E402
 from holdfast.state.match.matching import match_objects  # noqa: E402
-from holdfast.state.oversights import find_oversights  # noqa: E402
 from holdfast.state.rng import RNG  # noqa: E402
 
 LENGTH = 11
@@ -236,7 +234,7 @@ def test_another_length_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"sampler": [1]}, {"batch_sampler": [[1]]}, {"generator": None}, {"in_order": False, "num_workers": 1}],
+    [{"batch_sampler": [[1]]}, {"generator": None}, {"in_order": False, "num_workers": 1}],
     ids=str,
 )
 def test_options_that_would_change_the_order_are_refused(options: dict[str, Any]) -> None:
@@ -406,13 +404,6 @@ class TestStatefulDataLoader:
             with pytest.raises(UsageError, match="train gave a batch between two steps"):
                 handler.run(print, *left)
             handler.close()
-
-    def test_over_a_sampler_that_keeps_no_order_it_is_warned_of(self, stateful: Any) -> None:
-        for options, count in (({"shuffle": True}, 0), ({"sampler": RandomSampler(range(LENGTH))}, 1)):
-            told = find_oversights({"data": stateful(Augmented(), batch_size=BATCH, **options)})
-            assert [text.split(",")[0] for text in told] == [
-                "data: torch's RandomSampler does not save its order"
-            ] * count
 
     def test_over_a_resumable_sampler_it_is_refused(self, stateful: Any) -> None:
         sampler = ResumableSampler(LENGTH, batch_size=BATCH)

@@ -300,12 +300,12 @@ class TestTensorsMadeOfTensors:
         live = self.quantized(2, {"rows": False})
         before = parts(live[0].weight)
         differences = match(
-            store(model=source, plain={"x": torch.ones(2, 2)}), {"model": live, "plain": {"x": source[0].weight}}
+            store(model=source, plain=torch.ones(2, 2)), {"model": live, "plain": source[0].weight}
         ).differences
         assert [line.split(":")[0] for line in differences.wrong_kind] == [
             "model/0.weight",
             "model/1.weight",
-            "plain/x",
+            "plain",
         ]
         assert "other settings" in differences.wrong_kind[0]
         assert parts(live[0].weight) == before
@@ -507,7 +507,7 @@ def test_differences_of_modules_are_collected() -> None:
     source: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
     live: Any = nn.Sequential(nn.Linear(4, 5), nn.Linear(3, 2), nn.Linear(2, 2).to(torch.bfloat16))
     before = copy.deepcopy(live.state_dict())
-    stored = store(model=source, gone=torch.ones(1))
+    stored = store(model=source, gone=nn.Linear(1, 1))
     differences = match(stored, {"model": live}).differences
     assert differences.missing == ["model/1.bias"]
     assert differences.extra == ["gone"]
@@ -880,3 +880,50 @@ def test_what_a_program_seems_to_have_forgotten_is_said_at_its_first_save(tmp_pa
     assert len(told) == 2
     assert told[0].startswith("other/0: its state_dict() is empty")
     assert told[1].startswith("model: dropout draws from random generators that are not saved")
+
+
+class Versioned(nn.Linear):
+    """Takes state without a version for that of an old program, which stored the weight transposed."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *more: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"].t().contiguous()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
+
+
+class Averages:
+    """Keeps modules in a state of its own."""
+
+    def __init__(self) -> None:
+        self.modules = [nn.Sequential(Versioned(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.modules[0].state_dict(), "deep": [{"second": self.modules[1].state_dict()}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.modules[0].load_state_dict(state["first"])
+        self.modules[1].load_state_dict(state["deep"][0]["second"])
+
+
+def test_the_versions_in_a_state_dict_come_back(tmp_path: Path) -> None:
+    saved, live = Averages(), Averages()
+    best: dict[str, Any] = {"weights": None}
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(own=saved, best={"weights": saved.state_dict()})) as manager:
+        manager.save(1)
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(own=live, best=best)) as manager:
+        manager.restore()
+    again = Averages()
+    again.load_state_dict(best["weights"])
+    torch.save(saved.state_dict(), tmp_path / "control.pt")
+    control = torch.load(tmp_path / "control.pt", weights_only=False)
+    for found in (live, again):
+        assert same_state([one.state_dict() for one in found.modules], [one.state_dict() for one in saved.modules])
+    assert best["weights"]["first"]._metadata == control["first"]._metadata
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(best=(held := {"weights": Averages().state_dict()}))) as manager:
+        held["weights"]["first"]._metadata = {}
+        first = held["weights"]["first"]
+        manager.restore(only="best")
+    assert first is held["weights"]["first"]
+    assert first._metadata == control["first"]._metadata

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from holdfast.errors import UnnamedError, UsageError
+from holdfast.format.scalars import ENCODERS
 from holdfast.tracebacks import short_traceback
 
 
@@ -27,11 +28,13 @@ class Checkpoint:
     attribute of this class (`objects`), only brackets can read and set it.
     """
 
-    __slots__ = ("_assigned", "_backup_url", "_objects", "_own")
+    __slots__ = ("_assigned", "_backup_url", "_objects", "_own", "_unread")
     _objects: dict[str, Any]
     # What holdfast itself keeps with the user's objects, which never see it.
     _own: dict[str, Any]
     _assigned: set[str]
+    # What a restore has put here, and nothing has read since; True if the program held another object before.
+    _unread: dict[str, bool]
     # The location of the backup that a `WorkerTrainingState` should restore these objects from; empty if none.
     _backup_url: str
 
@@ -52,6 +55,7 @@ class Checkpoint:
         self._own = {}
         self._backup_url = ""
         self._assigned = set()
+        self._unread = {}
         for name, obj in objects.items():
             self[name] = obj
 
@@ -61,6 +65,7 @@ class Checkpoint:
         return MappingProxyType(self._objects)
 
     def __getitem__(self, name: str) -> Any:
+        self._unread.pop(name, None)
         try:
             return self._objects[name]
         except KeyError:
@@ -82,8 +87,10 @@ class Checkpoint:
         if name in self._objects:
             self._assigned.add(name)
         self._objects[name] = obj
+        self._unread.pop(name, None)
 
     def __delitem__(self, name: str) -> None:
+        self._unread.pop(name, None)
         del self._objects[name]
 
     def __contains__(self, name: object) -> bool:
@@ -99,7 +106,7 @@ class Checkpoint:
         # Copying asks for attributes before there are any.
         if name in Checkpoint.__slots__ or name not in self._objects:
             raise AttributeError(f"the checkpoint has no object {name!r}", name=name, obj=self)
-        return self._objects[name]
+        return self[name]
 
     def __setattr__(self, name: str, obj: Any) -> None:
         if name in Checkpoint.__slots__:
@@ -112,7 +119,7 @@ class Checkpoint:
     def __delattr__(self, name: str) -> None:
         if name not in self._objects:
             raise AttributeError(f"the checkpoint has no object {name!r}", name=name, obj=self)
-        del self._objects[name]
+        del self[name]
 
     def __copy__(self) -> Checkpoint:
         copied = Checkpoint(**self._objects)
@@ -135,6 +142,29 @@ def _show(obj: object) -> str:
 def list_assigned(checkpoint: Checkpoint) -> frozenset[str]:
     """Returns the names that were assigned another object after their first one, by a restore or by the program."""
     return frozenset(checkpoint._assigned)
+
+
+def put_restored(checkpoint: Checkpoint, values: Mapping[str, Any]) -> None:
+    """Replaces objects that could not be changed by the restored ones."""
+    for name, value in values.items():
+        live = checkpoint._objects.get(name)
+        checkpoint[name] = value
+        is_held = type(live) not in ENCODERS
+        if is_held or type(live) is not type(value) or live != value:
+            checkpoint._unread[name] = is_held
+
+
+def take_unread(checkpoint: Checkpoint, *, only_held: bool) -> list[str]:
+    """Returns the names of restored objects that nothing has read since, each once.
+
+    Args:
+        checkpoint: The checkpoint.
+        only_held: True to leave out those that the program began with as a number, text or None.
+    """
+    names = [name for name, is_held in checkpoint._unread.items() if is_held or not only_held]
+    for name in names:
+        del checkpoint._unread[name]
+    return names
 
 
 def all_objects(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class StepCount:
         turn: Returns what runs a step now, such as a loop of `steps`; None if nothing does, or it was dropped.
         saved_step: The step that was saved last; None if nothing is saved.
         saved: Its save; None if it was restored, or saved by other code.
+        late_metrics: Its metrics that were reported since.
+        taken: How many batches had been taken from each saved sampler when that save was begun.
     """
 
     def __init__(self) -> None:
@@ -46,8 +48,11 @@ class StepCount:
         self.turn: Callable[[], object] = no_turn
         self.saved_step: int | None = None
         self.saved: SaveHandle | None = None
+        self.late_metrics: dict[str, Any] = {}
+        self.taken: dict[str, int] = {}
         self._manager: CheckpointManager | None = None
         self._restored: Restoration | None = None
+        self._stored: dict[str, Any] = {}
 
     def join(self, manager: CheckpointManager) -> None:
         """Called when a loop begins to count, after its restore.
@@ -66,7 +71,21 @@ class StepCount:
     def note(self, step: int | None, saved: SaveHandle | None) -> None:
         """Records that a save of that step was begun, unless it was skipped; sets `saved_step` and `saved`."""
         if saved is None or not saved.skipped:
-            self.saved_step, self.saved = step, saved
+            self.saved_step, self.saved, self.late_metrics = step, saved, {}
+            if self._manager is not None:
+                self.taken = count_taken(self._manager.checkpoint.objects)
+
+    def store_metrics(self) -> bool:
+        """Stores the late metrics with their step, unless it was restored and has them; returns True if any are."""
+        step, restored, late = self.saved_step, self._restored, self.late_metrics
+        if step is None or not late or self._manager is None or not self.is_begun(step):
+            return False
+        if self.saved is None and restored is not None and restored.step == step:
+            late = {name: value for name, value in late.items() if name not in restored.manifest.metrics}
+        if late and late != self._stored:
+            self._manager.add_metrics(step if self.saved is None else self.saved.step, late)
+        self._stored = dict(late)
+        return bool(late)
 
     def find(self, step: int) -> SaveHandle | None:
         """Returns the save of the step, if one was begun and has not failed."""
@@ -230,6 +249,7 @@ class TrainingLoop:
             SaveFailedError: If saves have failed, and no last save is to come.
         """
         step, metrics, metadata = self.count.done, self.metrics, self.metadata
+        self.count.store_metrics()
         try:
             self._note_begun(
                 step, self.manager.save_if_due(step, metrics=metrics, metadata=metadata), metrics, metadata
@@ -265,9 +285,11 @@ class TrainingLoop:
     ) -> SaveHandle:
         """Saves a step now, under another number if one is given; raises as the manager's `save` does."""
         metrics = self.metrics
-        if step == self.count.saved_step:
+        if step != self.count.saved_step:
+            self.count.store_metrics()
+        else:
             saved_metrics, saved_metadata = self._notes_of_saved()
-            metrics = {**saved_metrics, **self.metrics}
+            metrics = {**saved_metrics, **self.metrics, **self.count.late_metrics}
             metadata = metadata or self.metadata or saved_metadata
             replace = number is None and (replace or self._must_replace())
         metadata = metadata or self.metadata
@@ -343,20 +365,15 @@ def must_save_metrics(loop: TrainingLoop) -> bool:
     With several workers it cannot: all of them would have to save again, and the others may know of no metric. A
     checkpoint that the program saved by the manager stays as it is. So does a restored one that has these metrics.
     """
-    if not loop.metrics or loop.manager.participant is not None or not loop.count.is_begun(loop.count.done):
+    metrics = {**loop.metrics, **loop.count.late_metrics}
+    if not metrics or loop.manager.participant is not None or not loop.count.is_begun(loop.count.done):
         return False
     if loop.count.saved is not None:
         return True
     restored = _restored_step(loop)
     return restored is not None and any(
-        name not in restored.manifest.metrics and math.isfinite(float(value)) for name, value in loop.metrics.items()
+        name not in restored.manifest.metrics and math.isfinite(float(value)) for name, value in metrics.items()
     )
-
-
-def has_unsaved_metrics(loop: TrainingLoop) -> bool:
-    """Returns True if metrics were reported that no checkpoint has, because they came after the last save."""
-    restored = _restored_step(loop)
-    return bool(loop.metrics.keys() - (restored.manifest.metrics.keys() if restored is not None else ()))
 
 
 def _restored_step(loop: TrainingLoop) -> Restoration | None:

@@ -13,7 +13,15 @@ from typing import Any, Final, Literal, Self
 from msgspec.structs import replace as replace_fields
 
 from holdfast.catalog import read_catalog
-from holdfast.checkpoint import Checkpoint, all_objects, check_order, list_assigned, own_objects
+from holdfast.checkpoint import (
+    Checkpoint,
+    all_objects,
+    check_order,
+    list_assigned,
+    own_objects,
+    put_restored,
+    take_unread,
+)
 from holdfast.cluster import Cluster
 from holdfast.cluster.discover import describe_lone_task
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
@@ -35,6 +43,7 @@ from holdfast.save.records import Origin
 from holdfast.save.saver import Saver, StepTimer
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
+from holdfast.state.oversights import describe_unread
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 from holdfast.witness.ring import remove_rings
@@ -158,6 +167,7 @@ class CheckpointManager:
             self._saver = saver = Saver(
                 self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
             )
+            saver.take_unread = partial(take_unread, checkpoint, only_held=True)
             went_back = None if begin_anew else catalog.start_from
             self._origin = Origin(living[-1] if living else None, catalog.generation, start_from=went_back)
             self._living, self.newest_asked = {name.step for name in living}, -1
@@ -233,7 +243,6 @@ class CheckpointManager:
             UnsupportedValueError: If an object has state that cannot be stored.
             SaveFailedError: If an earlier save failed and that was not raised yet. `error.next_save` continues.
             DeadlineError: If the previous save does not end in time.
-            StorageError: If the cleanup after an earlier save failed. This save continues.
         """
         return self._save(step, metrics, metadata, replace=replace)
 
@@ -257,6 +266,23 @@ class CheckpointManager:
             self._saver.look_ahead(all_objects(self.checkpoint))
             return None
         return self._save(step, metrics, metadata, reason=reason)
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Stores more metrics with the step that was saved or restored last, in the background; `close` waits for it.
+
+        Of several workers, those of rank 0 are stored.
+
+        Raises:
+            UsageError: If it is another step, or a metric is not a number.
+        """
+        self._check_usable()
+        figures, _ = check_notes(metrics, None)
+        known = (self._in_flight, self._saver.engine.newest, None if self.restored is None else self.restored.name)
+        found = next((one for one in known if one is not None and one.step == step == self.newest_asked), None)
+        if found is None:
+            raise UsageError(f"step {step} is not the one that was saved or restored last")
+        if figures:
+            self._saver.engine.add_metrics(found, figures, self._origin.seen_generation)
 
     def restore(
         self,
@@ -328,8 +354,7 @@ class CheckpointManager:
         if restoration is None:
             self._saver.start_from(0)
             return None
-        for name, value in restoration.replaced.items():
-            self.checkpoint[name] = value
+        put_restored(self.checkpoint, restoration.replaced)
         if only is None:
             self.restored = restoration
             # A job that has begun since then is detected by the next save.
@@ -420,6 +445,9 @@ class CheckpointManager:
         has_trained = error is None and self.restored is None and len(self._living) > 1
         objects, assigned = self.checkpoint.objects, list_assigned(self.checkpoint)
         if has_trained and (text := self._saver.kept_epoch.look_at_end(objects, assigned)):
+            self.emit(Warned(text=text))
+        has_trained = error is None and self._saver.engine.newest is not None
+        if has_trained and (text := describe_unread(take_unread(self.checkpoint, only_held=False))):
             self.emit(Warned(text=text))
         self._failures.close_behind(error, partial(self._close, None, has_ended_well=error is None))
 

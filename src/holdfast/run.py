@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -18,7 +20,7 @@ from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, HoldfastError, UnnamedError, UsageError
 from holdfast.events import Sink
-from holdfast.loop import StepNumbers, TrainingLoop, has_unsaved_metrics, must_save_metrics
+from holdfast.loop import StepNumbers, TrainingLoop, must_save_metrics
 from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
@@ -28,12 +30,14 @@ from holdfast.preemption.guard import make_guard
 from holdfast.preemption.notice_inbox import EarlyNotices
 from holdfast.restore.records import Restoration
 from holdfast.save import arguments
+from holdfast.save.drain import EXIT_SAVE_FAILED, LeavingExit, end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.setup import explaining
+from holdfast.save.say import say
 from holdfast.state.hyperparameters import check_kept
-from holdfast.state.oversights import TrainingWatch, describe_resumption
+from holdfast.state.oversights import TrainingWatch, count_taken, describe_resumption
 from holdfast.storage import Storage
-from holdfast.tracebacks import short_traceback
+from holdfast.tracebacks import find_inside, short_traceback
 
 _ADVICE: Final = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
 
@@ -194,7 +198,7 @@ class Run:
         self._newest_loop = -1
         # How many loops of `steps` were left within a step, and how many steps the last one was to have.
         self._left = self._total = 0
-        self._is_used = self._entered = False
+        self._is_used = self._entered = self._has_ended = self._counts_own = False
         self._process = os.getpid()
         self._unentered = weakref.finalize(self, warn_never_entered, self._announcements.place, self._process)
 
@@ -255,6 +259,7 @@ class Run:
                 ),
             )
         if self.completes_step():
+            self._counts_own = True
             self._loop.count_own_step()
 
     def begin_at(self, step: int) -> None:
@@ -270,10 +275,10 @@ class Run:
         self._guard.pause(self._count.done)
 
     def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
-        """Records metrics; the next save stores those that were reported since the save before.
+        """Records metrics of the current step; of the last step, if that is saved and the next one has not begun.
 
-        If there is no next save, the end of the block saves the last step again to store them. With several workers it
-        cannot: report before the last step ends.
+        In your own loop a batch that is taken from a saved loader begins the next step. Without such a loader, metrics
+        go to the next save, unless `save` or the end of the block comes first. Of several workers, rank 0 reports.
 
         Args:
             *unnamed: Not allowed: every metric needs a name.
@@ -288,9 +293,14 @@ class Run:
                 "metrics must be reported by name",
                 hint="Write run.report(loss=loss), or run.report(**metrics) for a dict.",
             )
-        self._loop.metrics.update(arguments.check_metrics(metrics))
-        if "loss" in metrics:
-            self.manager.witness.note_loss(self._loop.metrics["loss"])
+        count, figures = self._count, arguments.check_metrics(metrics)
+        is_late = self._loop not in count.unfinished and count.is_begun(count.done)
+        if is_late and self._counts_own:
+            # A batch begins the next step. Where no saved loader counts them, `save` tells.
+            is_late = bool(count.taken) and count.taken == count_taken(self.checkpoint.objects)
+        (count.late_metrics if is_late else self._loop.metrics).update(figures)
+        if "loss" in figures:
+            self.manager.witness.note_loss(figures["loss"])
 
     def stop(self) -> None:
         """Ends the loop after the current step."""
@@ -323,8 +333,8 @@ class Run:
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """Saves now, regardless of the policy: between steps, or last in a step, which then counts as complete.
 
-        If this step was saved already and `report` was called since, it is saved again, with all of its metrics; not if
-        the job has several workers.
+        If this step was saved already and `report` was called since, it is saved again; with several workers, only the
+        metrics are stored.
 
         Returns:
             The save, or None if this step was saved already and there is nothing new to store.
@@ -342,7 +352,8 @@ class Run:
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
         is_saved = self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None)
         if is_saved and not (step == self._count.done and must_save_metrics(self._loop)):
-            self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
+            if not (step == self._count.done and self._store_metrics()):
+                self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
             return None
         return self._loop.save(step, metadata=metadata)
 
@@ -392,13 +403,17 @@ class Run:
         witness, objects = self.manager.witness, self.checkpoint.objects
         witness.begin(objects, base, say, same_loss=is_same, strict=self._strict_resume)
         self._entered = self.manager.is_in_run = True
+        atexit.register(self._leave_at_exit)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if os.getpid() != self._process:
-            return  # A forked child that leaves the block: the run is its parent's.
+        if os.getpid() != self._process or self._has_ended:
+            return  # A forked child that leaves the block: the run is its parent's. Or the program's end has ended it.
+        self._has_ended, place = True, self._find_place(error, trace)
+        atexit.unregister(self._leave_at_exit)
+        is_exit, error = isinstance(error, SystemExit), None if place is None else error
         inbox, watch = self._guard.inbox, self._loop.watch
         inbox.patient = True
         if error is None:
@@ -414,6 +429,13 @@ class Run:
                 self._end_well()
             else:
                 self._end_badly(error)
+                self._warn_of_loss(place)
+        except HoldfastError as failure:
+            if not is_exit:
+                raise
+            # Of an exit only the code is seen.
+            say(f"holdfast: {type(failure).__name__}: {failure}")
+            raise SystemExit(EXIT_SAVE_FAILED) from failure
         finally:
             try:
                 if self._guard.leaving and not inbox.gave_up:
@@ -426,6 +448,40 @@ class Run:
                     self.manager.abandon()
                 self._guard.close()
 
+    def _leave_at_exit(self) -> None:
+        """Leaves the block when the program ends within it: a generator that was not closed may still be in it."""
+        # What the interpreter has printed as the program's end, before it called this.
+        error = getattr(sys, "last_value", None)
+        try:
+            self.__exit__(None if error is None else type(error), error, None)
+        except SystemExit as leaving:
+            end_process(leaving.code if isinstance(leaving.code, int) else 1)
+        except HoldfastError as failure:
+            say(f"holdfast: {type(failure).__name__}: {failure}")
+            end_process(EXIT_SAVE_FAILED)
+
+    def _find_place(self, error: BaseException | None, trace: TracebackType | None) -> str | None:
+        """Returns None if the block ends as by `return`: an exit of the program's own code does, unless its code says
+        that the program has failed, and so does the end of a generator. Else returns how another exit came; empty for
+        other errors."""
+        if error is None:
+            return None
+        if not isinstance(error, SystemExit | GeneratorExit) or isinstance(error, LeavingExit) or self._guard.has_left:
+            return ""
+        return find_inside(error, trace, self._guard.exit_code) or None
+
+    def _warn_of_loss(self, place: str | None) -> None:
+        """Says which steps are lost by an exit; nothing if that was not raised by the program, or no step is lost."""
+        with suppress(HoldfastError):
+            newest = (place and self.manager.latest_step()) or 0
+            if place and (steps := self._count.done - newest) > 0:
+                lost = f"the {steps} steps since step {newest} are" if steps > 1 else f"step {self._count.done} is"
+                self._loop.warn(
+                    f"the program exited {place}, and nothing was saved: {lost} lost, and a restart trains from step "
+                    f"{newest}",
+                    is_error=True,
+                )
+
     def _end_well(self) -> None:
         try:
             self._loop.begin_steps()
@@ -433,7 +489,7 @@ class Run:
             step = self._count.done
             self._guard.pass_last(step, is_over=True)
             self._loop.save_last()
-            self._save_late_metrics(step)
+            self._store_metrics()
             if self.manager.participant is not None:
                 # Others may wait in a collective, and come to no save, since this worker has left its loop too early.
                 self._guard.wait_saved()
@@ -447,17 +503,11 @@ class Run:
             self._end_badly(error)
             raise
 
-    def _save_late_metrics(self, step: int) -> None:
-        """Stores metrics that were reported after the last step was saved; where that is not possible, warns."""
-        if must_save_metrics(self._loop):
-            self.manager.wait()
-            self._loop.save(step)
-        elif has_unsaved_metrics(self._loop):
-            names = ", ".join(self._loop.metrics)
-            self._loop.warn(
-                f"metrics were reported after the last save and are stored nowhere: {names}. Report them before the "
-                "last step ends: before its run.finish_step(), or inside the turn of run.steps(n)"
-            )
+    def _store_metrics(self) -> bool:
+        """Stores all that was reported with the step that was saved last; returns True if something was."""
+        self._count.late_metrics |= self._loop.metrics
+        self._loop.metrics = {}
+        return self._count.store_metrics()
 
     def _end_badly(self, error: BaseException) -> None:
         """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,33 @@ def test_a_plain_loop_goes_on_from_a_lightning_file(tmp_path: Path) -> None:
     assert not equal_states(after["model"], at_six["model"])
     assert all(equal_states(one.state_dict(), after[name]) for name, one in objects.items())
 
+    # Lightning's own Trainer goes on from it as from the file itself, and then from its own saves.
+    ended = {}
+    for name, path in {"file": tmp_path / "last.ckpt", "import": None}.items():
+        assert path or call("import", tmp_path / "last.ckpt", tmp_path / "door").exit_code == 0
+        for steps in (9, 12):
+            other = lightning.Trainer(
+                max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
+                callbacks=[hf.lightning.Resumable(tmp_path / ("door" if path is None else name), preemption="off")],
+            )  # fmt: skip
+            torch.manual_seed(1)
+            other.fit(again := Module(None), data, ckpt_path=path, weights_only=False)
+            assert (other.global_step, other.current_epoch) == (steps, (steps - 1) // 4 + 1), name
+        ended[name] = states_of(other, again)
+    assert equal_states(ended["file"], ended["import"])
+    assert call_json("list", tmp_path / "door")["newest_step"] == 12
+    # Weights alone begin a training; a file of another program has no progress that Lightning could go on with.
+    torch.save({"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}, tmp_path / "own.pt")
+    for step, run_name in ((5, "stepped"), (0, "weights")):
+        hf.import_checkpoint(tmp_path / "own.pt", tmp_path / run_name, step=step)
+        other = lightning.Trainer(
+            max_steps=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
+            callbacks=[hf.lightning.Resumable(tmp_path / run_name, preemption="off")],
+        )  # fmt: skip
+        with pytest.raises(errors.UsageError, match="step 5") if step else nullcontext():
+            other.fit(again := Module(None), data)
+    assert other.global_step == 2
+
     # The network without the module around it, and the optimizer alone, under other names.
     renamed = ("--strip-prefix", "net.", "--rename", "state_dict=net", "--only", "net", "--only", "optimizer")
     assert call("import", tmp_path / "last.ckpt", tmp_path / "bare", *renamed).exit_code == 0
@@ -147,6 +175,24 @@ def test_a_plain_loop_goes_on_from_a_trainer_folder(tmp_path: Path) -> None:
     assert equal_states(model.state_dict(), trainer.model.state_dict())
     assert equal_states(optimizer.state_dict()["state"], trainer.optimizer.state_dict()["state"])
     assert scheduler.state_dict() == trainer.lr_scheduler.state_dict()
+
+    # The Trainer itself goes on from the import as from the folder, and then from its own saves.
+    ended = {}
+    for name in ("folder", "import"):
+        assert name == "folder" or call("import", source, tmp_path / name).exit_code == 0
+        for steps in (3, 5):
+            again = transformers.TrainingArguments(
+                tmp_path / "again", max_steps=steps, save_strategy="no", per_device_train_batch_size=2, report_to=[],
+                use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
+            )  # fmt: skip
+            kept = hf.transformers.Resumable(tmp_path / name, preemption="off")
+            last = transformers.Trainer(
+                transformers.GPT2LMHeadModel(config), again, train_dataset=rows, callbacks=[kept]
+            )
+            last.train(resume_from_checkpoint=str(source) if name == "folder" and steps == 3 else None)
+            assert last.state.global_step == steps
+        ended[name] = {"model": last.model.state_dict(), "optimizer": last.optimizer.state_dict()["state"]}
+    assert equal_states(ended["folder"], ended["import"])
 
     # A large model is written in several files.
     (source / "model.safetensors").unlink()

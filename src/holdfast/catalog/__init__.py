@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.catalog.late_metrics import add_late_metrics
 from holdfast.catalog.listing import (
     Catalog,
     History,
@@ -29,6 +30,7 @@ from holdfast.catalog.openers import is_alive, is_own
 __all__ = [
     "Catalog",
     "History",
+    "add_late_metrics",
     "check_fence",
     "check_in_place",
     "check_nothing_lost",

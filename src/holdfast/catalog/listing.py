@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from holdfast.catalog.late_metrics import add_late_metrics
 from holdfast.catalog.openers import describe_process, make_gone_error
 from holdfast.errors import (
     DamageError,
@@ -279,7 +280,8 @@ def read_manifest(storage: Storage, name: StepName) -> Manifest:
         DamageError: If it is damaged or another step's.
     """
     path = name.manifest_path
-    return decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=name)
+    manifest = decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=name)
+    return add_late_metrics(storage, name.directory, manifest)
 
 
 def read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:

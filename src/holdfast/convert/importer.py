@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import os
@@ -32,6 +33,7 @@ from holdfast.format.encoding import Encoder, escape, path_part
 from holdfast.format.index import Index, Layout, LeafRecord, plan_layout
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
+    IMPORTED,
     IMPORTED_FROM,
     MAX_STEP,
     StepName,
@@ -60,6 +62,7 @@ _NUMBERS: Final = {"I64": "<q", "I32": "<i", "F32": "<f", "F64": "<d"}
 _WHOLE: Final = "."
 _WITH_KEYS: Final = (dict, set, frozenset)
 _MOST_TIMES: Final = 4
+_MOST_PROGRESS: Final = 1 << 20
 _ALWAYS_BYTES: Final = 64 << 20
 
 _OPTIMIZER_STATE: Final = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer"})
@@ -184,7 +187,9 @@ def import_checkpoint(
             raise UsageError(f"{source} contains nothing that can be stored", hint="Save state_dicts, not objects.")
         # torch's own files say which tensors were one, and arrays of JAX never are.
         ties = [] if opened.format in ("torch", "lightning", "orbax") else encoder.tied_candidates
-        committed_name = _commit(storage, step, nodes, arrays, ties, escape(Path(source).name), watcher)
+        kept = {"objects": list(nodes), "format": opened.format, "progress": _as_json(found.progress)}
+        metadata = {IMPORTED_FROM: escape(Path(source).name), IMPORTED: kept}
+        committed_name = _commit(storage, step, nodes, arrays, ties, metadata, watcher)
         return Import(
             step=step,
             name=committed_name,
@@ -198,6 +203,15 @@ def import_checkpoint(
             has_step=has_step,
             seconds=time.monotonic() - begun_at,
         )
+
+
+def _as_json(progress: Any) -> Any:
+    """Returns a framework's progress if it is JSON, and of a size for a manifest; else None."""
+    try:
+        text = json.dumps(progress, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return json.loads(text) if len(text) < _MOST_PROGRESS else None
 
 
 def list_objects(root: Any, name: str) -> Recognized:
@@ -425,7 +439,7 @@ def _commit(
     objects: dict[str, Node],
     arrays: Mapping[str, InputArray],
     ties: list[dict[str, Node]],
-    source: str,
+    metadata: dict[str, Any],
     watcher: ProgressWatcher | None,
 ) -> StepName:
     """Writes the checkpoint as a new generation. If this ends before the commit, nothing is left."""
@@ -457,7 +471,7 @@ def _commit(
             strides=tuple(_list_strides(arrays)),
         )
         receipts = write_index(index, storage, name.directory)
-        line.commit(receipts, name, {}, {IMPORTED_FROM: source})
+        line.commit(receipts, name, {}, metadata)
     except BaseException as error:
         try:
             line.give_up(name)

@@ -304,6 +304,10 @@ class Failed(Event, frozen=True):
         who = "" if self.rank is None or self.error.startswith(f"rank {self.rank} ") else f"rank {self.rank}: "
         where = "" if self.step is None else f" of step {self.step}"
         place = f" in {self.path}" if self.path else ""
+        if self.stage == "retain":
+            return (
+                f"step {self.step} is committed, but the cleanup failed, and is retried after each save: {self.error}"
+            )
         return f"{who}{self.stage}{where}{place} failed: {self.error}"
 
 

@@ -80,8 +80,11 @@ class LoggingSink:
 
     def __call__(self, event: Event) -> None:
         """Logs the event."""
-        is_error = isinstance(event, Warned) and event.is_error
-        level = logging.ERROR if is_error else _LEVELS.get(type(event), logging.INFO)
+        level = _LEVELS.get(type(event), logging.INFO)
+        if isinstance(event, Warned) and event.is_error:
+            level = logging.ERROR
+        elif isinstance(event, Failed) and event.stage == "retain":
+            level = logging.WARNING  # No step is lost.
         logger.log(level, "%s", event, extra={"event": event})
 
 

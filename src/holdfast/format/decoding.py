@@ -94,14 +94,8 @@ class Decoder:
         """
         raise malformed(path, "unexpected node of a framework's tree")
 
-    def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
-        """Returns True if a part of the live tree stays although it is not stored.
-
-        Args:
-            part: The part.
-            path: Its path.
-            emptied: True if nothing at all is stored for its container.
-        """
+    def keeps(self, part: Any, path: str) -> bool:
+        """Returns True if a part of the live tree stays although it is not stored; `path` is its path."""
         return False
 
     def unknown_type(self, name: str, live: Any, path: str) -> Any:
@@ -161,7 +155,7 @@ class Decoder:
             if value is not ABSENT:
                 values.append(value)
         left = range(len(nodes), count)
-        return values + [parts[i] for i in left if self.keeps(parts[i], f"{path}/{i}", emptied=not nodes)]
+        return values + [parts[i] for i in left if self.keeps(parts[i], f"{path}/{i}")]
 
     def mapping(self, nodes: Mapping[Any, Node], live: Any, path: str, depth: int) -> dict[Any, Any]:
         """Returns the items of a dict of any kind."""
@@ -178,7 +172,7 @@ class Decoder:
                 values[key] = value
         if parts and not nodes.keys() >= parts.keys():
             for index, (key, part) in enumerate(parts.items()):
-                if key not in nodes and self.keeps(part, f"{path}/{path_part(key, index)}", emptied=not nodes):
+                if key not in nodes and self.keeps(part, f"{path}/{path_part(key, index)}"):
                     values[key] = part
         return values
 
@@ -358,6 +352,15 @@ def _defaultdict(d: Decoder, payload: Node, argument: Node, live: Any, path: str
     return collections.defaultdict(factory, d._pairs(payload, live, path, depth))
 
 
+def _ordered(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+    made: Any = collections.OrderedDict(d._pairs(payload, live, path, depth))
+    if argument is not None:
+        versions = d.decode(argument, getattr(live, "_metadata", UNFILLED), f"{path}/_metadata", depth)
+        if versions is not ABSENT:
+            made._metadata = versions
+    return made
+
+
 def _deque(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
     values = d.sequence(payload, live, path, depth)
     try:
@@ -455,6 +458,7 @@ REBUILDERS: Final[dict[str, _Rebuild]] = {
     "tensor_subclass": _subclass,
     "pytree": _node,
     "live": _live,
+    "OrderedDict": _ordered,
     "defaultdict": _defaultdict,
     "deque": _deque,
     "slice": _slice,
@@ -463,7 +467,6 @@ REBUILDERS: Final[dict[str, _Rebuild]] = {
     "namedtuple": _namedtuple,
     "dataclass": _dataclass,
     "dict": _plain(Decoder._pairs),
-    "OrderedDict": _plain(lambda d, *where: collections.OrderedDict(d._pairs(*where))),
     "Counter": _plain(lambda d, *where: collections.Counter(d._pairs(*where))),
     "tuple": _plain(lambda d, *where: tuple(d.sequence(*where))),
     "set": _plain(lambda d, payload, live, path, depth: set(d._elements(payload, live, path, depth))),

@@ -37,7 +37,12 @@ MAX_VALUES: Final = 10_000_000
 
 _KINDS: Final = {"function": "a function", "type": "a class", "module": "a module", "generator": "a generator"}
 
-_REGISTER: Final = "Store a plainer value instead, or register the type with register_codec."
+_PLAINER: Final = "Store a plainer value instead."
+_REGISTER: Final = (
+    "Give the object state_dict() and load_state_dict(), or pass a small wrapper that has them: a restore then changes "
+    "it in place. Or store plainer values. A value that the program reads from the checkpoint after each restore, and "
+    "holds nowhere else, may have a codec: register_codec."
+)
 
 
 def path_part(key: Hashable, index: int) -> str:
@@ -140,7 +145,7 @@ class Encoder:
             node = self.of_program(cls, value, path, depth)
         if node is None:
             name = name_of(cls).removeprefix("builtins:").replace(":", ".")
-            raise unsupported(path, _KINDS.get(name, f"a value of type {name}"))
+            raise unsupported(path, _KINDS.get(name, f"a value of type {name}"), _PLAINER if name in _KINDS else "")
         return node
 
     def of_program(self, cls: type, value: Any, path: str, depth: int) -> Node | None:
@@ -173,7 +178,8 @@ class Encoder:
         self._tally.add(len(value), path)
         nodes: list[Node] = []
         for index, element in enumerate(value):
-            if type(element) is int and -(1 << 63) <= element < 1 << 63:
+            cls = type(element)
+            if cls is bool or (cls is int and -(1 << 63) <= element < 1 << 63):
                 nodes.append(element)
             else:
                 nodes.append(self.encode(element, f"{path}/{index}", depth))
@@ -249,6 +255,14 @@ def _encode_defaultdict(encoder: Encoder, value: Any, path: str, depth: int) -> 
     return tagged("defaultdict", encoder.encode_pairs(value, path, depth), name)
 
 
+def _encode_ordered(encoder: Encoder, value: Any, path: str, depth: int) -> Node:
+    pairs = encoder.encode_pairs(value, path, depth)
+    # The result of a torch module's state_dict() says in this attribute which versions of the modules wrote it.
+    versions = getattr(value, "_metadata", None)
+    noted = None if versions is None else encoder.plain().encode(versions, f"{path}/_metadata", depth)
+    return tagged("OrderedDict", pairs, noted)
+
+
 def _encode_slice(encoder: Encoder, value: Any, path: str, depth: int) -> Node:
     return tagged("slice", encoder.plain().encode_list((value.start, value.stop, value.step), path, depth))
 
@@ -257,7 +271,7 @@ _CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str, int], Node]]] = {
     list: Encoder.encode_list,
     dict: Encoder.encode_dict,
     tuple: lambda e, value, path, depth: tagged("tuple", e.encode_list(value, path, depth)),
-    collections.OrderedDict: lambda e, value, path, depth: tagged("OrderedDict", e.encode_pairs(value, path, depth)),
+    collections.OrderedDict: _encode_ordered,
     collections.Counter: lambda e, value, path, depth: tagged("Counter", e.encode_pairs(value, path, depth)),
     collections.defaultdict: _encode_defaultdict,
     collections.deque: lambda e, value, path, depth: tagged(

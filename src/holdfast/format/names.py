@@ -29,6 +29,9 @@ OLD_RUN_CALLS: Final = "total_run_calls"
 IMPORTED_FROM: Final = "imported_from"
 """The key, in the metadata of an imported step, of the source file or directory."""
 
+IMPORTED: Final = "imported"
+"""The key, in the same metadata, of the names of its objects, its format, and the framework's progress."""
+
 START_NAME: Final = ".holdfast-start"
 """A file in the run's root while a job of several workers begins: the leader writes it, the others must see it."""
 
@@ -50,7 +53,8 @@ _GENERATION = re.compile(r"([0-9]{4,10})\.json")
 _SUMMARY = re.compile(r"([0-9]{4,10})\.summary-([0-9]{4,10})\.json")
 _PART = re.compile(r"(?:data|index)-[0-9]{5,7}-of-[0-9]{5,7}\.(?:safetensors|json)")
 _GENERATION_TEMPORARY = re.compile(r"\.([0-9]{4,10})(?:\.base|\.summary-[0-9]+)?\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
-_TEMPORARY = re.compile(r"\.manifest\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
+_METRICS = re.compile(r"metrics-[0-9]{4}\.json")
+_TEMPORARY = re.compile(r"\.(?:manifest|metrics-[0-9]{4})\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
 
 
 class StepName(msgspec.Struct, frozen=True, order=True):
@@ -174,9 +178,15 @@ def join(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
+def metrics_name(number: int) -> str:
+    """**Pure.** Returns the name of a record of metrics that were reported after a save; they count from 0."""
+    return f"metrics-{number:04d}.json"
+
+
 def is_own_file(name: str) -> bool:
     """**Pure.** Returns True for the names that holdfast gives to files in a step's directory, and for no others."""
-    return name in (MANIFEST_NAME, COMMITTED_NAME) or is_part(name) or _TEMPORARY.fullmatch(name) is not None
+    is_record = name in (MANIFEST_NAME, COMMITTED_NAME) or _METRICS.fullmatch(name) is not None
+    return is_record or is_part(name) or _TEMPORARY.fullmatch(name) is not None
 
 
 def is_part(name: str) -> bool:

@@ -148,6 +148,24 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
         return StepFacts(self.committed_at_unix_seconds, data_bytes, self.metrics, references)
 
 
+MAX_LATE_METRICS: Final = 100
+"""So many records of late metrics a step has at most."""
+
+
+class LateMetrics(SealedRecord, frozen=True):
+    """Metrics of a committed step that were reported after its save had begun.
+
+    Attributes:
+        token: The token of the step's manifest.
+        metrics: The metrics; a later record replaces those of the same name.
+    """
+
+    kind: ClassVar[str] = "metrics"
+
+    token: str
+    metrics: dict[str, float]
+
+
 def decode_manifest(data: bytes, *, path: str, expected: StepName | None, is_read: bool = True) -> Manifest:
     """**Pure.** Returns the manifest in the bytes, after checks.
 

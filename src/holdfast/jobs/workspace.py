@@ -11,15 +11,12 @@ from holdfast.errors import UsageError
 from holdfast.format.codecs import is_namedtuple, is_plain_dataclass, name_of, type_named
 from holdfast.format.decoding import malformed
 from holdfast.format.scalars import ENCODERS
-from holdfast.state.adapters import Adapter, CaptureContext, Loading, Rules
+from holdfast.state.adapters import TREE, Adapter, CaptureContext, Loading
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import adapter_of, find_stateful, parts_of, register_adapter
 
 KIND: Final = "holdfast.workspace"
 """The type name of a workspace in a checkpoint."""
-
-_STORED_STANDS: Final = Rules(in_place=True, fixed_keys=False, fixed_lengths=False, fixed_kinds=True)
-"""Values come and go. But an existing object with state, or an array, needs a stored counterpart."""
 
 
 class Workspace(MutableMapping[str, Any]):
@@ -195,7 +192,7 @@ class WorkspaceAdapter(Adapter):
             live = obj.get(name)
             if live is None and not loading.wants(name):
                 continue
-            value = loading.value(node, live, name, rules=_STORED_STANDS)
+            value = loading.value(node, live, name, rules=TREE)
             if value is not None or node is None:
                 taken[name] = value
         for name in obj:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TypeAlias
 
-from holdfast.catalog import read_index
+from holdfast.catalog import add_late_metrics, read_index
 from holdfast.errors import DamageError, FormatError, HoldfastError, NotFoundError
 from holdfast.format.digests import digest
 from holdfast.format.index import Index, LeafRecord
@@ -30,6 +30,7 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
     path = join(directory, MANIFEST_NAME)
     try:
         manifest = decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=expected)
+        manifest = add_late_metrics(storage, directory, manifest)
     except NotFoundError as error:
         text = f"{error.path} is missing; a step without its manifest is not restored"
         raise DamageError(text, step=step, path=error.path) from error

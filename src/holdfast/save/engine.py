@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
@@ -25,7 +25,6 @@ from holdfast.errors import (
     NotFoundError,
     OutOfMemoryError,
     SaveFailedError,
-    StorageError,
     StorageFullError,
 )
 from holdfast.events import (
@@ -397,6 +396,26 @@ class Engine:
             self.serving.discard(threading.get_ident())
             self._failures.note_ended(request)
 
+    def add_metrics(
+        self, checkpoint: StepName | SaveRequest, metrics: Mapping[str, float], seen_generation: int
+    ) -> None:
+        """Stores metrics with a committed checkpoint, or that of a save once it is, in the background."""
+
+        def add() -> None:
+            name = checkpoint if isinstance(checkpoint, StepName) else checkpoint.wait_name()
+            if name is not None:
+                try:
+                    self._writer.add_metrics(name, metrics, seen_generation)
+                except FencedError:
+                    pass  # As in `_retain`.
+                except BaseException as error:  # noqa: BLE001  The checkpoint is committed.
+                    self._tell_problem(error, name)
+
+        if self._tidier.start():
+            self._tidier.put(add)
+        else:
+            add()
+
     def _await_tidied(self) -> bool:
         """**Blocks** until the save before has been cleaned up after; returns False if that had ended before."""
         before, self._before = self._before, None
@@ -450,17 +469,10 @@ class Engine:
 
     def _tell_problem(self, problem: BaseException, name: StepName) -> None:
         reason = getattr(problem, "message", repr(problem))
-        # What cannot be removed is tried again after each save; the same reason is an error only once.
+        # It is tried again after each save, and no step is lost: a warning, once for each reason.
         if reason not in self._told:
             self._told.add(reason)
-            failure = StorageError(
-                f"step {name.step} is committed, but cleaning up after it failed: {reason}",
-                path=name.directory,
-                hint="This is retried after each save.",
-            )
-            failure.__cause__ = problem
-            self._failures.add(failure)
-        self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
+            self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
 
     def _end(self, request: SaveRequest, manifest: Manifest | None) -> None:
         """**Blocks.** The last actions of every save: with a manifest, all but the clean-up."""

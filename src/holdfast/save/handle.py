@@ -333,6 +333,11 @@ class SaveRequest:
         """True once the save depends on the engine alone, which commits it or reports why not."""
         return self.confirmed is True and self.copied.error is None
 
+    def wait_name(self) -> StepName | None:
+        """**Blocks** until the save is committed or has failed; returns the checkpoint, or None."""
+        self.progress.settled.wait(threading.TIMEOUT_MAX)
+        return self.progress.name if self.progress.is_committed else None
+
     def confirm(self, *, commits: bool = True) -> None:
         """Decides whether the save is to be committed: the first answer counts. The requesting thread calls it."""
         if self.confirmed is None:

@@ -23,7 +23,7 @@ from holdfast.save.joint.setup import make_writer
 from holdfast.save.prepare import count_awaited_bytes, estimate_bytes, measure_bytes
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
 from holdfast.state.hyperparameters import find_unsaved_schedule
-from holdfast.state.oversights import ImmutableArrays, KeptEpoch, LossWatch, find_oversights
+from holdfast.state.oversights import ImmutableArrays, KeptEpoch, LossWatch, describe_unread, find_oversights
 from holdfast.state.registry import list_members
 from holdfast.storage import Storage
 from holdfast.storage.digesting import find_native
@@ -44,6 +44,7 @@ class Saver:
         barrier: Holds up the steps of optimizers, or None.
         caller: The thread that is in the call that makes a save, if one is.
         kept_epoch: Detects a saved epoch number that the program never sets.
+        take_unread: Returns the names of restored objects that replace those of the program, and that it has not read.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Saver:
         self._immutable = ImmutableArrays()
         self._loss_watch = LossWatch()
         self.kept_epoch = KeptEpoch(objects)
+        self.take_unread: Callable[[], list[str]] = list
         self._is_looked_over = False
         # Now, since saves take no more memory than they say, and may be made when nothing can be imported any more.
         find_native()
@@ -212,6 +214,7 @@ class Saver:
         warnings = [self._immutable.look(self._objects, step), self._loss_watch.look(self._objects)]
         if not self._is_looked_over:
             warnings += [*find_oversights(self._objects), find_unsaved_schedule(self._objects)]
+            warnings.append(describe_unread(self.take_unread()))
         self._is_looked_over = True
         if text := self.kept_epoch.look(self._objects):
             self.engine.emit_soon(Warned(text=text, step=step))

@@ -33,27 +33,30 @@ class Rules(msgspec.Struct, frozen=True):
 
     Attributes:
         in_place: Live arrays are filled in place. Otherwise each array is a new one, on the live one's device.
-        fixed_keys: Arrays under keys and fields must exist on both sides or on neither.
-        fixed_lengths: The same for arrays in sequences.
-        fixed_kinds: For a live array or object with state, nothing else may be stored.
+        fixed_arrays: Arrays must exist on both sides or on neither; for a live one, nothing else may be stored.
+        fixed_shapes: Where there are arrays on both sides, they must have the same shape and type.
+        fixed_objects: Live objects with state must have a stored counterpart.
     """
 
     in_place: bool
-    fixed_keys: bool
-    fixed_lengths: bool
-    fixed_kinds: bool
+    fixed_arrays: bool
+    fixed_shapes: bool
+    fixed_objects: bool
 
 
-OWNED = Rules(in_place=True, fixed_keys=True, fixed_lengths=True, fixed_kinds=True)
-"""Trees that the user passed in: their content is known, and is filled in place."""
+OWNED = Rules(in_place=True, fixed_arrays=True, fixed_shapes=True, fixed_objects=True)
+"""Arrays that the program holds, such as those of a module: they are known, and are filled in place."""
 
-HANDED_OVER = Rules(in_place=False, fixed_keys=True, fixed_lengths=False, fixed_kinds=True)
-"""State for an object's `load_state_dict`: new arrays, and sequences of their old length."""
+TREE = Rules(in_place=True, fixed_arrays=False, fixed_shapes=False, fixed_objects=True)
+"""Dicts, lists and values that the user passed in: they take what is stored, in place where the live arrays fit."""
 
-MADE_ANEW = Rules(in_place=False, fixed_keys=True, fixed_lengths=True, fixed_kinds=True)
+HANDED_OVER = Rules(in_place=False, fixed_arrays=False, fixed_shapes=False, fixed_objects=False)
+"""State for an object's own `load_state_dict`, which judges it: new arrays, as they were stored."""
+
+MADE_ANEW = Rules(in_place=False, fixed_arrays=True, fixed_shapes=True, fixed_objects=True)
 """Trees that describe what to create: they are not changed."""
 
-REPLACED = Rules(in_place=True, fixed_keys=False, fixed_lengths=False, fixed_kinds=False)
+REPLACED = Rules(in_place=True, fixed_arrays=False, fixed_shapes=True, fixed_objects=False)
 """State that comes and goes, such as an optimizer's: the stored one replaces it, in place where the live arrays fit."""
 
 
@@ -287,8 +290,9 @@ class Adapter:
         follow_optimizers: For objects that optimizers train: calls a function with each optimizer that has stepped, on
             the thread that stepped it; returns a function that ends that.
         follow_batches: For objects that may give batches: is passed one, and a function to call with each batch that
-            training takes from it. Returns what ends that, and what decides which batches come, as far as the program
-            announces it (the batch size, say); None if the object gives none, or is followed already.
+            training takes from it. Returns what ends that; None if the object gives none, or is followed already.
+        facts_of_batches: For such an object, returns what decides which batches come, as far as the program announces
+            it: the batch size, say.
     """
 
     kind: str = ""
@@ -296,7 +300,8 @@ class Adapter:
     is_per_worker: bool = False
     knows_wrappers: bool = False
     follow_optimizers: Callable[[Callable[[Any], None]], Callable[[], None]] | None = None
-    follow_batches: Callable[[Any, Callable[[Any], None]], tuple[Callable[[], object], object] | None] | None = None
+    follow_batches: Callable[[Any, Callable[[Any], None]], Callable[[], object] | None] | None = None
+    facts_of_batches: Callable[[Any], object] = staticmethod(lambda _: None)
 
     def check(self, obj: Any, path: str) -> None:
         """Checks that an object is not one whose state is incomplete.
@@ -420,7 +425,7 @@ class StateAdapter(Adapter):
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Passes the stored state to `write`."""
         live = self._read(obj) if self._compare or not loading.wants() else None
-        state = loading.value(stored, live)
+        state = loading.value(stored, live, rules=MADE_ANEW)
         return lambda: void(self._write(obj, loading.complete(state)))
 
 

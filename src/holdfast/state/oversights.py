@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -126,6 +126,17 @@ class KeptEpoch:
                     "run is resumable's) and start from it. If it is a constant, leave it out"
                 )
         return ""
+
+
+def describe_unread(names: Sequence[str]) -> str:
+    """**Pure.** Returns the warning about restored objects that the program has not read; "" if there are none."""
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: restored, but nothing has read it from the checkpoint since. What your program "
+        f"itself holds has its first value: take checkpoint.{names[0]} after the restore (run.checkpoint, if run is "
+        "resumable's), or name an object with state_dict and load_state_dict, which a restore changes in place"
+    )
 
 
 class TrainingWatch:

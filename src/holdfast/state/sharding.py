@@ -9,7 +9,7 @@ from typing import Any, Final
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, find_box_problem
-from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Readable
+from holdfast.state.adapters import TREE, Adapter, CaptureContext, Loading, Readable
 from holdfast.state.leaves import ArraySpec, Glance, LocalBox, PendingArray, Sharding, Skeleton, spec_like
 from holdfast.state.registry import (
     backend_of,
@@ -160,7 +160,7 @@ class _PerWorkerAdapter(Adapter):
         return obj.value
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
-        value = loading.value(stored, obj.value, rules=OWNED)
+        value = loading.value(stored, obj.value, rules=TREE)
 
         def load() -> None:
             obj.value = loading.put(obj.value, value)

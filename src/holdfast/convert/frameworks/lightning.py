@@ -19,13 +19,14 @@ _NOTES: Final = frozenset({VERSION_KEY, "hparams_name", "datamodule_hparams_name
 def recognize_lightning(archive: TorchArchive) -> Recognized | None:
     """**Pure.** Returns the objects of a Lightning checkpoint; None for any other file.
 
-    The module is `model`, the optimizers are `optimizer` or `optimizer_0`, `optimizer_1` and so on, the schedulers
+    The module is `model`, the optimizers are `optimizer`, `optimizer_1` and so on, the schedulers
     likewise, and a gradient scaler is `scaler`. Other entries keep their names, and are imported only on request.
     """
     found: Any = archive.value
     if type(found) is not dict or type(found.get(VERSION_KEY)) is not str or type(found.get("state_dict")) is not dict:
         return None
-    recognized = Recognized({}, [], step=step_of(found.get("global_step")))
+    progress = {key: found.get(key) for key in ("epoch", "global_step", "loops")} if found.get("loops") else None
+    recognized = Recognized({}, [], step=step_of(found.get("global_step")), progress=progress)
     recognized.take(MODEL, found["state_dict"], archive, "state_dict")
     used = {"state_dict", "global_step", *_NOTES}
     for kind, key in (("optimizer", "optimizer_states"), ("scheduler", "lr_schedulers")):

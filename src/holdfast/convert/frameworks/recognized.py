@@ -22,6 +22,7 @@ class Recognized:
         former: By the name in the source, the object's name here.
         step: The step of the source; None if it has none.
         left: What is never imported, and why.
+        progress: The framework's own progress, as JSON.
     """
 
     objects: dict[str, ArchivedTree]
@@ -29,6 +30,7 @@ class Recognized:
     former: dict[str, str] = field(default_factory=dict)
     step: int | None = None
     left: list[LeftOut] = field(default_factory=list)
+    progress: Any = None
 
     def take(self, name: str, value: Any, archive: TorchArchive | None, former: str = "") -> None:
         """Adds an object that is imported by default."""
@@ -38,9 +40,9 @@ class Recognized:
             self.former[former] = name
 
     def take_each(self, kind: str, states: Sequence[Any], archive: TorchArchive | None, former: str) -> None:
-        """Adds the states of several objects of a kind: a single one has its name, several have numbers after it."""
+        """Adds the states of several objects of a kind: after the first one, names get a number."""
         for number, state in enumerate(states):
-            self.take(kind if len(states) == 1 else f"{kind}_{number}", state, archive, former * (len(states) == 1))
+            self.take(f"{kind}_{number}" if number else kind, state, archive, former * (len(states) == 1))
 
     def offer(self, name: str, value: Any, archive: TorchArchive | None) -> None:
         """Adds an object that is imported only on request."""

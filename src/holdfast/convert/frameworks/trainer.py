@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from holdfast.convert.frameworks.recognized import MODEL, Recognized, step_of
 from holdfast.convert.input_files import InputFile
@@ -31,7 +31,8 @@ def read_trainer_folder(directory: Path, open_file: Callable[[str], InputFile]) 
         FormatError: If a file in it is malformed.
         StorageError: If it cannot be read.
     """
-    recognized = Recognized({}, [], step=_read_step(open_file(STATE_NAME)))
+    progress = _read_progress(open_file(STATE_NAME))
+    recognized = Recognized({}, [], step=progress["global_step"], progress=progress)
     if (directory / SINGLE_NAME).exists() or (directory / INDEX_NAME).exists():
         names = None if (directory / INDEX_NAME).exists() else [SINGLE_NAME]
         recognized.take(MODEL, read_model(directory, open_file, names), None)
@@ -65,14 +66,16 @@ def _open(file: InputFile) -> TorchArchive:
     return TorchArchive(file, 0, file.size_bytes)
 
 
-def _read_step(file: InputFile) -> int:
+def _read_progress(file: InputFile) -> dict[str, Any]:
+    """Returns the state without its log, which may be long; its step is a whole number."""
     path = str(file.path)
     if file.size_bytes > _MAX_STATE_BYTES:
         raise FormatError(f"{path} has {file.size_bytes} bytes, which is not a valid size", path=path)
     try:
-        step = step_of(json.loads(file.read(0, file.size_bytes))["global_step"])
+        progress = json.loads(file.read(0, file.size_bytes))
+        step = step_of(progress["global_step"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{path} is malformed: {error!r}", path=path) from error
     if step is None:
         raise FormatError(f"{path} has no whole number as its global_step", path=path)
-    return step
+    return {**progress, "log_history": []}

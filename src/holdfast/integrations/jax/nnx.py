@@ -9,7 +9,7 @@ from flax import nnx
 
 from holdfast.errors import MissingPackageError
 from holdfast.format.scalars import tagged
-from holdfast.state.adapters import Adapter, CaptureContext, Loading
+from holdfast.state.adapters import MADE_ANEW, Adapter, CaptureContext, Loading
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import register_adapter
 
@@ -26,7 +26,7 @@ class NNXAdapter(Adapter):
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Prepares new values for the variables."""
         live = nnx.to_pure_dict(nnx.state(obj))
-        values = loading.value(_fit(stored, live), live)
+        values = loading.value(_fit(stored, live), live, rules=MADE_ANEW)
 
         def load() -> None:
             nnx.update(obj, loading.complete(values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, Final
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UsageError
 from holdfast.events import Warned
+from holdfast.integrations.imported import ImportedStart, find_import
 from holdfast.integrations.lightning.metrics import load_logged, load_metrics, read_logged, read_metrics
 from holdfast.integrations.lightning.trainer_state import (
     end_restart,
@@ -43,6 +44,7 @@ from holdfast.integrations.torch.draws import (
     write_parts,
 )
 from holdfast.integrations.torch.evaluations import Evaluation
+from holdfast.integrations.torch.loader import describe_loader
 from holdfast.integrations.torch.places import DataPlace
 from holdfast.run import Run, resumable
 from holdfast.state import RNG
@@ -70,6 +72,7 @@ class Fit:
         self.has_validated = False
         self._trainer, self._directory, self._options = trainer, directory, options
         self._is_in_epoch = False
+        self._see: Callable[[Any], None] | None = None
         self._followed: list[DataPlace | None] = []
         # The generators before the program made its loaders: of those in use, and of those that it is to make again.
         self._made_with: dict[str, Any] = {}
@@ -106,6 +109,7 @@ class Fit:
         self._replace(loop.epoch_loop, "on_run_start", self._begin_epoch)
         self._replace(loop.epoch_loop, "on_advance_end", self._end_batch)
         self._replace(loop.epoch_loop.val_loop, "run", self._validate)
+        self._replace(self._trainer.precision_plugin, "convert_input", self._see_batch)
         self._replace(loop.epoch_loop.val_loop, "setup_data", self._note_validation)
         self._replace(loop._data_source, "dataloader", partial(self._make_loaders, "training"))
         self._replace(loop.epoch_loop.val_loop._data_source, "dataloader", partial(self._make_loaders, "validation"))
@@ -164,8 +168,12 @@ class Fit:
         objects |= _name_all("optimizer", trainer.optimizers)
         objects |= _name_all("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
         objects |= {"trainer": self._trained, "worker": self._own, "rng": RNG()}
+        if (imported := find_import(self._directory, self._options, "lightning")) is not None:
+            self._begin_imported(imported, objects)
+            return
         run = resumable(self._directory, Checkpoint(**objects), **self._options)
         run.__enter__()
+        run.manager.witness.follow("the training loader", self._follow_batches, self._describe_loaders)
         self.run = run
         if self._trained.loaded is None:
             if trainer.global_step and trainer.lightning_module.automatic_optimization:
@@ -181,6 +189,23 @@ class Fit:
         self._places, self._own.loaded = self._own.loaded, None
         self._made_with = {} if self._places is None else dict(self._places["made_with"])
         self._to_make_with = dict(self._made_with)
+
+    def _begin_imported(self, imported: ImportedStart, objects: dict[str, Any]) -> None:
+        """Begins from a `.ckpt` file that was imported, as Lightning does with `ckpt_path`."""
+        trainer, connector = self._trainer, self._trainer._checkpoint_connector
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scalers = {} if scaler is None else {"scaler": scaler}
+        run = resumable(self._directory, Checkpoint(**imported.pick(objects | scalers)), **self._options)
+        run.__enter__()
+        self.run = run
+        _ = run.step  # The loops of the trainer begin there.
+        if "scaler" in run.checkpoint:
+            del run.checkpoint["scaler"]  # It is part of the trainer's state.
+        imported.add_rest(run, objects)
+        if imported.progress:
+            connector._loaded_checkpoint = {**imported.progress, "state_dict": {}}
+            connector.restore_loops()
+            connector._loaded_checkpoint = {}
 
     # The data, as soon as there are loaders.
 
@@ -328,6 +353,26 @@ class Fit:
         if self._random is not None:
             RNG().load_state_dict(self._random)
         self._progress = self._places = self._random = None
+
+    # The witness sees each batch as training takes it, whichever loader it is from, and before it is on a device.
+
+    def _follow_batches(self, see: Callable[[Any], None]) -> Callable[[], object]:
+        self._see = see
+        return lambda: setattr(self, "_see", None)
+
+    def _describe_loaders(self) -> object:
+        combined = self._trainer.fit_loop._combined_loader
+        return self._trainer.accumulate_grad_batches, [describe_loader(loader) for loader in combined.flattened]
+
+    def _see_batch(self, original: Callable[[Any], Any], batch: Any) -> Any:
+        if self._see is not None and self._trainer.training:
+            self._see(batch)
+        return original(batch)
+
+    def see_loss(self, outputs: Any) -> None:
+        """Called with what a training step has returned."""
+        if self.run is not None and isinstance(outputs, Mapping):
+            self.run.manager.witness.note_loss(outputs.get("loss"))
 
     # The end of a step, and of the fit.
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, TypeGuard, cast
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
 
+from holdfast.format.digests import derive
 from holdfast.integrations.attributes import (
     RANDOM,
     Attributes,
@@ -29,6 +40,11 @@ _SKIPPED: Final = frozenset({"dataset", "data_source", "_iterator", "_IterableDa
 
 _LOOKED_AT: Final = 64
 """A list or dict of more entries contains samples, and neither samplers nor generators."""
+
+_OWN: Final = "_kept_draws"
+_STATE: Final = "loader"
+_MOST_SEEDS: Final = 2
+"""How many numbers torch's loaders draw when they begin: a seed for the workers, and one that they share."""
 
 _LIBRARY: Final = "datasets."
 """The module of Hugging Face's streams and of all that they consist of."""
@@ -71,6 +87,21 @@ def write_parts(loader: Any, states: Mapping[str, Mapping[str, Any]] | Sequence[
         if RANDOM in (state.get("generator") or ()) and getattr(attributes.obj, "generator", None) is None:
             attributes.obj.generator = torch.Generator()
         attributes.write(state)
+
+
+def seed_parts(loader: Any, number: int) -> None:
+    """Seeds the random generators of a loader and its samplers, each in its own way, and each differently."""
+    values = (value for attributes in _look_at(loader).values() for value in vars(attributes.obj).values())
+    for place, value in enumerate(values):
+        seed = derive(number, place)
+        if isinstance(value, torch.Generator):
+            value.manual_seed(seed)
+        elif isinstance(value, np.random.Generator):
+            value.bit_generator.state = type(value.bit_generator)(seed).state
+        elif isinstance(value, np.random.RandomState):
+            value.seed(seed >> 32)
+        elif isinstance(value, random.Random):
+            value.seed(seed)
 
 
 def _convert(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,6 +191,222 @@ register_generator(
     lambda generator: generator.get_state().numpy().tobytes(),
     lambda generator, state: generator.set_state(_tensor_of(state)),
 )
+
+
+class KeptDraws:
+    """The source of the epoch of a loader with a state of its own; the loader is changed in place.
+
+    A loader skips the samples that were trained, in an order that its sampler draws again. So the generators are noted
+    when the sampler draws, and are as they were then when it draws for a restored position. What the loader itself
+    draws when it begins there, where only a resumed job begins, does not count.
+
+    Attributes:
+        draws_along: True if the sampler draws from generators of the whole process while it is iterated.
+        loads: How often a position was loaded.
+        see: A function to call with each batch that is given out; None for none.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        """Follows the iterations of a loader from now on."""
+        # A loader that is in no cycle ends its workers as soon as it is gone.
+        self._loader, self._sampler = weakref.ref(loader), _find_sampler(loader)
+        # Not the loader and the samplers with a state of their own: this restores them.
+        self._parts = SimpleNamespace(generator=loader.generator, sampler=self._sampler)
+        note_parts(self._parts)
+        self._begun: dict[str, Any] | None = None
+        self._restored: Mapping[str, Any] | None = None
+        self._repeated: Mapping[str, Any] | None = None
+        self._has_ended = self.draws_along = False
+        self.loads, self.see = 0, cast("Callable[[Any], None] | None", None)
+        # torchdata's loader knows by itself whether a stored iteration had ended.
+        self._knows_end = hasattr(loader, "next_iter_state")
+        _override(loader, self, __iter__=_iterate_loader, _get_iterator=_open_loader)
+        if self._sampler is not None:
+            _override(self._sampler, self, __iter__=_iterate_sampler)
+        # One that begins before the run does not know the position that the run restores.
+        if (begun := getattr(loader, "_iterator", None)) is not None and not getattr(begun, "_finished", False):
+            _override(begun, self, __next__=_take_early)
+
+    @property
+    def loader(self) -> Any:
+        """The loader."""
+        return self._loader()
+
+    @property
+    def has_sampler(self) -> bool:
+        """True if the loader's own state lacks what its sampler draws."""
+        return self._sampler is not None
+
+    def state_dict(self) -> Any:
+        """Returns the loader's own state, with what it lacks; a restored one until the loader begins."""
+        if self._restored is not None:
+            return self._restored
+        own = self.loader.state_dict()
+        if self._knows_end and not self.has_sampler and self.loader.generator is None:
+            return own
+        parts = read_parts(self._parts)
+        return {_STATE: own, "draws": self._begun, "parts": parts, "ended": self._has_ended}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Loads the loader's own state, and nothing begins yet."""
+        self.loader.load_state_dict(state[_STATE] if _is_whole(state) else state)
+        if _is_whole(state):
+            write_parts(self._parts, state["parts"])
+        self._restored = state
+        self._repeated, self.loads = None, self.loads + 1
+
+    def iterate(self) -> Iterator[Any]:
+        """Begins an iteration of the loader."""
+        self._has_ended = False
+        return iter(_own_method(self.loader, "__iter__")())
+
+    def note_end(self) -> None:
+        """Called when a loop has asked for a batch after the last one."""
+        self._has_ended = True
+
+    def open(self, make: Callable[[], Any]) -> Any:
+        """Returns what `make` does: the iterator over an epoch, or over the rest of a restored one."""
+        restored, self._restored = self._restored, None
+        lacked = restored if _is_whole(restored) else {}
+        if restored is None or (lacked.get("ended") and not self._knows_end):
+            return make()
+        parts, before = read_parts(self._parts), torch.get_rng_state()
+        self._repeated = lacked.get("draws")
+        try:
+            batches = make()
+        finally:
+            self._repeated = None
+        # What an old state lacks, torchdata's own samplers may have restored.
+        if lacked:
+            write_parts(self._parts, parts)
+        _undo_seeds(before)
+        return batches
+
+    def draw(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Returns an iterator of the sampler, drawn again if that is the restored one."""
+        repeated, now = self._repeated, read_generators()
+        if repeated is None:
+            noted = self._begun = {"iter": now, "next": None, "parts": read_parts(self._parts)}
+            return self._note_first(begin(), noted)
+        write_generators(repeated["iter"])
+        write_parts(self._parts, repeated["parts"])
+        self._begun = {**repeated}
+        indices = begin()
+        write_generators(now)
+        return self._draw_first(indices, repeated)
+
+    def _note_first(self, indices: Iterator[Any], noted: dict[str, Any]) -> Iterator[Any]:
+        now = read_generators()
+        # A loader may have drawn in between.
+        noted["next"] = None if now == noted["iter"] else now
+        for index in indices:
+            yield index
+            break
+        now = read_generators()
+        for index in indices:
+            self.draws_along = self.draws_along or read_generators() != now
+            yield index
+            break
+        yield from indices
+
+    def _draw_first(self, indices: Iterator[Any], drawn: Mapping[str, Any]) -> Iterator[Any]:
+        now = read_generators()
+        write_generators(drawn["next"] or drawn["iter"])
+        write_parts(self._parts, drawn["parts"])
+        first = list(zip(range(1), indices, strict=False))
+        write_generators(now)
+        yield from (index for _, index in first)
+        yield from indices
+
+
+def _own_method(self: Any, name: str) -> Callable[[], Any]:
+    """Returns a method of the class that a followed object had before."""
+    return partial(getattr(type(self).__base__, name), self)
+
+
+def _iterate_loader(self: Any) -> Iterator[Any]:
+    return _GivenOut(vars(self)[_OWN])
+
+
+def _open_loader(self: Any) -> Any:
+    return vars(self)[_OWN].open(_own_method(self, "_get_iterator"))
+
+
+def _iterate_sampler(self: Any) -> Any:
+    return vars(self)[_OWN].draw(_own_method(self, "__iter__"))
+
+
+def _take_early(self: Any) -> Any:
+    """An iterator from before the run goes on at a position that was loaded, or begins as the run can note it down."""
+    draws: KeptDraws = vars(self)[_OWN]
+    if "_follower" not in vars(self):
+        begins_anew = draws.loads or (draws.has_sampler and not vars(self).get("_num_yielded"))
+        vars(self)["_follower"] = iter(draws.loader) if begins_anew else None
+    follower = vars(self)["_follower"]
+    return _own_method(self, "__next__")() if follower is None else next(follower)
+
+
+class _GivenOut(Iterator[Any]):
+    """The batches of one iteration, as a loop takes them; at a newly loaded position it goes on there."""
+
+    def __init__(self, draws: KeptDraws) -> None:
+        self._draws, self._loader = draws, draws.loader
+        self._loads, self._batches = draws.loads, draws.iterate()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __next__(self) -> Any:
+        if self._loads != self._draws.loads:
+            self._loads, self._batches = self._draws.loads, self._draws.iterate()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._draws.note_end()
+            raise
+        if self._draws.see is not None:
+            self._draws.see(batch)
+        return batch
+
+
+def keep_draws(loader: Any) -> KeptDraws:
+    """Returns what a loader's epochs are drawn from, and follows it from now on."""
+    return vars(loader).get(_OWN) or KeptDraws(loader)
+
+
+def _is_whole(state: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(state, Mapping) and state.keys() == {_STATE, "draws", "parts", "ended"}
+
+
+def _override(obj: Any, draws: KeptDraws, **methods: Callable[[Any], Any]) -> None:
+    own = type(obj)
+    vars(obj)[_OWN] = draws
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    obj.__class__ = type(own.__name__, (own,), {**names, **methods})
+
+
+def _find_sampler(loader: Any) -> Any:
+    """Returns the sampler whose draws are in no state; None if it draws nothing, or nothing that is not kept."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if type(sampler).__module__.startswith("torchdata."):
+        sampler = getattr(sampler, "sampler", sampler)
+    inner = getattr(sampler, "sampler", sampler)
+    is_kept = type(inner).__module__.startswith("torchdata.") or hasattr(sampler, "load_state_dict")
+    draws_none = type(inner) in (SequentialSampler, DistributedSampler) or not hasattr(sampler, "__dict__")
+    return None if is_kept or draws_none else sampler
+
+
+def _undo_seeds(before: torch.Tensor) -> None:
+    """Sets torch's generator as it was before a loader began, unless more than its own seeds has changed it.
+
+    A dataset whose state contains that of the generator sets it when it is loaded.
+    """
+    after, generator = torch.get_rng_state(), torch.Generator()
+    generator.set_state(before)
+    for _ in range(_MOST_SEEDS):
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        if torch.equal(generator.get_state(), after):
+            torch.set_rng_state(before)
 
 
 def has_state(obj: object) -> bool:

@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 import _thread
+import itertools
 import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import resource_tracker
-from typing import Any, Final, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.digests import derive
+from holdfast.integrations.attributes import RANDOM
+from holdfast.integrations.torch.draws import keep_draws, note_parts, read_parts, seed_parts, write_parts
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable
 from holdfast.state.data.position import is_position
 from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, current_epoch, leave_alone
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import register_adapter
-from holdfast.state.rng import undisturbed
 
 # These tell apart the numbers that are derived from one seed and epoch; the sampler's order is derived without one.
 _FOR_SAMPLES: Final = 1
 _FOR_WORKERS: Final = 2
 _FOR_COLLATE: Final = 3
 
+_FOR_ORDER: Final = 5
+
+_STATEFUL: Final = (
+    "torchdata's StatefulDataLoader with it, under a name of the run, which keeps its place and its draws"
+)
 _OWN_OPTIONS: Final = {
-    "sampler": "the order is the loader's own",
-    "batch_sampler": "the order is the loader's own; for another order, use ResumableSampler and a DataLoader",
-    "generator": "the order comes from seed=, not from a generator",
+    "batch_sampler": ("the batches are the loader's own", f"Use {_STATEFUL}."),
+    "generator": ("the order comes from seed=, not from a generator", "Pass seed=1."),
 }
 
 
@@ -67,6 +74,8 @@ class ResumableDataLoader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        sampler: Iterable[int] | None = None,
+        on_resize: Literal["error", "next_epoch"] = "error",
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         seed_samples: bool = True,
@@ -82,6 +91,11 @@ class ResumableDataLoader:
             shuffle: True for another order in each epoch.
             seed: The seed of the orders.
             drop_last: True to skip an incomplete last batch.
+            sampler: Draws the indices of each epoch, in place of `shuffle`: a `WeightedRandomSampler`, say, or one of
+                your own with a length. The generators of the process and its own ones are seeded for that from seed and
+                epoch, and its `set_epoch` is called; other attributes that it draws from, such as weights, are yours
+                to restore. It draws for all workers of the job, and each gets its part.
+            on_resize: As for `ResumableSampler`.
             num_workers: The number of processes that load; 0 to load in this one.
             collate_fn: Makes a batch of a list of samples.
             seed_samples: True to seed random generators for every sample, which takes about 10 microseconds.
@@ -91,29 +105,30 @@ class ResumableDataLoader:
                 `persistent_workers`, `multiprocessing_context`.
 
         Raises:
-            UsageError: If the dataset can only be iterated, or an option conflicts with the loader's own order.
+            UsageError: If the dataset can only be iterated, or an option conflicts with the loader's own order; or
+                when an epoch begins, if the sampler does not draw as many indices as its length says.
         """
         if isinstance(dataset, IterableDataset):
             raise UsageError(
                 f"{type(dataset).__name__} can only be iterated, so training cannot resume at a position in it",
                 hint="Use a map-style dataset, or torchdata's StatefulDataLoader with a dataset that has state_dict.",
             )
-        for name, reason in _OWN_OPTIONS.items():
+        for name, (reason, way) in _OWN_OPTIONS.items():
             if name in options:
-                raise UsageError(
-                    f"{name}= cannot be passed to ResumableDataLoader: {reason}",
-                    hint="Pass seed=1." if name == "generator" else f"Leave {name}= out.",
-                )
+                raise UsageError(f"{name}= cannot be passed to ResumableDataLoader: {reason}", hint=way)
         num_workers = check_whole("num_workers", num_workers)
         self._dataset = dataset
+        order = None if sampler is None else _DrawnOrder(sampler, world_size)
         self._sampler = ResumableSampler(
-            dataset,
+            dataset if order is None else order.length,
             batch_size=batch_size,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
             rank=rank,
             world_size=world_size,
+            order=order,
+            on_resize=on_resize,
         )
         # A generator of its own, since torch draws a number for its workers from the global one otherwise.
         generator = torch.Generator()
@@ -200,6 +215,61 @@ class ResumableDataLoader:
             UsageError: If the state is not that of a sampler, or of a newer version.
         """
         self._sampler.load_state_dict(state)
+
+
+class _DrawnOrder:
+    """The order that a sampler draws for a seed and an epoch."""
+
+    def __init__(self, sampler: Any, world_size: int) -> None:
+        if not hasattr(sampler, "__len__") or (world_size > 1 and hasattr(sampler, "num_replicas")):
+            is_endless = not hasattr(sampler, "__len__")
+            raise UsageError(
+                f"{type(sampler).__name__} "
+                + ("has no length" if is_endless else "divides the data among workers, and so does world_size="),
+                hint=f"Use {_STATEFUL}." if is_endless else "Pass a sampler that draws for all of them.",
+            )
+        self.length = len(sampler)
+        self._parts = SimpleNamespace(sampler=sampler)
+        note_parts(self._parts)
+        self._begin: Mapping[str, Any] = {}
+        self._counts = False
+        self._drawn: tuple[tuple[int, int], list[int]] | None = None
+
+    def __call__(self, seed: int, epoch: int) -> list[int]:
+        """Returns the indices of an epoch."""
+        if self._drawn is None or self._drawn[0] != (seed, epoch):
+            before = None if self._drawn is None else self._drawn[0]
+            self._begin = self._begin or read_parts(self._parts)
+            with generators_put_back():
+                indices = self._draw(seed, epoch)
+                if self._counts and epoch and before != (seed, epoch - 1):
+                    # It counts its epochs by itself, so it draws those before as well.
+                    write_parts(self._parts, self._begin)
+                    indices = [self._draw(seed, number) for number in range(epoch + 1)][-1]
+            self._drawn = (seed, epoch), indices
+        return self._drawn[1]
+
+    def _draw(self, seed: int, epoch: int) -> list[int]:
+        sampler = self._parts.sampler
+        seed_generators(number := derive(seed, epoch, _FOR_ORDER))
+        seed_parts(self._parts, number)
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
+        before = _describe_counts(read_parts(self._parts))
+        drawn = list(itertools.islice(sampler, self.length + 1))
+        if len(drawn) != self.length or any(isinstance(index, list | tuple) for index in drawn):
+            raise UsageError(
+                f"{type(sampler).__name__} has a length of {self.length}, but does not draw that many indices",
+                hint=f"Use {_STATEFUL}.",
+            )
+        self._counts = self._counts or before != _describe_counts(read_parts(self._parts))
+        return [int(index) for index in drawn]
+
+
+def _describe_counts(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns what has changed in a sampler, except its generators, in a form that can be compared."""
+    items = ((path, name, value) for path, part in parts.items() for name, value in part.items())
+    return repr([item for item in items if not (isinstance(item[2], dict) and RANDOM in item[2])])
 
 
 class _SampleTask(NamedTuple):
@@ -296,8 +366,8 @@ class LoaderAdapter(SamplerAdapter):
     """Serves torch's `DataLoader` and its subclasses.
 
     A loader over a `ResumableSampler` is saved as that sampler is, and one with a state of its own, such as torchdata's
-    `StatefulDataLoader`, by that state. Any other has no position that could be saved, nor has a loader that accelerate
-    prepared: its state, if it has one, does not contain the order of the epoch.
+    `StatefulDataLoader`, by that state and what its sampler draws from. Any other has no position that could be saved,
+    nor has a loader that accelerate prepared: its state, if it has one, does not contain the order of the epoch.
     """
 
     knows_wrappers = True
@@ -316,7 +386,7 @@ class LoaderAdapter(SamplerAdapter):
             UnsupportedValueError: If it has neither, or both.
         """
         path = next((path for path, member in context.members if member is obj), "")
-        return obj.state_dict() if _has_state(obj, path) else _sampler_of(obj, path).state_dict()
+        return (keep_draws(obj) if _has_state(obj, path) else _sampler_of(obj, path)).state_dict()
 
     def find_sampler(self, obj: Any) -> ResumableSampler | None:
         """Returns the loader's sampler, unless the loader has a state of its own or another sampler."""
@@ -324,16 +394,34 @@ class LoaderAdapter(SamplerAdapter):
         has_state = callable(getattr(obj, "state_dict", None))
         return sampler if isinstance(sampler, ResumableSampler) and not has_state else None
 
+    def check(self, obj: Any, path: str) -> None:
+        """Follows a loader with a state of its own from now on; what else cannot be saved shows when it is."""
+        has_state = issubclass(type(obj), DataLoader) and callable(getattr(obj, "load_state_dict", None))
+        if has_state and not isinstance(obj.batch_sampler, ResumableSampler):
+            keep_draws(obj)
+
     def oversights_of(self, obj: Any) -> Oversights:
-        """See `Adapter`: torch's own random sampler has no state, so a loader would resume in another order."""
-        # A wrapper, of accelerate's say, has none of its own.
-        sampler, batch_sampler = getattr(obj, "sampler", None), getattr(obj, "batch_sampler", None)
-        if not isinstance(sampler, RandomSampler) or isinstance(batch_sampler, ResumableSampler):
+        """See `Adapter`: what a sampler draws along with training cannot be drawn again."""
+        draws = getattr(obj, "__dict__", {}).get("_kept_draws")
+        if draws is None or not draws.draws_along:
             return Oversights()
         return Oversights(
-            "torch's RandomSampler does not save its order, so a restart within an epoch repeats and omits "
-            f"samples: pass shuffle=True to {type(obj).__name__} instead, or use ResumableDataLoader"
+            "its sampler draws each sample from the random generators of the whole process, from which training "
+            "draws as well, so a restart within an epoch repeats and omits samples: draw from a generator of the "
+            "sampler's own, or the whole epoch at once"
         )
+
+    def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> Callable[[], object] | None:
+        """See `Adapter`."""
+        draws = getattr(obj, "__dict__", {}).get("_kept_draws")
+        if draws is None or draws.see is not None:
+            return super().follow_batches(obj, call)
+        draws.see = call
+        return lambda: setattr(draws, "see", None)
+
+    def facts_of_batches(self, obj: Any) -> object:
+        """See `Adapter`."""
+        return super().facts_of_batches(obj) or describe_loader(obj)
 
     def gives_batches(self, obj: Any, path: str) -> bool:
         """See `Adapter`. One that has not begun is not asked for its state, because that would start its workers."""
@@ -357,15 +445,17 @@ class LoaderAdapter(SamplerAdapter):
                 f"{loading.name()}: stored the position of a ResumableSampler, live a {type(obj).__name__}"
             )
             return leave_alone
-        return lambda: _begin_at(obj, loading.complete(state))
+        return lambda: keep_draws(obj).load_state_dict(loading.complete(state))
 
 
-def _begin_at(loader: Any, state: Any) -> None:
-    loader.load_state_dict(state)
-    # torchdata's loader draws from the global generator when it begins. It begins here, when its state is asked for,
-    # and not in the middle of an epoch, where the draw would shift all that training draws later.
-    with undisturbed():
-        loader.state_dict()
+def describe_loader(loader: Any) -> object:
+    """Returns what decides which batches a loader gives, as far as the program announces it."""
+    batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    size = getattr(batches, "batch_size", getattr(loader, "batch_size", None))
+    length = None
+    with suppress(TypeError, NotImplementedError):
+        length = len(dataset)  # type: ignore[arg-type]
+    return size, getattr(batches, "drop_last", None), length
 
 
 def _has_state(loader: Any, path: str) -> bool:
@@ -391,11 +481,14 @@ def _sampler_of(loader: DataLoader[Any], path: str = "") -> ResumableSampler:
     sampler = loader.batch_sampler
     if isinstance(sampler, ResumableSampler):
         return sampler
+    is_own = type(loader.batch_sampler) not in (BatchSampler, type(None))
     raise UnsupportedValueError(
         f"{path}: this DataLoader cannot tell how far the training loop has got in its data",
         path=path,
-        hint="Use ResumableDataLoader, or a DataLoader with batch_sampler=ResumableSampler(...), or torchdata's "
-        "StatefulDataLoader.",
+        hint=f"Its batches are those of a {type(loader.batch_sampler).__name__}: use {_STATEFUL}."
+        if is_own
+        else "Use ResumableDataLoader, which takes a sampler= as well, or a DataLoader with "
+        "batch_sampler=ResumableSampler(...), or torchdata's StatefulDataLoader.",
     )
 
 

@@ -15,6 +15,7 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.torch.module_walks import list_modules, list_parameters, read_state
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import (
+    MADE_ANEW,
     OWNED,
     Adapter,
     CaptureContext,
@@ -148,7 +149,9 @@ class ModuleAdapter(Adapter):
         differences.extra += [loading.name(key) for key in extra if key not in made]
         handed_over |= {key: nodes[key] for key in made}
         present = {key: value for key, value in live.items() if key not in shaped}
-        values |= loading.values(handed_over, present)
+        tensors = {key for key in handed_over if isinstance(live.get(key), torch.Tensor)}
+        values |= loading.values({key: handed_over[key] for key in tensors}, present, rules=MADE_ANEW)
+        values |= loading.values({key: node for key, node in handed_over.items() if key not in tensors}, present)
         new_memory = [
             (value, values[key])
             for key, value in live.items()

@@ -2,8 +2,8 @@
 
 torch names an optimizer's state by the parameter's number, which changes with the order and the grouping of the
 parameters. Here each parameter has a name: the one in the optimizer itself (`param_names` of its groups); otherwise its
-name in the modules of the same checkpoint, as `model.layer.weight` (object, module, parameter); otherwise its position,
-as `group0.3`.
+name in the modules of the same checkpoint, as `model.layer.weight` (object, module, parameter), or in its dicts and
+lists, as `params.w`; otherwise its position, as `group0.3`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import TensorWeakRef
 
 from holdfast.format.decoding import Decoder, malformed
+from holdfast.format.encoding import escape
 from holdfast.integrations.torch.module_walks import find_owners, list_named_parameters
 from holdfast.integrations.torch.modules import find_renaming, holders_of, refuse_localized, settle
 from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
@@ -38,6 +40,7 @@ from holdfast.state.adapters import (
     make_refusal,
 )
 from holdfast.state.leaves import Skeleton
+from holdfast.state.registry import list_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +273,7 @@ class OptimizerAdapter(Adapter):
                     f"{loading.name()}: stored by parameter, live in its own form ({type(obj).__qualname__})"
                 )
             return lambda: None
-        layout = _layout_of(obj, loading.context)
+        layout = _layout_of(obj, loading.context, _list_names(tree["groups"]))
         matched, known = _match_groups(tree["groups"], layout, loading)
         for group, (number, node) in zip(raw["param_groups"], matched, strict=True):
             if node is not None:
@@ -321,8 +324,30 @@ def parameter_names(context: CaptureContext) -> dict[int, str]:
     return names
 
 
-def _layout_of(optimizer: torch.optim.Optimizer, context: CaptureContext) -> _Layout:
-    in_modules = context.once("torch.parameter_names", lambda: parameter_names(context))
+def _names_in_trees(context: CaptureContext) -> dict[int, str]:
+    """Returns for each array in the named dicts and lists, by its id, its name."""
+    found = [one for name, root in context.objects.items() for one in list_arrays(root, escape(name))]
+    count = Counter(path.replace("/", ".") for path, _ in found)
+    return {id(array): name for path, array in found if count[name := path.replace("/", ".")] == 1}
+
+
+def _layout_of(
+    optimizer: torch.optim.Optimizer, context: CaptureContext, known: Collection[str] | None = None
+) -> _Layout:
+    """Returns the parameters with their names.
+
+    Args:
+        optimizer: The optimizer.
+        context: The objects that it is saved with.
+        known: The stored names, if there are any: those in dicts and lists count only if they are among them, because
+            old checkpoints have the positions.
+    """
+    names_of = context.once("torch.parameter_names", lambda: parameter_names(context))
+    if any(id(parameter) not in names_of for group in optimizer.param_groups for parameter in group["params"]):
+        in_trees = context.once("torch.names_in_trees", lambda: _names_in_trees(context))
+        taken = set(names_of.values())
+        new = {key: name for key, name in in_trees.items() if name not in taken and (known is None or name in known)}
+        names_of = {**new, **names_of}
     given = [_given_names(group) for group in optimizer.param_groups]
     flat = [name for names in given if names is not None for name in names]
     # Two modules may have parameters of the same name; then none of the names says enough.
@@ -333,7 +358,7 @@ def _layout_of(optimizer: torch.optim.Optimizer, context: CaptureContext) -> _La
         layout.groups.append([])
         refuse_localized(group["params"])
         for place, parameter in enumerate(group["params"]):
-            name = names[place] if names else in_modules.get(id(parameter), f"group{number}.{place}")
+            name = names[place] if names else names_of.get(id(parameter), f"group{number}.{place}")
             layout.groups[-1].append(name)
             layout.parameters.append(parameter)
             layout.names.append(name)
@@ -425,6 +450,12 @@ def _is_of_torchs_form(raw: dict[str, Any], optimizer: torch.optim.Optimizer) ->
     )
     known = all(0 <= key < len(numbers) for key in state if type(key) is int)
     return counts_agree and known and numbers == list(range(len(numbers)))
+
+
+def _list_names(groups: Skeleton) -> set[str]:
+    """Returns the stored names of parameters, as far as they are well-formed."""
+    nodes = [node.get("params") for node in (groups if type(groups) is list else []) if type(node) is dict]
+    return {name for names in nodes if type(names) is list for name in names if type(name) is str}
 
 
 def _match_groups(stored: Skeleton, layout: _Layout, loading: Loading) -> tuple[list[tuple[int, Skeleton]], set[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final
@@ -33,6 +34,7 @@ from holdfast.integrations.torch.draws import (
 from holdfast.integrations.torch.loader import (
     IgnoreSignals,
     SignalProofLoader,
+    describe_loader,
     generators_put_back,
     seed_generators,
     signals_blocked,
@@ -59,6 +61,7 @@ class DataPlace:
         resumes: True if the next epoch that begins continues at the restored position.
         on_resume: Called when it does.
         remark: What a restore has found changed since the save, and how the epoch continues; empty if nothing has.
+        see: A function to call with each batch when its owner passes it on to training; None for none.
     """
 
     def __init__(
@@ -109,9 +112,13 @@ class DataPlace:
         self.resumes = False
         self.on_resume: Callable[[], object] = lambda: None
         self.remark = ""
+        self.see: Callable[[Any], None] | None = None
         loader.worker_init_fn = IgnoreSignals(loader.worker_init_fn) if self._is_stream else loader.worker_init_fn
         vars(loader)["_place"] = self
-        loader.__class__ = type(f"Followed{cls.__name__}", (_FollowedLoader, DataLoader), {})
+        # It stays of its own class. A framework may ask for its state, but its place is kept here.
+        stateless = {"state_dict": lambda _: {}, "load_state_dict": lambda *_: None}
+        own = {"_get_iterator": DataLoader._get_iterator, **(stateless if has_state(loader) else {})}
+        loader.__class__ = type(f"Followed{cls.__name__}", (_FollowedLoader, cls), own)
 
     @property
     def caveat(self) -> str:
@@ -257,6 +264,15 @@ class DataPlace:
         if hasattr(self._owner, "iteration"):
             self._owner.iteration = state["iteration"]
 
+    def follow_batches(self, see: Callable[[Any], None]) -> Callable[[], object]:
+        """Sets `see`; returns what ends that."""
+        self.see = see
+        return lambda: setattr(self, "see", None)
+
+    def describe(self) -> object:
+        """See `describe_loader`."""
+        return describe_loader(self._loader)
+
     def close(self) -> None:
         """Ends the loader's persistent workers, if it has some."""
         inner, self._inner = self._inner, None
@@ -380,6 +396,7 @@ class DataPlace:
 
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         dataset: Any = self._loader.dataset
+        ahead: deque[Any] = deque()
         while True:
             if self._keeps_stream and self._lookahead:
                 self._stream_states = [*self._stream_states, dataset.state_dict()][-self._lookahead :]
@@ -387,10 +404,16 @@ class DataPlace:
                 batch = self._next_of_stream(batches, self._fetched) if self._is_stream else next(batches)
             except StopIteration:
                 self._has_ended = True
+                while ahead and self.see is not None:
+                    self.see(ahead.popleft())
                 if self._owner is None:
                     self._begin = None  # The loop has asked for a batch after the last one.
                 return
             self._fetched += 1
+            if self.see is not None:
+                ahead.append(batch)
+                if len(ahead) > self._lookahead:
+                    self.see(ahead.popleft())
             try:
                 yield batch
             except GeneratorExit:

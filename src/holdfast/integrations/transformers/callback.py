@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
 from holdfast.integrations.accelerate.loop import check_strategy, follow, unwrap
+from holdfast.integrations.imported import ImportedStart, find_import
 from holdfast.integrations.torch.draws import has_state
 from holdfast.integrations.torch.evaluations import Evaluation
 from holdfast.integrations.torch.places import DataPlace
@@ -33,14 +34,8 @@ from holdfast.save import arguments
 from holdfast.state import RNG, PerWorker
 from holdfast.storage import Storage
 
-_LOADING: Final = (
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_scaler",
-    "_load_rng_state",
-    "_load_callback_state",
-)
-"""The methods by which the Trainer loads its own checkpoints. They are replaced if holdfast has restored."""
+_OF_OBJECTS: Final = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler")
+"""The methods by which the Trainer loads the objects in its own checkpoints. They do nothing if holdfast restores."""
 
 _OF_A_READER: Final = ("start_from", "cluster", "liveness_seconds", "timeout_seconds", "threads")
 """The options that are also needed to read the newest checkpoint."""
@@ -171,9 +166,11 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         is_stopped = False
         given = named.pop("resume_from_checkpoint", None)
         while True:
-            progress = self._peek(step)
+            imported = find_import(self._directory, self._options, "transformers")
+            progress = None if imported is not None else self._peek(step)
             with ExitStack() as stack:
                 session = _Session(self._trainer, self._open_run, stack, progress, is_finished, is_stopped=is_stopped)
+                session.imported = imported
                 self._session = session
                 stack.callback(self._leave)
                 try:
@@ -193,11 +190,15 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         with CheckpointManager(self._directory, Checkpoint(trainer=progress), **given) as manager:
             return None if manager.restore(step, only="trainer") is None else progress
 
-    def _open_run(self, objects: dict[str, Any]) -> Run:
+    def _open_run(self, objects: dict[str, Any], imported: ImportedStart | None = None) -> Run:
         for name in self._objects:
             if name in objects:
                 raise UsageError(f"{name} is an object of the Trainer, and is saved already")
-        return holdfast.run.resumable(self._directory, Checkpoint(**objects, **self._objects), **self._options)
+        objects.update(self._objects)
+        if imported is None:
+            return holdfast.run.resumable(self._directory, Checkpoint(**objects), **self._options)
+        options = {**self._options, "on_resize": "allow"}  # An import has been written by one process.
+        return holdfast.run.resumable(self._directory, Checkpoint(**imported.pick(objects)), **options)
 
 
 class _BeginAgain(Exception):  # noqa: N818 - no error
@@ -214,7 +215,7 @@ class _Session:
     def __init__(
         self,
         trainer: Any,
-        open_run: Callable[[dict[str, Any]], Run],
+        open_run: Callable[..., Run],
         stack: ExitStack,
         progress: TrainerProgress | None,
         is_finished: bool | None,
@@ -226,6 +227,7 @@ class _Session:
         if is_finished is None:
             self._is_finished = progress is not None and progress.is_finished(progress.guess_steps(trainer.args))
         self._run: Run | None = None
+        self.imported: ImportedStart | None = None
         self._place: DataPlace | None = None
         self._loader: Any = None
         self._is_place_kept = False
@@ -246,15 +248,16 @@ class _Session:
         stack.enter_context(_replaced(trainer, "get_train_dataloader", self._get_loader))
         stack.enter_context(_replaced(trainer, "_maybe_log_save_evaluate", self._end_step))
         stack.enter_context(_replaced(trainer, "_evaluate", self._evaluate))
+        stack.enter_context(_replaced(trainer, "training_step", self._train_batch))
+        if progress is None and self.imported is not None and self.imported.progress:
+            return self._write_state(self.imported.progress, _OF_OBJECTS)
         if progress is None:
             return given
         if given is not None:
             trainer_module.logger.warning(
                 f"holdfast: resuming from its own checkpoint of step {progress.global_step}, not from {given}"
             )
-        for name in _LOADING:
-            hook = self._put_generators_back if name == "_load_rng_state" else _do_nothing
-            stack.enter_context(_replaced(trainer, name, lambda _, *__, hook=hook, **___: hook()))
+        stack.enter_context(_replaced(trainer, "_load_rng_state", lambda *_, **__: self._put_generators_back()))
         stack.enter_context(_replaced(trainer_module, "skip_first_batches", self._skip_batches))
         # It would begin the epoch's data again. To leave it out saves nothing here: no batch is loaded to be skipped.
         stack.callback(setattr, trainer.args, "ignore_data_skip", trainer.args.ignore_data_skip)
@@ -262,11 +265,19 @@ class _Session:
         # If the process before has left in an evaluation, this one begins with it.
         stack.callback(setattr, trainer.args, "eval_on_start", trainer.args.eval_on_start)
         trainer.args.eval_on_start = progress.unfinished is not None
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(_replaced(trainer, "set_initial_training_values", self._plan))
         if hasattr(trainer, "_run_epoch"):  # Not in version 4.
             stack.enter_context(_replaced(trainer, "_run_epoch", self._run_epoch))
+        folder = self._write_state(progress.fields, (*_OF_OBJECTS, "_load_callback_state"))
         self._state_file = Path(folder) / trainer_module.TRAINER_STATE_NAME
+        return folder
+
+    def _write_state(self, fields: Mapping[str, Any], replaced: Iterable[str]) -> str:
+        """Returns a folder from which the Trainer reads its state; the methods that load the rest of it do nothing."""
+        for name in replaced:
+            self._stack.enter_context(_replaced(self._trainer, name, lambda *_, **__: None))
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        (Path(folder) / trainer_module.TRAINER_STATE_NAME).write_text(json.dumps(fields))
         return folder
 
     def _plan(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
@@ -293,11 +304,19 @@ class _Session:
     def enter(self) -> None:
         """Restores, once everything to restore exists; the Trainer is about to begin its first epoch."""
         trainer, progress = self._trainer, self._live
-        run = self._run = self._open_run(self._list_objects(progress))
+        imported, objects = self.imported, self._list_objects(progress)
+        run = self._run = self._open_run(objects, imported)
         if self._place is not None and self._place.caveat:
             run.manager.emit(Warned(text=self._place.caveat))
         self._stack.push(self._run_stack)
         self._run_stack.enter_context(run)
+        if (place := self._place) is not None:
+            facts = lambda: (trainer.args.gradient_accumulation_steps, place.describe())  # noqa: E731
+            run.manager.witness.follow("the training loader", place.follow_batches, facts)
+        if imported is not None:
+            imported.add_rest(run, objects)
+            self._counted = trainer.state.global_step
+            return
         if run.restored is None:
             if trainer.state.global_step:
                 run.begin_at(trainer.state.global_step)
@@ -377,6 +396,12 @@ class _Session:
         if self._generators is not None:
             RNG().load_state_dict(self._generators)
             self._generators = None
+
+    def _train_batch(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        loss = original(*positional, **named)
+        if self._run is not None:
+            self._run.manager.witness.note_loss(loss)
+        return loss
 
     def _end_step(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         """Called after each step, and once more at the end of an epoch: logs and evaluates, then counts and saves.
@@ -489,10 +514,6 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterato
             setattr(owner, name, original)
         else:
             delattr(owner, name)
-
-
-def _do_nothing() -> None:
-    """Does nothing: what the Trainer would load is restored already."""
 
 
 def _find_trainer(callback: TrainerCallback) -> Any:

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -20,14 +19,15 @@ from holdfast.catalog import (
     find_lost,
     open_generation,
     read_catalog,
+    read_manifest,
     read_opening,
     record_base,
 )
-from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError, StorageFullError
+from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError
 from holdfast.events import Warned
 from holdfast.format.digests import seal
-from holdfast.format.names import MAX_ATTEMPT, StepName, parse_step_directory
-from holdfast.format.records import Base, Manifest, make_base
+from holdfast.format.names import MAX_ATTEMPT, StepName, metrics_name, parse_step_directory
+from holdfast.format.records import MAX_LATE_METRICS, Base, LateMetrics, Manifest, make_base
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
 from holdfast.save.commit.deletion import (
     FileRecycler,
@@ -35,7 +35,7 @@ from holdfast.save.commit.deletion import (
     sweep,
     withdraw,
 )
-from holdfast.save.commit.publish import commit
+from holdfast.save.commit.publish import commit, renew_copies
 from holdfast.save.commit.summary import FEW, Summarizer
 from holdfast.save.copy.image import Staging
 from holdfast.save.records import Origin, Receipts, Snapshot
@@ -134,6 +134,11 @@ class CheckpointWriter(Protocol):
 
         `manifest` is that of the newest one if it has just been committed.
         """
+        ...
+
+    def add_metrics(self, name: StepName, metrics: Mapping[str, float], seen_generation: int) -> None:
+        """**Blocks.** Stores metrics of a committed step, in the thread of `clean`; of a `seen_generation` if none was
+        opened here."""
         ...
 
     def check_standing(self) -> None:
@@ -293,6 +298,16 @@ class RunWriter(CheckpointWriter):
         if self._incremental is not None:
             self._incremental.mark_committed()
 
+    def add_metrics(self, name: StepName, metrics: Mapping[str, float], seen_generation: int) -> None:
+        """See `CheckpointWriter`. A newer job may have removed the step."""
+        check_fence(self._storage, self.generation or seen_generation)
+        manifest = read_manifest(self._storage, name)
+        record = seal(LateMetrics(manifest.token, dict(metrics)))
+        paths = (f"{name.directory}/{metrics_name(number)}" for number in range(MAX_LATE_METRICS))
+        if not any(self._storage.publish(path, record) for path in paths):
+            raise StorageError(f"{name.directory} has too many records of metrics", path=name.directory)
+        self._history.known[name] = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts
+
     def check_standing(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""
         if self.generation is not None:
@@ -319,7 +334,8 @@ class RunWriter(CheckpointWriter):
         Others may still be writing to unfinished steps that are `busy`, and this worker to the next one.
         """
         if manifest is not None:
-            self._history.known[newest] = manifest.facts
+            # Unless it was given metrics since, which are known already.
+            self._history.known.setdefault(newest, manifest.facts)
         catalog = read_catalog(self._storage, self._history)
         check_fence(self._storage, newest.generation, self._history.opened)
         # Looked at after that: an attempt is named before it has a directory.
@@ -338,18 +354,13 @@ class RunWriter(CheckpointWriter):
         ]
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
-        # A copy of the manifest, which says that the step was committed if the manifest is lost. A crash before this
-        # leaves a step that counts as any other; only that loss is not noticed then.
-        copy = None if manifest is None else partial(self._storage.write, newest.committed_path, seal(manifest))
-        if copy is not None:
+        if manifest is not None:
+            # A copy says that the step was committed if the manifest is lost. A crash before this leaves a step that
+            # counts as any other; only that loss is not noticed then.
             try:
-                copy()
-                copy = None
-            except StorageFullError:
-                pass  # The next save may have taken the last room: once more when something is removed.
-            except HoldfastError as error:
-                copy = None
-                problems.append(error)
+                self._storage.write(newest.committed_path, seal(manifest))
+            except HoldfastError:
+                self._has_swept = False  # It is tried again below, when something is removed, and after each save.
         is_long = self._history.summary or len(catalog.committed) > FEW or len(self._history.opened) > FEW
         removed: list[StepName] = []
         try:
@@ -362,11 +373,6 @@ class RunWriter(CheckpointWriter):
             raise
         except HoldfastError as error:
             problems.append(error)
-        if copy is not None:
-            try:
-                copy()
-            except HoldfastError as error:
-                problems.append(error)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
         if catalog.spare_bytes is not None:
             try:
@@ -376,6 +382,10 @@ class RunWriter(CheckpointWriter):
         swept: list[str] = []
         if catalog.unfinished or catalog.trash or not self._has_swept:
             swept, left = self._sweep(catalog, referred | in_use)
+            if not self._has_swept:
+                # Those of a summary are not looked into: there may be thousands.
+                stay = set(catalog.committed).difference(removed, self._history.believed, in_use - {newest})
+                left += renew_copies(self._storage, sorted(stay))
             problems += left
             self._has_swept = not left
         if is_long:

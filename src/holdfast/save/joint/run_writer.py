@@ -249,6 +249,11 @@ class JointRunWriter(CheckpointWriter):
         """**Blocks.** Like `RunWriter.clean`, except for directories that others may write to. The leader does it."""
         return self._own.clean(newest, protected, manifest, self._list_busy()) if self._peers.is_leader else None
 
+    def add_metrics(self, name: StepName, metrics: Mapping[str, float], seen_generation: int) -> None:
+        """See `CheckpointWriter`; the leader does it."""
+        if self._peers.is_leader:
+            self._own.add_metrics(name, metrics, seen_generation)
+
     def _list_busy(self) -> list[StepName]:
         """Returns the directories of failed attempts that other workers may still be writing to."""
         return [ending.debris for ending in self._endings if ending.debris is not None]

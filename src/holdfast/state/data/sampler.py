@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import random
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -108,6 +109,8 @@ class ResumableSampler:
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        order: Callable[[int, int], Sequence[int]] | None = None,
+        on_resize: Literal["error", "next_epoch"] = "error",
     ) -> None:
         """Creates a sampler at the beginning of epoch 0.
 
@@ -120,10 +123,16 @@ class ResumableSampler:
             rank: The rank of this worker among those that share the data.
             world_size: The number of these workers. Workers that compute one model together, as in tensor parallelism,
                 count as one here and get the same samples.
+            order: Takes the seed and the number of an epoch, and returns all indices of that epoch, always the same
+                ones; in place of a shuffle.
+            on_resize: "next_epoch" to continue with the next epoch where the position was saved with another number of
+                samples, because the dataset has grown, say. By default that is an error.
 
         Raises:
             UsageError: If an argument is not valid.
         """
+        if on_resize not in ("error", "next_epoch"):
+            raise UsageError(f"on_resize={on_resize!r} is neither 'error' nor 'next_epoch'")
         self._length = count_samples(length_or_dataset)
         batch_size = check_whole("batch_size", batch_size, 1)
         seed = check_whole("seed", seed, 0, (1 << 64) - 1)
@@ -136,7 +145,7 @@ class ResumableSampler:
             )
         self._cut = Batches(self._length, batch_size, bool(drop_last), rank, world_size)
         self._shuffle = bool(shuffle)
-        self._seed = seed
+        self._seed, self._order, self._on_resize = seed, order, on_resize
         self._epoch = 0
         self._position_samples = 0
         self._pass: _Pass | None = None
@@ -305,18 +314,30 @@ class ResumableSampler:
                 differences=Differences(wrong_shape=[difference]),
                 hint="Use the data that the job was trained on, or restore everything but the loader.",
             )
+        epoch, position_samples = stored.epoch, stored.position_samples
+        if stored.length != self._length:
+            epoch, position_samples = epoch + (position_samples > 0), 0
+            _log.warning(
+                "the data has %d samples, and had %d when the position was saved: training continues with epoch %d",
+                self._length,
+                stored.length,
+                epoch,
+            )
         live = {"seed": (self._seed, stored.seed), "shuffle": (self._shuffle, stored.shuffle)}
         self._overruled = {name: pair for name, pair in live.items() if pair[0] != pair[1]}
         self._seed = stored.seed
         self._shuffle = stored.shuffle
         self._is_restored, self._count.is_asked = True, False
-        self._move(stored.epoch, stored.position_samples)
+        self._move(epoch, position_samples)
 
     def difference_from(self, stored: Position) -> str:
         """Returns why a stored position cannot be used with these samples; an empty string if it can."""
-        if stored.length == self._length:
+        if stored.length == self._length or self._on_resize == "next_epoch":
             return ""
-        return f"stored {stored.length} samples, live {self._length}"
+        return (
+            f'stored {stored.length} samples, live {self._length}; with on_resize="next_epoch" it '
+            "continues with the next epoch"
+        )
 
     def check_loader(self, loader: Any) -> None:
         """Refuses a loader that this sampler cannot follow.
@@ -354,9 +375,16 @@ class ResumableSampler:
             yield indices
 
     def _indices(self, epoch: int, start: int) -> Iterator[list[int]]:
+        order_of = self._order and functools.lru_cache(1)(self._order)
         for further, batches in self._cut.blocks_from(start, _BLOCK_SAMPLES):
-            order = Permutation(self._length, derive(self._seed, epoch + further))
-            indices = order.of(batches) if self._shuffle else list(itertools.chain.from_iterable(batches))
+            places = itertools.chain.from_iterable(batches)
+            if order_of is not None:
+                order = order_of(self._seed, epoch + further)
+                indices = [order[place] for place in places]
+            elif self._shuffle:
+                indices = Permutation(self._length, derive(self._seed, epoch + further)).of(batches)
+            else:
+                indices = list(places)
             first = 0
             for batch in batches:
                 yield indices[first : first + len(batch)]
@@ -489,14 +517,20 @@ class SamplerAdapter(Adapter):
         """Returns the sampler that an object is built on; None if it keeps a position in another way."""
         return self._sampler_of(obj)
 
-    def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> tuple[Callable[[], object], object] | None:
+    def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> Callable[[], object] | None:
         """See `Adapter`."""
         sampler = self.find_sampler(obj)
         if sampler is None or (count := sampler._count).see is not None:
             return None
         count.see = call
-        facts = sampler._seed, sampler._length, sampler._shuffle, sampler._cut.batch_size, sampler._cut.drop_last
-        return lambda: setattr(count, "see", None), facts
+        return lambda: setattr(count, "see", None)
+
+    def facts_of_batches(self, obj: Any) -> object:
+        """See `Adapter`."""
+        sampler = self.find_sampler(obj)
+        if sampler is None:
+            return None
+        return sampler._seed, sampler._length, sampler._shuffle, sampler._cut.batch_size, sampler._cut.drop_last
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """Returns the sampler's state."""

@@ -12,7 +12,14 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.errors import HoldfastError, UnsupportedValueError, UsageError
-from holdfast.format.codecs import Codec, codec_tagged, is_namedtuple, is_plain_dataclass, is_tensor_subclass, name_of
+from holdfast.format.codecs import (
+    Codec,
+    codec_tagged,
+    is_namedtuple,
+    is_plain_dataclass,
+    is_tensor_subclass,
+    name_of,
+)
 from holdfast.format.decoding import (
     ABSENT,
     UNFILLED,
@@ -24,7 +31,7 @@ from holdfast.format.decoding import (
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, tagged
-from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Adapter, CaptureContext, Rules
+from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, TREE, Adapter, CaptureContext, Rules
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
 from holdfast.state.match.pending import PendingCoded, PendingNode
 from holdfast.state.match.targets import RestoreTargets
@@ -36,6 +43,7 @@ from holdfast.state.registry import (
     backend_of,
     backend_of_type,
     find_array,
+    holds_objects,
     holds_state,
     list_members,
     node_parts,
@@ -50,6 +58,8 @@ _STATE_DICTS: Final = frozenset({"torch.module", "torch.optimizer", "state_dict"
 """Kinds of objects whose state may be a plain dict."""
 
 _REFERENCE: Final = frozenset({"$", "k", "v"})
+_NUMBERS: Final = frozenset({"numpy", "int", "float", "complex"})
+_NO_FORM: Final = frozenset({*ENCODERS, type(UNFILLED)})
 
 _FORMS = {
     "array": "array",
@@ -100,7 +110,7 @@ class Comparison(Decoder):
         self.claims = RestoreTargets(self.differences, worker)
         self.jobs: list[MatchJob] = []
         self.selected_count = 0
-        self.rules = OWNED
+        self.rules = TREE
         self.like: Any = None
         # An array at the place where those for a codec are created.
         self.beside: Any = None
@@ -124,7 +134,7 @@ class Comparison(Decoder):
 
     def decode(self, node: Any, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
         """Returns the value of a node, or the live one if that stays."""
-        if self._lacks_tuples and self.rules.fixed_lengths:
+        if self._lacks_tuples and self.rules.fixed_objects:
             node = _as_tuple(node, live) if isinstance(live, tuple) else _as_node(node, live)
         if type(node) is dict and "$" not in node and not isinstance(live, dict):
             node = _as_state(node, live)
@@ -140,6 +150,10 @@ class Comparison(Decoder):
         form = _form(node)
         if form in ("object", "mapping", "sequence", "fields") and form == live_form(live):
             return super().decode(node, live, path, depth)
+        if form == "mapping" and _is_nothing(live):
+            before, made = self.selected_count, super().decode(node, UNFILLED, path, depth)
+            if self.selected_count > before:
+                return made
         return ABSENT if live is UNFILLED else live
 
     def standing(self, nodes: Collection[Any], lives: Sequence[Any], depth: int) -> Container[int]:
@@ -172,21 +186,23 @@ class Comparison(Decoder):
         return frozenset(places)
 
     def _decode_whole(self, node: Any, live: Any, path: str, depth: int) -> Any:
-        if type(live) not in ENCODERS and self._stands_against(_form(node), node, live):
+        if type(live) not in _NO_FORM and self._stands_against(node, live, path):
             self.differences.wrong_kind.append(f"{path}: stored {_describe(node)}, live {_describe_live(live)}")
             return live
         return super().decode(node, live, path, depth)
 
-    def _stands_against(self, form: str, node: Any, live: Any) -> bool:
+    def _stands_against(self, node: Any, live: Any, path: str) -> bool:
         """Returns True if a live array or object, or a container of such, blocks something of another form."""
-        if not self.rules.fixed_kinds:
+        if not self.rules.fixed_objects:
             return False
         live_is = live_form(live)
-        if live_is == form:
+        if live_is in ("", _form(node)):
             return False
-        if live_is == "array" and node is None and not self.rules.fixed_lengths:
-            return False
-        return live_is in ("array", "subclass", "object") or (live_is != "" and holds_state(live))
+        if not self.rules.fixed_arrays:
+            return holds_objects(live)
+        # Arithmetic makes a number of a NumPy array without dimensions.
+        is_number = "/" not in path and live_is == "array" and live.shape == () and _is_number(node)
+        return not is_number and (live_is in ("array", "subclass", "object") or holds_state(live))
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
         """Returns the array that will hold a stored leaf: the live one, or a new one."""
@@ -199,11 +215,10 @@ class Comparison(Decoder):
         backend = backend_of(live)
         if backend is not None:
             return self.claims.live(leaf, spec, live, backend, library, path, self.rules)
-        if live is ABSENT and (self.rules.fixed_lengths if _is_number(path) else self.rules.fixed_keys):
+        if live is ABSENT and self.rules.fixed_arrays:
             self.differences.extra.append(path)
             return ABSENT
-        # A named object is what the program says it is; within trees, plain values are replaced by what is stored.
-        if "/" not in path and not _is_nothing(live):
+        if "/" not in path and self.rules.fixed_arrays and not _is_nothing(live):
             self.differences.wrong_kind.append(f"{path}: stored an array, live {_describe_live(live)}")
             return live
         spec = self._laid_out(spec, path)
@@ -269,7 +284,7 @@ class Comparison(Decoder):
                 and _says(context, stored.context)
             ):
                 lives = {part: getattr(live, part) for part in names}
-            elif self.rules.fixed_kinds:
+            elif self.rules.fixed_arrays:
                 self.differences.wrong_kind.append(
                     f"{path}: stored a {cls.__qualname__} of {list(stored.shape)} with other settings than the "
                     f"live one of {list(live.shape)}"
@@ -313,9 +328,14 @@ class Comparison(Decoder):
         if missing or extra:
             self.other_fields(missing, extra, path)
         values = dict(own.parts)
-        for part in values.keys() & parts.keys():
-            value = self.decode(parts[part], values[part], f"{path}/{escape(part)}", depth)
-            values[part] = values[part] if value is ABSENT else value
+        # Such a value is the program's model, whose arrays are known.
+        outer, self.rules = self.rules, OWNED if self.rules is TREE else self.rules
+        try:
+            for part in values.keys() & parts.keys():
+                value = self.decode(parts[part], values[part], f"{path}/{escape(part)}", depth)
+                values[part] = values[part] if value is ABSENT else value
+        finally:
+            self.rules = outer
         if all(values[part] is own.parts[part] for part in values):
             return live
         self.claims.has_pending = True
@@ -366,17 +386,16 @@ class Comparison(Decoder):
         """Returns the value, with arrays instead of their replacements, now that all have been read."""
         return finish_arrays(value, self._finished) if self.claims.has_pending else value
 
-    def keeps(self, part: Any, path: str, *, emptied: bool) -> bool:
-        """Notes arrays and objects that are not stored; they stay. Plain values are removed: what is stored counts."""
+    def keeps(self, part: Any, path: str) -> bool:
+        """Notes what must be stored, and is not; it stays. The rest is removed: what is stored counts."""
         if not self.wants(path):
             return True
-        if emptied and not self.rules.in_place:
-            return False
-        fixed = self.rules.fixed_lengths if _is_number(path) else self.rules.fixed_keys
-        if not fixed or not holds_state(part):
-            return False
-        self.differences.missing += state_paths(part, path)
-        return True
+        lost: list[str] = []
+        # What was asked for by name has to be there.
+        if self.rules.fixed_objects or not self.whole:
+            lost = state_paths(part, path, only_objects=self.whole and not self.rules.fixed_arrays)
+        self.differences.missing += lost
+        return bool(lost)
 
     def unknown_type(self, name: str, live: Any, path: str) -> Any:
         """Notes a difference if there is something else, raises an error if there is nothing."""
@@ -526,7 +545,7 @@ def _as_node(node: Any, live: Any) -> Any:
 
 def live_form(live: Any) -> str:
     """Returns the kind of tree that a live value is: empty for plain values."""
-    if type(live) in ENCODERS:
+    if type(live) in _NO_FORM:
         return ""
     if backend_of(live) is not None or sharder_of_type(type(live)) is not None:
         return "array"
@@ -554,8 +573,8 @@ def _form(node: Any) -> str:
     return _FORMS.get(tag, "") if type(tag) is str else "mapping"
 
 
-def _is_number(path: str) -> bool:
-    return path.rpartition("/")[2].isdecimal()
+def _is_number(node: Any) -> bool:
+    return type(node) in (bool, int, float) or (type(node) is dict and node.get("$") in _NUMBERS)
 
 
 def _describe(node: Any) -> str:

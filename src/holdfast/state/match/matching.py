@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from holdfast.errors import ApplyError, HoldfastError
-from holdfast.format.decoding import ABSENT, UNFILLED
+from holdfast.format.codecs import type_named
+from holdfast.format.decoding import ABSENT, NAMED, UNFILLED, find_tags
 from holdfast.format.encoding import escape
 from holdfast.format.names import OLD_RUN_CALLS, RUN_CALLS, is_own
 from holdfast.format.records import ALONE, Worker
-from holdfast.state.adapters import MADE_ANEW, OWNED
+from holdfast.state.adapters import MADE_ANEW, OWNED, TREE
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
-from holdfast.state.match.compare import Comparison, MatchJob
+from holdfast.state.match.compare import Comparison, MatchJob, find_codec, live_form
 from holdfast.state.match.plain import PLAIN, PlainDecoder
 from holdfast.state.match.update_in_place import Updated, update_in_place
+from holdfast.state.registry import immutable_arrays_in
 from holdfast.state.sharding import PER_WORKER, PerWorker
 
 
@@ -131,6 +133,9 @@ def match_objects(
             if name in made_anew:
                 renewals.append(_Renewal(name, UNFILLED, _make_anew(comparison, stored_objects[name], live, path)))
                 continue
+            # The program holds an array itself; but it has to take one that cannot be changed from the checkpoint.
+            is_held = live_form(live) in ("array", "subclass") and not immutable_arrays_in(live)
+            comparison.rules = OWNED if is_held else TREE
             value = comparison.decode(stored_objects[name], live, path)
             if value is not live and value is not ABSENT:
                 renewals.append(_Renewal(name, live, value))
@@ -141,7 +146,11 @@ def match_objects(
         if has_moved and isinstance(stored, dict) and (stored.get("$"), stored.get("k")) == ("object", PER_WORKER):
             continue  # It belongs to a worker that does not exist any more.
         if name not in objects and name not in left_out and not is_own(name) and comparison.wants(escape(name)):
-            comparison.differences.extra.append(escape(name))
+            comparison.rules = TREE
+            if _can_be_made(stored):
+                renewals.append(_Renewal(name, UNFILLED, comparison.decode(stored, UNFILLED, escape(name))))
+            else:
+                comparison.differences.extra.append(escape(name))
     # An object in another one comes before it.
     parts = {job.path: [] if worker.is_alone else [*job.path.split("/"), "\U0010ffff"] for job in comparison.jobs}
     return Matching(
@@ -155,6 +164,18 @@ def match_objects(
     )
 
 
+_ONLY_LIVE: Final = frozenset({"object", "pytree", "live"})
+
+
+def _can_be_made(node: Skeleton) -> bool:
+    """Returns True if a stored value needs no live one: no object, and no type that only a live value can name."""
+    for tag, name in find_tags(node):
+        is_known = (tag != "codec" or find_codec(str(name))) and (tag not in NAMED or type_named(str(name)))
+        if tag in _ONLY_LIVE or not is_known:
+            return False
+    return True
+
+
 def _make_anew(comparison: Comparison, stored: Skeleton, like: Any, path: str) -> Any:
     if like is PLAIN and comparison.wants(path):
         return PlainDecoder(comparison).decode(stored, UNFILLED, path)
@@ -162,7 +183,7 @@ def _make_anew(comparison: Comparison, stored: Skeleton, like: Any, path: str) -
     try:
         return comparison.decode(stored, like, path)
     finally:
-        comparison.rules = OWNED
+        comparison.rules = TREE
 
 
 def _rename_old(stored: Mapping[str, Skeleton], live: Mapping[str, object]) -> Mapping[str, Skeleton]:

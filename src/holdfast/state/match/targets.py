@@ -67,7 +67,7 @@ class RestoreTargets:
             UnsupportedValueError: If the live array has a form that cannot be filled, or no similar one can be created.
         """
         live = backend.spec(array, path)
-        if live.shape != spec.shape and not (rules.in_place or rules.fixed_lengths) and 0 in live.shape:
+        if not rules.fixed_shapes and (live.dtype, live.shape) != (spec.dtype, spec.shape):
             if live.dtype == spec.dtype or backend.name == library:
                 return self.new(leaf, spec, backend, array)
             return self.new(leaf, spec, backend_named(library))
@@ -77,7 +77,7 @@ class RestoreTargets:
         owner = self._by_memory.setdefault(backend.name, {}).get(memory)
         if owner == leaf:
             return array
-        if not (rules.in_place and backend.fillable(array)) or (owner is not None and not rules.fixed_keys):
+        if not (rules.in_place and backend.fillable(array)) or (owner is not None and not rules.fixed_arrays):
             return self.new(leaf, spec, backend, array)
         if self._takes(leaf, backend, memory, path):
             self._claim(leaf, spec).receivers.append((backend, array))
@@ -113,7 +113,7 @@ class RestoreTargets:
         if owner == leaf:
             return array
         fillable = rules.in_place and all(backend.fillable(local.array) for local in sharding.boxes)
-        if not fillable or (owner is not None and not rules.fixed_keys):
+        if not fillable or (owner is not None and not rules.fixed_arrays):
             return self.new_shared(leaf, spec, sharder, array, path)
         if self._takes(leaf, backend, sharding.memory, path):
             self._claim_boxes(leaf, sharding)

@@ -40,6 +40,8 @@ def update_in_place(live: Any, value: Any, updated: Updated) -> Any:
     if isinstance(value, dict):
         if isinstance(value, collections.defaultdict):
             live.default_factory = value.default_factory
+        if hasattr(value, "_metadata"):  # As in the result of a torch module's state_dict().
+            live._metadata = value._metadata
         if _holds_the_same(live, value):
             return live
         items = [(key, update_in_place(live.get(key), part, updated)) for key, part in value.items()]
