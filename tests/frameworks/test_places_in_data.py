@@ -73,7 +73,7 @@ CHANGES = {
 @pytest.mark.parametrize(("door", "change"), [*product(DOORS, CHANGES)])
 def test_after_a_change_each_sample_of_the_epoch_comes_once(door: str, change: str, tmp_path: Path) -> None:
     before, after = (words.split() for words in CHANGES[change])
-    options = [tmp_path, f"--door={door}", "--length=48", "--epochs=2"]
+    options: list[str | Path] = [tmp_path, f"--door={door}", "--length=48", "--epochs=2"]
     left = leave(*options, *before, "--leaves-after=3")
     again = leave(*options, *after, "--leaves-after=2")
     rest = train(*options, *after)
@@ -91,7 +91,7 @@ def test_after_a_change_each_sample_of_the_epoch_comes_once(door: str, change: s
 
 @pytest.mark.parametrize("door", DOORS)
 def test_after_a_change_between_two_epochs_the_next_one_is_whole(door: str, tmp_path: Path) -> None:
-    options = [tmp_path, f"--door={door}", "--length=48", "--epochs=3"]
+    options: list[str | Path] = [tmp_path, f"--door={door}", "--length=48", "--epochs=3"]
     left = leave(*options, "--batch=4", "--leaves-after=12")
     rest = train(*options, "--batch=8", "--length=52")
     assert sorted(samples_of(left)) == list(range(48))
@@ -101,7 +101,7 @@ def test_after_a_change_between_two_epochs_the_next_one_is_whole(door: str, tmp_
 
 @pytest.mark.parametrize("door", DOORS)
 def test_where_a_change_cannot_be_exact_it_is_said(door: str, tmp_path: Path) -> None:
-    options = [tmp_path, f"--door={door}", "--epochs=2", "--data=weighted"]
+    options: list[str | Path] = [tmp_path, f"--door={door}", "--epochs=2", "--data=weighted"]
     leave(*options, "--length=48", "--leaves-after=3")
     rest = train(*options, "--length=60")
     assert (
@@ -124,10 +124,10 @@ def test_two_workers_of_accelerate_share_what_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after", "is_exact"), [("4", "8", True), ("8", "4", True), ("4", "5", False)])
 def test_keras_goes_on_in_other_batches(before: str, after: str, is_exact: bool, tmp_path: Path) -> None:
-    options = [tmp_path, "--door=keras", "--length=48", "--epochs=2"]
+    options: list[str | Path] = [tmp_path, "--door=keras", "--length=48", "--epochs=2"]
     left = leave(*options, f"--batch={before}", "--leaves-after=4")
     rest = train(*options, f"--batch={after}")
-    assert f"batch size {after} ({before} at the save)" in rest.errors
+    assert f" batches of {after} samples ({48 // int(before)} of {before} at the save)" in rest.errors
     assert ("may come twice" in rest.errors) is not is_exact
     seen = samples_of(left, rest)
     assert {*seen[:-48]} == {*seen[-48:]} == {*range(48)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -131,13 +132,10 @@ class Feed:
         """Returns a position within an epoch in the present batches."""
         (former, before), (batch, batches) = place.sizes or self.sizes, self.sizes
         samples = place.taken * (former or 1)
-        taken = samples // batch if former and batch else place.taken
-        taken = min(taken, (batches or taken + 1) - 1)
+        taken = min(samples // batch if former and batch else place.taken, (batches or sys.maxsize) - 1)
         taken -= taken % self._iterator.steps_per_execution
-        self.source.remark = (
-            f"batch size {batch} ({former} at the save), {batches} batches in an epoch ({before} at the save): the "
-            f"epoch continues after {taken} batches"
-        )
+        now = f"an epoch has {batches} batches of {batch} samples ({before} of {former} at the save)"
+        self.source.remark = f"{now}: this one continues after {taken} batches"
         if not former or not batch or taken * batch != samples or before != -(-(batches or 0) * batch // former):
             self.source.remark += ", and some samples may come twice in it, and others not at all"
         return replace(place, step=taken, taken=taken)

@@ -152,15 +152,6 @@ class DataPlace:
         return bool(len(dataset) % (size * self._lookahead) % self._owner.state.num_processes)
 
     @property
-    def has_length(self) -> bool:
-        """True if the number of batches of an epoch is known, and each worker gets all of them."""
-        return not (self._is_stream or self._is_dispatched)
-
-    def count_batches(self) -> int:
-        """Returns the number of batches of an epoch."""
-        return len(self._loader)
-
-    @property
     def has_ended(self) -> bool:
         """True if the loader has nothing left in this epoch."""
         return self._has_ended
@@ -182,14 +173,19 @@ class DataPlace:
         return derive(*(int(digest(content)[:16], 16) for content in contents), rank)
 
     def outline(self) -> dict[str, Any]:
-        """Returns the position without the order: `taken` in batches, `ended`, and `sizes` for `fit`."""
+        """Returns the position without the order: `taken` in batches, `ended`, and `sizes` for `fit`.
+
+        `total` is the number of batches of an epoch; None if it is not known, or workers share each batch.
+        """
+        found: dict[str, Any] = {"total": None if self._is_stream or self._is_dispatched else len(self._loader)}
         state = self._restored if self._restored is not None and self._begin is None else None
-        if state is not None:
-            return {name: state.get(name) for name in ("taken", "ended", "sizes")} if state["begin"] else {"taken": 0}
-        if self._begin is None or getattr(self._owner, "iteration", self._begun_iteration) != self._begun_iteration:
-            return {"taken": 0}
+        if state is not None and state["begin"]:
+            return {**found, **{name: state.get(name) for name in ("taken", "ended", "sizes")}}
+        is_other = getattr(self._owner, "iteration", self._begun_iteration) != self._begun_iteration
+        if state is not None or self._begin is None or is_other:
+            return {**found, "taken": 0}
         has_ended = self._has_ended or bool(getattr(self._owner, "end_of_dataloader", False))
-        return {"taken": self._taken, "ended": has_ended, "sizes": self._read_sizes(self._taken)}
+        return {**found, "taken": self._taken, "ended": has_ended, "sizes": self._read_sizes(self._taken)}
 
     def _read_sizes(self, taken: int) -> dict[str, Any]:
         loader: Any = self._loader
@@ -203,8 +199,10 @@ class DataPlace:
     def fit(self, outline: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Returns a stored position in the present batches, and what has changed; empty if nothing has."""
         same, sizes, live = dict(outline), outline.get("sizes"), self._read_sizes(0)
-        if outline.get("ended", True) or sizes is None:
+        if outline.get("ended", True):
             return same, ""
+        if sizes is None:
+            return same, "the checkpoint does not say how many samples a batch had: keep that number in this epoch"
         changes = [
             f"{name} {live[key]} ({sizes[key]} at the save)"
             for key, name in (("batch", "batch size"), ("length", "samples in the dataset"))

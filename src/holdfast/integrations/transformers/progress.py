@@ -94,11 +94,12 @@ class TrainerProgress:
             over, before = over + 1, self.global_step
         done = self.global_step - before
         accumulated = args.gradient_accumulation_steps
-        if outline is None or not place.has_length:
+        total = place.outline()["total"]
+        if outline is None or total is None:
             return Begin(over * epoch_steps + done, None, 0, max_steps)
         present = place.fit(outline)[0]
         taken = present["taken"] - present["taken"] % accumulated
-        left = place.count_batches() - present["taken"]
+        left = total - present["taken"]
         is_within = done and not present.get("ended")
         begin = (over + bool(done)) * epoch_steps - (math.ceil(left / accumulated) if is_within else 0)
         if args.max_steps <= 0:
