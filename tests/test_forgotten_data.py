@@ -83,19 +83,20 @@ def test_a_scaler_that_is_not_saved_is_named(tmp_path: Path, caplog: pytest.LogC
 def test_an_evaluation_with_workers_that_persist_draws_no_number_of_training(tmp_path: Path) -> None:
     """Its workers get their seed once in a process, also in one that was started again."""
 
-    def life(place: Path, epochs: range) -> tuple[float, ...]:
-        kept = hf.ResumableDataLoader(DATA, batch_size=4)
+    def life(place: Path, last: int) -> tuple[float, ...]:
+        kept = hf.ResumableDataLoader(DATA, batch_size=2)
         evaluation = DataLoader(DATA, batch_size=4, num_workers=1, persistent_workers=True)
 
-        def batches(_: Any) -> Iterator[Any]:
-            for epoch in kept.epochs(epochs.stop):
-                yield from kept
-                if epoch >= epochs.start:
-                    with torch.no_grad():
-                        list(evaluation)
+        def batches(run: Any) -> Iterator[Any]:
+            for _ in kept.epochs(4):
+                for batch in kept:
+                    yield batch
+                    if run.step == last:
+                        return
+                with torch.no_grad():
+                    list(evaluation)
 
         torch.manual_seed(3)
         return train(place, batches, loader=kept)
 
-    whole = life(tmp_path / "whole", range(3))
-    assert life(tmp_path / "again", range(1)) + life(tmp_path / "again", range(3)) == whole
+    assert life(tmp_path / "again", 6) + life(tmp_path / "again", 16) == life(tmp_path / "whole", 16)

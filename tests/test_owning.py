@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.errors import SaveFailedError
+from holdfast.errors import SaveFailedError, StorageError
 from mounts import mounted
 
 PROGRAM = Path(__file__).parent / "programs" / "owners.py"
@@ -134,3 +136,23 @@ def test_process_1_of_one_container_is_not_that_of_another(tmp_path: Path) -> No
             old.delete_backup()
     assert "FencedError" in in_container("delete_after", run, *CONTAINER)
     assert holdfast_list(run)["newest_step"] == 3
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_a_run_of_which_only_the_top_is_writable_is_refused_at_the_start() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        run = Path(directory) / "run"
+        with hf.CheckpointManager(run, hf.Checkpoint(w=np.zeros(3))) as manager:
+            manager.save(1)
+        run.chmod(0o777)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(StorageError, match=r"no checkpoint can be saved here.*generations"):
+                hf.resumable(run, w=np.zeros(3)).__enter__()
+        finally:
+            os.seteuid(0)
+
+
+def test_process_1_of_a_container_says_what_it_may_have_missed(tmp_path: Path) -> None:
+    assert "process 1 of its container" in in_container("enter", tmp_path / "run")

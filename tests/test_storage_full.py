@@ -192,3 +192,12 @@ def test_job_killed_in_its_first_save_again_and_again_fills_no_disk(tmp_path: Pa
         start(disk)
         catalog = read_catalog(LocalStorage(disk))
         assert ([name.step for name in catalog.living][-1], catalog.unfinished) == (2, ())
+
+
+def test_a_disk_without_inodes_is_named_as_such(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m,nr_inodes=20", "tmpfs") as disk:
+        for number in range(19):
+            (disk / str(number)).touch()
+        with pytest.raises(StorageFullError) as failure:
+            LocalStorage(disk).write("file", b"1")
+    assert "no inodes are left" in failure.value.hint

@@ -22,7 +22,7 @@ from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.guard import make_guard
 from holdfast.restore.records import Restoration
 from holdfast.save.arguments import check_metrics, check_notes, check_switches
-from holdfast.save.drain import end_interrupted, end_process
+from holdfast.save.drain import LeavingExit, end_interrupted, end_process
 from holdfast.state.adapters import Adapter
 from holdfast.state.capture import capture_objects
 from holdfast.state.data.position import step_break
@@ -30,7 +30,7 @@ from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import TrainingWatch, describe_resumption
 from holdfast.state.registry import list_members
 from holdfast.state.rng import RNG
-from holdfast.tracebacks import short_traceback
+from holdfast.tracebacks import find_inside, short_traceback
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -308,8 +308,11 @@ class PreemptionCheckpointHandler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
+        is_exit = isinstance(error, SystemExit | GeneratorExit) and not isinstance(error, LeavingExit)
+        if error is None or (
+            is_exit and not self._guard.has_left and not find_inside(error, trace, self._guard.exit_code)
+        ):
+            self.close()  # An exit of the program's own code ends the block as `return` does.
         elif os.getpid() == self._process:
             self._end_badly(error)
 

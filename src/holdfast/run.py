@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -28,12 +30,14 @@ from holdfast.preemption.guard import make_guard
 from holdfast.preemption.notice_inbox import EarlyNotices
 from holdfast.restore.records import Restoration
 from holdfast.save import arguments
+from holdfast.save.drain import EXIT_SAVE_FAILED, LeavingExit, end_process
 from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.setup import explaining
+from holdfast.save.say import say
 from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import TrainingWatch, count_taken, describe_resumption
 from holdfast.storage import Storage
-from holdfast.tracebacks import short_traceback
+from holdfast.tracebacks import find_inside, short_traceback
 
 _ADVICE: Final = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
 
@@ -194,7 +198,7 @@ class Run:
         self._newest_loop = -1
         # How many loops of `steps` were left within a step, and how many steps the last one was to have.
         self._left = self._total = 0
-        self._is_used = self._entered = self._counts_own = False
+        self._is_used = self._entered = self._has_ended = self._counts_own = False
         self._process = os.getpid()
         self._unentered = weakref.finalize(self, warn_never_entered, self._announcements.place, self._process)
 
@@ -399,13 +403,17 @@ class Run:
         witness, objects = self.manager.witness, self.checkpoint.objects
         witness.begin(objects, base, say, same_loss=is_same, strict=self._strict_resume)
         self._entered = self.manager.is_in_run = True
+        atexit.register(self._leave_at_exit)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if os.getpid() != self._process:
-            return  # A forked child that leaves the block: the run is its parent's.
+        if os.getpid() != self._process or self._has_ended:
+            return  # A forked child that leaves the block: the run is its parent's. Or the program's end has ended it.
+        self._has_ended, place = True, self._find_place(error, trace)
+        atexit.unregister(self._leave_at_exit)
+        is_exit, error = isinstance(error, SystemExit), None if place is None else error
         inbox, watch = self._guard.inbox, self._loop.watch
         inbox.patient = True
         if error is None:
@@ -421,6 +429,13 @@ class Run:
                 self._end_well()
             else:
                 self._end_badly(error)
+                self._warn_of_loss(place)
+        except HoldfastError as failure:
+            if not is_exit:
+                raise
+            # Of an exit only the code is seen.
+            say(f"holdfast: {type(failure).__name__}: {failure}")
+            raise SystemExit(EXIT_SAVE_FAILED) from failure
         finally:
             try:
                 if self._guard.leaving and not inbox.gave_up:
@@ -432,6 +447,40 @@ class Run:
                     # Leaving at once, also out of the waits above: the process waits for no save any more.
                     self.manager.abandon()
                 self._guard.close()
+
+    def _leave_at_exit(self) -> None:
+        """Leaves the block when the program ends within it: a generator that was not closed may still be in it."""
+        # What the interpreter has printed as the program's end, before it called this.
+        error = getattr(sys, "last_value", None)
+        try:
+            self.__exit__(None if error is None else type(error), error, None)
+        except SystemExit as leaving:
+            end_process(leaving.code if isinstance(leaving.code, int) else 1)
+        except HoldfastError as failure:
+            say(f"holdfast: {type(failure).__name__}: {failure}")
+            end_process(EXIT_SAVE_FAILED)
+
+    def _find_place(self, error: BaseException | None, trace: TracebackType | None) -> str | None:
+        """Returns None if the block ends as by `return`: an exit of the program's own code does, unless its code says
+        that the program has failed, and so does the end of a generator. Else returns how another exit came; empty for
+        other errors."""
+        if error is None:
+            return None
+        if not isinstance(error, SystemExit | GeneratorExit) or isinstance(error, LeavingExit) or self._guard.has_left:
+            return ""
+        return find_inside(error, trace, self._guard.exit_code) or None
+
+    def _warn_of_loss(self, place: str | None) -> None:
+        """Says which steps are lost by an exit; nothing if that was not raised by the program, or no step is lost."""
+        with suppress(HoldfastError):
+            newest = (place and self.manager.latest_step()) or 0
+            if place and (steps := self._count.done - newest) > 0:
+                lost = f"the {steps} steps since step {newest} are" if steps > 1 else f"step {self._count.done} is"
+                self._loop.warn(
+                    f"the program exited {place}, and nothing was saved: {lost} lost, and a restart trains from step "
+                    f"{newest}",
+                    is_error=True,
+                )
 
     def _end_well(self) -> None:
         try:

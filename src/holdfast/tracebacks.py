@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 from types import FrameType, FunctionType, TracebackType
@@ -51,6 +52,46 @@ def short_traceback(target: _Target) -> _Target:
     # `resumable` looks up its own options there.
     cast("Any", call).__kwdefaults__ = getattr(target, "__kwdefaults__", None)
     return cast("_Target", call)
+
+
+_WITHIN_A_STEP: Final = (
+    "holdfast",
+    "torch.optim",
+    "torch.utils.data",
+    "lightning",
+    "pytorch_lightning",
+    "transformers",
+    "keras",
+)
+"""Packages whose code, where the program leaves from within it, may have changed only part of the state by then."""
+
+
+def find_inside(error: BaseException, trace: TracebackType | None, restart_code: int) -> str:
+    """Returns why an exit does not end a loop as `return` does; empty if it does.
+
+    A function that the loop calls may exit as the loop itself may. A signal's handler may come anywhere, and a hook or
+    a dataset is called from within an update, or before there is a batch: the state may be that of half a step. And a
+    code other than 0, or the one with which a job is started again, says that the program has failed.
+    """
+    if isinstance(error, SystemExit) and error.code not in (None, 0, restart_code):
+        return f"with {error.code!r}, as after an error"
+    handlers = {_find_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        module = str(frame.f_globals.get("__name__", ""))
+        if frame.f_code in handlers or module == "holdfast.preemption.sources.signals":
+            return "in a signal handler"
+        if any(module == name or module.startswith(f"{name}.") for name in _WITHIN_A_STEP):
+            return f"inside of {module}"
+    return ""
+
+
+def _find_code(handler: Any) -> object:
+    """Returns the code of a signal's handler, if it is written in Python."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    code = getattr(handler, "__code__", None)  # A bound method has that of its function.
+    return code or getattr(getattr(type(handler), "__call__", None), "__code__", None)  # noqa: B004  Its code is wanted.
 
 
 def _shorten(error: BaseException) -> None:

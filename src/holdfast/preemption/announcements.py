@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -48,7 +49,7 @@ class Announcements:
 
     def begin(self, manager: Announced, restored: Restoration | None, step: int) -> None:
         """Reports that training begins with a step, after a restore, if there was one."""
-        self._began_at = step
+        self._begin(step)
         rhythm = describe_saving(manager.save_every)
         if restored is None:
             how = "starts from the beginning" if manager.begin_anew else "is new"
@@ -60,6 +61,14 @@ class Announcements:
             set_otherwise = list_overruled(manager.checkpoint.objects).items()
             loaders = {path: HyperparameterChange(*pair, can_be_kept=False) for path, pair in set_otherwise}
             self._warn_of_changes(restored, {**restored.hyperparameters, **loaders})
+
+    def _begin(self, step: int) -> None:
+        self._began_at = step
+        if os.getpid() == 1 and threading.current_thread() is threading.main_thread():
+            self.say(
+                "this program is process 1 of its container, where a SIGTERM that came before this line, such as "
+                "during the imports, had no effect: let an init start it (docker run --init)"
+            )
 
     def end(self, manager: Announced, step: int, total: int = 0) -> None:
         """**Blocks** while it reads the run's directory. Reports the end of a training whose beginning was reported.
@@ -83,7 +92,7 @@ class Announcements:
 
     def begin_epochs(self, backup: Backup | None, *, begins_anew: bool) -> None:
         """Reports that training in epochs begins, after a restored backup, if there was one."""
-        self._began_at = 0
+        self._begin(0)
         if backup is None or backup.restoration is None:
             self.say(
                 f"{self.place} starts from the beginning"

@@ -6,6 +6,7 @@ A guard receives notices and saves; its consensus decides when all workers save,
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,6 +80,7 @@ class Guard:
 
     Attributes:
         inbox: The notices.
+        exit_code: The exit code of a job that is to be started again.
         leaving: True if the exit has begun.
         is_tentative: True if the loop is the user's own: between two steps it is not known whether another one comes.
         provisional: The step that was saved in a pause, if that save may be incomplete; else None.
@@ -111,7 +113,7 @@ class Guard:
         self._consensus = consensus
         self._failures = consensus.failures
         self._save_fn = config.save_fn
-        self._has_exit_fn = config.exit_fn is not None
+        self._has_exit_fn, self.exit_code = config.exit_fn is not None, config.exit_code
         self._final_save = FinalSave(manager, config, keep, self.inbox)
         self._progress = LoopProgress()
         self._process = os.getpid()
@@ -163,8 +165,15 @@ class Guard:
             with self._lock:
                 self._closed = True
             self._ownership.leave()
-            self.inbox.close(lambda: self._ended is None or self._ended.wait(_END_SECONDS))
+            # When the interpreter ends, its other threads never do.
+            is_over = lambda: self._ended is None or sys.is_finalizing() or self._ended.wait(_END_SECONDS)  # noqa: E731
+            self.inbox.close(is_over)
         self._consensus.close()
+
+    @property
+    def has_left(self) -> bool:
+        """True if this guard, or another one of the manager, ends the program."""
+        return self.leaving or self.inbox.gave_up or self._ownership.shared.has_left
 
     @property
     def is_paused(self) -> bool:

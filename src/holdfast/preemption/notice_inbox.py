@@ -97,7 +97,11 @@ class NoticeInbox:
             UsageError: If a source cannot be used here.
         """
         if self._config.sources == "auto" and threading.current_thread() is not threading.main_thread():
-            self._emit(Warned(text="signals are not handled: Python can handle them in the main thread only"))
+            text = (
+                "signals are not handled: Python can handle them in the main thread only. To stop this thread, let "
+                "that set a threading.Event, and pass TerminationConfig(termination_watcher_fn=stop.is_set) here"
+            )
+            self._emit(Warned(text=text))
         self._bell.take_signals()
         self._poller.open()
         for source in self._sources:

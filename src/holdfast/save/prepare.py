@@ -9,7 +9,7 @@ from contextlib import suppress
 from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink, RunJournal
-from holdfast.format.names import MANIFEST_NAME, TRASH_PREFIX
+from holdfast.format.names import GENERATIONS_DIRECTORY, MANIFEST_NAME, TRASH_PREFIX
 from holdfast.state import Captured, capture_objects
 from holdfast.state.leaves import DeviceCopier
 from holdfast.state.registry import find_stateful, may_change_when_read
@@ -56,7 +56,7 @@ def make_readiness_check(
 def check_writable(storage: Storage) -> None:
     """**Blocks.** Creates the run's directory, publishes and removes a small file; raises `StorageError` if that fails.
 
-    A crash at any point leaves at most a directory that is set aside, which the next save removes.
+    A crash at any point leaves at most a file or a directory that the next save removes.
     """
     trial = f"{TRASH_PREFIX}{os.urandom(8).hex()}-trial"
     path, token = f"{trial}/{MANIFEST_NAME}", os.urandom(16)
@@ -68,6 +68,12 @@ def check_writable(storage: Storage) -> None:
                 storage.make_directory(trial)
                 if not storage.publish(path, token) or storage.read(path, len(token)) != token:
                     raise StorageError(f"{path} does not contain what was just written", path=path)
+            # Another user may have made it, so that only the top can be written.
+            if storage.list(GENERATIONS_DIRECTORY):
+                # A crash here leaves what the sweep after a save takes for half an opening.
+                opening = f"{GENERATIONS_DIRECTORY}/.0000.json.{token.hex()}.tmp"
+                storage.write(opening, token)
+                storage.remove(opening)
         finally:
             with suppress(HoldfastError):
                 storage.remove(path)

@@ -201,6 +201,11 @@ def _room_hint(code: int, root: Path, needed_bytes: int | None) -> str:
     try:
         status = os.statvfs(root)
         free = _say_bytes(status.f_bavail * status.f_frsize, "free")
+        if code == errno.ENOSPC and status.f_files and not status.f_favail:
+            return (
+                f"{free}, but no inodes are left on the file system, so no file can be created (df -i): remove small "
+                "files there, or old checkpoints"
+            )
     except OSError:
         free = "the free space is not known"
     if code == errno.EFBIG:

@@ -175,7 +175,9 @@ class Signals:
         if hear is None or not hear(self._make_notice(number)):
             return self._find_before(number)
         before = self._before.get(number)
-        return before if callable(before) and before is not signal.default_int_handler else None
+        # That of `asyncio.run` cancels its task at the first Ctrl-C, as Python's own handler raises.
+        is_interrupt = before is signal.default_int_handler or _module_of(before) == "asyncio.runners"
+        return before if callable(before) and not is_interrupt else None
 
     def _is_absorbed(self, number: int) -> bool:
         return number in self._absorbed and time.monotonic() < self._absorbed_until
@@ -193,6 +195,11 @@ class Signals:
     def _find_before(self, number: int) -> _Function | None:
         before = self._before.get(number, signal.SIG_DFL)
         return _die if before is signal.SIG_DFL else before if callable(before) else None
+
+
+def _module_of(handler: Any) -> str:
+    """Returns the module of a handler, which may be a `functools.partial`."""
+    return str(getattr(getattr(handler, "func", handler), "__module__", ""))
 
 
 def _die(number: int, _: FrameType | None) -> None:
