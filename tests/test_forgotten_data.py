@@ -80,7 +80,7 @@ def test_a_scaler_that_is_not_saved_is_named(tmp_path: Path, caplog: pytest.LogC
         assert ["scaler=scaler" in text for text in texts(caplog)] == [True]
 
 
-def test_an_evaluation_with_workers_that_persist_draws_no_number_of_training(tmp_path: Path) -> None:
+def test_an_evaluation_with_persistent_workers_draws_nothing_of_training(tmp_path: Path) -> None:
     """Its workers get their seed once in a process, also in one that was started again."""
 
     def life(place: Path, last: int) -> tuple[float, ...]:

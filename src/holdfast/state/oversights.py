@@ -140,7 +140,7 @@ def describe_unread(names: Sequence[str]) -> str:
 
 
 _PLAIN: Final = (
-    "training takes batches from a DataLoader, and no loader is saved, so a restart begins the data anew: use "
+    "training takes batches from a DataLoader, and no loader is saved, so a restart begins the data from scratch: use "
     "ResumableDataLoader or torchdata's StatefulDataLoader, and pass loader=loader. If your loop skips what was "
     "trained, ignore this"
 )
