@@ -158,9 +158,7 @@ class CheckpointManager:
         with explaining(self.participant):
             if self.participant is not None:
                 self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
-            self.emit = open_event_sinks(
-                self._storage, [self._totals, *options.sinks], keeps_journal=self.worker.is_leader
-            )
+            self.emit = open_event_sinks(self._storage, [self._totals, *options.sinks], is_leader=self.worker.is_leader)
             if cluster == "auto" and self.participant is None and (text := describe_lone_task(os.environ)):
                 self.emit(Warned(text=text))
             self._failures = PendingFailures(failures_allowed)

@@ -115,9 +115,9 @@ def _header_bytes(captured: Captured) -> int:
     return 4096 + 256 * len(captured.names)
 
 
-def open_event_sinks(storage: Storage, sinks: Iterable[Sink], *, keeps_journal: bool) -> Fanout:
+def open_event_sinks(storage: Storage, sinks: Iterable[Sink], *, is_leader: bool) -> Fanout:
     """Returns the log, the sinks, and on a local disk the run's journal; they also receive warnings of the storage."""
-    journal = [RunJournal(storage.url)] if keeps_journal and local_directory(storage) is not None else []
-    fanout = Fanout([LoggingSink(), *journal, *sinks])
+    journal = [RunJournal(storage.url)] if is_leader and local_directory(storage) is not None else []
+    fanout = Fanout([LoggingSink(is_leader=is_leader), *journal, *sinks])
     pass_on_warnings(storage, lambda text: fanout(Warned(text=text)))
     return fanout
