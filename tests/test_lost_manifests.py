@@ -13,8 +13,8 @@ from command_line import call, call_json, complaint
 from holdfast.catalog import find_lost, open_generation, read_catalog, record_base
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cluster import Cluster
-from holdfast.errors import NoWholeCheckpointError, UsageError
-from holdfast.events import Event, PassedOver, Retained, Warned
+from holdfast.errors import NoWholeCheckpointError, StorageFullError, UsageError
+from holdfast.events import Event, Failed, PassedOver, Retained, Warned
 from holdfast.events.sinks import encode_event
 from holdfast.format.records import make_base
 from holdfast.storage import LocalStorage
@@ -334,3 +334,41 @@ def test_all_workers_pass_over_the_same_one_and_it_stays(tmp_path: Path) -> None
     assert run_workers(2, go_on) == [(2, 1)] * 2
     assert sorted((tmp_path / THREE).iterdir()) == kept
     assert (tmp_path / "step-000000003.g0002" / "manifest.json").exists()
+
+
+def test_copies_that_are_gone_or_damaged_are_named_and_written_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_steps(run, 1, 2, 3)
+    copies = sorted(run.glob("step-*/committed"))
+    whole = [copy.read_bytes() for copy in copies]
+    copies[0].unlink()
+    copies[1].write_bytes(whole[1][:-7])
+    document = call_json("verify", run, "--all")
+    assert document["is_whole"]
+    assert [step["has_copy"] for step in document["steps"]] == [False, False, True]
+    assert call("verify", run, "--all").stdout.count("committed, the copy of its manifest, is missing or damaged") == 2
+    save_steps(run, 4)
+    assert [copy.read_bytes() for copy in copies] == whole
+    assert all(step["has_copy"] for step in call_json("verify", run, "--all")["steps"])
+
+
+def test_a_copy_that_found_no_room_ends_no_training_and_is_tried_again(tmp_path: Path) -> None:
+    class Tight(LocalStorage):
+        full = True
+
+        def write(self, path: str, data: bytes) -> None:
+            if self.full and path == "step-000000002.g0001/committed":
+                raise StorageFullError("no room", path=path)
+            super().write(path, data)
+
+    storage, events = Tight(tmp_path), list[Event]()
+    with hf.CheckpointManager(storage, hf.Checkpoint(weights=np.zeros(100)), sinks=[events.append]) as manager:
+        for step in (1, 2, 3):
+            manager.save(step)
+        manager.wait()
+        assert not (tmp_path / "step-000000002.g0001" / "committed").exists()
+        storage.full = False
+        manager.save(4)
+    assert len(list(tmp_path.glob("step-*/committed"))) == 4
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert (failed.stage, failed.step, failed.save_lost) == ("retain", 2, False)

@@ -5,11 +5,12 @@ import copy
 import dataclasses
 import enum
 import itertools
+import json
 import random
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis.extra import numpy as hnp
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import ApplyError, FormatError, UnsupportedValueError, UsageError
+from holdfast.format.codecs import register_type
 from holdfast.format.encoding import MAX_VALUES
 from holdfast.format.shapes import may_share_elements
 from holdfast.state.adapters import StateAdapter
@@ -562,6 +564,58 @@ def test_an_adapter_of_two_functions_is_enough() -> None:
     bring_back(store(x=source), {"x": live})
     assert live.value == 4
     assert match(store(x=source), {"x": Counter()}).differences.wrong_kind
+
+
+class Transition(NamedTuple):
+    state: Any
+    action: int
+    following: Any
+
+
+def of_rows(number: int) -> dict[str, Any]:
+    """What programs keep in a replay buffer, each kind by name."""
+    state = np.full(3, number, np.float32)
+    return {
+        "tuples": (state, number, 0.5 * number, number % 2 == 0),
+        "named": Transition(state.copy(), number, None if number % 3 == 0 else np.arange(number % 5)),
+        "dicts": {"s": state[::2], "a": np.int64(number), "r": float("nan") if number == 7 else -0.0, "text": "é"},
+        "lists": [state.astype(">f4"), 1 << (number * 2), b"x"],
+        "nested": ((state,), [number, None], {"a": state[:0]}),
+        "unlike": (number,) * (number % 2 + 1),
+        "scalars": number - 20.5,
+        "arrays": state,
+        "odd keys": {number % 2: state, "$": 1},
+    }
+
+
+@pytest.mark.parametrize("kind", of_rows(0))
+@pytest.mark.parametrize("container", [collections.deque, list, tuple])
+def test_long_sequences_are_stored_like_short_ones(kind: str, container: Any) -> None:
+    register_type(Transition)
+    rows = [of_rows(number)[kind] for number in range(40)]
+    stored = store(x=container(rows))
+    nodes = stored.objects["x"] if container is list else stored.objects["x"]["v"]
+    for number, (row, node) in enumerate(zip(rows, nodes, strict=True)):
+        alone = json.dumps(store(x=[row]).objects["x"][0]).replace('"x/0', f'"x/{number}')
+        assert json.dumps(node) == alone
+    live: dict[str, Any] = {"x": container()}
+    bring_back(stored, live)
+    assert type(live["x"]) is container
+    for row, restored in zip(rows, live["x"], strict=True):
+        assert repr(restored) == repr(row).replace("dtype='>f4'", "dtype=float32")
+
+
+def test_arrays_of_long_sequences_stay_one_where_they_are_one() -> None:
+    states = [np.full(2, float(number)) for number in range(41)]
+    buffer = collections.deque((states[number], number, states[number + 1]) for number in range(40))
+    stored = store(first=[states[3]], buffer=buffer, last={"state": states[40]}, own=PerWorker(collections.deque()))
+    assert len(stored.specs) == 41
+    live: dict[str, Any] = {"first": [], "buffer": collections.deque(), "last": {}}
+    live["own"] = PerWorker(collections.deque())
+    bring_back(stored, live)
+    assert all(one[2] is two[0] for one, two in itertools.pairwise(live["buffer"]))
+    assert live["buffer"][3][0] is live["first"][0]
+    assert live["buffer"][39][2] is live["last"]["state"]
 
 
 def test_random_generators_come_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import holdfast as hf
 from holdfast.catalog import read_catalog
+from holdfast.cli.main import holdfast
 from holdfast.events import Event, WitnessAgreed, WitnessDiffers
 from holdfast.storage import LocalStorage
 from holdfast.witness.batches import digest_batch
@@ -59,9 +62,11 @@ def test_killed_runs_say_whether_they_repeat_the_same(tmp_path: Path) -> None:
         assert all(line.startswith(start) for line, start in zip(lines, wanted, strict=True)), (case, lines)
 
 
-def train(directory: Path, steps: int, *, events: list[Event] | None = None, **options: Any) -> None:
+def train(
+    directory: Path, steps: int, *, events: list[Event] | None = None, first: float = 0.0, **options: Any
+) -> None:
     """Trains, in this process, and leaves the run with an error after so many steps."""
-    weights = np.zeros(3)
+    weights = np.zeros(3) + first
     seen: list[Event] = [] if events is None else events
     try:
         with hf.resumable(
@@ -226,3 +231,27 @@ def test_batches_of_torch_and_jax_are_seen_without_a_copy() -> None:
     assert digest_batch(torch.ones(3, requires_grad=True)) & 1 == 0
     for unseen in (torch.ones(3, device="meta"), torch.ones(2, 2).to_sparse()):
         assert digest_batch(unseen) & 1 == 1
+
+
+def test_show_and_diff_say_what_the_records_of_runs_have(tmp_path: Path) -> None:
+    def ask(*words: object) -> Any:
+        found = CliRunner().invoke(holdfast, [*map(str, words)])
+        assert found.exit_code == 0, found.output
+        return json.loads(found.stdout) if "--json" in words else found.stdout
+
+    train(tmp_path / "a", 17)
+    train(tmp_path / "a", 23)
+    train(tmp_path / "b", 23, first=3.0)
+    train(tmp_path / "c", 23)
+    witness = ask("show", tmp_path / "a", "--json")["witness"]
+    assert witness["last_step"] == 23
+    assert witness["first_step"] <= 6
+    assert witness["last_comparison"]["text"] == "steps 16 to 17 were repeated with the same loss"
+    assert "last restart: steps 16 to 17 were repeated" in ask("show", tmp_path / "a")
+    for other, at in (("b", "first_step"), ("c", None)):
+        found = ask("diff", tmp_path / "a", tmp_path / other, "--json")["witness"]
+        assert found.keys() == {"loss"}
+        assert found["loss"]["last_step"] == 23
+        assert found["loss"]["differs_at"] == (None if at is None else found["loss"][at])
+    assert "to 23: is the same\n" in ask("diff", tmp_path / "a", tmp_path / "c")
+    assert ask("diff", f"{tmp_path}/a@10", f"{tmp_path}/a@15", "--json")["witness"] is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -126,6 +127,10 @@ def check_same(lives: Sequence[Life], untouched: Life) -> None:
     for number, life in enumerate(lives):
         strange = [line for line in life.lines if line not in expected]
         assert not strange, f"life {number}: {strange[:3]}"
+        # The witness says the same of it.
+        assert " was repeated with " not in re.sub("was repeated with the same (data|loss)", "", life.errors), (
+            life.errors
+        )
     assert lives[-1].lines[-1] == untouched.lines[-1]
     assert expected == {line for life in lives for line in life.lines}
 

@@ -10,12 +10,16 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from msgspec import to_builtins
 
 from holdfast.catalog import add_late_metrics, exists, is_committed, read_catalog
 from holdfast.cli.survey import State, checkpoint_bytes, manifest_fields, name_fields
 from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, NoWholeCheckpointError
+from holdfast.events import WitnessAgreed, WitnessDiffers, read_events
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.encoding import MAX_DEPTH, escape, path_part
 from holdfast.format.index import StoredBox
@@ -24,6 +28,7 @@ from holdfast.format.records import MAX_MANIFEST_BYTES, Manifest, decode_manifes
 from holdfast.format.scalars import DECODERS, Malformed, Node, decode_numpy
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
+from holdfast.witness.ring import DATA, LOSS, differs, read_ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,3 +411,35 @@ def _key_part(key: Node, place: int) -> str:
     if type(key) is dict and key.get("$") == "tuple" and len(text := describe(key)) <= 64:
         return escape(text)
     return str(place)
+
+
+def read_witness(target: RunTarget) -> dict[str, Any] | None:
+    """Returns the records of the last steps of a run, and how the last repeated ones compared; None without records."""
+    records = {} if target.is_step else read_ring(target.storage, 0)
+    if not records:
+        return None
+    events = read_events(Path(target.storage.url) / "events.jsonl")
+    compared = [event for event in events if isinstance(event, WitnessAgreed | WitnessDiffers)]
+    last = {**to_builtins(compared[-1]), "text": str(compared[-1])} if compared else None
+    return {"first_step": min(records), "last_step": max(records), "last_comparison": last}
+
+
+def compare_witnesses(a: RunTarget, b: RunTarget) -> dict[str, Any] | None:
+    """Returns the first steps of two runs with other data, or another loss; None if no step can be compared."""
+    if a.is_step or b.is_step or a.storage.url == b.storage.url:
+        return None
+    before, now = read_ring(a.storage, 0), read_ring(b.storage, 0)
+    found: dict[str, Any] = {}
+    for name, bit in (("data", DATA), ("loss", LOSS)):
+        pairs = [(before[step], now[step]) for step in sorted(before.keys() & now.keys())]
+        pairs = [pair for pair in pairs if pair[0].known & pair[1].known & bit]
+        if bit == DATA:
+            pairs = [pair for pair in pairs if not (pair[0].data ^ pair[1].data) & 1]
+        if pairs:
+            other = (one.step for one, two in pairs if differs(one, two) & bit)
+            found[name] = {
+                "first_step": pairs[0][0].step,
+                "last_step": pairs[-1][0].step,
+                "differs_at": next(other, None),
+            }
+    return found or None

@@ -178,7 +178,8 @@ class Encoder:
         self._tally.add(len(value), path)
         nodes: list[Node] = []
         for index, element in enumerate(value):
-            if type(element) is int and -(1 << 63) <= element < 1 << 63:
+            cls = type(element)
+            if cls is bool or (cls is int and -(1 << 63) <= element < 1 << 63):
                 nodes.append(element)
             else:
                 nodes.append(self.encode(element, f"{path}/{index}", depth))

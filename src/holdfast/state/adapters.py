@@ -290,8 +290,9 @@ class Adapter:
         follow_optimizers: For objects that optimizers train: calls a function with each optimizer that has stepped, on
             the thread that stepped it; returns a function that ends that.
         follow_batches: For objects that may give batches: is passed one, and a function to call with each batch that
-            training takes from it. Returns what ends that, and what decides which batches come, as far as the program
-            announces it (the batch size, say); None if the object gives none, or is followed already.
+            training takes from it. Returns what ends that; None if the object gives none, or is followed already.
+        facts_of_batches: For such an object, returns what decides which batches come, as far as the program announces
+            it: the batch size, say.
     """
 
     kind: str = ""
@@ -299,7 +300,8 @@ class Adapter:
     is_per_worker: bool = False
     knows_wrappers: bool = False
     follow_optimizers: Callable[[Callable[[Any], None]], Callable[[], None]] | None = None
-    follow_batches: Callable[[Any, Callable[[Any], None]], tuple[Callable[[], object], object] | None] | None = None
+    follow_batches: Callable[[Any, Callable[[Any], None]], Callable[[], object] | None] | None = None
+    facts_of_batches: Callable[[Any], object] = staticmethod(lambda _: None)
 
     def check(self, obj: Any, path: str) -> None:
         """Checks that an object is not one whose state is incomplete.

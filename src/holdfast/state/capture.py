@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter, itemgetter
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.state.adapters import Adapter, CaptureContext, Readable
-from holdfast.state.array_look import look_at
+from holdfast.state.array_look import look_at, split_rows
 from holdfast.state.capture_cache import (
     LEAST_PARTS,
     CachedTree,
@@ -126,17 +126,6 @@ def check_capture(
             sharing.holders = holders.get(name, range(worker.world_size))
             trial.encode(obj, escape(name))
         return trial.captured({})
-
-
-def check_objects(objects: Mapping[str, object]) -> None:
-    """Checks that no object is a wrapper whose state on each worker is a different part, without a description.
-
-    Raises:
-        UnsupportedValueError: If one is; the error says what to use instead.
-    """
-    for name, root in objects.items():
-        for path, obj, adapter in find_stateful(root, escape(name)):
-            (adapter or _ANY).check(obj, path)
 
 
 _ANY = Adapter()
@@ -462,19 +451,38 @@ class _Capturing(Encoder):
         of = self._sharing
         return depth, of.worker, of.is_own, of.holders, of.is_trained, of.trained, of.renewed
 
-    def _leaf(self, array: Any, backend: ArrayBackend, path: str) -> str:
-        spec = backend.spec(array, path)
-        memory = backend.name, backend.alias_key(array)
+    def encode_list(self, value: Collection[Any], path: str, depth: int) -> list[Node]:
+        """See `Encoder`. The rows of a long sequence, such as a replay buffer's, are encoded all at once."""
+        is_shared = not (self._sharing.worker.is_alone or self._sharing.is_own)
+        if len(value) < LEAST_PARTS or is_shared or self._is_remembering or depth >= MAX_DEPTH:
+            return super().encode_list(value, path, depth)
+        rows = split_rows(value)
+        self.count(rows.total, path)
+        paths, nodes = rows.list_paths(path), rows.values.copy()
+        for cls, places, values in rows.list_groups():
+            backend = None if cls in ENCODERS or sharder_of_type(cls) is not None else backend_of_type(cls)
+            plain = None if backend is None else backend.try_plain(values)
+            if backend is None or plain is None:
+                for place, one in zip(places, values, strict=True):
+                    nodes[place] = self.encode(one, paths[place], depth + rows.depth)
+                continue
+            for place, one, *look in zip(places, values, plain.specs, plain.alias_keys, plain.addresses, strict=True):
+                nodes[place] = {"$": "array", "k": backend.name, "v": self._leaf(one, backend, paths[place], look)}
+        return rows.join(nodes)
+
+    def _leaf(self, array: Any, backend: ArrayBackend, path: str, look: Sequence[Any] = ()) -> str:
+        """Returns the leaf of an array; `look` has its description, key and address, if these are known."""
+        spec, key, address = look or (backend.spec(array, path), backend.alias_key(array), None)
+        memory = backend.name, key
         known = self._find(array, memory)
         if known is not None and not known.is_own:
             raise _in_both(path, known.leaf)
         if known is None:
             leaf = self._unique(path)
             place, replica = len(self._columns.names), len(self._sharing.replicas)
-            self._leaves[memory] = known = CapturedLeaf(
-                leaf, range(place, place + 1), range(replica, replica), is_own=True
-            )
-            self._add(leaf, spec, array, backend.address(array), backend, (array, (0, ())))
+            known = CapturedLeaf(leaf, range(place, place + 1), range(replica, replica), is_own=True)
+            self._leaves[memory] = known
+            self._add(leaf, spec, array, address or backend.address(array), backend, (array, (0, ())))
             self._sharing.note_form(leaf, spec)
         self._note(array, known)
         return known.leaf

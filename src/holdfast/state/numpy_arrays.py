@@ -28,14 +28,14 @@ class NumpyBackend:
 
     def spec(self, array: Any, path: str) -> ArraySpec:
         """Returns the array's description."""
-        dtype = _DTYPES.get(array.dtype.name)
+        dtype = _name_of(array.dtype)
         if type(array) is not np.ndarray:
             raise UnsupportedValueError(
                 f"{path}: an array of type {type(array).__module__}.{type(array).__qualname__} cannot be stored",
                 path=path,
                 hint="Store numpy.asarray(...) of it, or register a codec for its type.",
             )
-        if dtype is None:
+        if not dtype:
             raise UnsupportedValueError(
                 f"{path}: an array of dtype {array.dtype} cannot be stored",
                 path=path,
@@ -54,7 +54,7 @@ class NumpyBackend:
 
     def address(self, array: Any) -> int | None:
         """Returns the address of an array with the stored layout."""
-        if not (array.size and array.flags.c_contiguous and array.dtype.newbyteorder("<") == array.dtype):
+        if not (array.size and array.flags.c_contiguous and _stored_as(array.dtype)):
             return None
         return int(array.__array_interface__["data"][0])
 
@@ -133,9 +133,15 @@ def _find_layout(array: Any) -> tuple[int, ...] | None:
 
 
 @lru_cache(maxsize=1 << 10)
+def _name_of(dtype: Any) -> str:
+    """Returns the element type of a dtype; empty if there is none."""
+    return _DTYPES.get(dtype.name, "")
+
+
+@lru_cache(maxsize=1 << 10)
 def _stored_as(dtype: Any) -> str:
     """Returns the element type with which arrays are stored byte for byte; empty if there is none."""
-    return _DTYPES.get(dtype.name, "") if dtype.newbyteorder("<") == dtype else ""
+    return _name_of(dtype) if dtype.newbyteorder("<") == dtype else ""
 
 
 @lru_cache(maxsize=1 << 10)

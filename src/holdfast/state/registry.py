@@ -258,6 +258,17 @@ def may_change_when_read(root: object) -> bool:
     return any(adapter is not None and adapter.readable(part) is Readable.WHEN_SAVED for _, part, adapter in found)
 
 
+def check_objects(objects: Mapping[str, object]) -> None:
+    """Checks that no object is a wrapper whose state on each worker is a different part, without a description.
+
+    Raises:
+        UnsupportedValueError: If one is; the error says what to use instead.
+    """
+    for name, root in objects.items():
+        for path, obj, adapter in find_stateful(root, escape(name)):
+            (adapter or Adapter()).check(obj, path)
+
+
 def state_paths(live: object, path: str, *, only_objects: bool = False) -> list[str]:
     """Returns the paths of objects with state in a live value, and of its arrays."""
     found = _walk(live, is_sought=lambda _: not only_objects)
@@ -332,17 +343,18 @@ def _walk(
         cls = type(value)
         if cls in ENCODERS or id(value) in seen:
             continue
-        library = backend_of_type(cls) or sharder_of_type(cls)
+        is_plain = cls in _PLAIN_CONTAINERS
+        library = None if is_plain else backend_of_type(cls) or sharder_of_type(cls)
         if library is not None:
             if is_sought(library):
                 yield trail, value, library
             continue
-        adapter = adapter_of(value)
+        adapter = None if is_plain else adapter_of(value)
         if adapter is not None:
             yield trail, value, adapter
             continue
         seen[id(value)] = value
-        if not isinstance(value, type) and callable(getattr(value, "prepare_for_checkpoint", None)):
+        if not (is_plain or isinstance(value, type)) and callable(getattr(value, "prepare_for_checkpoint", None)):
             yield trail, value, None
         # Most parts are values or arrays, of which there may be very many.
         if isinstance(value, dict):

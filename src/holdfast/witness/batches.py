@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from numbers import Number
@@ -119,35 +118,26 @@ def _take_apart(value: Any) -> Mapping[Any, Any]:
 
 
 class BatchLog:
-    """The batches that a loader has given, and that no counted step has taken yet.
+    """The batches that training took from a loader since the last counted step.
 
     Attributes:
         name: The loader, for people.
-        facts: Decides which batches come, as far as the program announces it: the batch size, say.
-        ahead: Returns how many of the newest batches belong to a later step, because a framework looks ahead.
+        facts: Returns what decides which batches come, as far as the program announces it: the batch size, say.
     """
 
-    def __init__(self, name: str, facts: object, ahead: Callable[[], int]) -> None:
-        self.name, self.facts, self.ahead = name, facts, ahead
-        self._digests: deque[int] = deque()
-        self._folded = (0, 0)
+    def __init__(self, name: str, facts: Callable[[], object]) -> None:
+        self.name, self.facts = name, facts
+        self._taken = (0, 0)
 
     def add(self, batch: Any) -> None:
-        """Called with each batch, when it is given."""
-        self._digests.append(digest_batch(batch))
-        if len(self._digests) > _MOST_VALUES:
-            self._fold()
+        """Called with each batch, when training takes it."""
+        (number, state), found = self._taken, digest_batch(batch)
+        self._taken = number + 1, _hash(_INTEGER.pack(found), state) & ~1 | (state | found) & 1
 
     def take(self) -> tuple[int, int]:
         """Returns how many batches the step took that is counted now, and a digest of them like that of a batch."""
-        for _ in range(len(self._digests) - self.ahead()):
-            self._fold()
-        taken, self._folded = self._folded, (0, 0)
+        taken, self._taken = self._taken, (0, 0)
         return taken
-
-    def _fold(self) -> None:
-        (number, state), found = self._folded, self._digests.popleft()
-        self._folded = number + 1, _hash(_INTEGER.pack(found), state) & ~1 | (state | found) & 1
 
 
 def combine(taken: list[tuple[int, int]]) -> tuple[int, int]:

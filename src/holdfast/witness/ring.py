@@ -7,6 +7,7 @@ volume that is full or gone would end the program; a write returns an error. Wha
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import stat
 import struct
@@ -56,6 +57,12 @@ class StepRecord(NamedTuple):
     batches: int
     data: int
     loss: float
+
+
+def differs(before: StepRecord, now: StepRecord) -> int:
+    """**Pure.** Returns DATA if two steps took other data, LOSS if they gave another loss, or the sum."""
+    is_same_loss = before.loss == now.loss or (math.isnan(before.loss) and math.isnan(now.loss))
+    return (DATA if (before.batches, before.data) != (now.batches, now.data) else 0) | (0 if is_same_loss else LOSS)
 
 
 def write_record(ring: int, record: StepRecord) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 from collections import deque
@@ -23,7 +22,7 @@ from holdfast.format.records import Worker
 from holdfast.state.registry import backend_of, list_members
 from holdfast.storage import Storage
 from holdfast.witness.batches import BatchLog, combine
-from holdfast.witness.ring import DATA, LOSS, StepRecord, read_ring, try_open_ring, write_record
+from holdfast.witness.ring import DATA, LOSS, StepRecord, differs, read_ring, try_open_ring, write_record
 
 P = ParamSpec("P")
 
@@ -109,25 +108,24 @@ class Witness:
         }
         for path, obj, adapter in list_members(objects):
             if adapter.follow_batches is not None:
-                self.follow(path, partial(adapter.follow_batches, obj))
+                self.follow(path, partial(adapter.follow_batches, obj), partial(adapter.facts_of_batches, obj))
 
     def follow(
         self,
         name: str,
-        follow: Callable[[Callable[[Any], None]], tuple[Callable[[], object], object] | None],
-        ahead: Callable[[], int] = lambda: 0,
+        follow: Callable[[Callable[[Any], None]], Callable[[], object] | None],
+        facts: Callable[[], object],
     ) -> None:
         """Follows what gives batches, until the end.
 
         Args:
             name: Its name, for people.
-            follow: As `Adapter.follow_batches`, of one object.
-            ahead: See `BatchLog`.
+            follow: Is passed a function to call with each batch that training takes; returns what ends that, or None
+                if that is impossible, or done already.
+            facts: See `BatchLog`.
         """
-        log = BatchLog(name, None, ahead)
-        found = follow(partial(self._see, log))
-        if found is not None:
-            undo, log.facts = found
+        log = BatchLog(name, facts)
+        if (undo := follow(partial(self._see, log))) is not None:
             self._undo.append(undo)
             self._logs.append(log)
 
@@ -175,7 +173,7 @@ class Witness:
                 self._compare(record)
 
     def _find_contexts(self) -> tuple[int, int]:
-        about = repr([self._worker.world_size, self._worker.rank, [(log.name, log.facts) for log in self._logs]])
+        about = repr([self._worker.world_size, self._worker.rank, [(log.name, log.facts()) for log in self._logs]])
         first, second = about.encode(errors="replace"), repr(_describe_machine()).encode()
         return xxhash.xxh32_intdigest(first), xxhash.xxh32_intdigest(first + second)
 
@@ -195,10 +193,10 @@ class Witness:
                 known &= LOSS
             if (before.loss_context, before.loss_line) != (now.loss_context, now.loss_line):
                 known &= DATA
-            is_same_loss = before.loss == now.loss or (math.isnan(before.loss) and math.isnan(now.loss))
-            if known & DATA and (before.batches, before.data) != (now.batches, now.data):
+            differing = known & differs(before, now)
+            if differing & DATA:
                 self._differ(now.step, "data", known, before.batches, now.batches)
-            elif known & LOSS and not is_same_loss:
+            elif differing:
                 self._differ(now.step, "loss", known, before.loss, now.loss)
             elif known:
                 self._agreed.append((now.step, known))

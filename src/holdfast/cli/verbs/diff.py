@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from holdfast.catalog import is_committed
-from holdfast.cli.contents import Contents, Heading, read_checkpoint
+from holdfast.cli.contents import Contents, Heading, compare_witnesses, read_checkpoint
 from holdfast.cli.difference import WINDOW_BYTES, LeafChange, ValueChange, compare_values, find_changed, measure
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.screen import (
@@ -83,10 +83,16 @@ def command(
     found = CheckpointDifference(
         heading_a, heading_b, tuple(changes), same, tuple(values), not quick, tuple(contents_a.objects)
     )
+    witness = compare_witnesses(sides[0][0], sides[1][0])
     if as_json:
-        write_json(sys.stdout, "diff", {**found.fields(), "seconds": time.monotonic() - begun_at})
+        write_json(sys.stdout, "diff", {**found.fields(), "witness": witness, "seconds": time.monotonic() - begun_at})
     else:
-        _show(Screen(sys.stdout), found, None if show_all else _SHOWN)
+        screen = Screen(sys.stdout)
+        _show(screen, found, None if show_all else _SHOWN)
+        for what, one in (witness or {}).items():
+            at = one["differs_at"]
+            how = "is the same" if at is None else f"first differs at step {at}"
+            screen.say(f"{what} of steps {one['first_step']} to {one['last_step']}: {how}")
     if with_code and not found.is_same:
         raise click.exceptions.Exit(ExitCode.DIFFERENT)
 

@@ -8,11 +8,20 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import click
 
-from holdfast.cli.contents import Array, Contents, Heading, count_values, describe, list_values, read_checkpoint
+from holdfast.cli.contents import (
+    Array,
+    Contents,
+    Heading,
+    count_values,
+    describe,
+    list_values,
+    read_checkpoint,
+    read_witness,
+)
 from holdfast.cli.screen import (
     FAINT,
     GOOD,
@@ -60,11 +69,11 @@ def command(run: str, names: tuple[str, ...], depth: int, largest: int, as_json:
         page = ContentsPage(Screen(sys.stdout))
         if selection is None:
             # First, so that it is seen also where an index is damaged.
-            page.show_heading(heading)
+            page.show_heading(heading, read_witness(target))
     if isinstance(contents, DamageError):
         raise contents
     if page is None:
-        document = contents.document(selection)
+        document = {**contents.document(selection), "witness": read_witness(target)}
         _check_found(contents, selection, target)
         write_json(sys.stdout, "show", document)
     elif selection is None:
@@ -94,8 +103,8 @@ class ContentsPage:
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
 
-    def show_heading(self, heading: Heading) -> None:
-        """Writes what the manifest records."""
+    def show_heading(self, heading: Heading, witness: Mapping[str, Any] | None) -> None:
+        """Writes what the manifest records, and what the witness does."""
         manifest = heading.manifest
         standing: Words = ""
         if heading.is_newest:
@@ -123,6 +132,7 @@ class ContentsPage:
             "metadata": shortened(json.dumps(manifest.metadata, ensure_ascii=False), _MAX_NOTE_CHARACTERS)
             if manifest.metadata
             else "",
+            "witness": _witness_text(witness) if witness else "",
         }
         rows: list[list[Words]] = [[(label, FAINT), text] for label, text in facts.items() if text]
         self._screen.table(["", ""], rows, indent=2)
@@ -209,6 +219,13 @@ class ContentsPage:
 
     def _size(self, size_bytes: int) -> str:
         return self._screen.size(size_bytes, unit="")
+
+
+def _witness_text(witness: Mapping[str, Any]) -> str:
+    last = witness["last_comparison"]
+    return f"steps {witness['first_step']} to {witness['last_step']}" + (
+        f"; last restart: {last['text']}" if last else ""
+    )
 
 
 def _list_text(numbers: Sequence[int]) -> str:

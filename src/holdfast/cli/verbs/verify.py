@@ -30,8 +30,9 @@ from holdfast.cli.survey import State, name_fields, problem_fields
 from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step, find_target, no_living
 from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.events.kinds import size_text, time_text
-from holdfast.format.names import StepName
+from holdfast.format.names import COMMITTED_NAME, StepName
 from holdfast.restore.verify import Checked, count_unread, open_step, spares_restore, verify_data
+from holdfast.save.commit.publish import has_copy
 from holdfast.storage import Storage
 
 _THREADS: Final = max(2, min(4, os.cpu_count() or 1))
@@ -253,10 +254,17 @@ class VerifyReport:
         )
         if verdict.outcome is CheckOutcome.REMOVED:
             return
+        if not self._has_copy(verdict):
+            copy = f"{COMMITTED_NAME}, the copy of its manifest, is missing or damaged"
+            screen.say("    ", f"{copy}; no restore needs it, and the next start of the job writes it")
         for problem in verdict.problems[:_SHOWN_PROBLEMS]:
             screen.say("    ", problem.message)
         if len(verdict.problems) > _SHOWN_PROBLEMS:
             screen.say(f"    and {len(verdict.problems) - _SHOWN_PROBLEMS} more places (--json names them all)")
+
+    def _has_copy(self, verdict: CheckVerdict) -> bool:
+        is_whole = verdict.outcome in (CheckOutcome.WHOLE, CheckOutcome.RESTORABLE)
+        return not is_whole or has_copy(self.target.storage, verdict.directory)
 
     def show_sum(self, screen: Screen) -> None:
         """Writes a summary, and what it means for a restore."""
@@ -305,6 +313,7 @@ class VerifyReport:
                     "read_bytes": verdict.read_bytes,
                     "seconds": verdict.seconds,
                     "problems": [problem_fields(problem) for problem in verdict.problems],
+                    "has_copy": self._has_copy(verdict),
                 }
                 for verdict in self.verdicts
             ],

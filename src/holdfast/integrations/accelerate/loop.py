@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any, Final
 
 from accelerate.data_loader import DataLoaderDispatcher
@@ -80,9 +81,24 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
     for place in places:
         # The loop goes on where it was by the loader: it need not ask for the step.
         place.on_resume = lambda: progress.begin_where_it_was(run)
+        number = places.index(place)
+        facts = lambda place=place: (accelerator.gradient_accumulation_steps, place.describe())  # noqa: E731
+        run.manager.witness.follow(f"prepared loader {number}", place.follow_batches, facts)
+    _see_losses(accelerator, run)
     for text in {place.caveat for place in places if place.caveat}:
         run.manager.emit(Warned(text=text))
     return run
+
+
+def _see_losses(accelerator: Any, run: Run) -> None:
+    plain = getattr(accelerator.backward, "__wrapped__", accelerator.backward)
+
+    @wraps(plain)
+    def backward(loss: Any, **options: Any) -> None:
+        run.manager.witness.note_loss(loss)
+        plain(loss, **options)
+
+    accelerator.backward = backward
 
 
 def check_strategy(accelerator: Any) -> None:

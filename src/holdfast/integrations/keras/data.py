@@ -88,6 +88,8 @@ class Feed:
         self._pending: PlaceInData | None = None
         self._opening: Any = None
         self._has_looked = False
+        # A function to call with each batch that a step takes; None for none. TensorFlow takes them within its graph.
+        self._see: Callable[[Any], None] | None = None
         iterator._enumerate_iterator = self._enumerate
         iterator._get_iterator = self._get_iterator
 
@@ -95,6 +97,18 @@ class Feed:
     def counts_batches(self) -> bool:
         """True if it is known which batch is the last one of an epoch."""
         return bool(self._iterator.steps_per_epoch or self._iterator.data_adapter.num_batches)
+
+    def follow_batches(self, see: Callable[[Any], None]) -> Callable[[], object] | None:
+        """Sets what is called with each batch that a step takes; returns what ends that, or None with TensorFlow."""
+        if keras.backend.backend() == "tensorflow":
+            return None
+        self._see = see
+        return lambda: setattr(self, "_see", None)
+
+    def describe(self) -> object:
+        """Returns what decides which batches come, as far as the program announces it."""
+        iterator, adapter = self._iterator, self._iterator.data_adapter
+        return iterator.steps_per_execution, iterator.steps_per_epoch, adapter.batch_size, adapter.num_batches
 
     def resume(self, place: PlaceInData) -> None:
         """Resumes the data at that position, in the epoch that begins next."""
@@ -169,7 +183,16 @@ class Feed:
         self._listener.end_step(is_last=True)
 
     def _get_iterator(self) -> Any:
-        """Replaces `EpochIterator._get_iterator`: notes with which random numbers a pass begins."""
+        """Replaces `EpochIterator._get_iterator`."""
+        return self._open() if self._see is None else map(self._pass_on, self._open())
+
+    def _pass_on(self, batch: Any) -> Any:
+        if self._see is not None:
+            self._see(batch)
+        return batch
+
+    def _open(self) -> Any:
+        """Returns the batches of a pass, and notes with which random numbers it begins."""
         pending, self._pending = self._pending, None
         if pending is None:
             opening = self.read_random() if self._opening is None else self._opening

@@ -170,6 +170,7 @@ class FitRun(keras.callbacks.Callback):
         self._end.atexit = False
         run.__enter__()
         self._run = run
+        run.manager.witness.follow("the training data", self._feed.follow_batches, self._feed.describe)
         _RUNNING.add(self)
         self._initial_epoch = model._initial_epoch
         if run.restored is not None:
@@ -197,6 +198,8 @@ class FitRun(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes the step's metrics."""
         self._logs = dict(logs or {})
+        if self._run is not None and "loss" in self._logs:
+            self._run.manager.witness.note_loss(self._logs["loss"])
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Counts the last step of the epoch, after the other callbacks have handled its end."""

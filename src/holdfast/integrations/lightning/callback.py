@@ -118,6 +118,13 @@ class Resumable(Callback):
             self._fit.forget()
         self._fit = Fit(trainer, self._directory, self._options)
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Called by Lightning."""
+        if self._fit is not None:
+            self._fit.see_loss(outputs)
+
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, Final
@@ -44,6 +44,7 @@ from holdfast.integrations.torch.draws import (
     write_parts,
 )
 from holdfast.integrations.torch.evaluations import Evaluation
+from holdfast.integrations.torch.loader import describe_loader
 from holdfast.integrations.torch.places import DataPlace
 from holdfast.run import Run, resumable
 from holdfast.state import RNG
@@ -71,6 +72,7 @@ class Fit:
         self.has_validated = False
         self._trainer, self._directory, self._options = trainer, directory, options
         self._is_in_epoch = False
+        self._see: Callable[[Any], None] | None = None
         self._followed: list[DataPlace | None] = []
         # The generators before the program made its loaders: of those in use, and of those that it is to make again.
         self._made_with: dict[str, Any] = {}
@@ -107,6 +109,7 @@ class Fit:
         self._replace(loop.epoch_loop, "on_run_start", self._begin_epoch)
         self._replace(loop.epoch_loop, "on_advance_end", self._end_batch)
         self._replace(loop.epoch_loop.val_loop, "run", self._validate)
+        self._replace(self._trainer.precision_plugin, "convert_input", self._see_batch)
         self._replace(loop.epoch_loop.val_loop, "setup_data", self._note_validation)
         self._replace(loop._data_source, "dataloader", partial(self._make_loaders, "training"))
         self._replace(loop.epoch_loop.val_loop._data_source, "dataloader", partial(self._make_loaders, "validation"))
@@ -170,6 +173,7 @@ class Fit:
             return
         run = resumable(self._directory, Checkpoint(**objects), **self._options)
         run.__enter__()
+        run.manager.witness.follow("the training loader", self._follow_batches, self._describe_loaders)
         self.run = run
         if self._trained.loaded is None:
             if trainer.global_step and trainer.lightning_module.automatic_optimization:
@@ -338,6 +342,26 @@ class Fit:
         if self._random is not None:
             RNG().load_state_dict(self._random)
         self._progress = self._places = self._random = None
+
+    # The witness sees each batch as training takes it, whichever loader it is from, and before it is on a device.
+
+    def _follow_batches(self, see: Callable[[Any], None]) -> Callable[[], object]:
+        self._see = see
+        return lambda: setattr(self, "_see", None)
+
+    def _describe_loaders(self) -> object:
+        combined = self._trainer.fit_loop._combined_loader
+        return self._trainer.accumulate_grad_batches, [describe_loader(loader) for loader in combined.flattened]
+
+    def _see_batch(self, original: Callable[[Any], Any], batch: Any) -> Any:
+        if self._see is not None and self._trainer.training:
+            self._see(batch)
+        return original(batch)
+
+    def see_loss(self, outputs: Any) -> None:
+        """Called with what a training step has returned."""
+        if self.run is not None and isinstance(outputs, Mapping):
+            self.run.manager.witness.note_loss(outputs.get("loss"))
 
     # The end of a step, and of the fit.
 

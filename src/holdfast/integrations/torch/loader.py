@@ -9,7 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import resource_tracker
 from types import SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple
@@ -411,13 +411,17 @@ class LoaderAdapter(SamplerAdapter):
             "sampler's own, or the whole epoch at once"
         )
 
-    def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> tuple[Callable[[], object], object] | None:
+    def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> Callable[[], object] | None:
         """See `Adapter`."""
         draws = getattr(obj, "__dict__", {}).get("_kept_draws")
         if draws is None or draws.see is not None:
             return super().follow_batches(obj, call)
         draws.see = call
-        return lambda: setattr(draws, "see", None), obj.batch_size
+        return lambda: setattr(draws, "see", None)
+
+    def facts_of_batches(self, obj: Any) -> object:
+        """See `Adapter`."""
+        return super().facts_of_batches(obj) or describe_loader(obj)
 
     def gives_batches(self, obj: Any, path: str) -> bool:
         """See `Adapter`. One that has not begun is not asked for its state, because that would start its workers."""
@@ -442,6 +446,16 @@ class LoaderAdapter(SamplerAdapter):
             )
             return leave_alone
         return lambda: keep_draws(obj).load_state_dict(loading.complete(state))
+
+
+def describe_loader(loader: Any) -> object:
+    """Returns what decides which batches a loader gives, as far as the program announces it."""
+    batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    size = getattr(batches, "batch_size", getattr(loader, "batch_size", None))
+    length = None
+    with suppress(TypeError, NotImplementedError):
+        length = len(dataset)  # type: ignore[arg-type]
+    return size, getattr(batches, "drop_last", None), length
 
 
 def _has_state(loader: Any, path: str) -> bool:

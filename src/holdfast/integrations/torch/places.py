@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any, Final
@@ -23,6 +24,7 @@ from holdfast.integrations.torch.draws import (
 from holdfast.integrations.torch.loader import (
     IgnoreSignals,
     SignalProofLoader,
+    describe_loader,
     generators_put_back,
     seed_generators,
     signals_blocked,
@@ -44,6 +46,7 @@ class DataPlace:
     Attributes:
         resumes: True if the next epoch that begins continues at the restored position.
         on_resume: Called when it does.
+        see: A function to call with each batch when its owner passes it on to training; None for none.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class DataPlace:
         self._restored: Mapping[str, Any] | None = None
         self.resumes = False
         self.on_resume: Callable[[], object] = lambda: None
+        self.see: Callable[[Any], None] | None = None
         loader.worker_init_fn = IgnoreSignals(loader.worker_init_fn) if self._is_stream else loader.worker_init_fn
         vars(loader)["_place"] = self
         # It stays of its own class. A framework may ask for its state, but its place is kept here.
@@ -179,6 +183,15 @@ class DataPlace:
             # The program takes other batches than before.
             self._restored = {**self._restored, "taken": taken, "ended": False, "stream": None}
         self.resumes = True
+
+    def follow_batches(self, see: Callable[[Any], None]) -> Callable[[], object]:
+        """Sets `see`; returns what ends that."""
+        self.see = see
+        return lambda: setattr(self, "see", None)
+
+    def describe(self) -> object:
+        """See `describe_loader`."""
+        return describe_loader(self._loader)
 
     def close(self) -> None:
         """Ends the loader's persistent workers, if it has some."""
@@ -282,6 +295,7 @@ class DataPlace:
 
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
         dataset: Any = self._loader.dataset
+        ahead: deque[Any] = deque()
         while True:
             if self._keeps_stream and self._lookahead:
                 self._stream_states = [*self._stream_states, dataset.state_dict()][-self._lookahead :]
@@ -289,10 +303,16 @@ class DataPlace:
                 batch = self._next_of_stream(batches, self._fetched) if self._is_stream else next(batches)
             except StopIteration:
                 self._has_ended = True
+                while ahead and self.see is not None:
+                    self.see(ahead.popleft())
                 if self._owner is None:
                     self._begin = None  # The loop has asked for a batch after the last one.
                 return
             self._fetched += 1
+            if self.see is not None:
+                ahead.append(batch)
+                if len(ahead) > self._lookahead:
+                    self.see(ahead.popleft())
             try:
                 yield batch
             except GeneratorExit:

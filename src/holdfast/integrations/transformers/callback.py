@@ -246,6 +246,7 @@ class _Session:
         stack.enter_context(_replaced(trainer, "get_train_dataloader", self._get_loader))
         stack.enter_context(_replaced(trainer, "_maybe_log_save_evaluate", self._end_step))
         stack.enter_context(_replaced(trainer, "_evaluate", self._evaluate))
+        stack.enter_context(_replaced(trainer, "training_step", self._train_batch))
         if progress is None and self.imported is not None and self.imported.progress:
             return self._write_state(self.imported.progress, _OF_OBJECTS)
         if progress is None:
@@ -282,6 +283,9 @@ class _Session:
             run.manager.emit(Warned(text=self._place.caveat))
         self._stack.push(self._run_stack)
         self._run_stack.enter_context(run)
+        if (place := self._place) is not None:
+            facts = lambda: (trainer.args.gradient_accumulation_steps, place.describe())  # noqa: E731
+            run.manager.witness.follow("the training loader", place.follow_batches, facts)
         if imported is not None:
             imported.add_rest(run, objects)
             self._counted = trainer.state.global_step
@@ -362,6 +366,12 @@ class _Session:
         if self._generators is not None:
             RNG().load_state_dict(self._generators)
             self._generators = None
+
+    def _train_batch(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        loss = original(*positional, **named)
+        if self._run is not None:
+            self._run.manager.witness.note_loss(loss)
+        return loss
 
     def _end_step(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         """Called after each step, and once more at the end of an epoch: logs and evaluates, then counts and saves.

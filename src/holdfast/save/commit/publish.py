@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Final
 
 from holdfast.catalog import check_fence, check_in_place
-from holdfast.errors import StorageError
+from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError
 from holdfast.format.digests import seal
-from holdfast.format.names import MANIFEST_NAME, StepName
-from holdfast.format.records import REFERENCES, SHARDS, Manifest
+from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, join
+from holdfast.format.records import MAX_MANIFEST_BYTES, REFERENCES, SHARDS, Manifest, decode_manifest
 from holdfast.save.commit.deletion import remove_own_files, withdraw
 from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage
@@ -67,6 +67,32 @@ def commit(
     if manifest.references:
         _check_references(storage, manifest)
     return manifest
+
+
+def renew_copies(storage: Storage, names: Iterable[StepName]) -> list[HoldfastError]:
+    """**Blocks.** Writes copies of the manifests of committed steps that are missing or damaged; returns problems."""
+    problems: list[HoldfastError] = []
+    for name in names:
+        try:
+            if not has_copy(storage, name.directory):
+                data = storage.read(name.manifest_path, MAX_MANIFEST_BYTES)
+                decode_manifest(data, path=name.manifest_path, expected=name, is_read=False)
+                storage.remove(name.committed_path)
+                storage.write(name.committed_path, data)
+        except HoldfastError as error:
+            problems.append(error)
+    return problems
+
+
+def has_copy(storage: Storage, directory: str) -> bool:
+    """**Blocks.** Returns True if a committed step has a whole copy of its manifest, or its manifest is gone."""
+    try:
+        manifest = storage.read(join(directory, MANIFEST_NAME), MAX_MANIFEST_BYTES)
+        return storage.read(join(directory, COMMITTED_NAME), MAX_MANIFEST_BYTES) == manifest
+    except NotFoundError as error:
+        return error.path.endswith(MANIFEST_NAME)
+    except DamageError:
+        return False
 
 
 def _check_references(storage: Storage, manifest: Manifest) -> None:

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -25,7 +24,7 @@ from holdfast.catalog import (
     read_opening,
     record_base,
 )
-from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError, StorageFullError
+from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError
 from holdfast.events import Warned
 from holdfast.format.digests import seal
 from holdfast.format.names import MAX_ATTEMPT, StepName, metrics_name, parse_step_directory
@@ -37,7 +36,7 @@ from holdfast.save.commit.deletion import (
     sweep,
     withdraw,
 )
-from holdfast.save.commit.publish import commit
+from holdfast.save.commit.publish import commit, renew_copies
 from holdfast.save.commit.summary import FEW, Summarizer
 from holdfast.save.copy.image import Staging
 from holdfast.save.records import Origin, Receipts, Snapshot
@@ -358,18 +357,13 @@ class RunWriter(CheckpointWriter):
         ]
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
-        # A copy of the manifest, which says that the step was committed if the manifest is lost. A crash before this
-        # leaves a step that counts as any other; only that loss is not noticed then.
-        copy = None if manifest is None else partial(self._storage.write, newest.committed_path, seal(manifest))
-        if copy is not None:
+        if manifest is not None:
+            # A copy says that the step was committed if the manifest is lost. A crash before this leaves a step that
+            # counts as any other; only that loss is not noticed then.
             try:
-                copy()
-                copy = None
-            except StorageFullError:
-                pass  # The next save may have taken the last room: once more when something is removed.
-            except HoldfastError as error:
-                copy = None
-                problems.append(error)
+                self._storage.write(newest.committed_path, seal(manifest))
+            except HoldfastError:
+                self._has_swept = False  # It is tried again below, when something is removed, and after each save.
         is_long = self._history.summary or len(catalog.committed) > FEW or len(self._history.opened) > FEW
         removed: list[StepName] = []
         try:
@@ -382,11 +376,6 @@ class RunWriter(CheckpointWriter):
             raise
         except HoldfastError as error:
             problems.append(error)
-        if copy is not None:
-            try:
-                copy()
-            except HoldfastError as error:
-                problems.append(error)
         referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
         if catalog.spare_bytes is not None:
             try:
@@ -396,6 +385,10 @@ class RunWriter(CheckpointWriter):
         swept: list[str] = []
         if catalog.unfinished or catalog.trash or not self._has_swept:
             swept, left = self._sweep(catalog, referred | in_use)
+            if not self._has_swept:
+                # Those of a summary are not looked into: there may be thousands.
+                stay = set(catalog.committed).difference(removed, self._history.believed, in_use - {newest})
+                left += renew_copies(self._storage, sorted(stay))
             problems += left
             self._has_swept = not left
         if is_long:

@@ -517,14 +517,20 @@ class SamplerAdapter(Adapter):
         """Returns the sampler that an object is built on; None if it keeps a position in another way."""
         return self._sampler_of(obj)
 
-    def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> tuple[Callable[[], object], object] | None:
+    def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> Callable[[], object] | None:
         """See `Adapter`."""
         sampler = self.find_sampler(obj)
         if sampler is None or (count := sampler._count).see is not None:
             return None
         count.see = call
-        facts = sampler._seed, sampler._length, sampler._shuffle, sampler._cut.batch_size, sampler._cut.drop_last
-        return lambda: setattr(count, "see", None), facts
+        return lambda: setattr(count, "see", None)
+
+    def facts_of_batches(self, obj: Any) -> object:
+        """See `Adapter`."""
+        sampler = self.find_sampler(obj)
+        if sampler is None:
+            return None
+        return sampler._seed, sampler._length, sampler._shuffle, sampler._cut.batch_size, sampler._cut.drop_last
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """Returns the sampler's state."""

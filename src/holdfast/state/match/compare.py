@@ -58,8 +58,8 @@ _STATE_DICTS: Final = frozenset({"torch.module", "torch.optimizer", "state_dict"
 """Kinds of objects whose state may be a plain dict."""
 
 _REFERENCE: Final = frozenset({"$", "k", "v"})
-
 _NUMBERS: Final = frozenset({"numpy", "int", "float", "complex"})
+_NO_FORM: Final = frozenset({*ENCODERS, type(UNFILLED)})
 
 _FORMS = {
     "array": "array",
@@ -186,7 +186,7 @@ class Comparison(Decoder):
         return frozenset(places)
 
     def _decode_whole(self, node: Any, live: Any, path: str, depth: int) -> Any:
-        if type(live) not in ENCODERS and self._stands_against(node, live, path):
+        if type(live) not in _NO_FORM and self._stands_against(node, live, path):
             self.differences.wrong_kind.append(f"{path}: stored {_describe(node)}, live {_describe_live(live)}")
             return live
         return super().decode(node, live, path, depth)
@@ -545,7 +545,7 @@ def _as_node(node: Any, live: Any) -> Any:
 
 def live_form(live: Any) -> str:
     """Returns the kind of tree that a live value is: empty for plain values."""
-    if type(live) in ENCODERS:
+    if type(live) in _NO_FORM:
         return ""
     if backend_of(live) is not None or sharder_of_type(type(live)) is not None:
         return "array"
