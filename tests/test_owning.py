@@ -167,21 +167,19 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("refusing")
 def test_a_second_job_on_one_machine_is_refused_and_the_first_trains_on(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
-    manager = hf.CheckpointManager(run, hf.Checkpoint(w=np.zeros(3)))
+    manager = hf.CheckpointManager(run, hf.Checkpoint(weights=np.zeros(3)))
     manager.save(1).wait_committed()
     command = [sys.executable, str(PROGRAM)]
-    second = subprocess.run([*command, "save", str(run), "2"], capture_output=True, text=True, check=False)
+    second = subprocess.run([*command, "enter", str(run)], capture_output=True, text=True, check=False)
     assert f"process {os.getpid()} on" in second.stderr, second.stderr
     assert "HOLDFAST_TAKE_OVER=1" in second.stderr
     assert second.returncode == 1
     assert holdfast_list(run)["state"] == "running"
     manager.save(3).wait_committed()
-    with hf.CheckpointManager(run, hf.Checkpoint(w=np.zeros(3))) as reader:
-        assert reader.restore() is not None, "this process is not another job"
+    with hf.resumable(run, weights=np.zeros(3), preemption="off") as again:
+        assert again.step == 3, "this process is not another job"
     environment = {**os.environ, "HOLDFAST_TAKE_OVER": "1"}
-    taken = subprocess.run(
-        [*command, "save", str(run), "4"], env=environment, capture_output=True, text=True, check=False
-    )
+    taken = subprocess.run([*command, "train", str(run)], env=environment, capture_output=True, text=True, check=False)
     assert taken.returncode == 0, taken.stderr
     with pytest.raises(SaveFailedError, match="can no longer save"):
         manager.save(5).wait_committed()
@@ -190,10 +188,10 @@ def test_a_second_job_on_one_machine_is_refused_and_the_first_trains_on(tmp_path
 @pytest.mark.usefixtures("refusing")
 def test_a_process_that_has_closed_its_run_holds_up_no_other(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
-    with hf.CheckpointManager(run, hf.Checkpoint(w=np.zeros(3))) as manager:
+    with hf.CheckpointManager(run, hf.Checkpoint(weights=np.zeros(3))) as manager:
         manager.save(1)
     assert holdfast_list(run)["state"] == "ok"
-    command = [sys.executable, str(PROGRAM), "save", str(run), "2"]
+    command = [sys.executable, str(PROGRAM), "enter", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

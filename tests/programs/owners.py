@@ -34,10 +34,10 @@ def enter(directory: str) -> None:
         print("entered", run.step)
 
 
-def save(directory: str, step: str) -> None:
-    with hf.CheckpointManager(directory, hf.Checkpoint(w=np.zeros(3))) as manager:
-        manager.restore()
-        manager.save(int(step))
+def train(directory: str) -> None:
+    with hf.resumable(directory, weights=np.zeros(3)) as run:
+        for _ in run.steps(4):
+            pass
 
 
 def die(directory: str) -> None:

@@ -15,7 +15,6 @@ from holdfast.catalog import (
     History,
     check_fence,
     check_in_place,
-    check_not_open,
     check_unpassed,
     find_lost,
     open_generation,
@@ -211,12 +210,10 @@ class RunWriter(CheckpointWriter):
         Raises:
             FencedError: If another job has opened a newer one since; or one since this job restored, which would be
                 left out if this job continued from its state.
-            UsageError: If another process of this machine has the run open.
             StorageError: If the storage fails, or the run was moved or removed since.
         """
         base = None
         if self.generation is None:
-            check_not_open(self._storage)
             check_unpassed(self._storage, origin.seen_generation, self._token)
             before = self._keep_lost()
             generation = open_generation(self._storage, self._token, seen_generation=origin.seen_generation)
