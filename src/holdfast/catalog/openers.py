@@ -156,9 +156,10 @@ def _find_recent(storage: Storage, opening: Opening) -> str:
 
 def _find_newest(storage: Storage) -> Opening | None:
     numbers = (parse_generation_file(entry.name) for entry in storage.list(GENERATIONS_DIRECTORY))
-    path = generation_path(max(filter(None, numbers), default=0))
+    newest = max(filter(None, numbers), default=0)
+    path = generation_path(newest)
     with suppress(HoldfastError):
-        return unseal(Opening, storage.read(path, MAX_GENERATION_BYTES), path=path)
+        return unseal(Opening, storage.read(path, MAX_GENERATION_BYTES), path=path) if newest else None
     return None
 
 
