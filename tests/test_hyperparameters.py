@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR
 
 import holdfast as hf
 import old_versions
-from holdfast.errors import ApplyError, UsageError
+from holdfast.errors import ApplyError, HoldfastError, MismatchError, UsageError
 from holdfast.preemption.announcements import describe_changes, describe_saving
 from holdfast.state.hyperparameters import HyperparameterChange
 
@@ -353,3 +353,69 @@ def test_a_schedule_in_a_wrapper_is_not_warned_of(tmp_path: Path) -> None:
     assert schedule_warnings(tmp_path / "with", optimizer=optimizer, schedule=schedule) == []
     assert schedule_warnings(tmp_path / "in", optimizer=optimizer, trainer=Trainer(schedule)) == []
     assert len(schedule_warnings(tmp_path / "without", optimizer=optimizer)) == 1
+
+
+def test_a_changed_precision_size_or_name_is_refused_with_the_way(tmp_path: Path) -> None:
+    with hf.resumable(tmp_path, model=nn.Linear(2, 2), quiet=True) as run:
+        for _ in run.steps(1):
+            pass
+    for other in (nn.Linear(2, 2).half(), nn.Linear(2, 3), nn.Sequential(nn.Linear(2, 2))):
+        with pytest.raises(MismatchError) as caught, hf.resumable(tmp_path, model=other):
+            pass
+        assert "from scratch" in caught.value.hint
+        assert "guide on restoring" in caught.value.hint
+    with pytest.raises(MismatchError) as caught, hf.resumable(tmp_path, model=nn.Linear(2, 2), scaler={"scale": 1}):
+        pass
+    assert "from scratch" not in caught.value.hint  # An object more is what strict=False is for.
+
+
+@pytest.mark.parametrize("before", ["absent", "disabled"])
+def test_a_scaler_that_is_switched_on_begins_anew_by_name(tmp_path: Path, before: str) -> None:
+    model = nn.Linear(2, 2)
+    scaler: dict[str, Any] = {} if before == "absent" else {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    with hf.resumable(tmp_path, model=model, quiet=True, **scaler) as run:
+        for _ in run.steps(3):
+            pass
+    enabled = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with pytest.raises(HoldfastError) as caught, hf.resumable(tmp_path, model=nn.Linear(2, 2), scaler=enabled):
+        pass
+    if before == "disabled":
+        assert 'keep_current=["scaler"]' in caught.value.hint
+    fresh = nn.Linear(2, 2)
+    way: dict[str, Any] = {"keep_current": ["scaler"]} if before == "disabled" else {"strict": False}
+    with hf.resumable(tmp_path, model=fresh, scaler=enabled, quiet=True, **way) as run:
+        assert run.restored is not None
+        assert run.restored.differences.missing == ([] if before == "disabled" else ["scaler"])
+        assert run.step == 3
+        for _ in run.steps(4):
+            pass
+    assert torch.equal(fresh.weight, model.weight)
+    assert enabled.state_dict()["scale"] == 4.0
+    # Switched off again, the named one stays and takes what is stored.
+    with hf.resumable(tmp_path, model=fresh, scaler=torch.amp.GradScaler("cpu", enabled=False), quiet=True) as run:
+        assert run.step == 4
+
+
+def test_a_longer_one_cycle_goes_on_at_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def train(total: int, end: int, directory: str, **options: Any) -> list[float]:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=OLD, momentum=0.9)
+        schedule = schedules.OneCycleLR(optimizer, NEW, total_steps=total)
+        rates = []
+        objects: dict[str, Any] = {"optimizer": optimizer, "schedule": schedule}
+        with hf.resumable(tmp_path / directory, **objects, preemption="off", quiet=True, **options) as run:
+            if options and run.step:
+                schedule.last_epoch = run.step - 1
+                schedule.step()
+            for _ in run.steps(end):
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                schedule.step()
+        return rates
+
+    whole = train(20, 18, "whole")
+    train(8, 5, "other")
+    rest = [*train(20, 9, "other", keep_current=["schedule"]), *train(20, 18, "other", keep_current=["schedule"])]
+    assert rest == whole[5:]
+    train(8, 5, "warned")
+    train(20, 6, "warned")
+    assert "to continue a longer OneCycleLR, see the guide on restoring" in caplog.text

@@ -160,6 +160,8 @@ def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _M
     more = [f"and {len(changes) - most} more"] if len(changes) > most else []
     kept = ", ".join(f'"{path}"' for path, one in shown if one.can_be_kept)
     hint = f"; keep_current=[{kept}] keeps the script's" if kept else ""
+    if any(path.endswith(".total_steps") and not one.can_be_kept for path, one in shown):
+        hint += "; to continue a longer OneCycleLR, see the guide on restoring"
     return ", ".join([*told, *more]) + hint
 
 

@@ -385,7 +385,7 @@ class _RestoreTrial:
                 f"step {step} does not fit the live objects ({state}):\n{matching.differences}",
                 differences=matching.differences,
                 hint="Fix the objects. strict=False, in hf.resumable(...) or manager.restore(...), takes what fits and "
-                "reports the rest.",
+                f"reports the rest{_describe_loss(matching.differences)}.",
             )
         return matching
 
@@ -411,6 +411,17 @@ class _RestoreTrial:
         self.replaced = self.matching.apply()
         if self._request.keeping is not None:
             self._request.keeping.put_back()
+
+
+def _describe_loss(differences: Differences) -> str:
+    """**Pure.** Returns what strict=False would lose, and the way to keep it, if parts of objects differ."""
+    has_parts = any("/" in name for name in differences.missing) and any("/" in name for name in differences.extra)
+    if not (differences.wrong_dtype or differences.wrong_shape or has_parts):
+        return ""
+    return (
+        ", which then starts from scratch: to keep it in another precision, size or under other names, see the guide on "
+        "restoring, Change the precision, the sizes or the names"
+    )
 
 
 def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:

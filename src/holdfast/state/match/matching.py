@@ -80,7 +80,8 @@ class Matching(msgspec.Struct, frozen=True):
             except Exception as error:
                 raise ApplyError(
                     f"{job.path} rejected the stored state: {error!r}",
-                    hint="Objects before it have already been changed: restore into new objects, or fix this one.",
+                    hint="Objects before it have already been changed: restore into new objects, or fix this one. "
+                    f'keep_current=["{job.path.partition("/")[0]}"] leaves it as the program made it.',
                 ) from error
         return changed
 
