@@ -419,8 +419,8 @@ def _describe_loss(differences: Differences) -> str:
     if not (differences.wrong_dtype or differences.wrong_shape or has_parts):
         return ""
     return (
-        ", which then starts from scratch: to keep it in another precision, size or under other names, see the guide on "
-        "restoring, Change the precision, the sizes or the names"
+        ", which then starts from scratch: to keep it in another precision, size or under other names, see the guide "
+        "on restoring, Change the precision, the sizes or the names"
     )
 
 
