@@ -28,13 +28,10 @@ PAGE = ' (see "If repeated steps differ" in docs/guides/restoring.md)'
 
 CASES = {
     "steps": [SAME, "exit 0"],
-    "own": [SAME, "exit 0"],
-    "strict": [SAME, "exit 0"],
     "handler": ["WitnessAgreed steps 21 to 53 were repeated with the same data", "exit 0"],
     "silent": ["WitnessAgreed steps 21 to 53 were repeated with the same data", "exit 0"],
     "alone": ["WitnessAgreed steps 21 to 53 were repeated with the same loss", "exit 0"],
     "steps:order": [f"WitnessDiffers step 26 was repeated with other data of sampler than before the restart{PAGE}"],
-    "handler:order": [f"WitnessDiffers step 26 was repeated with other data of sampler than before the restart{PAGE}"],
     "own:more": [
         f"WitnessDiffers step 31 was repeated with 2 of the batches of sampler; before the restart it took 1{PAGE}"
     ],

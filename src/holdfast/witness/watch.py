@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial, wraps
-from importlib.metadata import PackageNotFoundError, version
 from numbers import Real
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec
@@ -239,9 +238,7 @@ class Witness:
 def _describe_machine() -> list[object]:
     """Returns what may change the last bits of a result: the software, the processor, the device, and the threads."""
     about: list[object] = [sys.version, len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")]
-    for library in _LIBRARIES:
-        with suppress(PackageNotFoundError):
-            about.append((library, version(library)))
+    about += [getattr(sys.modules.get(library), "__version__", "") for library in _LIBRARIES]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         about += [line for line in lines if line.startswith(("model name", "flags"))]
