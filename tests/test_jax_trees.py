@@ -154,8 +154,9 @@ def test_a_run_is_read_as_a_dict_and_never_saved_over(tmp_path: Path) -> None:
 )
 def test_a_tree_that_does_not_fit_is_said_by_leaf(like: Any, message: str, tmp_path: Path) -> None:
     hf.save(tmp_path / "tree", {"w": jnp.ones((8, 4))})
-    with pytest.raises(errors.MismatchError, match=message):
+    with pytest.raises(errors.MismatchError, match=message) as caught:
         hf.load(tmp_path / "tree", like=like)
+    assert "`like` must have the structure of all that is stored there" in caught.value.hint
 
 
 def test_what_cannot_be_saved_or_loaded_is_said(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
-from holdfast.errors import NoCheckpointError, StepExistsError, UsageError
+from holdfast.errors import MismatchError, NoCheckpointError, StepExistsError, UsageError
 from holdfast.format.encoding import escape
 from holdfast.format.names import is_own
 from holdfast.manager import CheckpointManager
@@ -105,7 +105,11 @@ def load(
             f"{storage.url} contains a run: `like` must be a dict of some of its objects: {', '.join(sorted(names))}"
         )
     with CheckpointManager(storage, Checkpoint(), cluster=cluster) as manager:
-        manager.restore(newest if is_tree else None, only=map(escape, wanted), like=wanted)
+        try:
+            manager.restore(newest if is_tree else None, only=map(escape, wanted), like=wanted)
+        except MismatchError as error:
+            hint = "`like` must have the structure of all that is stored there; without it, all comes as NumPy arrays."
+            raise MismatchError(error.message, differences=error.differences, hint=hint) from None
         found = manager.checkpoint.objects
         return found[_TREE] if is_tree else {name: found[name] for name in wanted}
 

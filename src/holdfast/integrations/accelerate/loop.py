@@ -16,6 +16,7 @@ import holdfast.run
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
+from holdfast.integrations.torch.module_walks import find_trained_beside
 from holdfast.integrations.torch.places import DataPlace
 from holdfast.run import Run
 from holdfast.save import arguments
@@ -72,6 +73,8 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
     if taken := own.keys() & kept.keys():
         raise UsageError(f"{min(taken)} was prepared by the accelerator, and is saved already")
     kept |= own
+    # Such as a loss with parameters, which is seldom prepared.
+    kept |= find_trained_beside(accelerator._optimizers, kept.values())
     progress = _Progress(accelerator, places)
     kept["accelerator"] = PerWorker(progress)
     kept["rng"] = RNG()

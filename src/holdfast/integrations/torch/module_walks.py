@@ -7,7 +7,7 @@ dicts in one loop. A module whose class overrides these methods is walked by tor
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -53,6 +53,32 @@ def find_owners(parameters: Sequence[Any]) -> list[nn.Module]:
             found[id(module)] = first, module
     inner = {id(child) for _, module in found.values() for child in module.modules() if child is not module}
     return [module for key, (_, module) in sorted(found.items(), key=lambda item: item[1][0]) if key not in inner]
+
+
+class KeptGradients:
+    """The gradients of parameters that a framework steps, but may never set to zero."""
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self._parameters = parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns those that exist, by the number of the parameter."""
+        return {str(number): one.grad for number, one in enumerate(self._parameters) if one.grad is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replaces all of them."""
+        for number, one in enumerate(self._parameters):
+            gradient = state.get(str(number))
+            one.grad = None if gradient is None else gradient.to(one.device)
+
+
+def find_trained_beside(optimizers: Iterable[Any], objects: Iterable[object]) -> dict[str, Any]:
+    """Returns, by name, the modules with parameters that optimizers train and that no module among the objects has."""
+    held = {id(one) for root in objects if isinstance(root, nn.Module) for one in root.parameters()}
+    trained = [one for root in optimizers for group in root.param_groups for one in group["params"]]
+    strays = [one for one in trained if one.requires_grad and id(one) not in held]
+    found: dict[str, Any] = {f"trained_{n}": module for n, module in enumerate(find_owners(strays) if strays else ())}
+    return found | {"trained_gradients": KeptGradients(strays)} if found else {}
 
 
 def list_named_parameters(modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:

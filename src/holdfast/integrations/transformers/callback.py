@@ -25,6 +25,7 @@ from holdfast.integrations.accelerate.loop import check_strategy, follow, unwrap
 from holdfast.integrations.imported import ImportedStart, find_import
 from holdfast.integrations.torch.draws import has_state
 from holdfast.integrations.torch.evaluations import Evaluation
+from holdfast.integrations.torch.module_walks import find_trained_beside
 from holdfast.integrations.torch.places import DataPlace
 from holdfast.integrations.transformers.progress import Begin, TrainerProgress, TrainerWorker
 from holdfast.manager import CheckpointManager
@@ -61,7 +62,8 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     A step is one of the Trainer's: `state.global_step`. Metrics that `trainer.log` reports are stored with the
     checkpoint, for `hf.Best("eval_loss")`. Your own objects are saved by name, as in `hf.resumable`:
-    `Resumable("runs/a", average=average)`; and so are callbacks that have `state_dict` and `load_state_dict`.
+    `Resumable("runs/a", average=average)`; and so are callbacks that have `state_dict` and `load_state_dict`, and
+    modules with parameters that the optimizer trains beside the model's, as `trained_0`.
     """
 
     def __init__(
@@ -195,6 +197,8 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
             if name in objects:
                 raise UsageError(f"{name} is an object of the Trainer, and is saved already")
         objects.update(self._objects)
+        # Such as a loss with parameters, which a subclass of the Trainer has.
+        objects.update(find_trained_beside([objects["optimizer"]], objects.values()))
         if imported is None:
             return holdfast.run.resumable(self._directory, Checkpoint(**objects), **self._options)
         options = {**self._options, "on_resize": "allow"}  # An import has been written by one process.
