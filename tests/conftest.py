@@ -27,6 +27,10 @@ hypothesis.settings.load_profile("holdfast")
 # it is taken from the thread that they wait for, and one step of a small model takes seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Many tests start a second job beside a first one on purpose, to see that one is fenced; `test_owning.py` shows that it
+# is refused without this.
+os.environ["HOLDFAST_TAKE_OVER"] = "1"
+
 # Where it is set, a program that prints to a full disk fails in `print`; where not, at its end. What the tests start is
 # to be the same wherever they run: the latter, as it comes.
 os.environ.pop("PYTHONUNBUFFERED", None)

@@ -293,7 +293,7 @@ def test_an_odd_old_manifest_troubles_no_save(tmp_path: Path) -> None:
         assert manager.steps()[-2:] == (4, 5)
 
 
-def test_what_cannot_be_removed_is_an_error_once() -> None:
+def test_what_cannot_be_removed_is_a_warning_once() -> None:
     class Stubborn(MemoryStorage):
         def remove(self, path: str) -> None:
             if path.startswith("step-000000001") and path.endswith("manifest.json"):
@@ -306,11 +306,11 @@ def test_what_cannot_be_removed_is_an_error_once() -> None:
     )
     manager.save(1)
     manager.save(2).wait_ended(60)
-    with pytest.raises(StorageError, match="step 2 is committed, but"):
-        manager.save(3)
-    manager.save(4)
+    for step in (3, 4):
+        manager.save(step)
     manager.close(60)
-    assert len([event for event in events if isinstance(event, Failed)]) == 3
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert "step 2 is committed, but" in str(failed)
 
 
 def test_a_device_that_lost_bytes_counts_as_damage() -> None:

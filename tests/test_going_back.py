@@ -183,3 +183,19 @@ def test_a_rollback_refuses_what_would_harm(tmp_path: Path) -> None:
     code, text = complaint("prune", run, "--steps", "31", "--yes")
     assert code == 2
     assert "holdfast rollback RUN@STEP" in text
+
+
+def test_what_each_worker_finds_is_a_warning_of_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "holdfast")
+
+    def work(cluster: Cluster) -> None:
+        with hf.resumable(tmp_path, state={"updates": np.zeros(1)}, save_every=hf.Steps(2), cluster=cluster) as run:
+            for _ in run.steps(4):
+                pass
+
+    run_workers(2, work)
+    flip_bit(tmp_path / "step-000000004.g0001" / "manifest.json", 100)
+    caplog.clear()
+    run_workers(2, work)
+    found = [record.levelname for record in caplog.records if "step 4 skipped because it is damaged" in record.message]
+    assert sorted(found) == ["INFO", "WARNING"]

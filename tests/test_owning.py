@@ -156,3 +156,73 @@ def test_a_run_of_which_only_the_top_is_writable_is_refused_at_the_start() -> No
 
 def test_process_1_of_a_container_says_what_it_may_have_missed(tmp_path: Path) -> None:
     assert "process 1 of its container" in in_container("enter", tmp_path / "run")
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests start second jobs on purpose."""
+    monkeypatch.delenv("HOLDFAST_TAKE_OVER")
+
+
+@pytest.mark.usefixtures("refusing")
+def test_a_second_job_on_one_machine_is_refused_and_the_first_trains_on(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    manager = hf.CheckpointManager(run, hf.Checkpoint(weights=np.zeros(3)))
+    manager.save(1).wait_committed()
+    command = [sys.executable, str(PROGRAM)]
+    second = subprocess.run([*command, "enter", str(run)], capture_output=True, text=True, check=False)
+    assert f"process {os.getpid()} on" in second.stderr, second.stderr
+    assert "HOLDFAST_TAKE_OVER=1" in second.stderr
+    assert second.returncode == 1
+    assert holdfast_list(run)["state"] == "running"
+    manager.save(3).wait_committed()
+    with hf.resumable(run, weights=np.zeros(3), preemption="off") as again:
+        assert again.step == 3, "this process is not another job"
+    environment = {**os.environ, "HOLDFAST_TAKE_OVER": "1"}
+    taken = subprocess.run([*command, "train", str(run)], env=environment, capture_output=True, text=True, check=False)
+    assert taken.returncode == 0, taken.stderr
+    with pytest.raises(SaveFailedError, match="can no longer save"):
+        manager.save(5).wait_committed()
+
+
+@pytest.mark.usefixtures("refusing")
+def test_a_process_that_has_closed_its_run_holds_up_no_other(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    with hf.CheckpointManager(run, hf.Checkpoint(weights=np.zeros(3))) as manager:
+        manager.save(1)
+    assert holdfast_list(run)["state"] == "ok"
+    command = [sys.executable, str(PROGRAM), "enter", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("refusing")
+def test_a_job_waits_for_one_that_is_leaving(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    manager = hf.CheckpointManager(run, hf.Checkpoint(weights=np.zeros(3)))
+    manager.save(1).wait_committed()
+    command = [sys.executable, str(PROGRAM), "enter", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as second:
+        assert second.stderr is not None
+        while "has this run open; waiting" not in second.stderr.readline():
+            assert second.poll() is None
+        manager.save(7)
+        manager.close()
+        printed, _ = second.communicate()
+    assert "entered 7" in printed
+
+
+@pytest.mark.usefixtures("refusing")
+def test_a_job_that_was_killed_holds_up_no_other(tmp_path: Path) -> None:
+    """Also while it is a zombie, and while a process that it had forked lives on."""
+    run = tmp_path / "run"
+    command = [sys.executable, str(PROGRAM), "die", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        child = int(first.stdout.readline())
+        try:
+            os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+            with hf.resumable(run, weights=np.zeros(3)) as training:
+                assert training.step == 1
+        finally:
+            os.kill(child, 9)

@@ -1276,3 +1276,9 @@ def test_an_evaluation_that_is_left_in_its_block_is_done_again(order: str, tmp_p
         assert code == 42, problems
         assert steps_of(directory / "run") == [3 * (stop_in + 1)]
         assert train(directory, -1) == (0, whole)
+
+
+def test_a_second_failure_of_a_save_is_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SaveFailedError, match="no room") as failed:
+        train(FullStorage("full"), 20)
+    assert failed.value.__notes__ == [f"holdfast: step {failed.value.step + 3} was not saved either"]

@@ -111,6 +111,7 @@ class PreemptionCheckpointHandler:
         self._guard.open()
         try:
             earlier = manager.restored
+            manager.wait_until_free()
             count, self.restored = _restore(manager, strict, kept)
             self._count = loop.count = count
             manager.check_ready()

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Self
 
 from msgspec.structs import replace as replace_fields
 
-from holdfast.catalog import read_catalog
+from holdfast.catalog import check_not_open, read_catalog
 from holdfast.checkpoint import (
     Checkpoint,
     all_objects,
@@ -41,6 +41,7 @@ from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import make_readiness_check, open_event_sinks
 from holdfast.save.records import Origin
 from holdfast.save.saver import Saver, StepTimer
+from holdfast.save.say import inform
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.state.hyperparameters import Keeping, list_kept, note_script
 from holdfast.state.oversights import describe_unread
@@ -67,6 +68,7 @@ class CheckpointManager:
         worker, participant: This worker's rank among all, and its part in the job; None if it is alone.
         emit: Sends an event to the log, the sinks and the run's journal, from any thread.
         is_in_run: True while this belongs to a run that was entered, which alone may restore.
+        wait_until_free: Waits a while if another process of this machine has the run open; called before a restore.
         check_ready: Checks, once, that the objects and the directory can be saved; called before training begins.
         url: The URL of the run.
         witness: Records what each step takes and gives, if a loop counts the steps, and compares it after a restart.
@@ -158,9 +160,7 @@ class CheckpointManager:
         with explaining(self.participant):
             if self.participant is not None:
                 self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
-            self.emit = open_event_sinks(
-                self._storage, [self._totals, *options.sinks], keeps_journal=self.worker.is_leader
-            )
+            self.emit = open_event_sinks(self._storage, [self._totals, *options.sinks], is_leader=self.worker.is_leader)
             if cluster == "auto" and self.participant is None and (text := describe_lone_task(os.environ)):
                 self.emit(Warned(text=text))
             self._failures = PendingFailures(failures_allowed)
@@ -191,6 +191,9 @@ class CheckpointManager:
             self.begin_anew, self._closed, self.is_in_run = begin_anew, False, False
             self.witness = Witness(self._storage, self.worker, self.emit)
             self.restored: Restoration | None = None
+            self.wait_until_free: Callable[[], None] = (
+                partial(check_not_open, self._storage, inform) if self.worker.is_leader else lambda: None
+            )
 
     @property
     def totals(self) -> Sums:

@@ -365,6 +365,7 @@ class Run:
         """**Blocks.** Restores, and checks that the objects and the directory can be saved.
 
         Raises:
+            UsageError: If another process of this machine saves to the run, and does not end soon.
             MismatchError: If checkpoint and objects differ.
             NoWholeCheckpointError: If there are checkpoints, but all are damaged.
             UnsupportedValueError: If an object has state that cannot be stored.
@@ -381,6 +382,7 @@ class Run:
         try:
             self._guard.pause(None)
             self._guard.open()
+            self.manager.wait_until_free()
             if not self.manager.begin_anew:
                 self._restored = self.manager.restore(strict=self._strict, keep_current=self._keep_current)
             self.manager.check_ready()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -29,7 +31,25 @@ def delete_after(directory: str, *container: str) -> None:
 
 def enter(directory: str) -> None:
     with hf.resumable(directory, weights=np.zeros(3)) as run:
-        print("entered", next(run.steps(1)))
+        print("entered", run.step)
+
+
+def train(directory: str) -> None:
+    with hf.resumable(directory, weights=np.zeros(3)) as run:
+        for _ in run.steps(4):
+            pass
+
+
+def die(directory: str) -> None:
+    """Dies by SIGKILL with the run open, and leaves a child."""
+    manager = hf.CheckpointManager(directory, hf.Checkpoint(weights=np.zeros(3)))
+    manager.save(1)
+    manager.wait()
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from holdfast.catalog.listing import (
     try_summary,
 )
 from holdfast.catalog.lost import check_nothing_lost, find_journaled, find_lost
-from holdfast.catalog.openers import is_alive, is_own
+from holdfast.catalog.openers import check_not_open, hold, is_alive, is_open, is_own, release
 
 __all__ = [
     "Catalog",
@@ -33,6 +33,7 @@ __all__ = [
     "add_late_metrics",
     "check_fence",
     "check_in_place",
+    "check_not_open",
     "check_nothing_lost",
     "check_unpassed",
     "describe_lost",
@@ -40,8 +41,10 @@ __all__ = [
     "exists",
     "find_journaled",
     "find_lost",
+    "hold",
     "is_alive",
     "is_committed",
+    "is_open",
     "is_own",
     "make_lost_error",
     "open_generation",
@@ -52,5 +55,6 @@ __all__ = [
     "read_opening",
     "read_references",
     "record_base",
+    "release",
     "try_summary",
 ]

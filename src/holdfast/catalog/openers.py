@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.errors import StorageError
-from holdfast.format.names import generation_path
-from holdfast.format.records import Opener
+from holdfast.errors import HoldfastError, StorageError, UsageError
+from holdfast.events.kinds import span_text
+from holdfast.events.sinks import JOURNAL_NAME
+from holdfast.format.digests import unseal
+from holdfast.format.names import GENERATIONS_DIRECTORY, generation_path, parse_generation_file
+from holdfast.format.records import MAX_GENERATION_BYTES, Opener, Opening
+from holdfast.storage import Storage, local_directory
 
 _PROC: Final = Path("/proc")
 
@@ -45,6 +51,116 @@ def is_alive(opener: Opener) -> bool:
         _find_start(number) == opener.started_at_ticks and _read_namespace(number) == opener.pid_namespace
         for number in _list_processes()
     )
+
+
+TAKE_OVER: Final = "HOLDFAST_TAKE_OVER"
+"""The environment variable that lets a job take a run over from another one on this machine."""
+
+
+_LEAVING_SECONDS: Final = 10.0
+"""How long to wait for the other job, which may be leaving: saving its last step, say."""
+
+_LOOK_SECONDS: Final = 0.1
+
+_RECENT_SECONDS: Final = 60.0
+"""A job that wrote within this time may still be at work."""
+
+
+def hold(storage: Storage, generation: int) -> int | None:
+    """Marks a run as open in this process, by a lock on the record of its generation; returns what `release` takes.
+
+    The kernel drops the lock when the process ends. Where there are no locks, nothing is marked.
+    """
+    directory, descriptor = local_directory(storage), None
+    if directory is None:
+        return None
+    try:
+        descriptor = os.open(directory / generation_path(generation), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        release(descriptor)
+        return None
+    return descriptor
+
+
+def release(descriptor: int | None) -> None:
+    """Undoes `hold`, also for the processes that were forked since."""
+    if descriptor is not None:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def is_open(storage: Storage, opening: Opening) -> bool:
+    """**Blocks.** Returns True if the opener of the newest generation is alive here, and has not closed the run."""
+    directory = local_directory(storage)
+    if not is_alive(opening) or directory is None or not opening.boot_id:
+        return is_alive(opening)
+    descriptor = None
+    try:
+        descriptor = os.open(directory / generation_path(opening.generation), os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno == errno.EWOULDBLOCK
+    finally:
+        release(descriptor)
+    return False
+
+
+def check_not_open(storage: Storage, say: Callable[[str], object] | None = None) -> None:
+    """**Blocks.** Checks that no other process of this machine has the run open. Nothing is fenced by then.
+
+    Args:
+        storage: The storage of the run.
+        say: Called with a line before this waits a while for the other process, or if a job elsewhere seems to save
+            here; None to not wait.
+
+    Raises:
+        UsageError: If one has; the error names it.
+    """
+    begun_at, has_waited = time.monotonic(), False
+    while local_directory(storage) is not None:
+        opening = _find_newest(storage)
+        if opening is None or is_own(opening):
+            return
+        name = f"process {opening.process} on {opening.host}"
+        if os.environ.get(TAKE_OVER) or not is_open(storage, opening):
+            if say is not None and not has_waited and (ago := _find_recent(storage, opening)):
+                say(
+                    f"{storage.url}: another job ({name}, last wrote {ago} ago) saves here; this job takes the run over"
+                )
+            return
+        if say is None or time.monotonic() >= begun_at + _LEAVING_SECONDS:
+            raise UsageError(
+                f"{storage.url}: {name} saves to this run, and is still running",
+                hint=f"Stop it first (SIGTERM lets it save), or use another directory. {TAKE_OVER}=1 in the "
+                "environment takes the run over; the other job then ends with an error at its next save.",
+            )
+        if not has_waited:
+            say(f"{storage.url}: {name} has this run open; waiting until it has left")
+            has_waited = True
+        time.sleep(_LOOK_SECONDS)
+
+
+def _find_recent(storage: Storage, opening: Opening) -> str:
+    """Returns how long ago a job wrote to a run that it may still have open, where that cannot be seen from here; empty
+    if that is long ago, or it is known to have ended."""
+    own = _identify(os.getpid())
+    is_here = (opening.boot_id, opening.pid_namespace) == (own["boot_id"], own["pid_namespace"])
+    with suppress(OSError):
+        seconds = time.time() - (Path(storage.url) / JOURNAL_NAME).stat().st_mtime
+        if seconds < _RECENT_SECONDS and (not is_here or is_open(storage, opening)):
+            return span_text(seconds)
+    return ""
+
+
+def _find_newest(storage: Storage) -> Opening | None:
+    numbers = (parse_generation_file(entry.name) for entry in storage.list(GENERATIONS_DIRECTORY))
+    newest = max(filter(None, numbers), default=0)
+    path = generation_path(newest)
+    with suppress(HoldfastError):
+        return unseal(Opening, storage.read(path, MAX_GENERATION_BYTES), path=path) if newest else None
+    return None
 
 
 def make_gone_error(url: str, generation: int) -> StorageError:

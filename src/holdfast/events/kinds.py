@@ -333,11 +333,13 @@ class Warned(Event, frozen=True):
         text: One sentence.
         step: The step concerned, or None.
         is_error: True if it is logged as an error, because something is lost.
+        by_each: True if each worker of a job finds the same; rank 0 logs it.
     """
 
     text: str
     step: int | None = None
     is_error: bool = False
+    by_each: bool = False
 
     def __str__(self) -> str:
         return self.text if self.step is None else f"step {self.step}: {self.text}"

@@ -76,7 +76,13 @@ _LEVELS: dict[type[Event], int] = {  # Of all others: INFO.
 
 
 class LoggingSink:
-    """**Thread-safe.** Writes each event as one line to the logger `holdfast`, at a level that fits its kind."""
+    """**Thread-safe.** Writes each event as one line to the logger `holdfast`, at a level that fits its kind.
+
+    Of workers that find the same, one logs it at that level, and the others at level INFO.
+    """
+
+    def __init__(self, *, is_leader: bool = True) -> None:
+        self._is_leader = is_leader
 
     def __call__(self, event: Event) -> None:
         """Logs the event."""
@@ -85,6 +91,8 @@ class LoggingSink:
             level = logging.ERROR
         elif isinstance(event, Failed) and event.stage == "retain":
             level = logging.WARNING  # No step is lost.
+        elif not self._is_leader and (isinstance(event, PassedOver | Resized) or getattr(event, "by_each", False)):
+            level = logging.INFO
         logger.log(level, "%s", event, extra={"event": event})
 
 

@@ -157,7 +157,7 @@ class _Candidates:
         self._storage = request.storage
         self._asked, self._start_from, self.step = request.step, request.start_from, request.step
         # A reader that only looks at a part, before the restore, does not say it as well.
-        self._says_start = request.start_from is not None and request.select is None and request.worker.is_leader
+        self._says_start = request.start_from is not None and request.select is None
         self._agreement = agreement
         self._emit = emit
         self._left: list[StepName] = []
@@ -174,18 +174,19 @@ class _Candidates:
             catalogs.append(catalog := read_catalog(self._storage))
             for fault in catalog.faults:
                 text = f"the record of a generation is damaged, so steps are compared by number only: {fault.message}"
-                self._emit(Warned(text=text))
+                self._emit(Warned(text=text, by_each=True))
             return () if begins_anew and self._asked is None else self._choose(catalog)
 
         self._left = list(self._agreement.choose(self._asked, find))
         (catalog,) = catalogs
         if self._start_from is not None and self._says_start:
-            self._emit(Warned(text=_describe_start(catalog, self._start_from, self.step, self._storage.url)))
+            text = _describe_start(catalog, self._start_from, self.step, self._storage.url)
+            self._emit(Warned(text=text, by_each=True))
         self.seen_generation = catalog.generation
         if not self._left and catalog.committed:
             steps = ", ".join(str(name.step) for name in catalog.committed)
             anew = "nothing was restored: the run was started over (begin_anew)"
-            self._emit(Warned(text=f"{anew}; steps {steps} belong to an earlier lineage"))
+            self._emit(Warned(text=f"{anew}; steps {steps} belong to an earlier lineage", by_each=True))
         return bool(self._left)
 
     def take(self) -> StepName | None:
@@ -198,7 +199,7 @@ class _Candidates:
             self._looks += 1
             self._left = [other for other in found if other not in self.damages]
             text = f"{name.directory} was removed while it was being restored; trying the steps that are there now"
-            self._emit(Warned(text=text))
+            self._emit(Warned(text=text, by_each=True))
             return
         self.damages[name] = damage
         self._emit(

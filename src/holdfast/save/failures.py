@@ -98,7 +98,10 @@ class PendingFailures:
         except HoldfastError as failure:
             if error is None:
                 raise
-            error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
+            if isinstance(error, SaveFailedError) and isinstance(failure, SaveFailedError):
+                error.add_note(f"holdfast: step {failure.step} was not saved either")  # The log says why.
+            else:
+                error.add_note(f"holdfast: while closing: {type(failure).__name__}: {failure}")
             if isinstance(error, SystemExit):
                 # That one is not printed, and its code may be 0: the exit of the program must show the failure.
                 self.put_back([failure])

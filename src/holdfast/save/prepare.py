@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
+from holdfast.catalog import check_not_open
 from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink, RunJournal
@@ -29,7 +30,8 @@ def make_readiness_check(
 
     A job calls it after the restore, so that a mistake shows before training begins and not at the first save. It is
     **collective**, **blocks**, and raises `UnsupportedValueError` for an object that cannot be stored, `StorageError`
-    if nothing can be written, and `PeerError` if the check has failed on another worker.
+    if nothing can be written, `UsageError` if another process of this machine has the run open, and `PeerError` if the
+    check has failed on another worker.
     """
     is_checked = False
 
@@ -37,6 +39,7 @@ def make_readiness_check(
         capture()
         try:
             if is_leader:
+                check_not_open(storage)
                 check_writable(storage)
         except StorageFullError as error:
             if not failures_allowed:
@@ -115,9 +118,9 @@ def _header_bytes(captured: Captured) -> int:
     return 4096 + 256 * len(captured.names)
 
 
-def open_event_sinks(storage: Storage, sinks: Iterable[Sink], *, keeps_journal: bool) -> Fanout:
+def open_event_sinks(storage: Storage, sinks: Iterable[Sink], *, is_leader: bool) -> Fanout:
     """Returns the log, the sinks, and on a local disk the run's journal; they also receive warnings of the storage."""
-    journal = [RunJournal(storage.url)] if keeps_journal and local_directory(storage) is not None else []
-    fanout = Fanout([LoggingSink(), *journal, *sinks])
+    journal = [RunJournal(storage.url)] if is_leader and local_directory(storage) is not None else []
+    fanout = Fanout([LoggingSink(is_leader=is_leader), *journal, *sinks])
     pass_on_warnings(storage, lambda text: fanout(Warned(text=text)))
     return fanout

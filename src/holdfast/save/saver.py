@@ -220,9 +220,9 @@ class Saver:
             warnings += [describe_unread(names)] if (names := self.take_unread()) else []
         self._is_looked_over = True
         if text := self.kept_epoch.look(self._objects):
-            self.engine.emit_soon(Warned(text=text, step=step))
+            self.engine.emit_soon(Warned(text=text, step=step, by_each=True))
         for text in filter(None, warnings):
-            self.engine.emit_soon(Warned(text=text))
+            self.engine.emit_soon(Warned(text=text, by_each=True))
 
     def start_from(self, step: int) -> None:
         """Counts training time from now on, because earlier training cannot be lost (after a restore, for example)."""

@@ -289,6 +289,8 @@ class Adapter:
         knows_wrappers: True to serve also objects that only claim to be of a class which the adapter serves.
         follow_optimizers: For objects that optimizers train: calls a function with each optimizer that has stepped, on
             the thread that stepped it; returns a function that ends that.
+        follow_loaders: For the same objects: calls a function with each loader without a place of its own that training
+            begins to iterate; returns a function that ends that.
         follow_batches: For objects that may give batches: is passed one, and a function to call with each batch that
             training takes from it. Returns what ends that; None if the object gives none, or is followed already.
         facts_of_batches: For such an object, returns what decides which batches come, as far as the program announces
@@ -300,6 +302,7 @@ class Adapter:
     is_per_worker: bool = False
     knows_wrappers: bool = False
     follow_optimizers: Callable[[Callable[[Any], None]], Callable[[], None]] | None = None
+    follow_loaders: Callable[[Callable[[Any], None]], Callable[[], None]] | None = None
     follow_batches: Callable[[Any, Callable[[Any], None]], Callable[[], object] | None] | None = None
     facts_of_batches: Callable[[Any], object] = staticmethod(lambda _: None)
 

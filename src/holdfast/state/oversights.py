@@ -235,6 +235,13 @@ def describe_unread(names: Sequence[str]) -> str:
     )
 
 
+_PLAIN: Final = (
+    "training takes batches from a DataLoader, and no loader is saved, so a restart begins the data from scratch: use "
+    "ResumableDataLoader or torchdata's StatefulDataLoader, and pass loader=loader. If your loop skips what was "
+    "trained, ignore this"
+)
+
+
 class TrainingWatch:
     """Detects a program that trains but counts no step, so that nothing is saved.
 
@@ -283,13 +290,18 @@ class TrainingWatch:
                 self._updates[path] = 0
                 self._ends.append(end)
         self._counts_strays = not self._updates
-        # The hook of all optimizers must not keep this alive.
-        note = weakref.WeakMethod(self._note_any_update)
-        self._end_strays: Callable[[], object] = lambda: None
-        follow = next((one.follow_optimizers for _, _, one in list_members(objects) if one.follow_optimizers), None)
-        if follow is not None:
-            self._end_strays = follow(lambda optimizer: _pass_on(note, optimizer))
-            weakref.finalize(self, self._end_strays).atexit = False
+        self._objects = objects
+        self._has_plain: bool | None = False
+        self._end_strays: list[Callable[[], object]] = []
+        members = [one for _, _, one in list_members(objects)]
+        for note, follow in (
+            (self._note_any_update, next((one.follow_optimizers for one in members if one.follow_optimizers), None)),
+            (self._note_plain, next((one.follow_loaders for one in members if one.follow_loaders), None)),
+        ):
+            # The hook of all optimizers, and of all loaders, must not keep this alive.
+            if follow is not None:
+                self._end_strays.append(follow(partial(_pass_on, weakref.WeakMethod(note))))
+                weakref.finalize(self, self._end_strays[-1]).atexit = False
         for count in () if self._updates else self._counts.values():
             count.calls.append(self._note_batch)
             self._ends.append(partial(count.calls.remove, self._note_batch))
@@ -345,11 +357,15 @@ class TrainingWatch:
 
     def note_saved(self) -> None:
         """Called when everything trained until now is saved."""
+        if self._has_plain:
+            self._has_plain = None
+            self._warn_else(_PLAIN)
         self._seen, self._since = self._read(), " since the newest save"
 
     def end(self) -> None:
         """Stops following optimizers and loaders; may be repeated."""
-        self._end_strays()
+        for end in self._end_strays:
+            end()
         self._end_following()
 
     def describe(self, consequence: str, remark: str = "") -> str:
@@ -409,6 +425,16 @@ class TrainingWatch:
             name = type(optimizer).__name__
             self._updates[name] = self._updates.get(name, 0)
             self._note_update(name, optimizer)
+
+    def _note_plain(self, _: object) -> None:
+        """Called when a loader begins that keeps no place, in any thread."""
+        members = list_members(self._objects)
+        trains = any(getattr(obj, "training", False) is True for _, obj, _ in members)
+        if trains and threading.get_ident() == self._thread and self._has_plain is not None:
+            self._has_plain = not any(
+                isinstance(one, SamplerAdapter) or is_own_class(obj, one) or one.gives_batches(obj, path)
+                for path, obj, one in members
+            )
 
     def _end_following(self) -> None:
         while self._ends:

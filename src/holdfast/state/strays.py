@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,10 +126,25 @@ class StrayOptimizers:
         path = "" if len(self._known) > _MOST_STEPPED else self._find_module(optimizer)
         self._known[optimizer] = path
         if not path or not _has_state(optimizer):
-            return path, ""
+            return path, self._find_scaler()
         return path, (
             f"{type(optimizer).__name__} updates the parameters of {path} but is not saved, so a restart begins "
             "with a new one: pass it too, optimizer=optimizer"
+        )
+
+    def _find_scaler(self) -> str:
+        """Returns a warning about a scaler of gradients that makes this step and is not saved; "" if there is none."""
+        frame = sys._getframe().f_back
+        while frame is not None and not (frame.f_code.co_name == "step" and _is_scaler(frame.f_locals.get("self"))):
+            frame = frame.f_back
+        scaler = None if frame is None else frame.f_locals["self"]
+        members = [] if scaler is None else list_members(self._objects)
+        reached = (part for _, obj, one in members for part in (list_reached(obj) if is_own_class(obj, one) else [obj]))
+        if scaler is None or any(part is scaler for part in reached):
+            return ""
+        return (
+            f"a {type(scaler).__name__} scales the gradients and is not saved, so a restart begins with its "
+            "first scale: pass it too, scaler=scaler"
         )
 
     def _find_module(self, optimizer: Any) -> str:
@@ -144,6 +160,10 @@ class StrayOptimizers:
             (path for path, obj, one in members if own and not own.isdisjoint(map(id, one.oversights_of(obj).holds))),
             "",
         )
+
+
+def _is_scaler(obj: Any) -> bool:
+    return type(obj).__name__.endswith("GradScaler") and bool(obj.is_enabled())
 
 
 def _list_parameters(optimizer: Any) -> set[int]:

@@ -227,6 +227,38 @@ def train_transformers(given: argparse.Namespace, telling: Telling, save_every: 
     Trainer(Net(), arguments, train_dataset=Samples(given.length), callbacks=[Steps(), resumable]).train()
 
 
+def train_keras(given: argparse.Namespace, telling: Telling, save_every: Any) -> None:
+    """With Keras."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+
+    keras.utils.set_random_seed(0)
+
+    class Model(keras.Model):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = keras.layers.Dense(1)
+
+        def call(self, numbers: Any, training: bool = False) -> Any:
+            if training:
+                telling.take(numbers[:, 0])
+            return self.layer(numbers / 10)
+
+    class Steps(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            telling.tell_step(int(self.model.optimizer.iterations), self.epoch)
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+    numbers = np.arange(given.length, dtype=np.float32)[:, None]
+    model = Model()
+    model.compile("sgd", "mse", run_eagerly=True)
+    model(numbers[:1])
+    resumable = hf.keras.Resumable(given.directory, save_every=save_every)
+    model.fit(numbers, 0 * numbers, given.batch, given.epochs, verbose=0, callbacks=[Steps(), resumable])
+
+
 def main() -> None:
     """Trains."""
     parser = argparse.ArgumentParser()
@@ -242,8 +274,11 @@ def main() -> None:
     parser.add_argument("--leaves-after", type=int, default=-1)
     parser.add_argument("--validates", action="store_true")
     given = parser.parse_args()
+    if "RANK" in os.environ:
+        hf.init_process_group("gloo")
     torch.manual_seed(0)
     train = {"accelerate": train_accelerate, "lightning": train_lightning, "transformers": train_transformers}
+    train["keras"] = train_keras
     train[given.door](given, Telling(given.leaves_after), hf.Steps(2))
     tell(ended=True)
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import click
 
-from holdfast.catalog import describe_steps, is_alive, open_generation, read_catalog, read_opening, record_base
+from holdfast.catalog import describe_steps, is_open, open_generation, read_catalog, read_opening, record_base
 from holdfast.cli.screen import FAINT, GOOD, Screen, write_json
 from holdfast.cli.survey import name_fields
 from holdfast.cli.target import choose_step, find_target
@@ -50,7 +50,7 @@ def command(checkpoint: str, as_json: bool) -> None:
     opening = None
     with suppress(HoldfastError):
         opening = read_opening(storage, catalog.generation)
-    if opening is not None and is_alive(opening):
+    if opening is not None and is_open(storage, opening):
         raise UsageError(
             f"a job saves to {location} now: process {opening.process} on {opening.host}",
             hint="Stop it first (SIGTERM lets it save), then run the command again.",

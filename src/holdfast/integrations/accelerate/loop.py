@@ -208,6 +208,10 @@ class _Progress:
     def begin_where_it_was(self, run: Run) -> None:
         """Called when the loop takes the rest of a loader's epoch."""
         self._is_restored = False
+        for text in {place.remark for place in self._places if place.remark}:
+            run.manager.emit(Warned(text=text, step=run.step))
+        for place in self._places:
+            place.remark = ""
         _ = run.step
 
     def end_batch(self, run: Run) -> bool:
@@ -221,10 +225,14 @@ class _Progress:
         return bool(self._accelerator.sync_gradients)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._accelerator.step, "places": [place.state_dict() for place in self._places]}
+        accelerator = self._accelerator
+        places = [place.state_dict() for place in self._places]
+        return {"step": accelerator.step, "accumulated": accelerator.gradient_accumulation_steps, "places": places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._accelerator.step = state["step"]
+        # A save is at the end of an accumulation: with another number of batches the next one begins at 0.
+        present = self._accelerator.gradient_accumulation_steps
+        self._accelerator.step = state["step"] if state.get("accumulated", present) == present else 0
         self._is_restored = True
         for place, stored in zip(self._places, state["places"], strict=True):
             place.load_state_dict(stored)

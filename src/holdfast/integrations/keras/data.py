@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -43,6 +44,7 @@ class PlaceInData(msgspec.Struct):
         drawing: Their state when its first batch was requested, if that was not at once; the order is drawn then.
         is_renewed: True if loader workers existed already.
         taken: How many batches of the pass were taken.
+        sizes: How many samples a batch has, and how many batches an epoch, as far as these are known.
     """
 
     step: int = 0
@@ -51,6 +53,7 @@ class PlaceInData(msgspec.Struct):
     drawing: Any = None
     is_renewed: bool = False
     taken: int = 0
+    sizes: tuple[int | None, int | None] | None = None
 
 
 class Listener(Protocol):
@@ -112,10 +115,30 @@ class Feed:
 
     def resume(self, place: PlaceInData) -> None:
         """Resumes the data at that position, in the epoch that begins next."""
+        is_within = place.step and not place.is_complete
+        if is_within and place.sizes not in (None, self.sizes) and not self._is_kept_over_epochs():
+            place = self._convert(place)
         self.place = place
         self._resumed = place
-        is_within = place.step and not place.is_complete
         self._pending = place if place.opening is not None and (is_within or self._is_kept_over_epochs()) else None
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """How many samples a batch has, and how many batches an epoch, as far as these are known."""
+        adapter = self._iterator.data_adapter
+        return adapter.batch_size, adapter.num_batches
+
+    def _convert(self, place: PlaceInData) -> PlaceInData:
+        """Returns a position within an epoch in the present batches."""
+        (former, before), (batch, batches) = place.sizes or self.sizes, self.sizes
+        samples = place.taken * (former or 1)
+        taken = min(samples // batch if former and batch else place.taken, (batches or sys.maxsize) - 1)
+        taken -= taken % self._iterator.steps_per_execution
+        now = f"an epoch has {batches} batches of {batch} samples ({before} of {former} at the save)"
+        self.source.remark = f"{now}: this one continues after {taken} batches"
+        if not former or not batch or taken * batch != samples or before != -(-(batches or 0) * batch // former):
+            self.source.remark += ", and some samples may come twice in it, and others not at all"
+        return replace(place, step=taken, taken=taken)
 
     def read_random(self) -> dict[str, Any]:
         """Returns the state of the generators that the process shares, and of the data's own."""

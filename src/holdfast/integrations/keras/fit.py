@@ -180,7 +180,8 @@ class FitRun(keras.callbacks.Callback):
             self._random["own"] = restored["own_random"]
             for kind in self._states.write(restored["callbacks"]):
                 run._loop.warn(f"the checkpoint has the state of a {kind}, but this fit has no such callback")
-            self._feed.resume(PlaceInData(**restored["place"]))
+            sizes = restored["place"].get("sizes")
+            self._feed.resume(PlaceInData(**restored["place"] | {"sizes": None if sizes is None else tuple(sizes)}))
             self._is_counted = self._feed.place.is_complete
             self._feed.source.write(restored["data"])
             self._feed.write_random({"shared": {}, "own": restored["own_random"]})
@@ -331,7 +332,7 @@ class FitRun(keras.callbacks.Callback):
         place = self._feed.place
         return {
             "epoch": self._epoch,
-            "place": asdict(place),
+            "place": {**asdict(place), "sizes": self._feed.sizes},
             "is_stopped": self._is_stopped,
             "logs": {str(name): float(value) for name, value in self._logs.items() if isinstance(value, Real)},
             "callbacks": self._states.read(),

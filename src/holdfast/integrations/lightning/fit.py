@@ -239,8 +239,19 @@ class Fit:
         for loader, place, state in zip(combined.flattened, self._followed, stored, strict=False):
             if place is not None and state is not None:
                 place.load_state_dict(state if self._is_in_epoch else {**state, "begin": None})
+                if place.remark:
+                    self._warn(place.remark)
+                    self._count_batches(place.outline()["taken"])
             elif state is not None and has_state(loader):
                 loader.load_state_dict(state)
+
+    def _count_batches(self, taken: int) -> None:
+        """Sets how many batches of the epoch are trained, in batches of the present size."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        counts = dict.fromkeys(("ready", "started", "processed", "completed"), taken)
+        progress.load_state_dict({**progress.state_dict(), **counts})
+        if self._progress is not None:
+            self._progress["epoch_loop.batch_progress"]["current"] = progress.state_dict()
 
     def _follow(self, loader: Any, combined: Any) -> DataPlace | None:
         """Returns an object that saves the position of a loader; None if the loader does so itself, or cannot."""

@@ -492,6 +492,39 @@ def _sampler_of(loader: DataLoader[Any], path: str = "") -> ResumableSampler:
     )
 
 
+_begin_plain: Final = DataLoader.__iter__
+_followers: Final[list[Callable[[Any], None]]] = []
+
+
+def follow_plain(call: Callable[[Any], None]) -> Callable[[], None]:
+    """Calls a function with each plain loader that begins while gradients are recorded; returns what ends that."""
+    _followers.append(call)
+    DataLoader.__iter__ = _begin_followed  # type: ignore[method-assign]
+
+    def end() -> None:
+        if call in _followers:
+            _followers.remove(call)
+        if not _followers:
+            DataLoader.__iter__ = _begin_plain  # type: ignore[method-assign]
+
+    return end
+
+
+def _begin_followed(self: Any) -> Any:
+    if type(self).__iter__ is _begin_followed and torch.is_grad_enabled():
+        for call in [*_followers]:
+            call(self)
+    if not self.persistent_workers or self._iterator is not None or self.generator is not None:
+        return _begin_plain(self)
+    # Workers that persist get their seed once in a process. Drawn from the generator of training, it would shift what a
+    # restarted job draws later.
+    self.generator = torch.Generator().manual_seed(torch.initial_seed())
+    try:
+        return _begin_plain(self)
+    finally:
+        self.generator = None
+
+
 register_adapter(DataLoader, LoaderAdapter())
 register_adapter(ResumableDataLoader, SamplerAdapter(lambda loader: loader.sampler))
 

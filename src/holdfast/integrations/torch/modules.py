@@ -60,6 +60,12 @@ def _follow_optimizers(call: Callable[[Any], None]) -> Callable[[], None]:
     return follow_all(call)
 
 
+def _follow_loaders(call: Callable[[Any], None]) -> Callable[[], None]:
+    from holdfast.integrations.torch.loader import follow_plain
+
+    return follow_plain(call)
+
+
 class ModuleAdapter(Adapter):
     """The state of a module is the result of `state_dict`, with names that are independent of wrappers.
 
@@ -72,6 +78,7 @@ class ModuleAdapter(Adapter):
 
     kind = "torch.module"
     follow_optimizers = staticmethod(_follow_optimizers)
+    follow_loaders = staticmethod(_follow_loaders)
 
     def check(self, obj: Any, path: str) -> None:
         """Checks its submodules too."""

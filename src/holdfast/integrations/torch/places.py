@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from holdfast.errors import UsageError
 from holdfast.format.digests import derive, digest
@@ -43,9 +53,14 @@ class DataPlace:
     when the epoch began. So an augmentation, or a mask that is drawn while a batch is collated, is the same after a
     restart, regardless of prefetching workers, and loading does not change the generators of training.
 
+    The position is also stored in samples, with the sizes of a batch and of the dataset: if these have changed, the
+    samples that are left are drawn again, and come in the present batches. The count of batches is then the one that
+    ends the epoch with the data.
+
     Attributes:
         resumes: True if the next epoch that begins continues at the restored position.
         on_resume: Called when it does.
+        remark: What a restore has found changed since the save, and how the epoch continues; empty if nothing has.
         see: A function to call with each batch when its owner passes it on to training; None for none.
     """
 
@@ -89,9 +104,14 @@ class DataPlace:
         self._stream_states: list[Any] = []
         self._fetched, self._begun_iteration, self._has_ended = 0, 0, False
         self._is_left = self._has_loaded_stream = False
+        # The samples before the batch at which this process began in the epoch, the number of that batch, and for each
+        # smaller size that the dataset had in this epoch, that size and how many samples of it were trained.
+        self._samples_before = self._first = 0
+        self._earlier: list[list[int]] = []
         self._restored: Mapping[str, Any] | None = None
         self.resumes = False
         self.on_resume: Callable[[], object] = lambda: None
+        self.remark = ""
         self.see: Callable[[Any], None] | None = None
         loader.worker_init_fn = IgnoreSignals(loader.worker_init_fn) if self._is_stream else loader.worker_init_fn
         vars(loader)["_place"] = self
@@ -152,13 +172,78 @@ class DataPlace:
         rank = torch.distributed.get_rank() if has_ranks else 0
         return derive(*(int(digest(content)[:16], 16) for content in contents), rank)
 
+    def outline(self) -> dict[str, Any]:
+        """Returns the position without the order: `taken` in batches, `ended`, and `sizes` for `fit`.
+
+        `total` is the number of batches of an epoch; None if it is not known, or workers share each batch.
+        """
+        found: dict[str, Any] = {"total": None if self._is_stream or self._is_dispatched else len(self._loader)}
+        state = self._restored if self._restored is not None and self._begin is None else None
+        if state is not None and state["begin"]:
+            return {**found, **{name: state.get(name) for name in ("taken", "ended", "sizes")}}
+        is_other = getattr(self._owner, "iteration", self._begun_iteration) != self._begun_iteration
+        if state is not None or self._begin is None or is_other:
+            return {**found, "taken": 0}
+        has_ended = self._has_ended or bool(getattr(self._owner, "end_of_dataloader", False))
+        return {**found, "taken": self._taken, "ended": has_ended, "sizes": self._read_sizes(self._taken)}
+
+    def _read_sizes(self, taken: int) -> dict[str, Any]:
+        loader: Any = self._loader
+        batches, shares = _find_batches(loader)
+        size = getattr(loader if self._is_stream else batches, "batch_size", None)
+        size = None if size is None else size * shares
+        samples = None if size is None else self._samples_before + (taken - self._first) * size
+        length = None if self._is_stream else len(loader.dataset)
+        return {"batch": size, "length": length, "samples": samples, "earlier": self._earlier}
+
+    def fit(self, outline: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """Returns a stored position in the present batches, and what has changed; empty if nothing has."""
+        same, sizes, live = dict(outline), outline.get("sizes"), self._read_sizes(0)
+        if outline.get("ended", True):
+            return same, ""
+        if sizes is None:
+            return same, "the checkpoint does not say how many samples a batch had: keep that number in this epoch"
+        changes = [
+            f"{name} {live[key]} ({sizes[key]} at the save)"
+            for key, name in (("batch", "batch size"), ("length", "samples in the dataset"))
+            if live[key] != sizes[key]
+        ]
+        batches, _ = _find_batches(self._loader)
+        samples, earlier, batch = sizes["samples"], sizes["earlier"], live["batch"]
+        if not changes and not earlier and samples in (None, outline["taken"] * (batch or 0)):
+            return same, ""
+        is_exact, text = True, ", ".join(changes)
+        if type(batches) is not BatchSampler:
+            if self._is_stream and samples is not None and batch is not None:
+                is_exact = self._keeps_stream or samples % batch == 0
+                same["taken"] = samples // batch
+            else:
+                is_exact = False
+        else:
+            sampler: Any = batches.sampler
+            if live["length"] != sizes["length"]:
+                is_exact = live["length"] > sizes["length"] and _draws_each_once(sampler)
+                earlier, samples = ([*earlier, [sizes["length"], samples]], 0) if is_exact else (earlier, samples)
+            left = max(len(sampler) - samples - sum(count for _, count in earlier), 0)
+            total = len(self._loader.batch_sampler)  # type: ignore[arg-type]
+            with _sampling_from(batches, range(left)):
+                left = len(self._loader.batch_sampler)  # type: ignore[arg-type]
+            same |= {"taken": max(total - left, 0), "ended": left == 0}
+        same["sizes"] = {**live, "samples": samples, "earlier": earlier}
+        if not text:
+            return same, ""
+        if not is_exact:
+            return same, f"{text}: in the rest of this epoch some samples may come twice, and others not at all"
+        is_longer = live["length"] != sizes["length"]
+        condition = ", provided that the new ones are at the end" if is_longer else ""
+        return same, f"{text}: the rest of this epoch has the samples that were not trained{condition}"
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, as plain values."""
         iteration = getattr(self._owner, "iteration", self._begun_iteration)
         if self._restored is not None and self._begin is None:
             return dict(self._restored)  # Nothing was taken since it was restored.
         state = {"iteration": iteration, "parts": read_parts(self._loader)}
-        has_ended = self._has_ended or bool(getattr(self._owner, "end_of_dataloader", False))
         if self._begin is None or iteration != self._begun_iteration:
             return {**state, "begin": None, "taken": 0, "ended": False, "stream": None}
         stream = None
@@ -166,23 +251,16 @@ class DataPlace:
             dataset: Any = self._loader.dataset
             # What the owner holds is loaded again.
             stream = self._stream_states[0] if self._lookahead else dataset.state_dict()
-        return {**state, "begin": self._begin, "taken": self._taken, "ended": has_ended, "stream": stream}
+        return {**state, "begin": self._begin, "stream": stream, **self.outline()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Stores the position for the next epoch that begins."""
         write_parts(self._loader, state["parts"])
-        self._restored, self._begin = state, None
+        outline, self.remark = self.fit(state) if state["begin"] is not None else ({}, "")
+        self._restored, self._begin = {**state, **outline}, None
         self.resumes = state["begin"] is not None
         if hasattr(self._owner, "iteration"):
             self._owner.iteration = state["iteration"]
-
-    def resume_at(self, taken: int) -> None:
-        """Makes the next epoch continue in the restored one, after that many batches."""
-        assert self._restored is not None  # Asked only where `resumes` was true.
-        if self._restored["taken"] != taken:
-            # The program takes other batches than before.
-            self._restored = {**self._restored, "taken": taken, "ended": False, "stream": None}
-        self.resumes = True
 
     def follow_batches(self, see: Callable[[Any], None]) -> Callable[[], object]:
         """Sets `see`; returns what ends that."""
@@ -225,11 +303,14 @@ class DataPlace:
                 stream._starting_state_dict = None
             epochs = [int(stream._epoch) for stream in self._streams]
             self._begin = {**read_generators(), "parts": read_parts(self._loader), "epochs": epochs}
-            self._fetched = 0
+            self._fetched = self._samples_before = self._first = 0
+            self._earlier = []
             return self._follow(self._open(0))
         self.on_resume()
         now = read_generators()
         self._begin, self._fetched = dict(state["begin"]), state["taken"]
+        sizes = state.get("sizes") or self._read_sizes(self._fetched)
+        self._samples_before, self._first, self._earlier = sizes["samples"] or 0, self._fetched, sizes["earlier"]
         write_generators(self._begin)
         write_parts(self._loader, self._begin["parts"])
         for stream, epoch in zip(self._streams, self._begin.get("epochs", ()), strict=False):
@@ -247,11 +328,29 @@ class DataPlace:
         if inner.num_workers and inner.persistent_workers:
             self._inner = inner
         tasks: Any = inner.batch_sampler
-        tasks.begin(self._key, taken)
-        batches = iter(inner)
-        # Has the sampler draw what it draws while the generators are as they are noted down.
-        tasks.newest.prime()
-        return batches
+        batches, _ = _find_batches(self._loader)
+        size = self._read_sizes(taken)["batch"]
+        has_ended = state is not None and state["ended"]
+        is_changed = bool(self._earlier) or self._samples_before != taken * (size or 0)
+        is_cut = type(batches) is BatchSampler and is_changed and not has_ended
+        tasks.begin(self._key, taken, sys.maxsize if has_ended else 0 if is_cut else taken)
+        with _sampling_from(batches, self._draw_rest(batches.sampler)) if is_cut else nullcontext():
+            found = iter(inner)
+            # Has the sampler draw what it draws while the generators are as they are noted down.
+            tasks.newest.prime()
+        return found
+
+    def _draw_rest(self, sampler: Any) -> list[int]:
+        """Returns the samples that are left of the epoch, in their order."""
+        assert self._begin is not None  # The epoch is resumed.
+        trained: set[int] = set()
+        for length, count in self._earlier:
+            former = copy.copy(sampler)
+            former.data_source = range(length)
+            trained.update([index for index in former if index not in trained][:count])
+            write_generators(self._begin)
+            write_parts(self._loader, self._begin["parts"])
+        return [index for index in sampler if index not in trained][self._samples_before :]
 
     def _make_inner(self) -> DataLoader[Any]:
         loader = self._loader
@@ -329,31 +428,56 @@ class _FollowedLoader(DataLoader[Any]):
         return self._place.start()
 
 
+def _find_batches(loader: Any) -> tuple[Any, int]:
+    """Returns what cuts batches out of the samples' order, and how many of them are a batch of all workers together."""
+    batches = loader.batch_sampler
+    if type(batches).__name__ != "BatchSamplerShard":  # That of accelerate.
+        return batches, 1
+    return batches.batch_sampler, 1 if batches.split_batches else batches.num_processes
+
+
+def _draws_each_once(sampler: Any) -> bool:
+    """Returns True if the order that the sampler had for a shorter dataset can be drawn again."""
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and len(sampler) == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
+
+
+@contextmanager
+def _sampling_from(batches: Any, indices: Any) -> Iterator[None]:
+    """In the block, batches are cut out of these indices."""
+    plain, batches.sampler = batches.sampler, indices
+    try:
+        yield
+    finally:
+        batches.sampler = plain
+
+
 class _BatchTasks:
     """A `batch_sampler` that yields tasks in the order of another sampler."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self._key = self._taken = 0
-        self.newest = _TaskIterator(iter(()), 0, 0)
+        self._key = self._number = self._skipped = 0
+        self.newest = _TaskIterator(iter(()), 0, 0, 0)
 
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def begin(self, key: int, taken: int) -> None:
-        """Sets how the next iterator begins: the key of the epoch's seeds, and how many batches it skips."""
-        self._key, self._taken = key, taken
+    def begin(self, key: int, number: int, skipped: int) -> None:
+        """Sets how the next iterator begins: the key of the epoch's seeds, its first batch, how many it skips."""
+        self._key, self._number, self._skipped = key, number, skipped
 
     def __iter__(self) -> _TaskIterator:
-        self.newest = _TaskIterator(iter(self._sampler), self._key, self._taken)
+        self.newest = _TaskIterator(iter(self._sampler), self._key, self._number, self._skipped)
         return self.newest
 
 
 class _TaskIterator(Iterator[Any]):
     """Skips the first batches' indices when it is asked for the first task."""
 
-    def __init__(self, indices: Iterator[Any], key: int, taken: int) -> None:
-        self._indices, self._key, self._number, self._left = indices, key, taken, taken
+    def __init__(self, indices: Iterator[Any], key: int, number: int, skipped: int) -> None:
+        self._indices, self._key, self._number, self._left = indices, key, number, skipped
         self._ready: list[Any] = []
         self._has_begun = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import sys
 import tempfile
@@ -15,7 +16,6 @@ from typing import Any, Final
 
 from transformers import Trainer, TrainerCallback
 from transformers import trainer as trainer_module
-from transformers.trainer_utils import has_length
 
 import holdfast.run
 from holdfast.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ from holdfast.integrations.torch.draws import has_state
 from holdfast.integrations.torch.evaluations import Evaluation
 from holdfast.integrations.torch.module_walks import find_trained_beside
 from holdfast.integrations.torch.places import DataPlace
-from holdfast.integrations.transformers.progress import TrainerProgress, TrainerWorker
+from holdfast.integrations.transformers.progress import Begin, TrainerProgress, TrainerWorker
 from holdfast.manager import CheckpointManager
 from holdfast.policies import RetentionPolicy, SavePolicy
 from holdfast.run import Run
@@ -235,6 +235,8 @@ class _Session:
         self._place: DataPlace | None = None
         self._loader: Any = None
         self._is_place_kept = False
+        self._begin: Begin | None = None
+        self._state_file = Path()
         self._counted = 0
         self._worker, self._live = TrainerWorker(trainer), TrainerProgress(trainer)
         # Of the step that ends: gives by name with what the Trainer ends it, and its evaluation.
@@ -267,8 +269,12 @@ class _Session:
         # If the process before has left in an evaluation, this one begins with it.
         stack.callback(setattr, trainer.args, "eval_on_start", trainer.args.eval_on_start)
         trainer.args.eval_on_start = progress.unfinished is not None
-        begin = _BEYOND_ANY if self._is_finished else progress.plan_begin(trainer.args.max_steps)
-        return self._write_state({**progress.fields, "global_step": begin}, (*_OF_OBJECTS, "_load_callback_state"))
+        stack.enter_context(_replaced(trainer, "set_initial_training_values", self._plan))
+        if hasattr(trainer, "_run_epoch"):  # Not in version 4.
+            stack.enter_context(_replaced(trainer, "_run_epoch", self._run_epoch))
+        folder = self._write_state(progress.fields, (*_OF_OBJECTS, "_load_callback_state"))
+        self._state_file = Path(folder) / trainer_module.TRAINER_STATE_NAME
+        return folder
 
     def _write_state(self, fields: Mapping[str, Any], replaced: Iterable[str]) -> str:
         """Returns a folder from which the Trainer reads its state; the methods that load the rest of it do nothing."""
@@ -277,6 +283,27 @@ class _Session:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         (Path(folder) / trainer_module.TRAINER_STATE_NAME).write_text(json.dumps(fields))
         return folder
+
+    def _plan(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        """Called when the Trainer has its loader, and before it reads its state."""
+        *values, max_steps = original(*positional, **named)
+        progress, args = self._progress, self._trainer.args
+        assert progress is not None  # Else this is not called.
+        assert self._place is not None
+        begin = self._begin = progress.plan_begin(self._place, args, values[1], max_steps)
+        step = _BEYOND_ANY if self._is_finished else begin.step
+        self._state_file.write_text(json.dumps({**progress.fields, "global_step": step}))
+        return (*values, begin.max_steps)
+
+    def _run_epoch(self, original: Callable[..., Any], **named: Any) -> Any:
+        """Runs an epoch. The first one ends with its data, which may be other batches than those of a whole one."""
+        begin, self._begin = self._begin, None
+        if begin is not None and begin.taken is not None and not self._is_finished:
+            size = self._trainer.args.gradient_accumulation_steps
+            named["steps_trained_in_current_epoch"] = begin.taken
+            named["steps_in_epoch"] = begin.taken + begin.left
+            named["num_update_steps_per_epoch"] = begin.taken // size + math.ceil(begin.left / size)
+        return original(**named)
 
     def enter(self) -> None:
         """Restores, once everything to restore exists; the Trainer is about to begin its first epoch."""
@@ -306,6 +333,8 @@ class _Session:
             self._run_stack.close()
             raise _BeginAgain(run.restored.step, is_finished=is_finished)
         self._generators = RNG().state_dict()
+        if self._place is not None and self._place.remark:
+            run.manager.emit(Warned(text=self._place.remark))
         self._is_over = bool(self._is_finished)
         progress.apply(trainer)
         self._worker.apply()
@@ -319,7 +348,9 @@ class _Session:
         self._is_epoch_over = False
         if self._place is not None:
             # The Trainer says by `skip_first_batches` whether it goes on in the middle of an epoch.
-            self._is_place_kept, self._place.resumes = self._place.resumes, False
+            # It does not, if all batches of the present size are left of the epoch.
+            is_whole = self._begin is not None and self._begin.taken == 0
+            self._is_place_kept, self._place.resumes = self._place.resumes, self._place.resumes and is_whole
 
     def end_epoch(self) -> None:
         """Called when the Trainer ends an epoch, or all of the training within one."""
@@ -356,14 +387,13 @@ class _Session:
 
     def _get_loader(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         self._loader = loader = original(*positional, **named)
-        self._place = self._worker.place = follow(loader)
-        self._live.counts_epochs = not has_length(loader)
+        self._place = self._worker.place = self._live.place = follow(loader)
         return loader
 
     def _skip_batches(self, original: Callable[..., Any], loader: Any, number: int = 0) -> Any:
         if self._place is None or loader is not self._loader or not self._is_place_kept:
             return original(loader, number)
-        self._place.resume_at(number)
+        self._place.resumes = True
         return loader
 
     def _put_generators_back(self) -> None:

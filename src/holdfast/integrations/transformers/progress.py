@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,29 @@ _APPLIED: Final = (
 _COUNTERS: Final = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 
 
+class Begin(NamedTuple):
+    """Where the Trainer begins.
+
+    Attributes:
+        step: The step by which it finds the epoch, and how many of its steps to skip: it divides by those of an epoch.
+        taken: How many batches of the epoch it takes for trained, in whole steps; None if that follows from the step.
+        left: How many batches of the epoch are left then.
+        max_steps: The steps of the whole training.
+    """
+
+    step: int
+    taken: int | None
+    left: int
+    max_steps: int
+
+
 class TrainerProgress:
     """The state that all workers share: the Trainer's, that of callbacks, and the files that describe the model.
 
     Attributes:
         fields: The fields of `TrainerState`.
         unfinished: While the step ends with an evaluation, what a restart needs to end it; else None.
-        counts_epochs: True if the loader has no length, so that the step does not say which epoch it is in.
+        place: The position in the data; None before the loader is created.
     """
 
     def __init__(self, trainer: Any = None) -> None:
@@ -40,7 +56,7 @@ class TrainerProgress:
         self._files = {} if trainer is None else describe_model(trainer.model)
         self.fields: dict[str, Any] = {}
         self.unfinished: dict[str, Any] | None = None
-        self.counts_epochs = False
+        self.place: DataPlace | None = None
         # How many epochs are over, and how many steps were complete when the last one of them was.
         self._epochs = self._steps_before = 0
         self._held: dict[str, Any] | None = None
@@ -61,18 +77,34 @@ class TrainerProgress:
             return int(args.max_steps)
         return int(self.fields["max_steps"] * math.ceil(args.num_train_epochs) // self.fields["num_train_epochs"])
 
-    def plan_begin(self, max_steps: int) -> int:
-        """Returns the step by which the Trainer finds the epoch to begin in, and how many of its steps to skip.
+    def plan_begin(self, place: DataPlace, args: Any, epoch_steps: int, max_steps: int) -> Begin:
+        """Returns where the Trainer begins, if the batches or their number in a step may be others than at the save.
 
-        It divides the step by the steps of an epoch. Where it does not know those, it takes `max_steps` for them.
+        Args:
+            place: The position in the data, which is not restored yet.
+            args: The Trainer's arguments.
+            epoch_steps: The steps of an epoch; `max_steps` where that is not known.
+            max_steps: The steps of the training, if all of them were as they are now.
         """
-        epochs = self._stored.get("epochs")
+        epochs, outline = self._stored.get("epochs"), self._stored.get("place")
         if epochs is None:
-            return self.global_step
+            return Begin(self.global_step, None, 0, max_steps)
         over, before = epochs
         if (self.unfinished or {}).get("ends_epoch"):
             over, before = over + 1, self.global_step
-        return int(over * max_steps + self.global_step - before)
+        done = self.global_step - before
+        accumulated = args.gradient_accumulation_steps
+        total = place.outline()["total"]
+        if outline is None or total is None:
+            return Begin(over * epoch_steps + done, None, 0, max_steps)
+        present = place.fit(outline)[0]
+        taken = present["taken"] - present["taken"] % accumulated
+        left = total - present["taken"]
+        is_within = done and not present.get("ended")
+        begin = (over + bool(done)) * epoch_steps - (math.ceil(left / accumulated) if is_within else 0)
+        if args.max_steps <= 0:
+            max_steps = self.global_step + max_steps - begin
+        return Begin(begin, taken if is_within else None, left, max_steps)
 
     def end_epoch(self) -> None:
         """Counts an epoch."""
@@ -94,7 +126,8 @@ class TrainerProgress:
             "control": trainer.control.state(),
             "counters": {name: getattr(trainer, name) for name in _COUNTERS if hasattr(trainer, name)},
             "unfinished": self.unfinished,
-            "epochs": [self._epochs, self._steps_before] if self.counts_epochs else None,
+            "epochs": [self._epochs, self._steps_before],
+            "place": None if self.place is None else self.place.outline(),
         }
         return {"progress": dump(progress), "files": self._files}
 

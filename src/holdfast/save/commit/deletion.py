@@ -16,12 +16,14 @@ from typing import Final
 from holdfast.catalog import (
     Catalog,
     check_fence,
+    hold,
     is_own,
     open_generation,
     read_catalog,
     read_generations,
     read_opening,
     record_base,
+    release,
 )
 from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError
 from holdfast.format.names import (
@@ -129,6 +131,7 @@ class FileRecycler:
         self._storage = storage
         self._spare = storage.spare if isinstance(storage, SparingStorage) else None
         self._generation = 0
+        self._held: int | None = None  # While it is, the run is open in this process.
         # Guards the two fields below, and that nothing is kept any more when they say so.
         self._lock = threading.Lock()
         self._reuse = reuse and self._spare is not None
@@ -137,6 +140,8 @@ class FileRecycler:
     def begin(self, generation: int) -> None:
         """**Blocks.** Called when a generation was opened, which now has the spare; if none is kept, removes it."""
         self._generation = generation
+        release(self._held)
+        self._held = hold(self._storage, generation)
         if self._spare is not None and not self._reuse:
             # If this fails, the sweep reports it.
             with suppress(HoldfastError):
@@ -184,6 +189,8 @@ class FileRecycler:
 
     def _end(self) -> bool:
         """Keeps nothing from now on; returns True if something was kept before."""
+        held, self._held = self._held, None
+        release(held)
         with self._lock:
             unregister_drain(self)
             had_kept, self._has_kept, self._reuse = self._has_kept, False, False
