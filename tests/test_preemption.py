@@ -867,7 +867,7 @@ def test_the_count_of_a_handler_is_never_in_the_way(tmp_path: Path) -> None:
     manager = hf.CheckpointManager(handled, hf.Checkpoint(other=1))
     with manager, pytest.raises(MismatchError, match="other") as caught:
         hf.PreemptionCheckpointHandler(manager)
-    assert caught.value.differences.extra == ["state"]
+    assert caught.value.differences.missing == ["other"]
 
 
 def test_several_handlers_of_one_checkpoint_have_one_count(tmp_path: Path) -> None:
