@@ -13,6 +13,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.errors import MismatchError, UnsupportedValueError
+from holdfast.events import Event, Warned
 from state_trip import bring_back, match, store
 
 
@@ -222,3 +223,20 @@ def test_what_a_restart_would_refuse_is_said_at_the_first_such_save(
 
 class Stopped(enum.Enum):
     EARLY = 1
+
+
+def test_arrays_restored_in_another_shape_than_the_script_has_are_named(tmp_path: Path) -> None:
+    """A program whose model has changed is not to train on in the old sizes without a word."""
+    warnings = []
+    for width in (4, 6):
+        params = {"w": np.ones((3, width)), "grown": np.ones(0)}
+        events: list[Event] = []
+        with hf.resumable(tmp_path, params=params, save_every=hf.Steps(2), sinks=[events.append]) as run:
+            params["grown"] = np.ones(5)
+            for _ in run.steps(run.step + 3):
+                pass
+        warnings.append([event.text for event in events if isinstance(event, Warned) and "stored shapes" in event.text])
+    assert warnings[0] == []
+    (text,) = warnings[1]
+    assert "params/w [3, 4] (your script begins with [3, 6])" in text
+    assert "grown" not in text.partition("If the program")[0]

@@ -101,6 +101,13 @@ def restore_objects(
     if manifest.world_size != worker.world_size:
         _tell_of_resize(storage, trial, worker, emit)
     seconds = time.monotonic() - begun_at
+    if replaced := trial.matching.differences.replaced:
+        more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
+        text = (
+            f"restored in their stored shapes: {', '.join(replaced[:3])}{more}. If the program lets them grow, ignore "
+            "this. If the model has changed, start a new run, or name the tree in keep_current"
+        )
+        emit(Warned(step=name.step, text=text, by_each=True))
     emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=trial.size_bytes))
     return Restoration(
         step=name.step,

@@ -429,6 +429,8 @@ class Differences:
         wrong_shape: Sentences such as `model/head.weight: stored [10, 4], live [12, 4]`.
         wrong_dtype: Sentences of the same form.
         wrong_kind: Sentences: the object of that name is of another kind than the stored one.
+        replaced: Sentences, of arrays in the program's trees that were replaced by stored ones of another form. This
+            is no difference: such a tree takes what is stored.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -436,6 +438,7 @@ class Differences:
     wrong_shape: list[str] = field(default_factory=list)
     wrong_dtype: list[str] = field(default_factory=list)
     wrong_kind: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.wrong_shape or self.wrong_dtype or self.wrong_kind)

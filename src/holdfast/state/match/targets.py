@@ -68,6 +68,9 @@ class RestoreTargets:
         """
         live = backend.spec(array, path)
         if not rules.fixed_shapes and (live.dtype, live.shape) != (spec.dtype, spec.shape):
+            if live.shape != spec.shape and 0 not in live.shape and live.shape:
+                text = f"{path} {list(spec.shape)} (your script begins with {list(live.shape)})"
+                self._differences.replaced.append(text)
             if live.dtype == spec.dtype or backend.name == library:
                 return self.new(leaf, spec, backend, array)
             return self.new(leaf, spec, backend_named(library))
