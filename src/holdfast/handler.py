@@ -27,8 +27,9 @@ from holdfast.state.adapters import Adapter
 from holdfast.state.capture import capture_objects
 from holdfast.state.data.position import step_break
 from holdfast.state.hyperparameters import check_kept
-from holdfast.state.oversights import TrainingWatch, describe_resumption
+from holdfast.state.oversights import TrainingWatch
 from holdfast.state.registry import list_members
+from holdfast.state.resumption import describe_resumption
 from holdfast.state.rng import RNG
 from holdfast.tracebacks import find_inside, short_traceback
 

@@ -35,7 +35,8 @@ from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.setup import explaining
 from holdfast.save.say import say
 from holdfast.state.hyperparameters import check_kept
-from holdfast.state.oversights import TrainingWatch, count_taken, describe_resumption
+from holdfast.state.oversights import TrainingWatch, count_taken
+from holdfast.state.resumption import describe_resumption
 from holdfast.storage import Storage
 from holdfast.tracebacks import find_inside, short_traceback
 

@@ -32,7 +32,7 @@ from holdfast.save.arguments import SaveOptions, check_metrics, check_switches
 from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.joint.delete_run import JointDelete
 from holdfast.state.hyperparameters import check_kept
-from holdfast.state.oversights import EpochWatch
+from holdfast.state.resumption import EpochWatch
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 

@@ -217,6 +217,11 @@ def check_names(objects: Mapping[str, object], options: Mapping[str, object]) ->
                 hint=hint.format(name),
             )
     for name, value in objects.items():
+        if name == "take_over":
+            raise UsageError(
+                "take_over is not an option of resumable: left in a script, it would end a running job at each start",
+                hint="For one start, set HOLDFAST_TAKE_OVER=1 in the environment.",
+            )
         if option := _find_policy_option(value):
             raise UsageError(
                 f"{name} is not an option of resumable, and a policy is not an object to save; did you mean {option}?",

@@ -38,11 +38,9 @@ from holdfast.state.strays import StrayOptimizers, describe_unsaved, find_strays
 
 _GENERATORS: Final = ("rng", "random", "generator", "seed")
 _EPOCHS: Final = ("epoch", "current_epoch")
-_EPOCHS_BEFORE_UNCHANGED: Final = 2
+EPOCHS_BEFORE_UNCHANGED: Final = 2
 # More than most steps take, such as one that accumulates gradients, or updates one of several models more often.
 _MOST_IN_A_STEP: Final = 8
-_MOST_IN_AN_EPOCH: Final = 10_000
-"""The limit if no saved loader shows that an epoch has ended."""
 _MOST_WITHOUT_UPDATE: Final = 64
 """More counted steps than gradients are usually accumulated over."""
 _MOST_WATCHED: Final = 8
@@ -130,7 +128,7 @@ class KeptEpoch:
                 del self._first[name]  # The program sets it, or has set it before what was restored was saved.
                 continue
             for path, sampler in _find_samplers(objects).items():
-                if (epoch := current_epoch(sampler)) >= first + _EPOCHS_BEFORE_UNCHANGED:
+                if (epoch := current_epoch(sampler)) >= first + EPOCHS_BEFORE_UNCHANGED:
                     del self._first[name]
                     self._has_warned = True
                     return _describe_epoch(name, first, f", while {path} is in epoch {epoch}")
@@ -488,33 +486,6 @@ class TrainingWatch:
         return batches, ends
 
 
-class EpochWatch(TrainingWatch):
-    """Detects a program that trains epochs and backs none of them up."""
-
-    _lack = "no epoch was backed up"
-    _remark = ". If your next backup is yet to come, ignore this"
-
-    def __init__(self, objects: Mapping[str, object], warn: Callable[..., object]) -> None:
-        """Starts watching; `warn` is called with each warning, with `is_error=True` if the training is lost."""
-        super().__init__(objects, warn, "call back_up(epoch) after each epoch", warn)
-        self._warn_at_end = warn
-
-    def note_counted(self) -> None:
-        """Called when a backup has begun, so the program does make them."""
-        self._is_counted = True
-        self._end_following()
-
-    def finish(self, consequence: str, *, is_error: bool = False) -> None:
-        """Stops watching, and reports what was trained and not backed up; may be repeated."""
-        self.end()
-        text, self._is_counted = self.describe(consequence), True
-        if text:
-            self._warn_at_end(text, is_error=is_error)
-
-    def _is_long(self, number: int) -> bool:
-        return number >= _MOST_IN_AN_EPOCH or self._count_batches()[1] - self._step_began[1] >= _EPOCHS_BEFORE_UNCHANGED
-
-
 def count_taken(objects: Mapping[str, object]) -> dict[str, int]:
     """Returns how many batches were taken in this process from each saved sampler, or that of a saved loader."""
     return {path: batch_count(sampler).batches for path, sampler in _find_samplers(objects).items()}
@@ -526,22 +497,6 @@ def describe_epochs(objects: Mapping[str, object]) -> str:
         if complete := count_epochs(sampler):
             return f"{_epochs_text(complete)} of {path}"
     return ""
-
-
-def describe_resumption(step: int, asked: str, loop: str) -> str:
-    """**Pure.** Returns the warning for a resumed program whose own loop counts a step without having asked for the
-    step.
-
-    Args:
-        step: How many steps were complete.
-        asked: The attribute with the step.
-        loop: The loop that resumes by itself.
-    """
-    return (
-        f"resumed at step {step}, but this loop seems to start from 0: it has not read {asked}. A loop over range(n) "
-        f"trains n more: begin at {asked}, or loop over {loop}, or over the epochs(n) of a saved ResumableDataLoader. "
-        "If your loop resumes there by other means, ignore this"
-    )
 
 
 def list_overruled(objects: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:

@@ -97,6 +97,8 @@ def try_open_ring(storage: Storage, rank: int) -> int | None:
     for path in list_rings(storage, rank):
         with suppress(OSError):
             path.parent.mkdir(parents=path.parent.parent != directory, exist_ok=True)
+            if path.parent.is_symlink():
+                continue
             return _open(path)
     return None
 
@@ -115,6 +117,8 @@ def read_ring(storage: Storage, rank: int) -> dict[int, StepRecord]:
 def remove_rings(storage: Storage) -> None:
     """Removes the records of all workers, as far as that is possible; nothing else."""
     for path in list_rings(storage, 0):
+        if path.parent.is_symlink():
+            continue  # Those of another run.
         for one in path.parent.glob(path.name.replace("00000", "[0-9]" * 5)):
             with suppress(OSError):
                 one.unlink()

@@ -28,7 +28,8 @@ def command(checkpoint: str, as_json: bool) -> None:
     Newer steps stay on the disk, and no longer count. A second rollback, to one of them, makes them count again. Of two
     checkpoints of one step, name the directory: runs/gpt/step-000000500.g0001.
 
-    Every byte of the step is read first. While the job runs on this machine, nothing is changed.
+    Every byte of the step is read first. While the job runs on this machine and has saved since its start,
+    nothing is changed.
     """
     target = find_target(checkpoint)
     storage, location = target.storage, target.location

@@ -89,6 +89,18 @@ def write_parts(loader: Any, states: Mapping[str, Mapping[str, Any]] | Sequence[
         attributes.write(state)
 
 
+def write_arrays(loader: Any, states: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> None:
+    """Restores the arrays alone: those that training changes within an epoch, such as the weights of samples.
+
+    The order of the epoch was drawn from what they had at its beginning, the next one is drawn from what they have now.
+    """
+    kept = states if isinstance(states, Mapping) else {}
+    for path, attributes in _look_at(loader).items():
+        for name, value in kept.get(path, {}).items():
+            if isinstance(value, np.ndarray | torch.Tensor):
+                setattr(attributes.obj, name, copy.deepcopy(value))
+
+
 def seed_parts(loader: Any, number: int) -> None:
     """Seeds the random generators of a loader and its samplers, each in its own way, and each differently."""
     values = (value for attributes in _look_at(loader).values() for value in vars(attributes.obj).values())

@@ -28,6 +28,7 @@ from holdfast.integrations.torch.draws import (
     read_generators,
     read_parts,
     walk_stream,
+    write_arrays,
     write_generators,
     write_parts,
 )
@@ -317,6 +318,7 @@ class DataPlace:
             stream.set_epoch(epoch)
         batches = self._open(self._fetched, state)
         write_generators(now)
+        write_arrays(self._loader, state["parts"])
         if state["ended"] and hasattr(self._owner, "iteration"):
             self._owner.iteration += 1  # The owner does not count an epoch that has no batch.
         return self._follow(batches)
