@@ -254,6 +254,8 @@ class Oversights(NamedTuple):
         trains: The live parameters that the object changes, as an optimizer does.
         find_owners: Returns the live modules that have some of these parameters.
         holds: The live parameters that are its own state, as a module's.
+        watch_unsaved: Begins to watch values that the object has and its state lacks, before anything is trained. The
+            result lists those that have changed since it was last called, by name; None if there is nothing to watch.
     """
 
     lack: str = ""
@@ -262,6 +264,7 @@ class Oversights(NamedTuple):
     trains: Sequence[Any] = ()
     find_owners: Callable[[Sequence[Any]], Sequence[Any]] = lambda _: ()
     holds: Sequence[Any] = ()
+    watch_unsaved: Callable[[], Callable[[], Sequence[tuple[str, Any]]]] | None = None
 
 
 class Readable(enum.Enum):

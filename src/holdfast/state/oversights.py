@@ -34,7 +34,7 @@ from holdfast.state.registry import (
     list_unmade,
 )
 from holdfast.state.rng import RNG
-from holdfast.state.strays import StrayOptimizers, find_strays, is_own_class, list_values
+from holdfast.state.strays import StrayOptimizers, describe_unsaved, find_strays, is_own_class, list_values
 
 _GENERATORS: Final = ("rng", "random", "generator", "seed")
 _EPOCHS: Final = ("epoch", "current_epoch")
@@ -47,24 +47,41 @@ _MOST_WITHOUT_UPDATE: Final = 64
 """More counted steps than gradients are usually accumulated over."""
 _MOST_WATCHED: Final = 8
 """More optimizers than a program has, unless each parameter has its own, which steps in backward()."""
+_MOST_COMPARED: Final = 3
+"""Saves in which unsaved values are looked for."""
 
 
 class LossWatch:
-    """Detects saves that lose work in progress, and describes the first one."""
+    """Detects saves that lose work in progress or values of saved objects, and describes the first of each kind."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[str, Callable[[], str]]] | None = None
+        self._changes: list[tuple[str, Callable[[], Sequence[tuple[str, Any]]]]] = []
+        self._looks_left = _MOST_COMPARED
 
     def begin(self, objects: Mapping[str, object]) -> None:
         """Starts watching the objects."""
-        watches = [(path, adapter.oversights_of(obj).find_loss) for path, obj, adapter in list_members(objects)]
-        watched = [(path, find) for path, find in watches if find is not None]
+        found = [(path, adapter.oversights_of(obj)) for path, obj, adapter in list_members(objects)]
+        watched = [(path, one.find_loss) for path, one in found if one.find_loss is not None]
         self._watched = watched if len(watched) <= _MOST_WATCHED else []
+        watches = [(path, one.watch_unsaved) for path, one in found if one.watch_unsaved is not None]
+        self._changes = [(path, begin()) for path, begin in watches] if self._looks_left else []
 
     def look(self, objects: Mapping[str, object]) -> str:
         """Returns a warning about a save that is made now; "" if there is none, or it was already given."""
         if self._watched is None:
             self.begin(objects)
+            self._changes = []  # What a step leaves behind looks like what the program began with.
+        if self._changes:
+            self._looks_left -= 1
+            changed = [
+                (f"{name} of {path}", value) for path, list_changed in self._changes for name, value in list_changed()
+            ]
+            text = describe_unsaved(objects, changed) if changed else ""
+            if text or not self._looks_left:
+                self._changes, self._looks_left = [], 0
+            if text:
+                return text
         for path, find in self._watched or ():
             text = find()
             if text:

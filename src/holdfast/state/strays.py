@@ -15,6 +15,7 @@ from holdfast.state.registry import adapter_of, find_array, list_members
 _MOST_STEPPED: Final = 8
 _MOST_REACHED: Final = 20_000
 _MOST_SHAPES: Final = 4
+_MOST_NAMED: Final = 3
 
 
 def find_strays(
@@ -58,6 +59,21 @@ def find_strays(
         elif not may_hold:
             texts.append(f"the parameters of {path} belong to no saved object: pass the model too, model=model")
     return texts
+
+
+def describe_unsaved(objects: Mapping[str, object], changed: Sequence[tuple[str, object]]) -> str:
+    """Returns a warning about named values that change and that no saved object has; "" if there are none."""
+    own = [obj for _, obj, adapter in list_members(objects) if is_own_class(obj, adapter)]
+    kept = {id(value) for root in (*objects.values(), *map(list_reached, own)) for value in list_values(root)}
+    names = [name for name, value in changed if id(value) not in kept]
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}: such tensors change in "
+        "training and are in no state_dict(), so a restart begins with their first values: use "
+        "register_buffer(name, tensor), persistent=True, or get_extra_state. If they are computed again in each "
+        "step, ignore this"
+    )
 
 
 def is_own_class(obj: object, adapter: Adapter | None) -> bool:

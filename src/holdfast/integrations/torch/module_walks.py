@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from holdfast.state.strays import list_values
+
 _WALKS: Final = ("modules", "named_modules", "parameters", "named_parameters", "_named_members")
 _READS: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_KEPT: Final = ("_parameters", "_buffers", "_modules")
+_MOST_COMPARED: Final = 4096
+_MOST_VALUES: Final = 64
 
 
 def list_modules(root: nn.Module) -> list[nn.Module]:
@@ -195,3 +202,52 @@ def _are_torchs(modules: list[nn.Module], names: tuple[str, ...]) -> bool:
     return all(
         getattr(cls, name, None) is getattr(nn.Module, name, None) for cls in set(map(type, modules)) for name in names
     )
+
+
+def watch_tensors(root: nn.Module) -> Callable[[], list[tuple[str, Any]]]:
+    """Begins to watch the tensors that are in no state dict: plain attributes, and buffers that are not persistent.
+
+    Those that do not exist yet are left out, as a step leaves its results in attributes. So are torch's own modules,
+    metrics, and modules that add to their state. The result lists the names and tensors that changed since its last
+    call.
+    """
+    whole, watched = weakref.ref(root), list[tuple[str, weakref.ref[nn.Module], str]]()
+    for prefix, module in _with_prefixes(root) if _are_torchs([root], _READS) and not root._state_dict_hooks else ():
+        is_metric = any(cls.__module__.startswith("torchmetrics.") for cls in type(module).__mro__)
+        if not (is_metric or type(module).__module__.startswith("torch.")) and _are_torchs([module], _READS):
+            names = [*module._non_persistent_buffers_set, *(name for name in vars(module) if name not in _KEPT)]
+            watched += [(prefix + name, weakref.ref(module), name) for name in names if _list_unsaved(module, name)]
+    seen: dict[tuple[str, int], Any] = {}
+
+    def look() -> list[tuple[str, Any]]:
+        nonlocal seen
+        earlier, seen = seen, {}
+        changed: dict[str, Any] = {}
+        for path, ref, name in watched:
+            for number, one in enumerate(_list_unsaved(ref(), name)):
+                spec, is_small = (one.shape, one.dtype, one.device), one.numel() <= _MOST_COMPARED
+                # Copies, as bytes: then values that are not numbers are equal.
+                flat = one.resolve_conj().resolve_neg().reshape(-1) if is_small else None
+                now = one._version if flat is None else flat.view(torch.uint8).clone()
+                seen[path, number] = weakref.ref(one), spec, now
+                before = earlier.get((path, number), (None, None, None))
+                if before[1] != spec:
+                    continue
+                if not torch.equal(before[2], now) if is_small else before[0]() is one and before[2] != now:
+                    changed[path] = one
+        state = [*list_values(read_state(list_modules(module)))] if changed and (module := whole()) is not None else []
+        tensors: list[Any] = [one for one in state if type(one) in (torch.Tensor, nn.Parameter)]
+        held = {one.untyped_storage().data_ptr() for one in tensors}  # Such as that of a buffer with a view of it.
+        return [(path, one) for path, one in changed.items() if one.untyped_storage().data_ptr() not in held]
+
+    return look if watched else list
+
+
+def _list_unsaved(module: nn.Module | None, name: str) -> list[Any]:
+    """Returns the tensors without a gradient in an attribute, and in containers there; of very many, some."""
+    # torch derives a weight from the parameter weight_orig, say.
+    if module is None or any(own.startswith(f"{name}_") for own in module._parameters):
+        return []
+    values = islice(list_values(vars(module).get(name, module._buffers.get(name))), _MOST_VALUES)
+    plain = (one for one in values if type(one) is torch.Tensor and one.layout is torch.strided)
+    return [one for one in plain if not (one.requires_grad or one.is_meta or one.is_inference() or one.is_quantized)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -12,7 +13,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import UnsupportedValueError, UsageError
-from holdfast.integrations.torch.module_walks import list_modules, list_parameters, read_own_state, read_state
+from holdfast.integrations.torch.module_walks import (
+    list_modules,
+    list_parameters,
+    read_own_state,
+    read_state,
+    watch_tensors,
+)
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import (
     MADE_ANEW,
@@ -109,7 +116,8 @@ class ModuleAdapter(Adapter):
         draws = "dropout" if any(map(_drops, obj.modules())) else ""
         is_own = type(obj).__module__.startswith("torch.nn.")
         if is_own or any(True for _ in obj.parameters()) or any(True for _ in obj.buffers()) or obj.state_dict():
-            return Oversights(draws=draws, holds=list(obj.parameters()))
+            watch = partial(watch_tensors, obj)
+            return Oversights(draws=draws, holds=list(obj.parameters()), watch_unsaved=watch)
         lack = (
             "its state_dict() is empty, so nothing of it is saved. Modules in a plain list or dict are not "
             "registered: use nn.ModuleList or nn.ModuleDict"
