@@ -269,3 +269,31 @@ def test_a_loss_with_parameters_that_nobody_names_goes_on(tmp_path: Path) -> Non
     killed.send(signal.SIGKILL)
     killed.end()
     check_same([killed, live("own_loss.py", tmp_path / "killed", "trainer", "2", preload=PRELOAD)], untouched)
+
+
+def test_a_reference_that_follows_and_a_window_of_generated_inputs_go_on(tmp_path: Path) -> None:
+    untouched = live("moving_modules.py", tmp_path / "untouched", "1", "moving", preload=PRELOAD)
+    lives = []
+    for seed, steps in enumerate((4, 1, 3), 1):
+        life = Life("moving_modules.py", tmp_path / "killed", str(seed), "moving", preload=PRELOAD)
+        life.wait_steps(steps)
+        life.send(signal.SIGKILL)
+        life.end()
+        lives.append(life)
+    check_same([*lives, live("moving_modules.py", tmp_path / "killed", "9", "moving", preload=PRELOAD)], untouched)
+    stored = hf.load(tmp_path / "killed" / "run")
+    assert stored["moved_ref_model"]
+    assert stored["moved_slowest"]
+    assert not stored["moved_teacher"]
+
+
+def test_a_run_without_what_moves_goes_on_with_a_warning(tmp_path: Path) -> None:
+    plain = Life("moving_modules.py", tmp_path, "1", "plain", preload=PRELOAD)
+    plain.wait_steps(4)
+    plain.send(signal.SIGKILL)
+    plain.end()
+    moving = live("moving_modules.py", tmp_path, "1", "moving", preload=PRELOAD)
+    assert json.loads(moving.lines[0])["step"] > 1
+    assert "lacks moved_ref_model, moved_teacher, moved_slowest" in moving.errors
+    again = live("moving_modules.py", tmp_path, "1", "moving", preload=PRELOAD)
+    assert "lacks" not in again.errors

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import distributed
 
+from holdfast.integrations.torch.module_walks import sum_up
 from holdfast.run import Run
 from holdfast.state import RNG
 
 _LOOK_SECONDS: Final = 0.5
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Evaluation:
@@ -35,7 +35,7 @@ class Evaluation:
         """
         self._run, self._module, self._device = run, module, device
         self._random = RNG().state_dict()
-        self._sums = _sum_up(module)
+        self._sums = sum_up(module)
         self._is_joint = run.manager.participant is not None
         self._can_agree = not self._is_joint or self._reduce(batches) == -self._reduce(-batches) < float("inf")
         # Of several workers, the first one says to all at which batch it says more.
@@ -61,7 +61,7 @@ class Evaluation:
 
     def has_own_weights(self) -> bool:
         """**Collective.** Returns True if the model has the weights with which the evaluation began, on all workers."""
-        is_same = self._sums == _sum_up(self._module)
+        is_same = self._sums == sum_up(self._module)
         return is_same if not self._is_joint else not self._reduce(not is_same)
 
     @contextmanager
@@ -79,19 +79,3 @@ class Evaluation:
         together = torch.tensor(float(value), device=self._device)
         distributed.all_reduce(together, distributed.ReduceOp.MAX)
         return together.item()
-
-
-def _sum_up(module: torch.nn.Module) -> list[int]:
-    """Returns checksums of all parameters of a model: they differ if parameters were exchanged.
-
-    Buffers do not count: with DDP, rank 0 broadcasts its own in an evaluation as well.
-    """
-    torch.nn.Module.state_dict(module)  # In this way, parameters of FSDP are shards again.
-    sums = []
-    for parameter in module.parameters():
-        value: Any = parameter.detach()
-        value = value.to_local() if hasattr(value, "to_local") else value
-        if type(value) is torch.Tensor and value.layout == torch.strided:
-            real = torch.view_as_real(value) if value.is_complex() else value
-            sums.append(real.view(_WORDS[real.element_size()]).sum(dtype=torch.int64))
-    return [] if not sums else [int(each) for each in torch.stack([each.to(sums[0].device) for each in sums])]

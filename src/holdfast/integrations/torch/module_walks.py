@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from holdfast.state.strays import list_values
 
 _WALKS: Final = ("modules", "named_modules", "parameters", "named_parameters", "_named_members")
 _READS: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KEPT: Final = ("_parameters", "_buffers", "_modules")
 _MOST_COMPARED: Final = 4096
 _MOST_VALUES: Final = 64
@@ -88,6 +89,52 @@ def find_trained_beside(optimizers: Iterable[Any], objects: Iterable[object]) ->
     strays = [one for one in trained if one.requires_grad and id(one) not in held]
     found: dict[str, Any] = {f"trained_{n}": module for n, module in enumerate(find_owners(strays) if strays else ())}
     return found | {"trained_gradients": KeptGradients(strays)} if found else {}
+
+
+class Moving:
+    """Saves a module once its parameters have changed: a frozen one would only make checkpoints larger."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._sums, self._has_moved = module, sum_up(module), False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the module's state; nothing while it is as the program made it."""
+        self._has_moved = self._has_moved or sum_up(self._module) != self._sums
+        return read_own_state(self._module) if self._has_moved else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets the module's state."""
+        if state:
+            self._has_moved = True
+            self._module.load_state_dict(state)
+
+
+def find_moving(owners: Iterable[Any], objects: Iterable[object]) -> dict[str, Moving]:
+    """Returns, by name, the modules that are attributes of the owners and share nothing with the objects."""
+    held = {id(one) for root in objects if isinstance(root, nn.Module) for one in root.parameters()}
+    found: dict[str, Moving] = {}
+    for name, module in [each for owner in owners for each in vars(owner).items() if isinstance(each[1], nn.Module)]:
+        own = list(module.parameters())
+        if own and not any(one.is_meta or id(one) in held for one in own):
+            held.update(map(id, own))
+            found[f"moved_{name.strip('_')}" + (f"_{len(found)}" if f"moved_{name}" in found else "")] = Moving(module)
+    return found
+
+
+def sum_up(module: torch.nn.Module) -> list[int]:
+    """Returns checksums of all parameters of a model: they differ if parameters were exchanged.
+
+    Buffers do not count: with DDP, rank 0 broadcasts its own in an evaluation as well.
+    """
+    torch.nn.Module.state_dict(module)  # In this way, parameters of FSDP are shards again.
+    sums = []
+    for parameter in module.parameters():
+        value: Any = parameter.detach()
+        value = value.to_local() if hasattr(value, "to_local") else value
+        if type(value) is torch.Tensor and value.layout == torch.strided:
+            real = torch.view_as_real(value) if value.is_complex() else value
+            sums.append(real.view(_WORDS[real.element_size()]).sum(dtype=torch.int64))
+    return [] if not sums else [int(each) for each in torch.stack([each.to(sums[0].device) for each in sums])]
 
 
 def list_named_parameters(modules: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:

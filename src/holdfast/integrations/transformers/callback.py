@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback
 from transformers import trainer as trainer_module
 
 import holdfast.run
+from holdfast.catalog import read_index
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
@@ -25,7 +26,7 @@ from holdfast.integrations.accelerate.loop import check_strategy, follow, unwrap
 from holdfast.integrations.imported import ImportedStart, find_import
 from holdfast.integrations.torch.draws import has_state
 from holdfast.integrations.torch.evaluations import Evaluation
-from holdfast.integrations.torch.module_walks import find_trained_beside
+from holdfast.integrations.torch.module_walks import find_moving, find_trained_beside
 from holdfast.integrations.torch.places import DataPlace
 from holdfast.integrations.transformers.progress import Begin, TrainerProgress, TrainerWorker
 from holdfast.manager import CheckpointManager
@@ -33,6 +34,7 @@ from holdfast.policies import RetentionPolicy, SavePolicy
 from holdfast.run import Run
 from holdfast.save import arguments
 from holdfast.state import RNG, PerWorker
+from holdfast.state.hyperparameters import list_kept
 from holdfast.storage import Storage
 
 _OF_OBJECTS: Final = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler")
@@ -63,7 +65,8 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
     A step is one of the Trainer's: `state.global_step`. Metrics that `trainer.log` reports are stored with the
     checkpoint, for `hf.Best("eval_loss")`. Your own objects are saved by name, as in `hf.resumable`:
     `Resumable("runs/a", average=average)`; and so are callbacks that have `state_dict` and `load_state_dict`, and
-    modules with parameters that the optimizer trains beside the model's, as `trained_0`.
+    modules with parameters that the optimizer trains beside the model's, as `trained_0`. Other modules that the
+    Trainer or a callback has as attributes are saved once they change, as `moved_ref_model`.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         arguments.SaveOptions.pick({**known, **self._options}, save_every=None, keep=None)
         self._directory = directory
         self._trainer: Any = None
+        self._stored: Collection[str] = ()  # The names of the objects in the checkpoint.
         self._session: _Session | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -190,7 +194,10 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         progress = TrainerProgress()
         given = {name: self._options[name] for name in _OF_A_READER if name in self._options}
         with CheckpointManager(self._directory, Checkpoint(trainer=progress), **given) as manager:
-            return None if manager.restore(step, only="trainer") is None else progress
+            if (found := manager.restore(step, only="trainer")) is None:
+                return None
+            self._stored = read_index(manager._storage, found.name.directory, found.manifest, 0).objects.keys()
+            return progress
 
     def _open_run(self, objects: dict[str, Any], imported: ImportedStart | None = None) -> Run:
         for name in self._objects:
@@ -198,9 +205,21 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 raise UsageError(f"{name} is an object of the Trainer, and is saved already")
         objects.update(self._objects)
         # Such as a loss with parameters, which a subclass of the Trainer has.
-        objects.update(find_trained_beside([objects["optimizer"]], objects.values()))
+        beside: dict[str, Any] = find_trained_beside([objects["optimizer"]], objects.values())
+        owners = [self._trainer, *(one for one in self._trainer.callback_handler.callbacks if not has_state(one))]
+        beside |= find_moving(owners, [*objects.values(), *beside.values()])
+        objects |= beside
+        options = self._options
+        if lacking := [name for name in beside if self._stored and name not in self._stored]:
+            # The names in the optimizer's state follow from the modules that are saved: those of then.
+            for name in [name for name in lacking if not name.startswith("moved_")]:
+                del objects[name]
+            kept = [name for name in lacking if name in objects]
+            options = {**options, "keep_current": [*list_kept(options.get("keep_current", ())), *kept]}
+            text = "each begins as the program made it, and those that are trained are not saved in this run either"
+            trainer_module.logger.warning(f"holdfast: the checkpoint lacks {', '.join(lacking)}: {text}")
         if imported is None:
-            return holdfast.run.resumable(self._directory, Checkpoint(**objects), **self._options)
+            return holdfast.run.resumable(self._directory, Checkpoint(**objects), **options)
         options = {**self._options, "on_resize": "allow"}  # An import has been written by one process.
         return holdfast.run.resumable(self._directory, Checkpoint(**imported.pick(objects)), **options)
 

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from transformers.trainer_callback import ExportableState
 
 from holdfast.integrations.torch.places import DataPlace
@@ -22,6 +23,9 @@ _APPLIED: Final = (
 """The part of the state that training changes; the rest follows from the program's arguments."""
 
 _COUNTERS: Final = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+
+_OF_A_WINDOW: Final = ("_step", "_buffered_inputs")
+"""The attributes of trl's trainers that generate once for several steps."""
 
 
 class Begin(NamedTuple):
@@ -203,6 +207,7 @@ class TrainerWorker:
             "flos": float(trainer.current_flos),
             "log": self._log.write(trainer.state.log_history),
             "place": None if self.place is None else self.place.state_dict(),
+            "window": {name: getattr(trainer, name) for name in _OF_A_WINDOW if hasattr(trainer, "_buffered_inputs")},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -226,6 +231,8 @@ class TrainerWorker:
             return  # The number of workers has changed.
         trainer.state.log_history = self._log.read(state["log"])
         trainer.current_flos = state["flos"]
+        for name, value in state.get("window", {}).items():
+            setattr(trainer, name, send_to_device(value, trainer.args.device))
         if hasattr(trainer, "_tr_loss"):
             trainer._tr_loss.fill_(state["loss"])
         else:
