@@ -430,7 +430,7 @@ class Differences:
         wrong_dtype: Sentences of the same form.
         wrong_kind: Sentences: the object of that name is of another kind than the stored one.
         replaced: Sentences, of arrays in the program's trees that were replaced by stored ones of another form. This
-            is no difference: such a tree takes what is stored.
+            is not counted as a difference: such a tree takes what is stored.
     """
 
     missing: list[str] = field(default_factory=list)
