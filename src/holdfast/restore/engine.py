@@ -389,11 +389,17 @@ class _RestoreTrial:
         if request.strict and matching.differences:
             arrays = "arrays hold values read from a newer, damaged checkpoint"
             state = arrays if self.touched else "nothing was changed"
+            has_other_names = any(path.partition("/")[0] not in stored for path in matching.differences.missing)
+            names = (
+                f" The checkpoint has {', '.join(name for name in stored if not is_own(name))}."
+                if has_other_names
+                else ""
+            )
             raise MismatchError(
                 f"step {step} does not fit the live objects ({state}):\n{matching.differences}",
                 differences=matching.differences,
-                hint="Fix the objects. strict=False, in hf.resumable(...) or manager.restore(...), takes what fits and "
-                f"reports the rest{_describe_loss(matching.differences)}.",
+                hint=f"Fix the objects.{names} strict=False, in hf.resumable(...) or manager.restore(...), takes what "
+                f"fits and reports the rest{_describe_loss(matching.differences)}.",
             )
         return matching
 
