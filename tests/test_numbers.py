@@ -133,6 +133,9 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
         )
         for what in ("staged", "committed", "ended")
     },
+    "resumable start_from": (lambda p, v: hf.resumable(p, x=1, start_from=v), STEPS),
+    "CheckpointManager start_from": (lambda p, v: hf.CheckpointManager(p, hf.Checkpoint(x=1), start_from=v), STEPS),
+    "CheckpointManager.add_metrics step": (lambda p, v: use_manager(p, lambda m: m.add_metrics(v, {})), STEPS),
     "resumable failures_allowed": (lambda p, v: hf.resumable(p, x=1, failures_allowed=v), COUNTS),
     "resumable timeout_seconds": (lambda p, v: hf.resumable(p, x=1, timeout_seconds=v), SECONDS),
     "resumable threads": (lambda p, v: hf.resumable(p, x=1, threads=v), FROM_ONE),

@@ -1126,7 +1126,7 @@ def test_nothing_stays_taken_after_an_error(tmp_path: Path) -> None:
             state.back_up(0)
 
     free = look()
-    other = {"state": {"something": np.zeros(5)}}
+    other = {"something": np.zeros(5)}
     unusable = hf.TerminationConfig(sources=[Signals(), Unusable()])
     failing: list[tuple[type[HoldfastError], Callable[[], None]]] = [
         (ClosedError, enter_twice),

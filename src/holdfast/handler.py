@@ -21,6 +21,7 @@ from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.guard import make_guard
 from holdfast.restore.records import Restoration
+from holdfast.resumption import describe_resumption
 from holdfast.save.arguments import check_metrics, check_notes, check_switches
 from holdfast.save.drain import LeavingExit, end_interrupted, end_process
 from holdfast.state.adapters import Adapter
@@ -29,7 +30,6 @@ from holdfast.state.data.position import step_break
 from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import TrainingWatch
 from holdfast.state.registry import list_members
-from holdfast.state.resumption import describe_resumption
 from holdfast.state.rng import RNG
 from holdfast.tracebacks import find_inside, short_traceback
 

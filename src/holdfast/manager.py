@@ -279,7 +279,7 @@ class CheckpointManager:
             UsageError: If it is another step, or a metric is not a number.
         """
         self._check_usable()
-        figures, _ = check_notes(metrics, None)
+        step, (figures, _) = arguments.check_step(step), check_notes(metrics, None)
         known = (self._in_flight, self._saver.engine.newest, None if self.restored is None else self.restored.name)
         found = next((one for one in known if one is not None and one.step == step == self.newest_asked), None)
         if found is None:

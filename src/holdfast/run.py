@@ -29,6 +29,7 @@ from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.guard import make_guard
 from holdfast.preemption.notice_inbox import EarlyNotices
 from holdfast.restore.records import Restoration
+from holdfast.resumption import describe_resumption
 from holdfast.save import arguments
 from holdfast.save.drain import EXIT_SAVE_FAILED, LeavingExit, end_process
 from holdfast.save.handle import SaveHandle
@@ -36,7 +37,6 @@ from holdfast.save.joint.setup import explaining
 from holdfast.save.say import say
 from holdfast.state.hyperparameters import check_kept
 from holdfast.state.oversights import TrainingWatch, count_taken
-from holdfast.state.resumption import describe_resumption
 from holdfast.storage import Storage
 from holdfast.tracebacks import find_inside, short_traceback
 

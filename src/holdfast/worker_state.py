@@ -28,11 +28,11 @@ from holdfast.preemption.announcements import Announcements
 from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.restore.backup import Backup, RecentBackups, check_newest, make_note, read_note
 from holdfast.restore.engine import make_agreement
+from holdfast.resumption import EpochWatch
 from holdfast.save.arguments import SaveOptions, check_metrics, check_switches
 from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.joint.delete_run import JointDelete
 from holdfast.state.hyperparameters import check_kept
-from holdfast.state.resumption import EpochWatch
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 
