@@ -14,6 +14,7 @@ from lives import PROGRAMS, Life, check_example, check_same, interrupt, live, li
 
 import holdfast as hf
 import preloaded
+from memory_engine import run_workers
 
 pytest.importorskip("lightning")
 
@@ -162,6 +163,19 @@ def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
     again.fit(other, make_loader())
     assert (again.global_step, again.current_epoch) == (12, 3)
     assert not torch.equal(other.layer.weight, model.layer.weight)
+
+
+def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
+    """Each would go on in its own part of another order."""
+
+    def save(cluster: Any) -> None:
+        with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(x=1), cluster=cluster) as manager:
+            manager.save(3).wait_committed()
+
+    run_workers(2, save)
+    with pytest.raises(MismatchError, match="saved by 2 workers") as caught:
+        make_trainer(hf.lightning.Resumable(tmp_path / "run")).fit(Line(), make_loader())
+    assert "the position in the data" in caught.value.hint
 
 
 def test_a_fit_that_is_done_trains_nothing_when_it_is_started_again(tmp_path: Path) -> None:

@@ -195,7 +195,8 @@ class Fit:
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scalers = {} if scaler is None else {"scaler": scaler}
-        run = resumable(self._directory, Checkpoint(**imported.pick(objects | scalers)), **self._options)
+        options = {**self._options, "on_resize": "allow"}  # An import has been written by one process.
+        run = resumable(self._directory, Checkpoint(**imported.pick(objects | scalers)), **options)
         run.__enter__()
         self.run = run
         _ = run.step  # The loops of the trainer begin there.
