@@ -404,6 +404,54 @@ def test_a_finished_fit_that_is_started_again_repeats_nothing(tmp_path: Path, ev
     assert start(3)[0] == [2]
 
 
+@pytest.mark.parametrize("stops", [False, True], ids=["max_steps", "should_stop"])
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_fit_that_ended_within_an_epoch_repeats_nothing_and_can_be_made_longer(
+    tmp_path: Path, every: int, stops: bool
+) -> None:
+    class Ends(Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, int]] = []
+            self.count = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict: dict[str, int]) -> None:
+            self.count = state_dict["count"]
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if stops and trainer.global_step == 6:
+                trainer.should_stop = True
+
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.seen.append(("epoch", trainer.current_epoch))
+            self.count += 1
+
+    def start(total: int, directory: Path) -> tuple[Ends, Trainer, Any]:
+        torch.manual_seed(1)
+        resumable = hf.lightning.Resumable(directory, save_every=hf.Steps(every), preemption="off")
+        callbacks = [resumable, ends := Ends(), ModelCheckpoint(directory.with_suffix(".chosen"), save_top_k=-1)]
+        trainer = make_trainer(*callbacks, epochs=-1, max_steps=total, enable_checkpointing=True)
+        trainer.fit(model := Line(), make_loader())
+        return ends, trainer, model.layer.weight.detach()
+
+    total = 8 if stops else 6
+    ends, trainer, weight = start(total, tmp_path / "run")
+    assert ends.seen == [("epoch", 0), ("epoch", 1)]
+    names = sorted(path.name for path in (tmp_path / "run.chosen").iterdir())
+    for _ in range(2):
+        again, other, same = start(total, tmp_path / "run")
+        assert (again.seen, again.count, other.current_epoch, other.global_step) == ([], 2, trainer.current_epoch, 6)
+        assert same.equal(weight)
+    assert sorted(path.name for path in (tmp_path / "run.chosen").iterdir()) == names
+    if not stops:
+        longer, untouched = start(10, tmp_path / "run"), start(10, tmp_path / "untouched")
+        assert longer[0].seen == [("epoch", 1), ("epoch", 2)]
+        assert longer[2].equal(untouched[2])
+        assert longer[1].current_epoch == untouched[1].current_epoch
+
+
 def test_model_checkpoint_writes_and_reads_by_the_plug_in(tmp_path: Path) -> None:
     chosen = ModelCheckpoint(tmp_path, monitor="loss", save_top_k=2, save_last=True, every_n_epochs=1)
     options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [hf.lightning.HoldfastCheckpointIO()]}
