@@ -406,9 +406,7 @@ def test_a_finished_fit_that_is_started_again_repeats_nothing(tmp_path: Path, ev
 
 @pytest.mark.parametrize("stops", [False, True], ids=["max_steps", "should_stop"])
 @pytest.mark.parametrize("every", [1, 100])
-def test_a_fit_that_ended_within_an_epoch_repeats_nothing_and_can_be_made_longer(
-    tmp_path: Path, every: int, stops: bool
-) -> None:
+def test_a_fit_that_ended_within_an_epoch_repeats_nothing(tmp_path: Path, every: int, stops: bool) -> None:
     class Ends(Callback):
         def __init__(self) -> None:
             self.seen: list[tuple[str, int]] = []

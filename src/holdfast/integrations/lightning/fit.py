@@ -215,8 +215,7 @@ class Fit:
     # The data, as soon as there are loaders.
 
     def _make_loaders(self, kind: str, original: Callable[[], Any]) -> Any:
-        """Lets the program create its loaders. For those that a resume continues, random draws are repeated
-        identically."""
+        """Lets the program create its loaders; for those that a resume continues, with the same random draws."""
         present, before = read_generators(), self._to_make_with.pop(kind, None)
         self._made_with[kind] = before or present
         if before is None:

@@ -71,10 +71,7 @@ def load_progress(trainer: Any, progress: dict[str, Any]) -> None:
 
 
 def end_restart(loop: Any) -> None:
-    """Makes a loop and its inner loops continue as if nothing had been restored: what Lightning repeats at a restart
-    was done before
-    the save.
-    """
+    """Lets a loop and its inner loops skip what Lightning repeats at a restart: that was done before the save."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     loop.reset_restart_stage()
     for part in vars(loop).values():
