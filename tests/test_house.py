@@ -86,15 +86,15 @@ BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
     ".": 2057,
     # A table of rules and four moments.
-    "advice": 1317,
+    "advice": 1315,
     # A stored run: listing, history, fence, commit, deletion, verification.
-    "catalog": 1630,
+    "catalog": 1627,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 4652,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2354,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
-    "convert": 4297,
+    "convert": 4295,
     # Each event with its text, and what takes events.
     "events": 942,
     # Names, records, indexes, digests, and values as nodes.
@@ -104,7 +104,7 @@ BUDGETS = {
     # The reader and the writer of DCP.
     "integrations/dcp": 989,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 5168,
+    "integrations/frameworks": 5190,
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 642,
     # Sessions of Ray.
@@ -116,19 +116,19 @@ BUDGETS = {
     # Saving and retention, as pure functions.
     "policies": 623,
     # Notices, the agreement of workers, the last save.
-    "preemption": 4937,
+    "preemption": 4936,
     # Threads, terminal, end of the process.
     "process": 691,
     # Candidates, one plan of pieces, resharding.
-    "restore": 2108,
+    "restore": 2109,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5638,
+    "save": 5637,
     # A tree of objects taken apart, captured, and matched.
-    "state": 5712,
+    "state": 5702,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2258,
     # Contracts for storages and clusters of others.
-    "testing": 1066,
+    "testing": 1065,
     # The run, its loop, the handler, the state of workers.
     "training": 2493,
     # The ring of repeated steps.
