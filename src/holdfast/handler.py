@@ -122,7 +122,7 @@ class PreemptionCheckpointHandler:
                 loop.pause(count.done)
             if self.restored is not earlier or not count.done:
                 self._announcements.begin(manager, self.restored, count.done)
-            if self.restored is not earlier or not manager.witness.is_begun:
+            if self.restored is not earlier or not manager.witness.process:
                 is_same = self.restored is None or not (self.restored.differences or kept)
                 base, say = None if self.restored is None else count.done, self._announcements.say
                 objects = manager.checkpoint.objects

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from numbers import Number
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import xxhash
 
@@ -30,20 +30,10 @@ _INTEGER: Final = struct.Struct("<Q")
 _hash: Final = xxhash.xxh3_64_intdigest
 
 
-class _DigestPlan(NamedTuple):
-    """The way in which arrays of one type and shape are digested.
-
-    Attributes:
-        about: A digest of both.
-        take: Returns the bytes that are digested, of the array's memory; None if all are.
-    """
-
-    about: int
-    take: Callable[[Any], bytes] | None
-
-
 _sights: Final[dict[type, Sight]] = {}
-_plans: Final[dict[Any, _DigestPlan]] = {}
+_plans: Final[dict[Any, tuple[int, Callable[[Any], bytes] | None]]] = {}
+"""For each type and shape of arrays a digest of both, and what takes the bytes to digest from an array's memory, if not
+all."""
 
 
 def digest_batch(batch: Any) -> int:
@@ -61,8 +51,7 @@ def digest_batch(batch: Any) -> int:
         if (sight := _sights.get(cls)) is not None:
             key, memory = sight.locate(value)
             if (plan := _plans.get(key)) is not None:
-                about, take = plan
-                state = _hash(memory if take is None else take(memory), (state + about) & _MASK)
+                state = _hash(memory if plan[1] is None else plan[1](memory), (state + plan[0]) & _MASK)
             elif (array := sight.peek(value)) is None:
                 state, unseen = _hash_text(_shape_text(value), state), 1
             elif array.dtype.hasobject:
@@ -111,22 +100,19 @@ def _take_some(array: Any, key: Any, memory: Any) -> tuple[int, Any]:
         number = max(4, min(64, _SAMPLED // array.shape[0]))
         # Odd, so that it does not meet the same column again and again.
         step = max(math.prod(array.shape[1:]) // number, array.size // _MOST_SAMPLED, 1) - 1 | 1
-    first = step // 2
+    take, begin, count = None, step // 2, len(range(step // 2, array.size, step))
     if key is None or array.dtype.kind not in "iufbc":
-        return about, array.tobytes() if step == 1 else array.flat[first::step].tobytes()
+        return about, array.tobytes() if step == 1 else array.flat[begin::step].tobytes()
+    if step > 1:
+        from numpy import dtype, ndarray
+
+        size = array.itemsize
+        kind = dtype(f"V{size}")
+        take = lambda memory: ndarray((count,), kind, memory, begin * size, (step * size,)).tobytes()  # noqa: E731
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
-    take = None if step == 1 else _view(array.size, array.itemsize, first, step)
-    _plans[key] = _DigestPlan(about, take)
+    _plans[key] = about, take
     return about, memory if take is None else take(memory)
-
-
-def _view(size: int, item_bytes: int, first: int, step: int) -> Callable[[Any], bytes]:
-    from numpy import dtype, ndarray
-
-    shape, kind = (len(range(first, size, step)),), dtype(f"V{item_bytes}")
-    begin, strides = first * item_bytes, (step * item_bytes,)
-    return lambda memory: ndarray(shape, kind, memory, begin, strides).tobytes()
 
 
 def _take_apart(value: Any) -> Mapping[Any, Any]:
@@ -155,8 +141,7 @@ class BatchLog:
 
     def add(self, batch: Any) -> None:
         """Called with each batch, when training takes it."""
-        number, state = self._taken
-        found = digest_batch(batch)
+        (number, state), found = self._taken, digest_batch(batch)
         self._taken = number + 1, _hash(_INTEGER.pack(found), state) & ~1 | (state | found) & 1
 
     def take(self) -> tuple[int, int]:

@@ -25,8 +25,8 @@ DATA, LOSS = 1, 2
 _FIELDS: Final = struct.Struct("<QIIIIIIQd8x")
 _CHECK: Final = struct.Struct("<Q")
 _BYTES: Final = 64
-_FORMAT: Final = 0x686F6C64_00000001
-"""Seeds the check of a record, so that one of another format is none."""
+_FORMAT: Final = 0x686F6C64_00000002
+"""Seeds the check of a record, so that one of another format, or with digests of another kind, is none."""
 
 _LOCAL: Final = frozenset(
     {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x858458F6, 0x794C7630, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E}

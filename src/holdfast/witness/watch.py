@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,23 +31,12 @@ _MOST_PENDING: Final = 64
 """A device that has more steps to compute still: then the loss of the oldest is left out."""
 
 
-_begun: Final[weakref.WeakSet[Witness]] = weakref.WeakSet()
-
-
-def _end_in_child() -> None:
-    for witness in _begun:
-        witness.is_begun = False
-
-
-os.register_at_fork(after_in_child=_end_in_child)
-
-
 def _harmless(method: Callable[Concatenate[Witness, P], None]) -> Callable[Concatenate[Witness, P], None]:
-    """Makes a failure of the witness end only that, and a process that is not the run's do nothing."""
+    """Makes a failure of the witness end only that; one that has not begun does nothing."""
 
     @wraps(method)
     def call(self: Witness, /, *args: P.args, **options: P.kwargs) -> None:
-        if self.is_begun:
+        if self.process:
             try:
                 method(self, *args, **options)
             except Exception as error:
@@ -64,12 +52,12 @@ class Witness:
     """The witness of one worker of a run, for its training thread. It does nothing before `begin`.
 
     Attributes:
-        is_begun: True from `begin` to `end`, in the process that has begun it.
+        process: The process of the run, from `begin` to `end`; 0 otherwise.
     """
 
     def __init__(self, storage: Storage, worker: Worker, emit: Sink) -> None:
         self._storage, self._worker, self._emit = storage, worker, emit
-        self.is_begun = False
+        self.process = 0
         self._logs: list[BatchLog] = []
         self._undo: list[Callable[[], object]] = []
         self._loss: float | Callable[[], float | None] | None = None
@@ -99,10 +87,9 @@ class Witness:
             same_loss: False if the restore has changed something that changes the loss.
             strict: True to make a difference an error.
         """
-        if self.is_begun:
+        if self.process:
             self.end()
-        _begun.add(self)
-        self.is_begun, self._say, self._is_strict = True, say, strict
+        self.process, self._say, self._is_strict = os.getpid(), say, strict
         self._has_place, self._contexts, self._agreed = True, (0, 0), []
         self._begin(objects, step, same_loss=same_loss)
 
@@ -160,22 +147,20 @@ class Witness:
         Raises:
             ResumeDiffersError: If it, or an earlier one, differs from what it repeats, and that is an error here.
         """
+        if self.process != os.getpid():
+            return  # A child of the run's process.
         loss, self._loss = self._loss, None
         known = (DATA if self._logs else 0) | (LOSS if loss is not None else 0)
         if known:
             if self._contexts == (0, 0):
                 self._contexts = self._find_contexts()
-            batches, data = (
-                self._logs[0].take() if len(self._logs) == 1 else combine([log.take() for log in self._logs])
-            )
-            is_here = loss is None or type(loss) is float
-            record = StepRecord(
-                step, *self._lines, *self._contexts, known, batches, data, (loss or 0.0) if is_here else 0.0
-            )
-            if is_here and not self._pending:
+            batches, data = combine([log.take() for log in self._logs])
+            here, read = (loss, None) if isinstance(loss, float) else (0.0, loss)
+            record = StepRecord(step, *self._lines, *self._contexts, known, batches, data, here)
+            if read is None and not self._pending:
                 self._keep(record)
-                return
-            self._pending.append((record, None if is_here else loss))
+            else:
+                self._pending.append((record, read))
         while self._pending:
             record, read = self._pending[0]
             if read is not None:
@@ -188,6 +173,11 @@ class Witness:
             self._pending.popleft()
             self._keep(record)
 
+    def _find_contexts(self) -> tuple[int, int]:
+        about = repr([self._worker.world_size, self._worker.rank, [(log.name, log.facts()) for log in self._logs]])
+        first, second = about.encode(errors="replace"), repr(_describe_machine()).encode()
+        return xxhash.xxh32_intdigest(first), xxhash.xxh32_intdigest(first + second)
+
     def _keep(self, record: StepRecord) -> None:
         if self._ring is None and self._has_place:
             with suppress(FileNotFoundError):  # Nothing is saved yet: that creates the directory.
@@ -197,11 +187,6 @@ class Witness:
             write_record(self._ring, record)
         if self._expected:
             self._compare(record)
-
-    def _find_contexts(self) -> tuple[int, int]:
-        about = repr([self._worker.world_size, self._worker.rank, [(log.name, log.facts()) for log in self._logs]])
-        first, second = about.encode(errors="replace"), repr(_describe_machine()).encode()
-        return xxhash.xxh32_intdigest(first), xxhash.xxh32_intdigest(first + second)
 
     def _compare(self, now: StepRecord) -> None:
         before = self._expected.pop(now.step, None)
@@ -240,10 +225,10 @@ class Witness:
 
     def end(self) -> None:
         """Ends it; may be repeated."""
-        if self.is_begun:
+        if self.process == os.getpid():
             with suppress(Exception):
                 self._report()
-        self.is_begun = False
+        self.process = 0
         self._pending.clear()
         self._logs.clear()
         while self._undo:
