@@ -53,7 +53,7 @@ def digest_batch(batch: Any) -> int:
             if (plan := _plans.get(key)) is not None:
                 state = _hash(memory if plan[1] is None else plan[1](memory), (state + plan[0]) & _MASK)
             elif (array := sight.peek(value)) is None:
-                state, unseen = _hash_text(_shape_text(value), state), 1
+                state, unseen = _hash_text(repr(tuple(value.shape)), state), 1
             elif array.dtype.hasobject:
                 ahead.append(array.ravel()[:_MOST_VALUES].tolist())
             else:
@@ -85,12 +85,6 @@ def digest_batch(batch: Any) -> int:
 
 def _hash_text(text: str, state: int = 0) -> int:
     return _hash(text.encode(errors="surrogatepass"), state)
-
-
-def _shape_text(array: Any) -> str:
-    with suppress(Exception):  # One that is nested has none.
-        return repr(tuple(array.shape))
-    return ""
 
 
 def _take_some(array: Any, key: Any, memory: Any) -> tuple[int, Any]:

@@ -66,7 +66,8 @@ class Witness:
         self._has_place, self._is_strict = True, False
         self._lines, self._contexts = (0, 0), (0, 0)
         self._expected: dict[int, StepRecord] = {}
-        self._agreed: list[tuple[int, int]] = []
+        self._repeated: list[tuple[int, int]] = []
+        self._why = ""
         self._say: Callable[[str], object] = lambda _: None
 
     def begin(
@@ -87,15 +88,16 @@ class Witness:
             same_loss: False if the restore has changed something that changes the loss.
             strict: True to make a difference an error.
         """
-        if self.process:
-            self.end()
+        self.end()
         self.process, self._say, self._is_strict = os.getpid(), say, strict
-        self._has_place, self._contexts, self._agreed = True, (0, 0), []
+        self._has_place, self._contexts, self._repeated, self._why = True, (0, 0), [], ""
         self._begin(objects, step, same_loss=same_loss)
 
     @_harmless
     def _begin(self, objects: Mapping[str, object], step: int | None, *, same_loss: bool) -> None:
-        records = {} if step is None else read_ring(self._storage, self._worker.rank)
+        records = read_ring(self._storage, self._worker.rank)
+        if step is None and records:
+            self._say(f"the steps of an earlier start, up to {max(records)}, are begun again and not compared")
         # What lies beyond a place to which the program went back is of another line.
         begin = min((one for one in records if step is not None and one >= step), default=None)
         line, loss_line = (int.from_bytes(os.urandom(4), "little") for _ in range(2))
@@ -179,49 +181,62 @@ class Witness:
         return xxhash.xxh32_intdigest(first), xxhash.xxh32_intdigest(first + second)
 
     def _keep(self, record: StepRecord) -> None:
+        if self._expected:
+            self._compare(record)  # An error leaves the record of before, so that the next start raises it as well.
         if self._ring is None and self._has_place:
             with suppress(FileNotFoundError):  # Nothing is saved yet: that creates the directory.
                 self._ring = try_open_ring(self._storage, self._worker.rank)
                 self._has_place = self._ring is not None
         if self._ring is not None:
             write_record(self._ring, record)
-        if self._expected:
-            self._compare(record)
 
     def _compare(self, now: StepRecord) -> None:
         before = self._expected.pop(now.step, None)
         if before is not None:
             known = before.known & now.known
-            if before.data_context != now.data_context or (before.data ^ now.data) & 1:
+            if before.data_context != now.data_context:
+                known, self._why = (
+                    0,
+                    "the number of workers, the batch size, the length or the seed of the data has changed",
+                )
+            elif (before.data ^ now.data) & 1:
                 known &= LOSS
-            if (before.loss_context, before.loss_line) != (now.loss_context, now.loss_line):
+            if known & LOSS and (before.loss_context, before.loss_line) != (now.loss_context, now.loss_line):
                 known &= DATA
+                self._why = "the software, the machine or what is restored has changed"
             differing = known & differs(before, now)
             if differing & DATA:
                 self._differ(now.step, "data", known, before.batches, now.batches)
             elif differing:
                 self._differ(now.step, "loss", known, before.loss, now.loss)
-            elif known:
-                self._agreed.append((now.step, known))
+            else:
+                self._repeated.append((now.step, known))
         if max(self._expected, default=0) < now.step:
             self._report()
 
     def _differ(self, step: int, what: str, known: int, before: float, now: float) -> None:
-        self._expected, self._agreed = {}, []
+        self._expected, self._repeated = {}, []
         loader = ", ".join(log.name for log in self._logs) if known & DATA else ""
-        event = WitnessDiffers(step=step, what=what, loader=loader, before=before, now=now, rank=self._worker.rank)
+        rank, strict = self._worker.rank, self._is_strict
+        event = WitnessDiffers(step=step, what=what, loader=loader, before=before, now=now, rank=rank, is_raised=strict)
         self._emit(event)
-        if self._is_strict:
+        if strict:
             hint = "Find the cause, or pass strict_resume=False to train on nevertheless."
             raise ResumeDiffersError(str(event), step=step, what=what, hint=hint)
 
     def _report(self) -> None:
-        agreed, self._agreed, self._expected = self._agreed, [], {}
+        repeated, self._repeated, self._expected = self._repeated, [], {}
+        agreed = [(step, known) for step, known in repeated if known]
+        text, left_out = "", "steps that were repeated"
         if agreed:
             both = [name for bit, name in ((DATA, "data"), (LOSS, "loss")) if all(known & bit for _, known in agreed)]
             event = WitnessAgreed(first_step=agreed[0][0], last_step=agreed[-1][0], what=" and ".join(both) or "data")
             self._emit(event)
-            self._say(str(event))
+            text, left_out = str(event), "; losses"
+        if self._why and repeated:
+            text += f"{left_out} are not compared: {self._why}"
+        if text:
+            self._say(text)
 
     def end(self) -> None:
         """Ends it; may be repeated."""
