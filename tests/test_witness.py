@@ -85,7 +85,7 @@ def train(
     weights = np.zeros(3) + first
     seen: list[Event] = [] if events is None else events
     sampler = hf.ResumableSampler(400, batch_size=batch_size, seed=1)
-    objects = {"weights": weights, **({"sampler": sampler} if "quiet" in options else {})}
+    objects: dict[str, Any] = {"weights": weights, **({"sampler": sampler} if "quiet" in options else {})}
     batches = sampler.stream(Batches(sampler))
     try:
         with hf.resumable(
