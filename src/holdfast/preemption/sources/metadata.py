@@ -1,4 +1,4 @@
-"""Preemption notices of clouds: what the metadata server of a machine of AWS, Azure or Google Cloud reports."""
+"""Preemption notices of clouds, from the metadata servers of AWS, Azure and Google Cloud."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_BODY_BYTES: Final = 1 << 20
 
 
 class _Meaning(NamedTuple):
-    """What an event of a cloud means for a job; `usual_seconds` remain if the event names no time of its own."""
+    """The meaning of an event for a job; `usual_seconds` remain if the event names no time of its own."""
 
     text: str
     demand: Demand = Demand.LEAVE_BY
