@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.concurrency import Latch
+from holdfast.concurrency import Latch, gc_paused
 from holdfast.errors import ChangedError, OutOfMemoryError
 from holdfast.format.index import Layout, plan_layout, relabel, round_up
 from holdfast.save.copy.plan import PART_BYTES, Copy, Job, Move, plan_copies
@@ -44,6 +44,7 @@ class Stager:
         self._buffer = buffer
         self._plan: _LayoutPlan | None = None
 
+    @gc_paused()
     def stage(self, captured: Captured, step: int) -> Staging:
         """Lays the arrays out; copies nothing yet. Raises `UsageError` for more arrays than a header can name."""
         plan = self._plan = _plan_for(captured, {"format": "holdfast", "step": str(step)}, self._plan)
