@@ -173,8 +173,7 @@ def read_catalog(storage: Storage, history: History | None = None, *, closely: b
 def _sort_steps(
     storage: Storage, entries: Iterable[Entry], believed: Collection[StepName]
 ) -> tuple[list[StepName], list[StepName], list[StepName]]:
-    """Returns the steps of a run, in order: those with a manifest, those that have lost it, and those that never had
-    one."""
+    """Returns the steps of a run, in order: with a manifest, with a lost one, and those that never had one."""
     committed: list[StepName] = []
     lost: list[StepName] = []
     unfinished: list[StepName] = []
@@ -531,8 +530,7 @@ class History:
         self._bases.update({base.generation: base for base in summary.bases} if summary is not None else {})
 
     def facts(self, name: StepName) -> StepFacts | None:
-        """**Blocks.** Returns the facts that retention needs about a step; None if its manifest is damaged, or of a
-        newer holdfast."""
+        """**Blocks.** Returns the facts that retention needs of a step; None if its manifest is damaged, or too new."""
         if name not in self.known:
             if name in self.believed and self.summary is not None:
                 # Of all at once: each is asked for in the end.

@@ -56,7 +56,6 @@ def is_alive(opener: Opener) -> bool:
 TAKE_OVER: Final = "HOLDFAST_TAKE_OVER"
 """The environment variable that lets a job take a run over from another one on this machine."""
 
-
 _LEAVING_SECONDS: Final = 10.0
 """How long to wait for the other job, which may be leaving: saving its last step, say."""
 

@@ -309,7 +309,8 @@ class _RestoreTrial:
             raise MismatchError(
                 f"step {self.name.step} was saved by {savers}, but this job has {workers}, and on_resize is 'refuse'",
                 differences=Differences(),
-                hint="Start the job with the same number of workers, or pass on_resize='allow'.",
+                hint="Start the job with the same number of workers. on_resize='allow' resumes with any number, but "
+                "what each worker has of its own starts over, such as the position in the data in a framework's loop.",
             )
         # The files are opened first: memory is allocated by their actual size, not by what an index claims.
         parts = self._files.enter_context(open_parts(storage, opened))

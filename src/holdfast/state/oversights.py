@@ -1,5 +1,4 @@
-"""Detects what a program seems to have forgotten: it would save and restore without an error, but resume
-differently."""
+"""Detects what a program seems to have forgotten: it would restore without an error, but resume differently."""
 
 from __future__ import annotations
 
@@ -343,8 +342,7 @@ class TrainingWatch:
         return self._count_batches()[0] == batches
 
     def note_own_step(self) -> None:
-        """Called when the program's own loop counts a step; warns at the first one if it seems to start its epochs
-        over."""
+        """Called when the program's own loop counts a step; warns at the first one if its epochs seem to start over."""
         if not self._is_counted and not self._keeps_epoch:
             self._warn_if_unasked()
         self.note_counted()

@@ -75,7 +75,7 @@ class Resumable(Callback):
             keep: Which checkpoints to keep; None for `Latest(3)`. `Best` compares the metrics that validation logs.
             strict: False to restore everything that fits, if the model has changed since the save.
             preemption: How to notice a preemption: "auto", "off", or a `TerminationConfig`.
-            **options: Other options of `hf.resumable`.
+            **options: Other options of `hf.resumable`. `on_resize` is "refuse" here.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -88,7 +88,8 @@ class Resumable(Callback):
                 hint=f"Write {near[0]}=." if near else "Resumable takes the directory and the options of hf.resumable.",
             )
         self._directory = directory
-        self._options = {"save_every": save_every, "keep": keep, "strict": strict, "preemption": preemption, **options}
+        self._options = {"save_every": save_every, "keep": keep, "strict": strict, "preemption": preemption}
+        self._options |= {"on_resize": "refuse", **options}
         defaults = {"save_every": Auto(), "keep": Latest(3)}
         arguments.SaveOptions.pick({**(resumable.__kwdefaults__ or {}), **self._options}, **defaults)
         make_termination(preemption, {})

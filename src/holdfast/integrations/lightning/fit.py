@@ -28,6 +28,7 @@ from holdfast.integrations.imported import ImportedStart, find_import
 from holdfast.integrations.lightning.metrics import load_logged, load_metrics, read_logged, read_metrics
 from holdfast.integrations.lightning.trainer_state import (
     end_restart,
+    load_callbacks,
     load_gradients,
     load_progress,
     load_trainer,
@@ -90,6 +91,9 @@ class Fit:
         # or was by the process before.
         self._evaluation: Evaluation | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
+        # If the fit ends within an epoch: what there was then, and what the process before had after the hooks.
+        self._cut: tuple[dict[str, Any], dict[str, Any], Evaluation] | None = None
+        self._ended: dict[str, Any] | None = None
         self._is_counted = self._is_to_validate = False
         self._undo: list[Callable[[], object]] = []
         self._is_trial_restored = False
@@ -184,7 +188,7 @@ class Fit:
         load_progress(trainer, state["progress"])
         self._is_in_epoch, self._is_to_validate = state["is_in_epoch"], state.get("is_validating", False)
         self._progress, self._random = state["progress"], RNG().state_dict()
-        self._accumulated = state["accumulated"]
+        self._accumulated, self._ended = state["accumulated"], state.get("ended")
         _ = run.step  # The loops of the trainer begin there.
         self._places, self._own.loaded = self._own.loaded, None
         self._made_with = {} if self._places is None else dict(self._places["made_with"])
@@ -195,7 +199,8 @@ class Fit:
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scalers = {} if scaler is None else {"scaler": scaler}
-        run = resumable(self._directory, Checkpoint(**imported.pick(objects | scalers)), **self._options)
+        options = {**self._options, "on_resize": "allow"}  # An import has been written by one process.
+        run = resumable(self._directory, Checkpoint(**imported.pick(objects | scalers)), **options)
         run.__enter__()
         self.run = run
         _ = run.step  # The loops of the trainer begin there.
@@ -210,8 +215,7 @@ class Fit:
     # The data, as soon as there are loaders.
 
     def _make_loaders(self, kind: str, original: Callable[[], Any]) -> Any:
-        """Lets the program create its loaders. For those that a resume continues, random draws are repeated
-        identically."""
+        """Lets the program create its loaders; for those that a resume continues, with the same random draws."""
         present, before = read_generators(), self._to_make_with.pop(kind, None)
         self._made_with[kind] = before or present
         if before is None:
@@ -290,6 +294,9 @@ class Fit:
             original()
             return
         # The last step is complete, and what comes after it is not: Lightning would take the fit for done.
+        if self._ended is not None:
+            load_callbacks(self._trainer, self._ended)
+            self._progress, self._is_in_epoch = self._ended["progress"], False
         loop.reset()
         loop.on_run_start()
         if self._is_in_epoch:
@@ -394,6 +401,14 @@ class Fit:
         if loop.done and not loop.batch_progress.is_last_batch:
             # The fit ends here, within its epoch: a longer one goes on with the rest of it.
             run._loop.save_last()
+            self._cut = (*self._note_state(), Evaluation(run, trainer.lightning_module, trainer.strategy.root_device))
+
+    def _note_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        shared, own = self._read_shared(), self._read_own()
+        # Callbacks hand out what they go on with, and metrics may be those of the validation, too.
+        shared["callbacks"] = tree_map(lambda value: value, shared["callbacks"])
+        own["metrics"] = tree_map_only(torch.Tensor, torch.clone, own["metrics"])
+        return shared, own
 
     def _validate(self, original: Callable[[], Any]) -> Any:
         trainer, run, loop = self._trainer, self.run, self._trainer.fit_loop.epoch_loop
@@ -401,10 +416,7 @@ class Fit:
         if run is None or trainer.sanity_checking or self._is_counted or is_within_step:
             return original()
         loop.val_loop.setup_data()
-        shared, own = self._read_shared(), self._read_own()
-        # Callbacks hand out what they go on with, and metrics may be those of the validation, too.
-        shared["callbacks"] = tree_map(lambda value: value, shared["callbacks"])
-        own["metrics"] = tree_map_only(torch.Tensor, torch.clone, own["metrics"])
+        shared, own = self._note_state()
         self._before = {**shared, "is_validating": True}, own
         batches = sum(loop.val_loop.max_batches) if loop.val_loop._combined_loader is not None else 0
         self._evaluation = Evaluation(run, trainer.lightning_module, trainer.strategy.root_device, batches)
@@ -451,6 +463,13 @@ class Fit:
             if step and has_ended_epoch and self.run._loop.is_safe(step):
                 # That save was made before the epoch ended, and the next start would end it once more.
                 self.run._loop.save(step, replace=True)
+            elif self._cut is not None and self._cut[2].has_own_weights():
+                # A longer fit goes on within the epoch. One that is as long calls the epoch's hooks no more.
+                shared, own, evaluation = self._cut
+                self._before = {**shared, "ended": self._read_shared()}, own
+                with evaluation.stepped_back():
+                    self.run._loop.save(step, replace=True)
+                self._before = None
             self.run._loop.save_last()
         original()
         run, self.run = self.run, None

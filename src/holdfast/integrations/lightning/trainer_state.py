@@ -49,15 +49,20 @@ def load_trainer(trainer: Any, state: dict[str, Any]) -> None:
     if state["datamodule"] and trainer.datamodule is not None:
         call._call_lightning_datamodule_hook(trainer, "load_state_dict", state["datamodule"])
     call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
-    call._call_callbacks_load_state_dict(trainer, checkpoint)
+    load_callbacks(trainer, state)
+    if state["precision"]:
+        trainer.precision_plugin.load_state_dict(state["precision"])
+    trainer.should_stop = state["should_stop"]
+
+
+def load_callbacks(trainer: Any, state: dict[str, Any]) -> None:
+    """Restores the callbacks' own state."""
+    call._call_callbacks_load_state_dict(trainer, state)
     for callback in _list_checkpoints(trainer):
         # These it does not take back by itself: it would save twice in one step.
         if callback.state_key in state["saved_at"]:
             callback._last_global_step_saved = state["saved_at"][callback.state_key]
             callback.current_score = state["callbacks"][callback.state_key]["current_score"]
-    if state["precision"]:
-        trainer.precision_plugin.load_state_dict(state["precision"])
-    trainer.should_stop = state["should_stop"]
 
 
 def load_progress(trainer: Any, progress: dict[str, Any]) -> None:
@@ -66,10 +71,7 @@ def load_progress(trainer: Any, progress: dict[str, Any]) -> None:
 
 
 def end_restart(loop: Any) -> None:
-    """Makes a loop and its inner loops continue as if nothing had been restored: what Lightning repeats at a restart
-    was done before
-    the save.
-    """
+    """Lets a loop and its inner loops skip what Lightning repeats at a restart: that was done before the save."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     loop.reset_restart_stage()
     for part in vars(loop).values():

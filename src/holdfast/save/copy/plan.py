@@ -40,8 +40,7 @@ _NATIVE_BATCH_BYTES: Final = 4 << 20
 
 _LARGE_BYTES: Final = 128 << 10
 """Arrays from this size on are copied with the interpreter's lock released. For smaller ones, releasing it and taking
-it
-again takes longer than the copy.
+it again takes longer than the copy.
 """
 
 _BATCH_BYTES: Final = 2 << 20

@@ -193,10 +193,7 @@ class Comparison(Decoder):
 
     def _stands_against(self, node: Any, live: Any, path: str) -> bool:
         """Returns True if a live array or object, or a container of such, blocks something of another form."""
-        if not self.rules.fixed_objects:
-            return False
-        live_is = live_form(live)
-        if live_is in ("", _form(node)):
+        if not self.rules.fixed_objects or (live_is := live_form(live)) in ("", _form(node)):
             return False
         if not self.rules.fixed_arrays:
             # The fields of a named tuple are part of the program, as an optimizer's state is one in JAX.
