@@ -17,7 +17,7 @@ from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
 from holdfast.state.adapters import Adapter, CaptureContext, Readable
-from holdfast.state.array_look import CapturedLeaf, KnownArrays, look_at, split_rows
+from holdfast.state.array_look import look_at, split_rows
 from holdfast.state.capture_cache import (
     LEAST_PARTS,
     CachedTree,
@@ -44,7 +44,7 @@ from holdfast.state.registry import (
     node_parts,
     sharder_of_type,
 )
-from holdfast.state.shard_ownership import ShardOwnership
+from holdfast.state.shard_ownership import CapturedLeaf, KnownArrays, ShardOwnership
 
 
 def capture_objects(
@@ -231,7 +231,7 @@ class _Capturing(Encoder):
             for name, spec, array, cutting in sharing.choose(leaf, sharding, path):
                 self._add(name, spec, array, backend.address(array), backend, (value, cutting))
             written = CapturedLeaf(leaf, range(first, len(self._columns.names)), range(replica, len(sharing.replicas)))
-            known = self._known.add((backend.name, sharding.memory), written)
+            self._known.leaves[backend.name, sharding.memory] = known = written
         elif known.is_own:
             raise _in_both(path, known.leaf)
         else:
@@ -422,7 +422,7 @@ class _Capturing(Encoder):
             leaf = self._unique(path)
             place, replica = len(self._columns.names), len(self._sharing.replicas)
             known = CapturedLeaf(leaf, range(place, place + 1), range(replica, replica), is_own=True)
-            self._known.add(memory, known)
+            self._known.leaves[memory] = known
             self._add(leaf, spec, array, address or backend.address(array), backend, (array, (0, ())))
             self._sharing.note_form(leaf, spec)
         self._known.note(array, known)
@@ -482,7 +482,12 @@ class _Capturing(Encoder):
     ) -> None:
         self._names.add(name)
         self._origins.append(origin)
-        self._columns.add((name,), (spec,), (array,), (address,), (backend,))
+        columns = self._columns
+        columns.names.append(name)
+        columns.specs.append(spec)
+        columns.arrays.append(array)
+        columns.addresses.append(address)
+        columns.backends.append(backend)
 
 
 class _Recording:

@@ -21,10 +21,10 @@ from holdfast.format.encoding import MAX_DEPTH
 from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.scalars import ENCODERS, Malformed, Node, is_text, tagged
 from holdfast.format.shapes import Box, StridesRecord
-from holdfast.state.array_look import ArrayLook, CapturedLeaf
+from holdfast.state.array_look import ArrayLook
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Cutting, Replica, part_of
 from holdfast.state.registry import backend_of_type, is_made_of_tensors, sharder_of_type
-from holdfast.state.shard_ownership import MemoryGroups, ShardOwnership
+from holdfast.state.shard_ownership import CapturedLeaf, MemoryGroups, ShardOwnership
 
 LEAST_PARTS: Final = 32
 """Smaller trees are looked at part by part, which takes no longer."""
