@@ -35,7 +35,12 @@ VARIANTS = ["plain", "accumulation", "several", "workers", "own", "reload", "cal
 VARIANTS += ["scheduled"]
 
 
-PRELOAD = (*preloaded.TRAINING, "lightning.pytorch", "torchmetrics.regression", "holdfast.integrations.lightning.fit")
+PRELOAD = (
+    *preloaded.TRAINING,
+    "lightning.pytorch",
+    "torchmetrics.regression",
+    "holdfast.integrations.frameworks.lightning.fit",
+)
 
 
 def fit(*options: str | Path) -> Life:

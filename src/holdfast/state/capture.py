@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from holdfast.concurrency import gc_paused
 from holdfast.errors import HoldfastError, UnsupportedValueError
 from holdfast.format.codecs import name_of
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
+from holdfast.process.latch import gc_paused
 from holdfast.state.adapters import Adapter, CaptureContext, Readable
 from holdfast.state.array_look import look_at, split_rows
 from holdfast.state.capture_cache import (
@@ -30,7 +30,7 @@ from holdfast.state.capture_cache import (
     take,
     try_renew,
 )
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Cutting, Plain, Sharding, versions_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Cutting, Sharding, versions_of
 from holdfast.state.registry import (
     NodeParts,
     adapter_of,
@@ -397,24 +397,19 @@ class _Capturing(Encoder):
         paths, nodes = rows.list_paths(path), rows.values.copy()
         for cls, places, values in rows.list_groups():
             backend = None if cls in ENCODERS or sharder_of_type(cls) is not None else backend_of_type(cls)
-            plain = None if backend is None else backend.try_plain(values)
-            if backend is None or plain is None:
+            at = list(map(paths.__getitem__, places))
+            leaves = None if backend is None else self._try_leaves(values, backend, at)
+            if backend is None or leaves is None:
                 for place, one in zip(places, values, strict=True):
                     nodes[place] = self.encode(one, paths[place], depth + rows.depth)
                 continue
-            at = list(map(paths.__getitem__, places))
-            leaves = self._try_leaves(values, backend, at, plain)
-            if leaves is None:
-                looks = zip(plain.specs, plain.alias_keys, plain.addresses, strict=True)
-                leaves = list(map(self._leaf, values, repeat(backend), at, looks))
             for place, leaf in zip(places, leaves, strict=True):
                 nodes[place] = {"$": "array", "k": backend.name, "v": leaf}
         return rows.join(nodes)
 
-    def _leaf(self, array: Any, backend: ArrayBackend, path: str, look: Sequence[Any] = ()) -> str:
-        """Returns the leaf of an array; `look` has its description, key and address, if these are known."""
-        spec, key, address = look or (backend.spec(array, path), backend.alias_key(array), None)
-        memory = backend.name, key
+    def _leaf(self, array: Any, backend: ArrayBackend, path: str) -> str:
+        """Returns the leaf of an array."""
+        spec, memory = backend.spec(array, path), (backend.name, backend.alias_key(array))
         known = self._known.find(array, memory)
         if known is not None and not known.is_own:
             raise _in_both(path, known.leaf)
@@ -423,17 +418,17 @@ class _Capturing(Encoder):
             place, replica = len(self._columns.names), len(self._sharing.replicas)
             known = CapturedLeaf(leaf, range(place, place + 1), range(replica, replica), is_own=True)
             self._known.leaves[memory] = known
-            self._add(leaf, spec, array, address or backend.address(array), backend, (array, (0, ())))
+            self._add(leaf, spec, array, backend.address(array), backend, (array, (0, ())))
             self._sharing.note_form(leaf, spec)
         self._known.note(array, known)
         return known.leaf
 
-    def _try_leaves(
-        self, arrays: Sequence[Any], backend: ArrayBackend, paths: Sequence[str], plain: Plain
-    ) -> Sequence[str] | None:
-        """Does what `_leaf` does for many arrays; returns None if a name, or some of the memory, was met before."""
+    def _try_leaves(self, arrays: Sequence[Any], backend: ArrayBackend, paths: Sequence[str]) -> Sequence[str] | None:
+        """Does what `_leaf` does for many arrays; returns None if one is not plain, or a name or memory was met
+        before."""
+        plain = backend.try_plain(arrays)
         leaves = names = list(map(self._own_name, paths)) if self._sharing.is_own else paths
-        if not self._names.isdisjoint(names) or not self._known.are_new(plain.addresses):
+        if plain is None or not self._names.isdisjoint(names) or not self._known.are_new(plain.addresses):
             return None
         specs, addresses = plain.specs, plain.addresses
         # One may be among them twice, such as an observation in its own row and in the one before.
