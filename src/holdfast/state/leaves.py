@@ -172,11 +172,14 @@ class Sight(NamedTuple):
 
     Attributes:
         peek: Returns the values as an array of NumPy, or their bits as integers; None if that would wait.
+        locate: For an array that is dense and in host memory, returns its type and shape, for a dict, and an object
+            with its bytes in place; (None, None) for another.
         follow_number: Returns the only element, or what returns it once it is there, and None before; None if neither
             is possible.
     """
 
     peek: Callable[[Any], Any]
+    locate: Callable[[Any], tuple[Any, Any]]
     follow_number: Callable[[Any], float | Callable[[], float | None] | None]
 
 

@@ -25,7 +25,11 @@ class NumpyBackend:
 
     name = "numpy"
     devices: DeviceCopier | None = None
-    sight = Sight(lambda array: array, lambda array: float(array.reshape(())))
+    sight = Sight(
+        lambda array: array,
+        lambda array: ((array.dtype.num, array.shape), array) if array.flags.c_contiguous else (None, None),
+        lambda array: float(array.reshape(())),
+    )
     is_immutable = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:
