@@ -122,9 +122,9 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding.
     "restore": 2109,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5637,
+    "save": 5641,
     # A tree of objects taken apart, captured, and matched.
-    "state": 5727,
+    "state": 5810,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2258,
     # Contracts for storages and clusters of others.
