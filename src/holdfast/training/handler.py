@@ -118,8 +118,7 @@ class PreemptionCheckpointHandler:
             manager.check_ready()
             count.is_torn = False
             count.join(manager)
-            if not self._guard.is_beside_training:
-                loop.pause(count.done)
+            loop.pause(count.done)
             if self.restored is not earlier or not count.done:
                 self._announcements.begin(manager, self.restored, count.done)
             if self.restored is not earlier or not manager.witness.process:
@@ -312,7 +311,7 @@ class PreemptionCheckpointHandler:
     ) -> None:
         is_exit = isinstance(error, SystemExit | GeneratorExit) and not isinstance(error, LeavingExit)
         if error is None or (
-            is_exit and not self._guard.has_left and not find_inside(error, trace, self._guard.exit_code)
+            is_exit and not self._guard.has_left and not find_inside(error, trace, self._guard.config.exit_code)
         ):
             self.close()  # An exit of the program's own code ends the block as `return` does.
         elif os.getpid() == self._process:

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from holdfast.advice.oversights import TrainingWatch, count_taken
 from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
 from holdfast.events import Warned
-from holdfast.preemption.config import TerminationConfig
-from holdfast.preemption.consensus.single import SingleConsensus
-from holdfast.preemption.final_save import Saves
 from holdfast.preemption.guard import Guard
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.save.handle import SaveHandle
@@ -142,7 +139,7 @@ class TrainingLoop:
         self.watch = TrainingWatch(objects={}, warn=self.warn, advice="", warn_else=self.warn)
         self.metrics: dict[str, Any] = {}
         self.metadata: Mapping[str, Any] | None = None
-        self.is_stopped = False
+        self.is_stopped = self._is_in_block = False
         self._saved_notes: tuple[Mapping[str, Any], Mapping[str, Any] | None] = ({}, None)
         self._epoch_end: _EpochEnd | None = None
 
@@ -198,16 +195,16 @@ class TrainingLoop:
         Args:
             step: How many steps are complete.
         """
-        if self.guard.in_block:
+        if self._is_in_block:
             # Within another block that one's promise holds, for all that comes until its end.
             yield
             return
         self.pause(step)
-        self.guard.in_block = True
+        self._is_in_block = True
         try:
             yield
         finally:
-            self.guard.in_block = False
+            self._is_in_block = False
             self.begin_steps()
 
     def pause(self, step: int) -> None:
@@ -444,47 +441,3 @@ class StepNumbers(Iterator[int]):
                     "skip a batch",
                     hint=f"Write batches = loader.stream(), then for step in {self._name}: batch = next(batches).",
                 )
-
-
-class EpochGuard(Guard):
-    """Exits as soon as the save in progress has ended, even in the middle of an epoch: that epoch is trained again.
-
-    If another run or handler handles notices in the same thread, that one exits, and this guard does nothing.
-    """
-
-    def __init__(
-        self,
-        manager: Saves,
-        config: TerminationConfig,
-        keep: Callable[[int], SaveHandle | None],
-        name: Callable[[int], str],
-        tell_exit: Callable[[SystemExit], object],
-    ) -> None:
-        """Stores its arguments, as `Guard` does.
-
-        Args:
-            manager: As there.
-            config: As there.
-            keep: As there.
-            name: Returns the name of a step, for people.
-            tell_exit: Tells the other workers, if there are any, of the exit that is about to end this one.
-        """
-        super().__init__(manager, config, keep, SingleConsensus(), yields=True)
-        self._tell_exit = tell_exit
-        self._final_save.name = name
-        self._final_save.nothing = "no epoch is saved yet, and the one in progress will be trained again"
-
-    def hold(self) -> None:
-        """Called when the training thread saves, and nothing is done beside it. Ctrl-C has its usual effect."""
-        self.begin_steps()
-        self.inbox.patient = False
-
-    def _leave(self, *arguments: Any, **options: Any) -> None:
-        try:
-            super()._leave(*arguments, **options)
-        except SystemExit as leaving:
-            self._tell_exit(leaving)
-            raise
-
-    def _tell_if_late(self) -> None:
-        """Does nothing: a save may take long, and so may a batch."""

@@ -29,7 +29,7 @@ from holdfast.options import SaveOptions, check_kept_objects, check_metrics, che
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
 from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.guard import make_guard
-from holdfast.preemption.notice_inbox import EarlyNotices
+from holdfast.preemption.inbox import EarlyNotices
 from holdfast.process.exit import EXIT_SAVE_FAILED, LeavingExit, end_process
 from holdfast.process.terminal import say
 from holdfast.restore.records import Restoration
@@ -138,7 +138,7 @@ def resumable(
         manager = CheckpointManager(directory, kept, **asdict(options))
         with explaining(manager.participant):
             run = Run(manager, termination, strict=strict, keep_current=names, strict_resume=strict_resume, quiet=quiet)
-            early.hand_over(run._guard.inbox.hear)
+            early.hand_over(run._guard.inbox.receive)
     return run
 
 
@@ -471,7 +471,7 @@ class Run:
             return None
         if not isinstance(error, SystemExit | GeneratorExit) or isinstance(error, LeavingExit) or self._guard.has_left:
             return ""
-        return find_inside(error, trace, self._guard.exit_code) or None
+        return find_inside(error, trace, self._guard.config.exit_code) or None
 
     def _warn_of_loss(self, place: str | None) -> None:
         """Says which steps are lost by an exit; nothing if that was not raised by the program, or no step is lost."""

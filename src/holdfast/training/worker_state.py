@@ -27,6 +27,7 @@ from holdfast.numbers import check_whole
 from holdfast.options import SaveOptions, check_metrics, check_switches
 from holdfast.policies import Latest, RetentionPolicy
 from holdfast.preemption.config import TerminationConfig, make_termination
+from holdfast.preemption.guard import EpochGuard
 from holdfast.restore.engine import make_agreement
 from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.joint.delete_run import JointDelete
@@ -34,7 +35,7 @@ from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements
 from holdfast.training.backup import Backup, RecentBackups, check_newest, make_note, read_note
-from holdfast.training.loop import EpochGuard, TrainingLoop
+from holdfast.training.loop import TrainingLoop
 
 Mode: TypeAlias = Literal["train", "test", "predict"]
 
