@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from holdfast.catalog import Catalog, find_lost, is_open, read_catalog, read_opening
+from holdfast.catalog import Catalog, StoredRun, is_open
 from holdfast.cli.screen import (
     BAD,
     FAINT,
@@ -86,7 +86,7 @@ def summarize_run(location: str, storage: Storage) -> RunSummary:
     """**Blocks.** Looks at a run: the names of its steps, the sizes of files, and the newest manifest alone."""
     try:
         for _ in range(_MOST_LOOKS):
-            catalog = read_catalog(storage)
+            catalog = StoredRun(storage).look()
             newest = catalog.newest
             looked = look_at_step(storage, newest.directory, newest, State.LIVING) if newest else None
             if newest is None or looked is not None:
@@ -98,7 +98,7 @@ def summarize_run(location: str, storage: Storage) -> RunSummary:
         opening = None
         if catalog.generation:
             with suppress(HoldfastError):
-                opening = read_opening(storage, catalog.generation)
+                opening = StoredRun(storage).opening(catalog.generation)
         return RunSummary(
             location,
             storage.url,
@@ -116,7 +116,7 @@ def _find_state(storage: Storage, catalog: Catalog, newest: Found | None, openin
     if catalog.faults or (newest is not None and newest.damages):
         return "damaged"
     if catalog.lost or catalog.unfinished:
-        lost = find_lost(storage, catalog)
+        lost = StoredRun(storage).find_lost(catalog)
         if lost and (catalog.newest is None or lost[-1] > catalog.newest):
             return "lost"
     if opening is not None and is_open(storage, opening):

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import click
 
-from holdfast.catalog import describe_steps, is_open, open_generation, read_catalog, read_opening, record_base
+from holdfast.catalog import StoredRun, describe_steps, is_open
 from holdfast.cli.screen import FAINT, GOOD, Screen, write_json
 from holdfast.cli.survey import name_fields
 from holdfast.cli.target import choose_step, find_target
@@ -33,14 +33,14 @@ def command(checkpoint: str, as_json: bool) -> None:
     """
     target = find_target(checkpoint)
     storage, location = target.storage, target.location
-    catalog = read_catalog(storage, closely=True)
+    catalog = StoredRun(storage).look(closely=True)
     if target.is_step:
         directory = local_directory(storage)
         name = None if directory is None else parse_step_directory(directory.resolve().name)
         if name is None or target.beside is None:
             raise UsageError(f"{location} is not in a run", hint="Name RUN@STEP.")
         storage, location = target.beside, location.rstrip("/").rpartition("/")[0] or "."
-        catalog = read_catalog(storage, closely=True)
+        catalog = StoredRun(storage).look(closely=True)
     elif target.step is None:
         steps = ", ".join(str(one.step) for one in catalog.living) or "none"
         raise UsageError(f"{location}: to which step?", hint=f"Write {location}@STEP. The steps are: {steps}.")
@@ -50,7 +50,7 @@ def command(checkpoint: str, as_json: bool) -> None:
         raise catalog.faults[0]
     opening = None
     with suppress(HoldfastError):
-        opening = read_opening(storage, catalog.generation)
+        opening = StoredRun(storage).opening(catalog.generation)
     if opening is not None and is_open(storage, opening):
         raise UsageError(
             f"a job saves to {location} now: process {opening.process} on {opening.host}",
@@ -64,9 +64,9 @@ def command(checkpoint: str, as_json: bool) -> None:
     newest, generation = catalog.newest, catalog.generation
     if name != newest:
         # A crash before the base is recorded leaves a generation that changes nothing.
-        generation = open_generation(storage, seen_generation=catalog.generation)
+        generation = StoredRun(storage).open_generation(seen_generation=catalog.generation)
         base = make_base(generation, name, catalog.start_from)
-        record_base(storage, base)
+        StoredRun(storage).record_base(base)
         remove_rings(storage)  # What lies beyond is not repeated.
         left = sorted(set(catalog.living) - set(choose_living(catalog.committed, {**catalog.bases, generation: base})))
     else:
