@@ -1,4 +1,4 @@
-"""What one process remembers of a run's past: its generations, its summaries, and the facts of its steps."""
+"""The memory that one process has of the past of a run: generations, summaries, and the facts of steps."""
 
 from __future__ import annotations
 

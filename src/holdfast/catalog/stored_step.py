@@ -139,7 +139,7 @@ class StoredStep:
             return False
 
     def renew_copy(self) -> None:
-        """**Blocks.** Writes the copy of the manifest anew, if that is missing or damaged.
+        """**Blocks.** Writes the copy of the manifest again, if that is missing or damaged.
 
         Raises:
             DamageError: If the manifest itself is damaged.
