@@ -12,21 +12,22 @@ import numpy as np
 
 import holdfast as hf
 from holdfast.catalog import read_catalog
+from holdfast.catalog.publish import Receipts
 from holdfast.format.digests import digest, seal
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
 from holdfast.format.records import SHARDS, Worker, WorkerRecord
 from holdfast.policies import All
+from holdfast.process.worker_pool import WorkerPool
 from holdfast.restore.verify import open_step
-from holdfast.save.commit.run_writer import RunWriter
-from holdfast.save.copy.image import HostBuffer, Stager
+from holdfast.save.image import HostBuffer, Stager
 from holdfast.save.joint.participant import JointParticipant
 from holdfast.save.joint.protocol import CommitProtocol, PartRecord, SaveId, WorkerProgress
 from holdfast.save.joint.run_writer import JointRunWriter
-from holdfast.save.records import Origin, Receipts
-from holdfast.save.write.writer import make_index, take_digests
+from holdfast.save.records import Origin
+from holdfast.save.run_writer import RunWriter
+from holdfast.save.writer import make_index, take_digests
 from holdfast.state import CaptureCache, capture_objects
 from holdfast.storage import LocalStorage
-from holdfast.storage.worker_pool import WorkerPool
 
 ROWS = 4
 COLUMNS = 8

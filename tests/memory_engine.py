@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.store import JoinedCluster
-from holdfast.concurrency import Latch
+from holdfast.process.latch import Latch
 
 _T = TypeVar("_T")
 

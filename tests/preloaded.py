@@ -36,7 +36,7 @@ HOLDFAST: Final = (
     "hashlib",
     "numpy.random",
     "holdfast.manager",
-    "holdfast.run",
+    "holdfast.training.run",
     "holdfast.preemption.guard",
     "holdfast.preemption.consensus.coordinator",
     "holdfast.restore.joint_agreement",

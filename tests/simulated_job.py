@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.catalog import open_generation, read_opening
+from holdfast.catalog.publish import Receipts, commit
 from holdfast.events import Event
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest, Worker
+from holdfast.process.worker_pool import WorkerPool
 from holdfast.restore.engine import restore_objects
 from holdfast.restore.records import Restoration
-from holdfast.save.commit.publish import commit
-from holdfast.save.copy.image import HostBuffer, Stager
-from holdfast.save.records import Receipts
-from holdfast.save.write.writer import WholeStepFiles
+from holdfast.save.image import HostBuffer, Stager
+from holdfast.save.writer import WholeStepFiles
 from holdfast.state import capture_objects
 from holdfast.storage.protocol import Storage
-from holdfast.storage.worker_pool import WorkerPool
 
 
 def save_part(storage: Storage, objects: Mapping[str, object], name: StepName, worker: Worker) -> Receipts:

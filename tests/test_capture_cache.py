@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.save.copy.image import HostBuffer, Stager
+from holdfast.process.worker_pool import WorkerPool
+from holdfast.save.image import HostBuffer, Stager
 from holdfast.state import CaptureCache, Captured, capture_objects
-from holdfast.storage.worker_pool import WorkerPool
 from repetitions import repeated
 
 COUNT = 40

@@ -25,12 +25,12 @@ from command_line import (
     run_program,
 )
 from faulty import Fault, FaultyStorage
+from holdfast.catalog.deletion import remove_own_files, withdraw
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.target import choose_step
 from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import StorageError
 from holdfast.format.names import StepName, parse_step_directory
-from holdfast.save.commit.deletion import remove_own_files, withdraw
 from holdfast.storage import LocalStorage
 
 # verify

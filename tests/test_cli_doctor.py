@@ -37,7 +37,7 @@ from holdfast.cli.verbs.doctor import PREFIX
 from holdfast.events.kinds import span_text
 from holdfast.policies import Auto, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
-from holdfast.save.copy import plan as copy_plan
+from holdfast.save import copy_plan
 from holdfast.storage import LocalStorage, digesting
 from mounts import fill, mounted
 from test_storage_faults import needs_strace

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from holdfast.concurrency import Latch
+from holdfast.process.latch import Latch
 from patience import PATIENCE_SECONDS
 from repetitions import repeated
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.records import CalledOffError, CopyProgress
-from holdfast.storage.worker_pool import WorkerPool
 from repetitions import repeated
 
 

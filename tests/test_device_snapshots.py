@@ -20,7 +20,7 @@ import holdfast as hf
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.events import Event, Held, Staged
 from holdfast.integrations.torch.tensors import TorchDevices
-from holdfast.save.copy.image import HostBuffer
+from holdfast.save.image import HostBuffer
 from holdfast.storage import MemoryStorage
 from holdfast.storage.memory import MemoryWriter
 from on_device import WAYS, Job, assert_same, assert_stored, on_each_device, on_each_stream, on_stream

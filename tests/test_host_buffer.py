@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.save.copy.image import HostBuffer
+from holdfast.save.image import HostBuffer
 
 _SMALL_BYTES, _LARGE_BYTES = 8 << 20, 9 << 20
 

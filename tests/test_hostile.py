@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
+from holdfast.catalog.deletion import clear_run
 from holdfast.cli.main import holdfast
 from holdfast.errors import HoldfastError, NoWholeCheckpointError, UnsupportedValueError
 from holdfast.format.digests import SealedRecord, digest, seal
@@ -25,7 +26,6 @@ from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import decode_index
 from holdfast.format.records import decode_manifest
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.save.commit.deletion import clear_run
 from holdfast.storage import LocalStorage
 
 STEP = "step-000000007.g0001"

@@ -14,9 +14,9 @@ from torch.optim.swa_utils import SWALR
 
 import holdfast as hf
 import old_versions
+from holdfast.advice.hyperparameters import HyperparameterChange
 from holdfast.errors import ApplyError, HoldfastError, MismatchError, UsageError
-from holdfast.preemption.announcements import describe_changes, describe_saving
-from holdfast.state.hyperparameters import HyperparameterChange
+from holdfast.training.announcements import describe_changes, describe_saving
 
 OLD, NEW, DONE, TOTAL = 0.1, 0.4, 7, 20
 

@@ -26,7 +26,7 @@ from holdfast.format.digests import digest, seal
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.save.write.incremental import MAX_KEPT_STEPS
+from holdfast.save.incremental import MAX_KEPT_STEPS
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.storage.memory import MemoryWriter
 

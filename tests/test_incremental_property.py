@@ -14,7 +14,7 @@ from holdfast.catalog import read_catalog, read_manifest
 from holdfast.format.names import StepName
 from holdfast.policies import RetentionPolicy
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.save.write.incremental import MAX_KEPT_STEPS, MAX_SHARE, SMALL_BYTES, Offer, choose_sources
+from holdfast.save.incremental import MAX_KEPT_STEPS, MAX_SHARE, SMALL_BYTES, Offer, choose_sources
 from holdfast.storage import MemoryStorage
 
 Arrays: TypeAlias = dict[str, np.ndarray]

@@ -19,7 +19,6 @@ import holdfast as hf
 from holdfast.catalog import read_catalog
 from holdfast.cluster import AloneCluster, Cluster
 from holdfast.cluster.store import JoinedCluster
-from holdfast.concurrency import Latch
 from holdfast.errors import (
     AbsentError,
     FencedError,
@@ -35,6 +34,7 @@ from holdfast.errors import (
 )
 from holdfast.format.names import StepName
 from holdfast.policies import SaveDecision, SaveMoment
+from holdfast.process.latch import Latch
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.local.streams import LocalWriter

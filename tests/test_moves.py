@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import holdfast
 from command_line import run_python
-from holdfast.save.copy.plan import NATIVE, Move, plan_copies
-from holdfast.storage.worker_pool import WorkerPool
+from holdfast.process.worker_pool import WorkerPool
+from holdfast.save.copy_plan import NATIVE, Move, plan_copies
 
 PACKAGE = Path(holdfast.__file__).parent
 
@@ -100,7 +100,7 @@ def test_it_saves_and_restores_without_a_compiled_copy(tmp_path: Path, is_foreig
         import sys
         sys.path.insert(0, sys.argv[2])
         import numpy as np, holdfast as hf
-        from holdfast.save.copy.plan import NATIVE
+        from holdfast.save.copy_plan import NATIVE
 
         assert hf.__file__.startswith(sys.argv[2]) and NATIVE is None
         state = {f"w{size}": np.arange(size, dtype=np.float32) for size in (0, 1, 100, 5_000, 40_000, 5_000_000)}

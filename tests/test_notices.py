@@ -44,7 +44,7 @@ from holdfast.preemption import (
 from holdfast.preemption.sources.detect import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
 from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.slurm import requeue_advice
-from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
+from holdfast.process.wakeup import ANSWERED, Wakeup, answer
 from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
 from patience import PATIENCE_SECONDS
 
@@ -983,7 +983,7 @@ def test_a_child_ended_as_soon_as_it_is_forked_rings_for_itself_alone() -> None:
         os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
 
         from holdfast.preemption.sources.signals import Signals
-        from holdfast.preemption.sources.wakeup import Wakeup
+        from holdfast.process.wakeup import Wakeup
 
         Signals().open(lambda notice: True)
         bell = Wakeup()

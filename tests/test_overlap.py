@@ -25,17 +25,17 @@ from torch.optim.adam import adam
 import holdfast as hf
 import preloaded
 from command_line import run_python
-from holdfast.concurrency import Latch
 from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Committed, Event, Failed, Held, Staged, Warned, Written
 from holdfast.integrations.torch import optimizers
-from holdfast.save.copy.image import HostBuffer, Stager
-from holdfast.save.copy.overlap import OptimizerStepBarrier
+from holdfast.process.latch import Latch
+from holdfast.process.worker_pool import WorkerPool
+from holdfast.save.image import HostBuffer, Stager
+from holdfast.save.overlap import OptimizerStepBarrier
 from holdfast.state import capture_objects
 from holdfast.state.registry import adapter_of
 from holdfast.storage import MemoryStorage
 from holdfast.storage.memory import MemoryWriter
-from holdfast.storage.worker_pool import WorkerPool
 from interrupts import save_struck
 
 

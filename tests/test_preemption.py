@@ -27,10 +27,10 @@ from holdfast.errors import ClosedError, DeadlineError, HoldfastError, MismatchE
 from holdfast.events import AnyEvent, Committed, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
 from holdfast.preemption.sources.signals import DEFAULT_SIGNALS
-from holdfast.run import Run
 from holdfast.state.data.sampler import ResumableSampler
 from holdfast.storage import LocalStorage
 from holdfast.storage.local.streams import LocalWriter
+from holdfast.training.run import Run
 from patience import PATIENCE_SECONDS
 from preemption_jobs import TOTAL, Job
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.save.copy.image import HostBuffer, Readying
+from holdfast.save.image import HostBuffer, Readying
 from holdfast.storage import MemoryStorage
 from interrupts import Interrupted
 

@@ -26,11 +26,11 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
+from holdfast.advice.oversights import find_oversights  # noqa: E402
+from holdfast.integrations.frameworks.places import DataPlace  # noqa: E402
 from holdfast.integrations.torch.draws import keep_draws  # noqa: E402
-from holdfast.integrations.torch.places import DataPlace  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
 from holdfast.state.match.matching import match_objects  # noqa: E402
-from holdfast.state.oversights import find_oversights  # noqa: E402
 from holdfast.state.rng import RNG  # noqa: E402
 from test_torch_loader import through_checkpoint  # noqa: E402
 

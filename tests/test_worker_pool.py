@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from command_line import run_file
-from holdfast.storage.worker_pool import WorkerPool
+from holdfast.process.worker_pool import WorkerPool
 from patience import PATIENCE_SECONDS
 
 

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from holdfast import jobs
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
-    from holdfast.handler import PreemptionCheckpointHandler
-    from holdfast.integrations import accelerate, dcp, keras, lightning, transformers
+    from holdfast.integrations import dcp
+    from holdfast.integrations.frameworks import accelerate, keras, lightning, transformers
     from holdfast.integrations.ray.session import RaySession
     from holdfast.integrations.torch.cluster import init_process_group
     from holdfast.integrations.torch.loader import ResumableDataLoader
-    from holdfast.integrations.tree import load, save
     from holdfast.jobs import (
         Job,
         JobRunner,
@@ -33,12 +32,14 @@ if TYPE_CHECKING:
     )
     from holdfast.manager import CheckpointManager
     from holdfast.preemption.config import TerminationConfig
-    from holdfast.restore.backup import Backup
     from holdfast.restore.records import Restoration
-    from holdfast.run import Run, resumable
     from holdfast.save.handle import SaveHandle
     from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
-    from holdfast.worker_state import WorkerTrainingState
+    from holdfast.training.backup import Backup
+    from holdfast.training.handler import PreemptionCheckpointHandler
+    from holdfast.training.run import Run, resumable
+    from holdfast.training.worker_state import WorkerTrainingState
+    from holdfast.tree import load, save
 
 __version__ = "0.1.0"
 
@@ -97,34 +98,34 @@ __all__ = [
 
 _HOMES: Final = {
     "RNG": "holdfast.state",
-    "Backup": "holdfast.restore.backup",
+    "Backup": "holdfast.training.backup",
     "CheckpointManager": "holdfast.manager",
     "Job": "holdfast.jobs",
     "JobRunner": "holdfast.jobs",
     "LocalSession": "holdfast.jobs",
     "MultiNodeCheckpointManager": "holdfast.jobs",
     "PerWorker": "holdfast.state",
-    "PreemptionCheckpointHandler": "holdfast.handler",
+    "PreemptionCheckpointHandler": "holdfast.training.handler",
     "RaySession": "holdfast.integrations.ray.session",
     "Restoration": "holdfast.restore.records",
     "ResumableDataLoader": "holdfast.integrations.torch.loader",
     "ResumableSampler": "holdfast.state",
-    "Run": "holdfast.run",
+    "Run": "holdfast.training.run",
     "SaveHandle": "holdfast.save.handle",
     "Shard": "holdfast.state",
     "TerminationConfig": "holdfast.preemption.config",
     "TorchrunSession": "holdfast.jobs",
     "UploadTaskGroupBuilder": "holdfast.jobs",
-    "WorkerTrainingState": "holdfast.worker_state",
+    "WorkerTrainingState": "holdfast.training.worker_state",
     "epoch_limiter": "holdfast.jobs",
     "export_checkpoint": "holdfast.convert.exporter",
     "import_checkpoint": "holdfast.convert.importer",
     "init_process_group": "holdfast.integrations.torch.cluster",
-    "load": "holdfast.integrations.tree",
+    "load": "holdfast.tree",
     "register_codec": "holdfast.state",
     "register_type": "holdfast.state",
-    "resumable": "holdfast.run",
-    "save": "holdfast.integrations.tree",
+    "resumable": "holdfast.training.run",
+    "save": "holdfast.tree",
 }
 """Names that are imported on demand, so that `import holdfast` is quick: the engine of saves and restores, parts that
 need a framework, and those that few programs use."""
@@ -134,12 +135,12 @@ _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 
 
 _MODULES: Final = {
-    "accelerate": "holdfast.integrations.accelerate",
+    "accelerate": "holdfast.integrations.frameworks.accelerate",
     "dcp": "holdfast.integrations.dcp",
     "jobs": "holdfast.jobs",
-    "keras": "holdfast.integrations.keras",
-    "lightning": "holdfast.integrations.lightning",
-    "transformers": "holdfast.integrations.transformers",
+    "keras": "holdfast.integrations.frameworks.keras",
+    "lightning": "holdfast.integrations.frameworks.lightning",
+    "transformers": "holdfast.integrations.frameworks.transformers",
 }
 """Modules that are imported on demand; those for frameworks are `Door`s (`holdfast.extras`)."""
 

@@ -13,6 +13,8 @@ from typing import Any, Final, Literal, Self
 
 from msgspec.structs import replace as replace_fields
 
+from holdfast.advice.hyperparameters import Keeping, list_kept, note_script
+from holdfast.advice.oversights import describe_unread
 from holdfast.catalog import read_catalog
 from holdfast.checkpoint import (
     Checkpoint,
@@ -29,12 +31,21 @@ from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, UsageError
 from holdfast.events import Sink, Skipped, Sums, Totals, Warned
 from holdfast.format.records import ALONE
+from holdfast.options import (
+    SaveOptions,
+    check_like,
+    check_metrics,
+    check_notes,
+    check_place,
+    check_step,
+    check_wait,
+    look_into,
+)
 from holdfast.policies import All, RetentionPolicy, SavePolicy
+from holdfast.process.terminal import inform
 from holdfast.restore.candidates import make_selection
 from holdfast.restore.engine import make_agreement, restore_objects
 from holdfast.restore.records import Restoration
-from holdfast.save import arguments
-from holdfast.save.arguments import SaveOptions, check_metrics, check_notes
 from holdfast.save.failures import PendingFailures, raise_newest
 from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest, find_wait_seconds, wait_served
 from holdfast.save.joint.setup import explaining, open_participant, try_plan_save
@@ -42,10 +53,7 @@ from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import make_readiness_check, open_event_sinks
 from holdfast.save.records import Origin
 from holdfast.save.saver import Saver, StepTimer
-from holdfast.save.say import inform
 from holdfast.state import Captured, check_objects, list_shared
-from holdfast.state.hyperparameters import Keeping, list_kept, note_script
-from holdfast.state.oversights import describe_unread
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 from holdfast.witness.ring import remove_rings
@@ -154,7 +162,7 @@ class CheckpointManager:
         self.url = self._storage.url
         self.save_every, self.timeout_seconds, self._totals = save_every, timeout_seconds, Totals()
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
-        catalog, self.participant = open_participant(cluster, partial(arguments.look_into, self._storage), **deadlines)
+        catalog, self.participant = open_participant(cluster, partial(look_into, self._storage), **deadlines)
         living = () if begin_anew else catalog.living
         self.worker = ALONE if self.participant is None else self.participant.worker
         self._wait_seconds = find_wait_seconds(timeout_seconds, self.worker)
@@ -265,7 +273,7 @@ class CheckpointManager:
             SaveFailedError: As in `save`; never if none is due, so that the save that reports a failure still saves.
         """
         self._saver.note_call()
-        step, metrics = arguments.check_step(step), check_metrics(metrics)
+        step, metrics = check_step(step), check_metrics(metrics)
         if self.save_every is None:
             return None
         reason = try_plan_save(self.save_every, self._pace.moment(step, *self._saver.costs), self.participant)
@@ -283,7 +291,7 @@ class CheckpointManager:
             UsageError: If it is another step, or a metric is not a number.
         """
         self._check_usable()
-        step, (figures, _) = arguments.check_step(step), check_notes(metrics, None)
+        step, (figures, _) = check_step(step), check_notes(metrics, None)
         known = (self._in_flight, self._saver.engine.newest, None if self.restored is None else self.restored.name)
         found = next((one for one in known if one is not None and one.step == step == self.newest_asked), None)
         if found is None:
@@ -341,12 +349,12 @@ class CheckpointManager:
         is_first = step is None and self.restored is None and self.newest_asked < 0
         start_from = self._options.start_from if is_first else None
         script = note_script(self.checkpoint.objects, own_objects(self.checkpoint))
-        made_anew = arguments.check_like(like)
+        made_anew = check_like(like)
         restoration = restore_objects(
             self._storage,
             {**all_objects(self.checkpoint), **made_anew},
             made_anew=made_anew.keys(),
-            step=None if step is None else arguments.check_step(step),
+            step=None if step is None else check_step(step),
             begins_anew=self.begin_anew and only is None and not self._living,
             start_from=start_from,
             on_resize=self._options.on_resize,
@@ -474,7 +482,7 @@ class CheckpointManager:
         self._saver.caller = threading.get_ident()
         try:
             clean_metrics, clean_metadata = check_notes(metrics, metadata)
-            step, progress = arguments.check_step(step), SaveProgress()
+            step, progress = check_step(step), SaveProgress()
             protocol = try_cancel = None
             if self.participant is not None:
                 protocol = self.participant.begin(step)
@@ -513,7 +521,7 @@ class CheckpointManager:
         self._settle(None, wait_served)
         before = self._in_flight
         request.waited_seconds = time.monotonic() - request.asked_at
-        arguments.check_place(step, self.url, self._living, self.newest_asked, replace=handle.replaces)
+        check_place(step, self.url, self._living, self.newest_asked, replace=handle.replaces)
         captured = captured or self._saver.capture(all_objects(self.checkpoint))
         untold = self._failures.take(last=False)
         try:
@@ -559,7 +567,7 @@ class CheckpointManager:
     ) -> None:
         """Waits for the save in progress, and records its result."""
         if timeout_seconds is not None:
-            arguments.check_wait(timeout_seconds)
+            check_wait(timeout_seconds)
         if (request := self._in_flight) is None:
             return
         request.drop_if_left()

@@ -28,7 +28,7 @@ from holdfast.catalog import read_catalog
 from holdfast.checkpoint import Checkpoint
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
-from holdfast.save.write.incremental import MAX_KEPT_STEPS
+from holdfast.save.incremental import MAX_KEPT_STEPS
 from holdfast.storage import LocalStorage
 
 ARRAYS = ((1, 1), (1000, 1), (30_000, 1), (30_000, 7), (200_000, 50), (5000, 1_000_000))

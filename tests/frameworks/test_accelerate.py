@@ -14,7 +14,7 @@ import preloaded
 pytest.importorskip("accelerate")
 
 PROGRAM = "accelerate_training.py"
-PRELOAD = (*preloaded.TRAINING, "accelerate", "holdfast.integrations.accelerate.loop")
+PRELOAD = (*preloaded.TRAINING, "accelerate", "holdfast.integrations.frameworks.accelerate.loop")
 
 LONG = pytest.mark.long
 """`make test` has the time for one of a kind; `make test-frameworks` runs them all."""

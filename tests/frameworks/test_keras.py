@@ -30,7 +30,13 @@ NEEDS_TENSORFLOW = pytest.mark.skipif(
     find_spec("tensorflow") is None, reason="needs TensorFlow: `make test-tensorflow` runs it"
 )
 BACKENDS = ["torch", "jax", pytest.param("tensorflow", marks=NEEDS_TENSORFLOW)]
-MODULES = ("numpy.random", "keras", "holdfast.manager", "holdfast.run", "holdfast.integrations.keras.callbacks")
+MODULES = (
+    "numpy.random",
+    "keras",
+    "holdfast.manager",
+    "holdfast.training.run",
+    "holdfast.integrations.frameworks.keras.callbacks",
+)
 TORCH = ("torch", "holdfast.integrations.torch")
 PRELOADED = {
     "torch": (*MODULES, "keras.src.backend.torch.trainer", "torch._dynamo", *TORCH),

@@ -14,6 +14,7 @@ from lives import PROGRAMS, Life, check_example, check_same, interrupt, live, li
 
 import holdfast as hf
 import preloaded
+from memory_engine import run_workers
 
 pytest.importorskip("lightning")
 
@@ -34,7 +35,12 @@ VARIANTS = ["plain", "accumulation", "several", "workers", "own", "reload", "cal
 VARIANTS += ["scheduled"]
 
 
-PRELOAD = (*preloaded.TRAINING, "lightning.pytorch", "torchmetrics.regression", "holdfast.integrations.lightning.fit")
+PRELOAD = (
+    *preloaded.TRAINING,
+    "lightning.pytorch",
+    "torchmetrics.regression",
+    "holdfast.integrations.frameworks.lightning.fit",
+)
 
 
 def fit(*options: str | Path) -> Life:
@@ -162,6 +168,19 @@ def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
     again.fit(other, make_loader())
     assert (again.global_step, again.current_epoch) == (12, 3)
     assert not torch.equal(other.layer.weight, model.layer.weight)
+
+
+def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
+    """Each would go on in its own part of another order."""
+
+    def save(cluster: Any) -> None:
+        with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(x=1), cluster=cluster) as manager:
+            manager.save(3).wait_committed()
+
+    run_workers(2, save)
+    with pytest.raises(MismatchError, match="saved by 2 workers") as caught:
+        make_trainer(hf.lightning.Resumable(tmp_path / "run")).fit(Line(), make_loader())
+    assert "the position in the data" in caught.value.hint
 
 
 def test_a_fit_that_is_done_trains_nothing_when_it_is_started_again(tmp_path: Path) -> None:
@@ -388,6 +407,52 @@ def test_a_finished_fit_that_is_started_again_repeats_nothing(tmp_path: Path, ev
         assert (ended, trainer.current_epoch, trainer.global_step) == ([], 2, 2 * batches)
     assert sorted(path.name for path in (tmp_path / "chosen").iterdir()) == names
     assert start(3)[0] == [2]
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["max_steps", "should_stop"])
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_fit_that_ended_within_an_epoch_repeats_nothing(tmp_path: Path, every: int, stops: bool) -> None:
+    class Ends(Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, int]] = []
+            self.count = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict: dict[str, int]) -> None:
+            self.count = state_dict["count"]
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if stops and trainer.global_step == 6:
+                trainer.should_stop = True
+
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.seen.append(("epoch", trainer.current_epoch))
+            self.count += 1
+
+    def start(total: int, directory: Path) -> tuple[Ends, Trainer, Any]:
+        torch.manual_seed(1)
+        resumable = hf.lightning.Resumable(directory, save_every=hf.Steps(every), preemption="off")
+        callbacks = [resumable, ends := Ends(), ModelCheckpoint(directory.with_suffix(".chosen"), save_top_k=-1)]
+        trainer = make_trainer(*callbacks, epochs=-1, max_steps=total, enable_checkpointing=True)
+        trainer.fit(model := Line(), make_loader())
+        return ends, trainer, model.layer.weight.detach()
+
+    total = 8 if stops else 6
+    ends, trainer, weight = start(total, tmp_path / "run")
+    assert ends.seen == [("epoch", 0), ("epoch", 1)]
+    names = sorted(path.name for path in (tmp_path / "run.chosen").iterdir())
+    for _ in range(2):
+        again, other, same = start(total, tmp_path / "run")
+        assert (again.seen, again.count, other.current_epoch, other.global_step) == ([], 2, trainer.current_epoch, 6)
+        assert same.equal(weight)
+    assert sorted(path.name for path in (tmp_path / "run.chosen").iterdir()) == names
+    if not stops:
+        longer, untouched = start(10, tmp_path / "run"), start(10, tmp_path / "untouched")
+        assert longer[0].seen == [("epoch", 1), ("epoch", 2)]
+        assert longer[2].equal(untouched[2])
+        assert longer[1].current_epoch == untouched[1].current_epoch
 
 
 def test_model_checkpoint_writes_and_reads_by_the_plug_in(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ PRELOAD = (
     "datasets",
     "lightning.pytorch",
     "transformers.trainer",
-    "holdfast.integrations.accelerate.loop",
-    "holdfast.integrations.lightning.fit",
-    "holdfast.integrations.transformers.callback",
+    "holdfast.integrations.frameworks.accelerate.loop",
+    "holdfast.integrations.frameworks.lightning.fit",
+    "holdfast.integrations.frameworks.transformers.callback",
 )
 OWN_DRAWS = ("weighted", "buckets", "stream", "shuffle")
 STREAMS = ("plain", "shuffled", "filtered", "shuffled mapped", "interleaved shuffled")

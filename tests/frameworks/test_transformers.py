@@ -24,7 +24,7 @@ PRELOAD = (
     "transformers.trainer",
     "accelerate",
     "peft",
-    "holdfast.integrations.transformers.callback",
+    "holdfast.integrations.frameworks.transformers.callback",
 )
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import holdfast as hf
 from holdfast.errors import UsageError
 from holdfast.events import Committed, Event, Failed, Staged
+from holdfast.process.worker_pool import WorkerPool
 from holdfast.state.numpy_arrays import NumpyBackend
 from holdfast.state.registry import register_backend
 from holdfast.storage import MemoryStorage
-from holdfast.storage.worker_pool import WorkerPool
 from interrupts import Interrupted, interrupt_after
 
 

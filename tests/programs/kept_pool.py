@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from holdfast.storage import worker_pool
+from holdfast.process import worker_pool
 
 keeper: Any = threading
 keeper.kept = [worker_pool, worker_pool.WorkerPool(2, "kept")]

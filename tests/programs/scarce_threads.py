@@ -7,7 +7,7 @@ import resource
 import signal
 from pathlib import Path
 
-from holdfast.storage.worker_pool import WorkerPool
+from holdfast.process.worker_pool import WorkerPool
 
 
 def work(spare_bytes: int) -> bool:

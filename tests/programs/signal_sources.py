@@ -9,7 +9,7 @@ import sys
 import threading
 
 from holdfast.preemption import Kubernetes, Notice, Signals
-from holdfast.preemption.sources.wakeup import Wakeup
+from holdfast.process.wakeup import Wakeup
 
 
 def declines_the_third() -> None:

@@ -173,8 +173,7 @@ def read_catalog(storage: Storage, history: History | None = None, *, closely: b
 def _sort_steps(
     storage: Storage, entries: Iterable[Entry], believed: Collection[StepName]
 ) -> tuple[list[StepName], list[StepName], list[StepName]]:
-    """Returns the steps of a run, in order: those with a manifest, those that have lost it, and those that never had
-    one."""
+    """Returns the steps of a run, in order: with a manifest, with a lost one, and those that never had one."""
     committed: list[StepName] = []
     lost: list[StepName] = []
     unfinished: list[StepName] = []
@@ -394,7 +393,7 @@ def check_fence(storage: Storage, generation: int, opened: Sequence[int] | None 
     """
     newest = max(read_generations(storage) if opened is None else opened, default=0)
     if newest > generation:
-        by = _name_opener(_try_opening(storage, newest))
+        by = name_opener(try_opening(storage, newest))
         raise FencedError(
             f"{storage.url}: generation {newest} was opened{by}; this job has generation {generation} and "
             "can no longer save",
@@ -420,7 +419,7 @@ def check_in_place(storage: Storage, generation: int, token: str) -> None:
     if opening.token != token:
         raise FencedError(
             f"{storage.url}: generation {generation} of this job was replaced by one that was opened"
-            f"{_name_opener(opening)}",
+            f"{name_opener(opening)}",
             hint=_FENCED_HINT,
         )
 
@@ -439,23 +438,25 @@ def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
     for newer in sorted(read_generations(storage), reverse=True):
         if newer <= seen_generation:
             return
-        opening = _try_opening(storage, newer)
+        opening = try_opening(storage, newer)
         if opening is None or opening.token != token:
             raise FencedError(
-                f"{storage.url}: generation {newer} was opened{_name_opener(opening)} after this job chose the "
+                f"{storage.url}: generation {newer} was opened{name_opener(opening)} after this job chose the "
                 "step to continue from; the steps saved there would be lost",
                 hint=_FENCED_HINT,
             )
 
 
-def _try_opening(storage: Storage, generation: int) -> Opening | None:
+def try_opening(storage: Storage, generation: int) -> Opening | None:
+    """**Blocks.** Returns the record that opened a generation; None if it cannot be read."""
     try:
         return read_opening(storage, generation)
     except HoldfastError:
         return None
 
 
-def _name_opener(opening: Opening | None) -> str:
+def name_opener(opening: Opening | None) -> str:
+    """**Pure.** Names the opener of a generation, to follow "opened"; empty if it is not known."""
     return "" if opening is None else f" by process {opening.process} on {opening.host}"
 
 
@@ -531,8 +532,7 @@ class History:
         self._bases.update({base.generation: base for base in summary.bases} if summary is not None else {})
 
     def facts(self, name: StepName) -> StepFacts | None:
-        """**Blocks.** Returns the facts that retention needs about a step; None if its manifest is damaged, or of a
-        newer holdfast."""
+        """**Blocks.** Returns the facts that retention needs of a step; None if its manifest is damaged, or too new."""
         if name not in self.known:
             if name in self.believed and self.summary is not None:
                 # Of all at once: each is asked for in the end.

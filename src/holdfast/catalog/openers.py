@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import math
 import os
 import socket
 import sys
@@ -47,7 +46,6 @@ def _is_alive(opener: Opener) -> bool:
 TAKE_OVER: Final = "HOLDFAST_TAKE_OVER"
 """The environment variable that lets a job take a run over from another one on this machine."""
 
-
 _LEAVING_SECONDS: Final = 10.0
 """How long to wait for the other job, which may be leaving: saving its last step, say."""
 
@@ -56,8 +54,7 @@ _LOOK_SECONDS: Final = 0.1
 _RECENT_SECONDS: Final = 60.0
 """A job that wrote within this time may still be at work."""
 
-# The descriptors of the runs that this process has open, by the number of their `RunLock`; and the processes that this
-# one was forked from, whose runs are no other job's.
+# Of the runs that this process has open, by the number of the `RunLock`; and the processes that it was forked from.
 _held: dict[int, int] = {}
 _numbers = itertools.count(1)
 _forebears: set[int] = set()
@@ -197,14 +194,14 @@ def _has_lock(process: Path, directory: os.stat_result) -> bool:
 
 def _describe_other(storage: Storage, found: str, is_free: bool) -> str:
     """Returns the job that a run is taken over from; empty if it is known to have ended, or wrote long ago."""
-    opening, ago = _find_newest(storage), _find_last_write(storage, math.inf if found else _RECENT_SECONDS)
+    opening, ago = _find_newest(storage), _find_last_write(storage, 1e9 if found else _RECENT_SECONDS)
     if not found and ago and opening is not None and not is_own(opening):
         is_here = is_free and opening.boot_id == _identify(os.getpid())["boot_id"]  # Then it has ended.
         found = "" if is_here else f"process {opening.process} on {opening.host}"
     return f"{found}, last wrote {ago} ago" if found and ago else found
 
 
-def _find_last_write(storage: Storage, most_seconds: float = math.inf) -> str:
+def _find_last_write(storage: Storage, most_seconds: float = 1e9) -> str:
     """Returns how long ago a job wrote to a run; empty if that is not known, or longer ago."""
     with suppress(OSError):
         seconds = time.time() - (Path(storage.url) / JOURNAL_NAME).stat().st_mtime

@@ -13,8 +13,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from holdfast.cluster.polling import ONE_KEY, Backoff, poll
 from holdfast.cluster.protocol import ANSWER_SECONDS, Connect, EngineStore
-from holdfast.concurrency import Latch
 from holdfast.errors import ClosedError, ClusterError
+from holdfast.process.exit import close_last
+from holdfast.process.latch import Latch
 
 _T = TypeVar("_T")
 
@@ -36,6 +37,9 @@ def close_all() -> None:
     for pool in list(_open):
         if pool.process == os.getpid():
             pool.close()
+
+
+close_last(close_all)
 
 
 class ConnectionPool:

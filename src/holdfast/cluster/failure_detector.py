@@ -17,9 +17,9 @@ import msgspec
 from holdfast.cluster.barrier import LEADER, make_absent_error
 from holdfast.cluster.polling import PROCESS_LOOK_SECONDS
 from holdfast.cluster.protocol import ANSWER_SECONDS, Cluster
-from holdfast.concurrency import Latch
 from holdfast.deadlines import LIVENESS_SECONDS
 from holdfast.errors import ClosedError, ClusterError, HoldfastError, UsageError
+from holdfast.process.latch import Latch
 
 INTERVAL_SECONDS: Final = 1.0
 

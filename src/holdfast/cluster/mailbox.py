@@ -17,8 +17,8 @@ from typing import Final, TypeVar
 
 from holdfast.cluster.polling import NEWS, URGENT_NEWS, Backoff
 from holdfast.cluster.protocol import ANSWER_SECONDS
-from holdfast.concurrency import Latch
 from holdfast.errors import ClosedError, ClusterError, HoldfastError
+from holdfast.process.latch import Latch
 
 _CLOSE_SECONDS: Final = 2.0
 

@@ -174,8 +174,7 @@ def _is_divided(value: Any) -> bool:
 
 
 def plan_chunks(stored: StoredLeaf) -> list[Box]:
-    """**Pure.** Returns the boxes that a leaf is stored in: one, or several along its first dimension if it is
-    large."""
+    """**Pure.** Returns the boxes in which a leaf is stored: of a large one several, along its first dimension."""
     rows, *rest = stored.shape or (1,)
     most = max(1, CHUNK_BYTES // max(stored.size_bytes // max(rows, 1), 1))
     if rows <= most:

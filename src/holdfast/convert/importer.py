@@ -46,9 +46,9 @@ from holdfast.format.shapes import StridesRecord, find_layout
 from holdfast.numbers import check_whole
 from holdfast.policies import All
 from holdfast.restore.candidates import Selection, make_selection
-from holdfast.save.commit.run_writer import RunWriter
 from holdfast.save.records import Origin
-from holdfast.save.write.writer import write_index
+from holdfast.save.run_writer import RunWriter
+from holdfast.save.writer import write_index
 from holdfast.storage import Storage, local_directory, open_storage
 from holdfast.storage.buffers import take_pages
 from holdfast.storage.digesting import PIECE_BYTES

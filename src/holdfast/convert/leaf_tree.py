@@ -196,8 +196,7 @@ def list_arrays(value: Any, keys: KeyPath = ()) -> Iterator[tuple[KeyPath, Array
 
 
 def list_values(value: Any, keys: KeyPath = ()) -> Iterator[KeyPath]:
-    """**Pure.** Yields the paths of values other than arrays: of each object that has some, those that hold no
-    array."""
+    """**Pure.** Yields the paths of values other than arrays: of each object that has some, those without an array."""
     if type(value) is ObjectState:
         value = value.state
     if not any(True for _ in list_arrays(value)):

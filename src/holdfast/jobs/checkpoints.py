@@ -37,10 +37,10 @@ from holdfast.jobs.node_store import (
 )
 from holdfast.jobs.session import Session
 from holdfast.numbers import check_whole
+from holdfast.options import check_policies, check_step, check_switches, check_timeout
 from holdfast.policies import All, RetentionPolicy
 from holdfast.restore.verify import open_step
-from holdfast.save.arguments import check_policies, check_step, check_switches, check_timeout
-from holdfast.save.commit.run_writer import RunWriter
+from holdfast.save.run_writer import RunWriter
 from holdfast.state import Differences
 from holdfast.storage import Storage, open_storage
 

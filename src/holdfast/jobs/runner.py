@@ -19,13 +19,13 @@ from holdfast.jobs.node_store import Saving
 from holdfast.jobs.session import Session, noting_on
 from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.upload import UploadTaskGroupBuilder
-from holdfast.loop import EpochGuard
 from holdfast.numbers import check_whole
+from holdfast.options import check_step
 from holdfast.preemption.config import TerminationConfig, make_termination
-from holdfast.save.arguments import check_step
 from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.participant import JointParticipant
 from holdfast.save.mark import Mark
+from holdfast.training.loop import EpochGuard
 
 _STOPPED: Final = "stopped"
 

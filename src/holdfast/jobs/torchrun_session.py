@@ -36,7 +36,7 @@ from holdfast.jobs.session import GRACE_SECONDS, Placed, Session, noting_on, run
 from holdfast.jobs.worker_store import NodeOutcome, NodePart, WorkerNodeStore
 from holdfast.jobs.workspace import Workspace
 from holdfast.numbers import check_seconds
-from holdfast.save.arguments import check_liveness
+from holdfast.options import check_liveness
 
 _MOST_BYTES: Final = 1 << 16
 """A longer output is not sent to other workers."""

@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from holdfast.catalog import read_catalog
+from holdfast.catalog.deletion import discard_unfinished
 from holdfast.errors import StorageError
 from holdfast.format.index import MAX_INDEX_BYTES
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name
@@ -16,7 +17,6 @@ from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.workspace import Workspace
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.save.commit.deletion import discard_unfinished
 from holdfast.storage import Storage, find_location, open_storage
 
 if TYPE_CHECKING:

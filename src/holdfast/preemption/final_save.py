@@ -17,7 +17,7 @@ from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.grace import is_by_hand
 from holdfast.preemption.notice_inbox import NoticeInbox
 from holdfast.preemption.progress import ATTEMPTS
-from holdfast.save.drain import (
+from holdfast.process.exit import (
     EXIT_INTERRUPTED,
     EXIT_SAVE_FAILED,
     LeavingExit,
@@ -25,9 +25,9 @@ from holdfast.save.drain import (
     is_interactive,
     leave_with_thread,
 )
+from holdfast.process.terminal import keep_exit_code, say
 from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_canceller, find_wait_seconds
 from holdfast.save.mark import Mark
-from holdfast.save.say import keep_exit_code, say
 
 if TYPE_CHECKING:
     from holdfast.save.joint.participant import JointParticipant

@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.concurrency import Latch, start_thread
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerError, SaveFailedError, UsageError
 from holdfast.events import Warned
 from holdfast.preemption.config import TerminationConfig
@@ -34,6 +33,7 @@ from holdfast.preemption.notice_inbox import NoticeInbox
 from holdfast.preemption.ownership import GuardOwnership
 from holdfast.preemption.progress import LoopProgress, PausedState, end_at_of
 from holdfast.preemption.sources.protocol import Demand
+from holdfast.process.latch import Latch, start_thread
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 

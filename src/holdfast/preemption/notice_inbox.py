@@ -14,7 +14,6 @@ from typing import Final, Self
 
 from msgspec.structs import replace
 
-from holdfast.concurrency import Latch
 from holdfast.events import Event, NoticeHeard, Warned
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import EarlyExit, describe_early_exit
@@ -22,9 +21,10 @@ from holdfast.preemption.grace import CombinedDemand, ReceivedNotice, combine
 from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.protocol import Hear, Notice
 from holdfast.preemption.sources.signals import Signals
-from holdfast.preemption.sources.wakeup import ANSWERED, Wakeup, answer
-from holdfast.save.drain import end_process, is_interactive
-from holdfast.save.say import say, say_from_signal_handler
+from holdfast.process.exit import end_process, is_interactive
+from holdfast.process.latch import Latch
+from holdfast.process.terminal import say, say_from_signal_handler
+from holdfast.process.wakeup import ANSWERED, Wakeup, answer
 
 _MOST_SIGNALS: Final = 2
 """How many signals count: the first asks to stop, the second hurries. Another one has no effect, since schedulers and

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from holdfast.advice.hyperparameters import Keeping
 from holdfast.catalog import Catalog, describe_steps, find_lost, read_catalog, read_index
-from holdfast.concurrency import gc_paused
 from holdfast.errors import (
     AbsentError,
     ApplyError,
@@ -25,6 +25,7 @@ from holdfast.errors import (
 from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
 from holdfast.format.names import IMPORTED_FROM, StepName, is_own
 from holdfast.format.records import ALONE, SHARDS, Worker
+from holdfast.process.latch import gc_paused
 from holdfast.restore.agreement import Agreement
 from holdfast.restore.aliasing import find_clashes, find_overlapping_targets
 from holdfast.restore.candidates import Selection, choose_candidates
@@ -34,7 +35,6 @@ from holdfast.restore.reshard import assign_parts, read_orders
 from holdfast.restore.verify import open_step, read_rank
 from holdfast.state import Differences, Matching, list_shared, match_objects
 from holdfast.state.data.position import PositionRecord, find_apart, list_positions
-from holdfast.state.hyperparameters import Keeping
 from holdfast.state.leaves import ArraySpec, Skeleton, Target, spec_of
 from holdfast.storage import Storage
 
@@ -309,7 +309,8 @@ class _RestoreTrial:
             raise MismatchError(
                 f"step {self.name.step} was saved by {savers}, but this job has {workers}, and on_resize is 'refuse'",
                 differences=Differences(),
-                hint="Start the job with the same number of workers, or pass on_resize='allow'.",
+                hint="Start the job with the same number of workers. on_resize='allow' resumes with any number, but "
+                "what each worker has of its own starts over, such as the position in the data in a framework's loop.",
             )
         # The files are opened first: memory is allocated by their actual size, not by what an index claims.
         parts = self._files.enter_context(open_parts(storage, opened))

@@ -10,11 +10,11 @@ from typing import Any, Final
 from holdfast.errors import DamageError
 from holdfast.format.digests import DIGEST_CHARACTERS
 from holdfast.format.index import Index
+from holdfast.process.worker_pool import WorkerPool
 from holdfast.restore.records import Parts, Piece
 from holdfast.state.leaves import ArrayBackend, Target
 from holdfast.storage.buffers import Extent, Scratch, memory_between, take_pages
 from holdfast.storage.protocol import FileReader
-from holdfast.storage.worker_pool import WorkerPool
 
 PIECE_BYTES: Final = 8 << 20
 """How much one thread reads at a time, if no span is longer: large enough that threads seldom wait for each

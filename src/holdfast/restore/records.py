@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from holdfast.advice.hyperparameters import HyperparameterChange
 from holdfast.errors import DamageError
 from holdfast.format.index import Index
 from holdfast.format.names import StepName, data_name, join
 from holdfast.format.records import Manifest
 from holdfast.state import Differences
-from holdfast.state.hyperparameters import HyperparameterChange
 
 
 class OpenedStep(msgspec.Struct, frozen=True):

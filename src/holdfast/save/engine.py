@@ -18,6 +18,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from holdfast.catalog import describe_lost
+from holdfast.catalog.publish import Receipts
 from holdfast.errors import (
     ChangedError,
     FencedError,
@@ -42,14 +43,14 @@ from holdfast.events import (
 )
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest, Worker
-from holdfast.save.arguments import SaveOptions
-from holdfast.save.commit.run_writer import CheckpointWriter, StepFiles, make_debris_warning
-from holdfast.save.copy.image import Staging
-from holdfast.save.copy.overlap import GIVING_UP, OptimizerStepBarrier
+from holdfast.options import SaveOptions
+from holdfast.process.worker_pool import Round, WorkerPool
 from holdfast.save.failures import PendingFailures
 from holdfast.save.handle import SaveRequest
-from holdfast.save.records import CalledOffError, LeftOutError, Origin, Receipts
-from holdfast.storage.worker_pool import Round, WorkerPool
+from holdfast.save.image import Staging
+from holdfast.save.overlap import GIVING_UP, OptimizerStepBarrier
+from holdfast.save.records import CalledOffError, LeftOutError, Origin
+from holdfast.save.run_writer import CheckpointWriter, StepFiles, make_debris_warning
 
 _MOST_KEPT_TOLD: Final = 100
 """So many kept steps are named in the event of retention."""

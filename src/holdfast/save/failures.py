@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from holdfast.errors import ChangedError, DeadlineError, FencedError, HoldfastError, PeerError, SaveFailedError
-from holdfast.save.drain import register_drain, unregister_drain
+from holdfast.process.exit import register_drain, unregister_drain
 from holdfast.save.handle import SaveHandle, SaveRequest
 
 

@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.concurrency import Latch
 from holdfast.errors import DeadlineError, HoldfastError, OutOfMemoryError, UsageError
 from holdfast.format.names import StepName
 from holdfast.format.records import Worker
-from holdfast.save.arguments import check_wait
+from holdfast.options import check_wait
+from holdfast.process.latch import Latch
+from holdfast.process.terminal import say
 from holdfast.save.records import CopyProgress, Origin
-from holdfast.save.say import say
 from holdfast.tracebacks import short_traceback
 
 if TYPE_CHECKING:
-    from holdfast.save.copy.image import Staging
-    from holdfast.save.copy.overlap import OptimizerStepBarrier
+    from holdfast.save.image import Staging
     from holdfast.save.joint.protocol import CommitProtocol
+    from holdfast.save.overlap import OptimizerStepBarrier
 
 
 _GRACE_SECONDS: Final = 15.0

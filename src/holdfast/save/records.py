@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from holdfast.concurrency import Latch
 from holdfast.format.index import Layout
 from holdfast.format.names import StepName
-from holdfast.format.records import Reference, WorkerRecord
+from holdfast.process.latch import Latch
 from holdfast.state.leaves import Captured
 
 
@@ -142,32 +141,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     image: memoryview
     state: Captured
     copied: CopyProgress
-
-
-class Receipts(msgspec.Struct, frozen=True):
-    """Proof that all workers' bytes of one step are durable.
-
-    Attributes:
-        workers: What each worker wrote, in order of rank.
-        references: The earlier steps whose bytes were not written again, in order.
-        features: The features that a reader must know to read the indexes.
-        values: The digest of the values of one worker's loose leaves; see `save/joint/coverage.py`.
-    """
-
-    workers: tuple[WorkerRecord, ...]
-    references: tuple[Reference, ...] = ()
-    features: tuple[str, ...] = ()
-    values: str = ""
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes that were written, including indexes."""
-        return sum(worker.data_bytes + worker.index_bytes for worker in self.workers)
-
-    @property
-    def referred_bytes(self) -> int:
-        """The bytes of arrays in the data files of earlier steps."""
-        return sum(reference.size_bytes for reference in self.references)
 
 
 class LeftOutError(Exception):

@@ -10,20 +10,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal
 
+from holdfast.advice.hyperparameters import find_unsaved_schedule
+from holdfast.advice.oversights import (
+    FreshLook,
+    ImmutableArrays,
+    KeptEpoch,
+    LossWatch,
+    describe_unread,
+    find_oversights,
+)
 from holdfast.errors import HoldfastError, OutOfMemoryError, UsageError
 from holdfast.events import Sink, Warned
 from holdfast.format.records import ALONE
+from holdfast.options import SaveOptions
 from holdfast.policies import SaveMoment
-from holdfast.save.arguments import SaveOptions
-from holdfast.save.copy.image import GENTLE, HostBuffer, Readying, Stager, Staging
 from holdfast.save.engine import Engine
 from holdfast.save.failures import PendingFailures
 from holdfast.save.handle import SaveRequest
+from holdfast.save.image import GENTLE, HostBuffer, Readying, Stager, Staging
 from holdfast.save.joint.setup import make_writer
 from holdfast.save.prepare import count_awaited_bytes, estimate_bytes, measure_bytes
 from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
-from holdfast.state.hyperparameters import find_unsaved_schedule
-from holdfast.state.oversights import FreshLook, ImmutableArrays, KeptEpoch, LossWatch, describe_unread, find_oversights
 from holdfast.state.registry import list_members
 from holdfast.storage import Storage
 from holdfast.storage.digesting import find_native

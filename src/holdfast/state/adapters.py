@@ -205,8 +205,7 @@ _REFUSED: Final[Mapping[tuple[str, str], _Refusal]] = MappingProxyType(
     }
 )
 """By package and class, wrappers whose state on each worker is a different part, without a description. (By name, so
-that
-no framework is imported for it.)
+that no framework is imported for it.)
 """
 
 

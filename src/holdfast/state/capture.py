@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from holdfast.concurrency import gc_paused
 from holdfast.errors import HoldfastError, UnsupportedValueError
 from holdfast.format.codecs import name_of
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, unsupported
 from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, Node, tagged
+from holdfast.process.latch import gc_paused
 from holdfast.state.adapters import Adapter, CaptureContext, Readable
 from holdfast.state.array_look import look_at, split_rows
 from holdfast.state.capture_cache import (

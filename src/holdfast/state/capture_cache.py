@@ -224,8 +224,7 @@ class CaptureCache:
         self.groups: MemoryGroups = {}
 
     def try_take(self, path: str, value: Any) -> tuple[CachedTree, TreeParts] | None:
-        """Returns the tree that was remembered at a path, if the value has the same containers, and classes of
-        parts."""
+        """Returns the tree that was remembered at a path, if the value has the same containers and classes."""
         cached = self.trees.get(path)
         if cached is None:
             return None
@@ -311,8 +310,7 @@ def _is_single(value: Any) -> bool:
 
 
 def take(branch: TreeShape, value: Any, contents: TreeParts) -> bool:
-    """**Pure.** Gathers the contents of a value; returns False if its containers, or the classes of its parts,
-    differ."""
+    """**Pure.** Gathers the contents of a value; returns False if its containers or classes differ."""
     cls: type = type(value)
     if cls is not branch.cls:
         return False

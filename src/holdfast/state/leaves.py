@@ -63,8 +63,7 @@ class DeviceCopier(Protocol):
     """Copies arrays from the devices of one library, in another thread than the requesting one."""
 
     def moment(self, arrays: Sequence[Any]) -> object:
-        """Returns what copies of these arrays must wait for, so that they get the values that the calling thread
-        sees."""
+        """Returns what copies of these arrays must wait for, to get the values that the calling thread sees."""
 
     def targets(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> Any:
         """Returns what copies of these arrays fill, or of others with the same specs, also again and again.
@@ -127,8 +126,7 @@ def spec_of(dtype: str, shape: tuple[int, ...]) -> ArraySpec:
 
 
 def spec_like(spec: ArraySpec, shape: tuple[int, ...]) -> ArraySpec:
-    """**Pure.** Describes an array of another shape with the same order of dimensions in memory; it has no
-    quantizer."""
+    """**Pure.** Describes an array of another shape with the same order of dimensions in memory, and no quantizer."""
     if spec.strides is None:
         return spec_of(spec.dtype, shape)
     return ArraySpec(spec.dtype, shape, fit_layout(spec.shape, spec.strides, shape))

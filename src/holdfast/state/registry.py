@@ -38,8 +38,7 @@ INTEGRATIONS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """For each known package, or a part of one, the module that registers its kinds. The module is imported when an object
-of that package is
-found, so the package itself is in memory already.
+of that package is found, so the package itself is in memory already.
 """
 
 _NODE_LIBRARIES: Final[Mapping[str, str]] = MappingProxyType({"jax": "holdfast.integrations.jax.nodes"})

@@ -132,8 +132,7 @@ class ShardOwnership:
             self.renewed = self._find_memory(replication.renewed, f"{path} renewed")
 
     def _find_memory(self, arrays: Sequence[Any], group: str) -> frozenset[tuple[str, Hashable]]:
-        """Returns the memory of the plain ones among some arrays; the set of the previous capture, if it is the
-        same."""
+        """Returns the memory of the plain ones among some arrays; if that has not changed, the previous set."""
         plain = [array for array in arrays if sharder_of_type(type(array)) is None and backend_of(array) is not None]
         look = look_at(plain)
         now = None if look is None else (look.keys, look.marks)

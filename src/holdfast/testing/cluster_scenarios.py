@@ -33,8 +33,7 @@ BAD_KEYS: Final = ("", "/", "/a", "a/", "a//b", "a b", "ä", "a\n", "x" * (MAX_K
 
 
 def gather(cluster: Cluster, name: str, record: bytes, timeout_seconds: float) -> list[bytes]:
-    """**Collective.** **Blocks.** Returns the records of all workers, in order of rank; see
-    `gather_decide_broadcast`."""
+    """**Collective.** **Blocks.** Returns the records of all workers, by rank; see `gather_decide_broadcast`."""
     answer = gather_decide_broadcast(cluster, name, record, msgspec.msgpack.encode, timeout_seconds)
     return msgspec.msgpack.decode(answer, type=list[bytes])
 

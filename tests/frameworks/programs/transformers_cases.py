@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers_training import Model, Samples
 
 import holdfast as hf
-from holdfast.integrations.transformers.progress import TrainerWorker
+from holdfast.integrations.frameworks.transformers.progress import TrainerWorker
 
 
 class DividedTrainer(Trainer):  # type: ignore[misc, unused-ignore]

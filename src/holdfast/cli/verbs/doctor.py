@@ -44,7 +44,7 @@ from holdfast.events.kinds import size_text, span_text, time_text
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Auto, Latest, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound
-from holdfast.save.copy import plan as copy_plan
+from holdfast.save import copy_plan
 from holdfast.storage import LocalStorage, digesting, open_storage
 from holdfast.storage.checks import as_storage_errors
 from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES

@@ -12,6 +12,8 @@ from typing import Any, Final
 import click
 
 from holdfast.catalog import Catalog, History, find_owner, read_catalog
+from holdfast.catalog.deletion import discard_unfinished, remove_own_files, withdraw
+from holdfast.catalog.summary import drop_summaries
 from holdfast.cli.screen import (
     BAD,
     FAINT,
@@ -30,8 +32,6 @@ from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointE
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import Best, EveryHours, EveryN, Latest, Newer, RetentionPolicy, spare_referred
 from holdfast.policies.retention import AnyKeeps, KeptCandidate, absent_metrics, plan_retention
-from holdfast.save.commit.deletion import discard_unfinished, remove_own_files, withdraw
-from holdfast.save.commit.summary import drop_summaries
 from holdfast.storage import Storage
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import click
 
 from holdfast.catalog import Catalog, find_lost, read_catalog, read_generations, read_opening
+from holdfast.catalog.publish import has_copy
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.screen import (
     BAD,
@@ -32,7 +33,6 @@ from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageEr
 from holdfast.events.kinds import size_text, time_text
 from holdfast.format.names import COMMITTED_NAME, StepName
 from holdfast.restore.verify import Checked, count_unread, open_step, spares_restore, verify_data
-from holdfast.save.commit.publish import has_copy
 from holdfast.storage import Storage
 
 _THREADS: Final = max(2, min(4, os.cpu_count() or 1))

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.futures import Future
 
 from holdfast.catalog import Catalog, read_catalog
+from holdfast.catalog.publish import Receipts
 from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.format.encoding import MAX_DEPTH, Encoder, unsupported
 from holdfast.format.index import MAX_INDEX_BYTES, BoxRecord, ElsewhereRecord, Index
@@ -31,17 +32,17 @@ from holdfast.format.scalars import Node
 from holdfast.format.shapes import Box, StridesRecord, find_box_problem
 from holdfast.integrations.dcp.state_tree import TREE, find_path, join_nodes, leaf_name, list_leaves, tensor_node
 from holdfast.numbers import check_whole
+from holdfast.options import check_policies
 from holdfast.policies import All, RetentionPolicy
+from holdfast.process.worker_pool import WorkerPool
 from holdfast.restore.verify import open_step
-from holdfast.save import arguments
-from holdfast.save.commit.run_writer import RunWriter
-from holdfast.save.copy.image import HostBuffer, Stager
-from holdfast.save.records import Origin, Receipts
-from holdfast.save.write.writer import WholeStepFiles, write_index
+from holdfast.save.image import HostBuffer, Stager
+from holdfast.save.records import Origin
+from holdfast.save.run_writer import RunWriter
+from holdfast.save.writer import WholeStepFiles, write_index
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, spec_of
 from holdfast.state.registry import backend_of, sharder_of_type
 from holdfast.storage import Storage, open_storage
-from holdfast.storage.worker_pool import WorkerPool
 
 _THREADS: Final = 4
 _METADATA: Final = "torch.distributed.checkpoint"
@@ -138,7 +139,7 @@ class StorageWriter(dcp.StorageWriter):
         """
         self.step = None if step is None else check_whole("step", step, most=MAX_STEP)
         self.saved_step: int | None = None
-        arguments.check_policies(None, keep)
+        check_policies(None, keep)
         self._keep = keep or All()
         self._location = path
         self._storage: Storage | None = None

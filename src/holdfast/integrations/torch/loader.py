@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.digests import derive
-from holdfast.integrations.attributes import RANDOM
+from holdfast.integrations.frameworks.attributes import RANDOM
 from holdfast.integrations.torch.draws import keep_draws, note_parts, read_parts, seed_parts, write_parts
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable

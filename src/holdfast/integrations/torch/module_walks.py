@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from holdfast.state.strays import list_values
+from holdfast.advice.strays import list_values
 
 _WALKS: Final = ("modules", "named_modules", "parameters", "named_parameters", "_named_members")
 _READS: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")

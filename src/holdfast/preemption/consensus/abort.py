@@ -16,9 +16,9 @@ from importlib import import_module
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Final, NoReturn
 
-from holdfast.concurrency import start_thread
-from holdfast.save.drain import drain_all
-from holdfast.save.say import say
+from holdfast.process.exit import drain_all
+from holdfast.process.latch import start_thread
+from holdfast.process.terminal import say
 
 _INTERRUPT_SECONDS: Final = 1.0
 _ABORT_SECONDS: Final = 1.5

@@ -29,7 +29,6 @@ from msgspec.structs import replace as replace_fields
 from holdfast.cluster.barrier import READ_SECONDS, wait_counted
 from holdfast.cluster.mailbox import Watch
 from holdfast.cluster.peers import Failure, Peers, make_brief
-from holdfast.concurrency import Latch
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, Warned
@@ -47,6 +46,7 @@ from holdfast.preemption.consensus.stop_step import (
 )
 from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, to_spare
 from holdfast.preemption.sources.protocol import Demand, Hear, Notice
+from holdfast.process.latch import Latch
 
 _SETTLE_SECONDS: Final = 3.0
 """How long a worker that cannot wait for the others any more waits until its verdict is written."""

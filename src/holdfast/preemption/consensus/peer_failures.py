@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from holdfast.cluster.barrier import LEADER, READ_SECONDS, wait_counted
 from holdfast.cluster.peers import Failure, Namespace, Peers
-from holdfast.concurrency import Latch
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError
 from holdfast.events import Event, Failed
@@ -34,6 +33,7 @@ from holdfast.preemption.consensus.error_cause import (
     may_follow,
 )
 from holdfast.preemption.consensus.single import FailureReport
+from holdfast.process.latch import Latch
 
 _HOLD_SHARE: Final = 1.5
 _HOLD_LOOKS: Final = 150

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from holdfast.concurrency import Latch
 from holdfast.errors import ClusterError, HoldfastError, PeerError
 from holdfast.preemption.consensus.stop_step import Turn, Wanted
 from holdfast.preemption.grace import Action, Outlook, Verdict, has_time_to_save
 from holdfast.preemption.sources.protocol import Demand, Hear
+from holdfast.process.latch import Latch
 
 
 class CallRecord(msgspec.Struct, frozen=True):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from holdfast.concurrency import Latch, start_thread
 from holdfast.events import Event, Warned
 from holdfast.preemption.sources.protocol import Hear, NoticeSource
+from holdfast.process.latch import Latch, start_thread
 
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _END_SECONDS: Final = 2.0

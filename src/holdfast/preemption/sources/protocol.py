@@ -72,8 +72,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 Hear: TypeAlias = Callable[[Notice], bool]
 """Receives a notice, from any thread and from a signal handler. Returns False if it does not accept the notice, which
-then has the
-effect that it would have without holdfast.
+then has the effect that it would have without holdfast.
 """
 
 

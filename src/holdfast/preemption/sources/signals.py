@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds
 from holdfast.preemption.sources.protocol import Demand, Hear, Notice
-from holdfast.preemption.sources.wakeup import answer
+from holdfast.process.wakeup import answer
 
 _Function: TypeAlias = Callable[[int, FrameType | None], object]
 

@@ -7,12 +7,12 @@ from typing import Final
 
 import msgspec
 
+from holdfast.catalog.deletion import Clearing, clear_run
 from holdfast.cluster import Cluster, open_cluster
 from holdfast.cluster.discover import Choice
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import ClusterError, DeadlineError, HoldfastError
-from holdfast.save.commit.deletion import Clearing, clear_run
 from holdfast.storage import Storage
 
 _THE_REMOVAL: Final = "the removal of the checkpoints"

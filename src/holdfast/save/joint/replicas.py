@@ -25,10 +25,10 @@ from holdfast.errors import DeadlineError, UsageError
 from holdfast.format.digests import digest
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.shapes import Box, split_box, whole_box
+from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.records import Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Replica, part_of
 from holdfast.storage.buffers import batches
-from holdfast.storage.worker_pool import WorkerPool
 
 _DIGEST_CHARACTERS: Final = 16
 """How much of a digest is sent: enough to distinguish values that were not made equal on purpose."""

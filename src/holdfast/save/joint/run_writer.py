@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from holdfast.catalog import check_fence
+from holdfast.catalog.publish import Receipts
 from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.polling import SOME_KEYS, poll
 from holdfast.cluster.protocol import ANSWER_SECONDS
@@ -22,14 +23,8 @@ from holdfast.errors import ClusterError, HoldfastError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.format.records import Base, Manifest, Reference
-from holdfast.save.commit.run_writer import (
-    CheckpointWriter,
-    Cleaning,
-    RunWriter,
-    StepFiles,
-    make_debris_warning,
-)
-from holdfast.save.copy.image import Staging
+from holdfast.process.worker_pool import WorkerPool
+from holdfast.save.image import Staging
 from holdfast.save.joint.coverage import (
     OBJECTS_HINT,
     Coverage,
@@ -50,10 +45,16 @@ from holdfast.save.joint.replicas import (
     tell_apart,
 )
 from holdfast.save.joint.shared_storage_check import check_opening, find_unseen, read_opening_digest
-from holdfast.save.records import LeftOutError, Origin, Receipts, Snapshot
+from holdfast.save.records import LeftOutError, Origin, Snapshot
+from holdfast.save.run_writer import (
+    CheckpointWriter,
+    Cleaning,
+    RunWriter,
+    StepFiles,
+    make_debris_warning,
+)
 from holdfast.state.data.position import PositionRecord, find_apart, list_positions
 from holdfast.storage.protocol import Storage
-from holdfast.storage.worker_pool import WorkerPool
 
 _COURTESY_SECONDS: Final = 1.0
 """How long to wait for the others if one will not come, or training is blocked at its next save by that."""

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from holdfast.catalog.deletion import FileRecycler
 from holdfast.cluster.discover import Choice, open_cluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.events import Sink, Warned
+from holdfast.options import SaveOptions
 from holdfast.policies import SaveMoment, SavePolicy, is_by_step
-from holdfast.save.arguments import SaveOptions
-from holdfast.save.commit.deletion import FileRecycler
-from holdfast.save.commit.run_writer import CheckpointWriter, RunWriter
+from holdfast.save.run_writer import CheckpointWriter, RunWriter
 from holdfast.storage import Storage
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+from holdfast.catalog.publish import Receipts
 from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.polling import ELSEWHERE_HINT, find_patience, look_again
 from holdfast.errors import DamageError, HoldfastError, StorageError
@@ -14,7 +15,6 @@ from holdfast.format.digests import digest
 from holdfast.format.names import START_NAME, StepName, data_name, generation_path, index_name
 from holdfast.format.records import MAX_GENERATION_BYTES
 from holdfast.save.joint.protocol import NameRecord
-from holdfast.save.records import Receipts
 from holdfast.storage.protocol import Storage
 
 _HINT: Final = "All workers must save into one directory: is it on a file system that all nodes share?"

@@ -193,14 +193,10 @@ class Comparison(Decoder):
 
     def _stands_against(self, node: Any, live: Any, path: str) -> bool:
         """Returns True if a live array or object, or a container of such, blocks something of another form."""
-        if not self.rules.fixed_objects:
-            return False
-        live_is = live_form(live)
-        if live_is in ("", _form(node)):
+        if not self.rules.fixed_objects or (live_is := live_form(live)) in ("", _form(node)):
             return False
         if not self.rules.fixed_arrays:
-            # The fields of a named tuple are part of the program, as an optimizer's state is one in JAX.
-            return holds_objects(live) or (is_namedtuple(type(live)) and holds_state(live))
+            return holds_objects(live) or (is_namedtuple(type(live)) and holds_state(live))  # JAX: an optimizer's.
         # Arithmetic makes a number of a NumPy array without dimensions.
         is_number = "/" not in path and live_is == "array" and live.shape == () and _is_number(node)
         return not is_number and (live_is in ("array", "subclass", "object") or holds_state(live))

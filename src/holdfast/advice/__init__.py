@@ -1,0 +1,1 @@
+"""Looks for parts that a program may have forgotten to save, before that costs training."""

@@ -1,0 +1,284 @@
+"""Removes checkpoints: one of them, its space on the disk, and all those of a run.
+
+A step's manifest is removed first, then its data. Nothing of a user's own is removed. Each function here raises
+`StorageError` if the storage fails.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from holdfast.catalog import (
+    Catalog,
+    RunLock,
+    check_fence,
+    is_own,
+    open_generation,
+    read_catalog,
+    read_generations,
+    record_base,
+)
+from holdfast.catalog.listing import name_opener, try_opening
+from holdfast.catalog.summary import drop_summaries
+from holdfast.errors import FencedError, HoldfastError, NotFoundError
+from holdfast.format.names import (
+    DATA_SUFFIX,
+    GENERATIONS_DIRECTORY,
+    StepName,
+    base_path,
+    generation_path,
+    is_own_file,
+    parse_generation_temporary,
+)
+from holdfast.format.records import make_base
+from holdfast.process.exit import register_drain, unregister_drain
+from holdfast.storage.protocol import SparingStorage, Storage
+from holdfast.witness.ring import remove_rings
+
+
+def withdraw(storage: Storage, name: StepName) -> None:
+    """**Blocks.** Removes a committed step's manifest. Its data stays, because a save in progress may refer to it.
+
+    After this, the caller checks again whether another step may have come to refer to it, and only then removes the
+    data. A job that has committed a step checks again whether those that it refers to still have their manifests. So of
+    two that do this at the same time, at least one sees the other.
+
+    A crash after this leaves a directory without a manifest, which the next sweep removes.
+    """
+    # First: a step without a manifest that has this file is one that has lost it, and is kept.
+    storage.remove(name.committed_path)
+    storage.remove(name.manifest_path)
+    # The manifest must be gone for good before the data goes: the other order would leave half a checkpoint.
+    with suppress(NotFoundError):  # Another process has removed it all, as `holdfast prune` may.
+        storage.sync_directory(name.directory)
+
+
+def discard_unfinished(storage: Storage, name: StepName) -> bool:
+    """**Blocks.** Removes the directory of a step that was never committed, or that a person gives up.
+
+    It is moved aside first, so that a writer that is still alive finds its directory gone and fails, rather than
+    publishing a manifest next to removed data. If foreign files keep the directory, it gets its name back, and the
+    result is False.
+    """
+    if any(not is_own_file(entry.name) for entry in storage.list(name.directory)):
+        return remove_own_files(storage, name.directory)
+    try:
+        aside = storage.set_aside(name.directory)
+    except NotFoundError:
+        return True  # Another process has removed it, as `holdfast prune` may.
+    return remove_own_files(storage, aside)
+
+
+def remove_own_files(storage: Storage, directory: str) -> bool:
+    """**Blocks.** Removes holdfast's own files from a directory, and it if nothing else is there; returns True if all
+    went."""
+    for entry in storage.list(directory):
+        if not entry.is_directory and is_own_file(entry.name):
+            storage.remove(f"{directory}/{entry.name}")
+    return storage.remove_directory(directory)
+
+
+def sweep(
+    storage: Storage, unfinished: Iterable[StepName], trash: Iterable[str], generation: int
+) -> tuple[list[str], list[HoldfastError]]:
+    """**Blocks.** Removes the remains of dead saves; returns the paths, and what could not be removed.
+
+    `unfinished` are steps that no job can commit any more, `trash` are directories that were set aside before. Openings
+    that were never published go too, up to `generation`.
+    """
+    swept: list[str] = []
+    problems: list[HoldfastError] = []
+    work: list[tuple[str, Callable[[], object]]] = [
+        (name.directory, partial(discard_unfinished, storage, name)) for name in unfinished
+    ]
+    work += [(directory, partial(remove_own_files, storage, directory)) for directory in trash]
+    try:
+        for entry in storage.list(GENERATIONS_DIRECTORY):
+            number = parse_generation_temporary(entry.name)
+            if number is not None and number <= generation and not entry.is_directory:
+                path = f"{GENERATIONS_DIRECTORY}/{entry.name}"
+                work.append((path, partial(storage.remove, path)))
+    except HoldfastError as error:
+        problems.append(error)
+    for path, remove in work:
+        try:
+            if remove() is not False:
+                swept.append(path)
+        except HoldfastError as error:
+            problems.append(error)
+    return swept, problems
+
+
+_MAX_SHARE: Final = 2
+"""How many times larger than the newest data file the spare may be: the next one is likely to be of that size."""
+
+
+class FileRecycler:
+    """Recycles the data file of a removed checkpoint for the next save of one run writer.
+
+    While the job lives, one data file stays as the spare. It is removed when the manager is closed, or else when the
+    program ends; after a crash the next job that saves here uses it. One save uses it at a time; `close` may be called
+    at any time. Its `lock` marks the run as open until then.
+    """
+
+    def __init__(self, storage: Storage, *, reuse: bool) -> None:
+        self._storage = storage
+        self._spare = storage.spare if isinstance(storage, SparingStorage) else None
+        self._generation = 0
+        self.lock = RunLock(storage)
+        # Guards the two fields below, and that nothing is kept any more when they say so.
+        self._lock = threading.Lock()
+        self._reuse = reuse and self._spare is not None
+        self._has_kept = False
+
+    def begin(self, generation: int) -> None:
+        """**Blocks.** Called when a generation was opened, which now has the spare; if none is kept, removes it."""
+        self._generation = generation
+        if self._spare is not None and not self._reuse:
+            # If this fails, the sweep reports it.
+            with suppress(HoldfastError):
+                self._spare.remove()
+
+    def discard_withdrawn(self, directory: str, newest_bytes: int) -> bool:
+        """**Blocks.** Removes the files of a committed step that was withdrawn here, and to which nothing refers.
+
+        A data file may stay as the spare, unless it is much larger than that of the newest commit. Only such a step's
+        may: the files of another unfinished directory may still be written to.
+        """
+        for entry in self._storage.list(directory) if self._reuse else ():
+            if is_own_file(entry.name) and entry.name.endswith(DATA_SUFFIX) and not entry.is_directory:
+                path = f"{directory}/{entry.name}"
+                with self._lock:
+                    if self._reuse and self._spare and self._spare.try_keep(path, _MAX_SHARE * newest_bytes):
+                        self._has_kept = True
+                        register_drain(self)
+        return remove_own_files(self._storage, directory)
+
+    def sweep(self, newest_bytes: int) -> None:
+        """**Blocks.** Removes a spare that is too large by now, or any if none is to be kept."""
+        if self._spare is not None:
+            self._spare.remove(_MAX_SHARE * newest_bytes if self._reuse else -1)
+
+    def close(self) -> None:
+        """**Blocks.** Removes the spare that was kept here, unless a newer job has begun, which owns it then.
+
+        From now on nothing is kept.
+        """
+        if self._end() and self._spare is not None:
+            with suppress(FencedError):
+                check_fence(self._storage, self._generation)
+                self._spare.remove()
+
+    def abandon(self) -> None:
+        """Like `close`, but leaves the spare where it is, as a crash does."""
+        self._end()
+
+    def drain(self) -> list[HoldfastError]:
+        """**Blocks.** Called when the program ends without having closed the manager."""
+        with suppress(HoldfastError):
+            self.close()
+        return []
+
+    def _end(self) -> bool:
+        """Keeps nothing from now on; returns True if something was kept before."""
+        self.lock.release()
+        with self._lock:
+            unregister_drain(self)
+            had_kept, self._has_kept, self._reuse = self._has_kept, False, False
+        return had_kept
+
+
+@dataclass(frozen=True, slots=True)
+class Clearing:
+    """The outcome of clearing a run.
+
+    Attributes:
+        removed: The checkpoints that are gone.
+        generation: The generation that was opened for it; None if there was nothing to remove.
+        problems: The files that could not be removed, and why.
+    """
+
+    removed: tuple[StepName, ...] = ()
+    generation: int | None = None
+    problems: tuple[HoldfastError, ...] = ()
+
+
+def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = False) -> Clearing:
+    """**Blocks.** Removes all checkpoints of a run, and the remains of unfinished saves; nothing of a user's own.
+
+    First a generation without a base is opened. From then on nothing can be restored, even after a crash, and jobs that
+    saved before are fenced. The record of that generation stays as long as the directory does. With `keeps_files` the
+    checkpoints only stop being the source of a resume; they are removed when all are removed next.
+
+    Raises:
+        FencedError: If another job has opened a newer one than `known_generation`; nothing has been removed.
+        UsageError: If another process of this machine has the run open; likewise.
+    """
+    lock = RunLock(storage)
+    lock.take()
+    before = read_catalog(storage, closely=True)
+    for generation in read_generations(storage):
+        if generation > known_generation:
+            _check_own(storage, generation)
+    if not (before.committed or before.unfinished or before.lost or before.trash):
+        return Clearing()
+    generation = open_generation(storage)
+    record_base(storage, make_base(generation, None))
+    if keeps_files:
+        return Clearing(generation=generation)
+    # Looked at again: what was committed meanwhile is fenced now, and goes as well.
+    catalog = read_catalog(storage, closely=True)
+    removed, problems = _remove_committed(storage, catalog, generation)
+    older = [name for name in (*catalog.unfinished, *catalog.lost) if name.generation < generation]
+    problems += sweep(storage, older, catalog.trash, generation)[1]
+    # The newest record fences all older generations by itself.
+    for other in read_generations(storage):
+        if other < generation:
+            for path in (base_path(other), generation_path(other)):
+                try:
+                    storage.remove(path)
+                except HoldfastError as error:
+                    problems.append(error)
+    with suppress(HoldfastError):  # They say nothing about the newest generation.
+        drop_summaries(storage)
+    remove_rings(storage)
+    return Clearing(tuple(removed), generation, tuple(problems))
+
+
+def _check_own(storage: Storage, generation: int) -> None:
+    opening = try_opening(storage, generation)
+    if opening is None or not is_own(opening):
+        by = name_opener(opening)
+        raise FencedError(
+            f"{storage.url}: generation {generation} was opened{by} since this job began; nothing was removed",
+            hint="Another job saves there. Stop this job, or give it its own directory.",
+        )
+
+
+def _remove_committed(
+    storage: Storage, catalog: Catalog, generation: int
+) -> tuple[list[StepName], list[HoldfastError]]:
+    """Removes the newest first: steps go before those that they refer to. All manifests go before any data does."""
+    problems: list[HoldfastError] = []
+    withdrawn: list[StepName] = []
+    for name in sorted(catalog.committed, reverse=True):
+        if name.generation < generation:
+            try:
+                withdraw(storage, name)
+                withdrawn.append(name)
+            except HoldfastError as error:
+                problems.append(error)
+                break
+    removed: list[StepName] = []
+    for name in withdrawn:
+        try:
+            remove_own_files(storage, name.directory)
+            removed.append(name)
+        except HoldfastError as error:
+            problems.append(error)
+    return removed, problems

@@ -1,0 +1,1 @@
+"""Integrations of frameworks that own the training loop."""

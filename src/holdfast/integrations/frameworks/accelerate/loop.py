@@ -1,0 +1,238 @@
+"""A run that saves everything that an `Accelerator` has prepared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any, Final
+
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
+
+import holdfast.training.run
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.events import Warned
+from holdfast.integrations.frameworks.places import DataPlace
+from holdfast.integrations.torch.module_walks import find_trained_beside
+from holdfast.options import check_kept_objects, check_names
+from holdfast.state import RNG, PerWorker
+from holdfast.storage import Storage
+from holdfast.training.run import Run
+
+_SUPPORTED: Final = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP"}
+_OTHER_DIVISIONS: Final = ("dp_replicate_size", "tp_size", "cp_size", "sp_size")
+"""The ways besides `dp_shard_size` in which a `ParallelismConfig` may split the job."""
+
+_SKIPPED: Final = (
+    "the checkpoint is in the middle of one loader's epoch, and the loop began with a batch of another loader: the "
+    "rest of that epoch is not trained. If an epoch trains on several loaders one after the other, begin at the "
+    "`iteration` of the last one, and take only the loaders whose `iteration` is that epoch"
+)
+
+
+def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **options: Any) -> Run:
+    """Creates a run, like `hf.resumable`, that saves everything the accelerator has prepared.
+
+    Call it after everything is prepared, and call `run.finish_step()` at the end of each batch: it counts a step when
+    the gradients are synchronized, so not while `accelerator.accumulate` accumulates them. A prepared loader gives the
+    rest of its epoch; `loader.iteration`, accelerate's own counter, is the epoch in which training resumes.
+
+    Example:
+        ```python
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with hf.accelerate.resumable(accelerator, "runs/a", save_every=hf.Steps(500)) as run:
+            for epoch in range(loader.iteration, epochs):
+                for batch in loader:
+                    train_step(batch)
+                    run.finish_step()
+        ```
+
+    Args:
+        accelerator: The accelerator that prepared models, optimizers, schedulers and loaders.
+        directory: The run's directory, a URL, or an open storage.
+        **options: Options of `hf.resumable`, and further objects to save, by name.
+
+    Raises:
+        UnsupportedValueError: If the accelerator splits the job in a way that cannot be saved, as DeepSpeed does.
+        UsageError: If an argument is wrong, or nothing is prepared.
+    """
+    check_strategy(accelerator)
+    kept, places = _list_objects(accelerator), _follow_loaders(accelerator)
+    if not kept:
+        raise UsageError(
+            "the accelerator has not prepared anything yet", hint="Call accelerator.prepare(...) before resumable(...)."
+        )
+    known = holdfast.training.run.resumable.__kwdefaults__ or {}
+    own = {name: options.pop(name) for name in [name for name in options if name not in known]}
+    check_names(own, {**known, **options})
+    check_kept_objects(own)
+    if taken := own.keys() & kept.keys():
+        raise UsageError(f"{min(taken)} was prepared by the accelerator, and is saved already")
+    kept |= own
+    # Such as a loss with parameters, which is seldom prepared.
+    kept |= find_trained_beside(accelerator._optimizers, kept.values())
+    progress = _Progress(accelerator, places)
+    kept["accelerator"] = PerWorker(progress)
+    kept["rng"] = RNG()
+    options.setdefault("on_resize", "refuse")
+    run = holdfast.training.run.resumable(directory, Checkpoint(**kept), **options)
+    run.completes_step = lambda: progress.end_batch(run)
+    for place in places:
+        # The loop goes on where it was by the loader: it need not ask for the step.
+        place.on_resume = lambda: progress.begin_where_it_was(run)
+        number = places.index(place)
+        facts = lambda place=place: (accelerator.gradient_accumulation_steps, place.describe())  # noqa: E731
+        run.manager.witness.follow(f"prepared loader {number}", place.follow_batches, facts)
+    _see_losses(accelerator, run)
+    for text in {place.caveat for place in places if place.caveat}:
+        run.manager.emit(Warned(text=text))
+    return run
+
+
+def _see_losses(accelerator: Any, run: Run) -> None:
+    plain = getattr(accelerator.backward, "__wrapped__", accelerator.backward)
+
+    @wraps(plain)
+    def backward(loss: Any, **options: Any) -> None:
+        run.manager.witness.note_loss(loss)
+        plain(loss, **options)
+
+    accelerator.backward = backward
+
+
+def check_strategy(accelerator: Any) -> None:
+    """Checks that the job is split in a way that can be saved.
+
+    Raises:
+        UnsupportedValueError: If it is not.
+    """
+    kind = accelerator.distributed_type
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) != 2:
+        raise UnsupportedValueError(
+            "FSDP1 cannot be saved: each worker holds a flat piece of the parameters",
+            path="accelerator",
+            hint="Use fsdp_version=2: its shards record where they belong.",
+        )
+    if kind.name not in _SUPPORTED:
+        raise UnsupportedValueError(
+            f"training with accelerate's {kind.name} cannot be saved",
+            path="accelerator",
+            hint="Use one process, several with DDP, or FSDP with fsdp_version=2; or that framework's own checkpoints.",
+        )
+    config = getattr(accelerator, "parallelism_config", None)
+    divisions = {name: getattr(config, name, None) or 1 for name in _OTHER_DIVISIONS}
+    if found := ", ".join(f"{name}={size}" for name, size in divisions.items() if size > 1):
+        raise UnsupportedValueError(
+            f"a parallelism_config with {found} splits the model in a way that cannot be saved",
+            path="accelerator",
+            hint="Use DDP, or FSDP with fsdp_version=2 and dp_shard_size alone; or that framework's own checkpoints.",
+        )
+
+
+def follow(loader: Any) -> DataPlace:
+    """Follows the position of a loader, which accelerate may have prepared.
+
+    Raises:
+        UsageError: If it is not a torch loader, or iterates in its own way.
+    """
+    inner = getattr(loader, "base_dataloader", loader)
+    place: DataPlace | None = getattr(inner, "__dict__", {}).get("_place")
+    if place is not None:
+        return place
+    if not hasattr(inner, "worker_init_fn"):
+        raise UsageError(
+            f"{type(loader).__name__} is not a torch DataLoader, so its position in the data cannot be saved",
+            hint="Pass a plain DataLoader(dataset, shuffle=True); it needs nothing else to be resumable.",
+        )
+    if inner is loader:
+        return DataPlace(loader)
+    # What accelerate prepares says that it is of torch's class.
+    if issubclass(type(loader), DataLoaderDispatcher):
+        lookahead = 1 if loader.split_batches else loader.state.num_processes
+        followed = type("FollowedDispatcher", (_FollowedDispatcher, type(loader)), {})
+        # It says that it is of torch's class, and can be given no other in the usual way.
+        vars(object)["__class__"].__set__(loader, followed)
+        return DataPlace(inner, loader, lookahead, is_dispatched=True)
+    return DataPlace(inner, loader, 1)
+
+
+class _FollowedDispatcher:
+    """A dispatcher that gives nothing when its epoch has no batch left, instead of raising an error."""
+
+    base_dataloader: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        place: DataPlace = self.base_dataloader._place
+        return iter(()) if place.try_pass() else super().__iter__()  # type: ignore[misc]
+
+
+def unwrap(obj: Any) -> Any:
+    """Returns the optimizer or scheduler inside accelerate's wrapper; or the object, if it has no wrapper."""
+    if isinstance(obj, AcceleratedOptimizer):
+        return obj.optimizer
+    return obj.scheduler if isinstance(obj, AcceleratedScheduler) else obj
+
+
+def _follow_loaders(accelerator: Any) -> list[DataPlace]:
+    return [follow(loader) for loader in accelerator._dataloaders]
+
+
+def _list_objects(accelerator: Any) -> dict[str, Any]:
+    """Returns what is prepared and registered, by names that are the same in the next process."""
+    groups = {
+        "model": accelerator._models,
+        "optimizer": [unwrap(each) for each in accelerator._optimizers],
+        "scheduler": [unwrap(each) for each in accelerator._schedulers],
+        "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
+        "registered": accelerator._custom_objects,
+    }
+    return {
+        name if number == 0 else f"{name}_{number}": obj
+        for name, group in groups.items()
+        for number, obj in enumerate(group)
+    }
+
+
+class _Progress:
+    """The progress of the accelerator's accumulation, and the positions of its loaders."""
+
+    def __init__(self, accelerator: Any, places: list[DataPlace]) -> None:
+        self._accelerator, self._places = accelerator, places
+        self._is_restored = False
+
+    def begin_where_it_was(self, run: Run) -> None:
+        """Called when the loop takes the rest of a loader's epoch."""
+        self._is_restored = False
+        for text in {place.remark for place in self._places if place.remark}:
+            run.manager.emit(Warned(text=text, step=run.step))
+        for place in self._places:
+            place.remark = ""
+        _ = run.step
+
+    def end_batch(self, run: Run) -> bool:
+        """Called when a batch is trained. Returns True if a step ends with it."""
+        for place in self._places:
+            place.forget_left()
+        if self._is_restored:
+            self._is_restored = False
+            if any(place.resumes for place in self._places):
+                run.manager.emit(Warned(text=_SKIPPED, step=run.step, is_error=True))
+        return bool(self._accelerator.sync_gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        places = [place.state_dict() for place in self._places]
+        return {"step": accelerator.step, "accumulated": accelerator.gradient_accumulation_steps, "places": places}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # A save is at the end of an accumulation: with another number of batches the next one begins at 0.
+        present = self._accelerator.gradient_accumulation_steps
+        self._accelerator.step = state["step"] if state.get("accumulated", present) == present else 0
+        self._is_restored = True
+        for place, stored in zip(self._places, state["places"], strict=True):
+            place.load_state_dict(stored)

@@ -1,0 +1,188 @@
+"""`Resumable`: a callback that makes `trainer.fit` continue where the last process stopped."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import Any, Final, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+from holdfast.errors import UsageError
+from holdfast.integrations.frameworks.lightning.fit import Fit
+from holdfast.options import SaveOptions, check_switches
+from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
+from holdfast.preemption.config import make_termination
+from holdfast.storage import Storage
+from holdfast.tracebacks import short_traceback
+from holdfast.training.run import Run, resumable
+
+_OPTIONS: Final = frozenset(resumable.__kwdefaults__ or ())
+_STRATEGIES: Final = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
+_CHANGING: Final[dict[type, tuple[str, str]]] = {
+    StochasticWeightAveraging: (
+        "changes the scheduler during training",
+        "Average the weights with EMAWeightAveraging or WeightAveraging, which Lightning has since 2.6.",
+    ),
+    ModelPruning: (
+        "gives the model other parameters during training",
+        "Set what is pruned to zero in a hook of the module's own, and keep the mask as a buffer.",
+    ),
+    BaseFinetuning: (
+        "adds groups of parameters to the optimizer during training",
+        "Give the optimizer all parameters at first, and set requires_grad by trainer.current_epoch.",
+    ),
+}
+"""Callbacks after which a new process has another model, optimizer or scheduler than the checkpoint."""
+
+
+@short_traceback
+class Resumable(Callback):
+    """Saves a fit in the background, and continues it where the last process stopped, even in the middle of an epoch.
+
+    Example:
+        ```python
+        resumable = hf.lightning.Resumable("runs/a", save_every=hf.Steps(500), keep=hf.Latest(3) | hf.Best("val_loss"))
+        trainer = Trainer(max_epochs=10, callbacks=[resumable])
+        trainer.fit(model)
+        ```
+
+    It saves the model, optimizers, schedulers, precision plugin, callbacks, progress of all loops, logged metrics,
+    torchmetrics, random generators and the position in the data. A step is one that `trainer.global_step` counts; with
+    manual optimization, a step is one batch. It handles preemption notices like `hf.resumable`, instead of Lightning's
+    own signal handling, and exits with the same codes.
+
+    It supports the single-device strategy, DDP and `ModelParallelStrategy`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Storage,
+        *,
+        save_every: SavePolicy | None = None,
+        keep: RetentionPolicy | None = None,
+        strict: bool = True,
+        preemption: Literal["auto", "off"] | Any = "auto",
+        **options: Any,
+    ) -> None:
+        """Checks the arguments. Nothing is read or written before `fit`.
+
+        Args:
+            directory: The run's directory, a URL, or an open storage.
+            save_every: When to save; None for `Auto()`, which measures the cost of a save.
+            keep: Which checkpoints to keep; None for `Latest(3)`. `Best` compares the metrics that validation logs.
+            strict: False to restore everything that fits, if the model has changed since the save.
+            preemption: How to notice a preemption: "auto", "off", or a `TerminationConfig`.
+            **options: Other options of `hf.resumable`. `on_resize` is "refuse" here.
+
+        Raises:
+            UsageError: If an argument is wrong.
+        """
+        super().__init__()
+        for name in options.keys() - _OPTIONS:
+            near = difflib.get_close_matches(name, sorted(_OPTIONS), n=1)
+            raise UsageError(
+                f"Resumable has no option {name!r}",
+                hint=f"Write {near[0]}=." if near else "Resumable takes the directory and the options of hf.resumable.",
+            )
+        self._directory = directory
+        self._options = {"save_every": save_every, "keep": keep, "strict": strict, "preemption": preemption}
+        self._options |= {"on_resize": "refuse", **options}
+        defaults = {"save_every": Auto(), "keep": Latest(3)}
+        SaveOptions.pick({**(resumable.__kwdefaults__ or {}), **self._options}, **defaults)
+        make_termination(preemption, {})
+        check_switches(strict=strict)
+        self._fit: Fit | None = None
+
+    def __repr__(self) -> str:
+        return f"<Resumable in {self._directory!r}>"
+
+    @property
+    def run(self) -> Run | None:
+        """The run while a fit is in progress; None before and after. Its `report` adds metrics to the next save."""
+        return None if self._fit is None else self._fit.run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called by Lightning. Checks that the fit can be saved.
+
+        Raises:
+            UsageError: If it cannot.
+        """
+        if stage != "fit":
+            return
+        _check_trainer(trainer)
+        if trainer.fast_dev_run:
+            return
+        if self._fit is not None:
+            self._fit.forget()
+        self._fit = Fit(trainer, self._directory, self._options)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Called by Lightning."""
+        if self._fit is not None:
+            self._fit.see_loss(outputs)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called by Lightning. Exits if the job was asked to stop.
+
+        Raises:
+            SystemExit: When the job exits.
+        """
+        if self._fit is not None:
+            self._fit.begin_validation_batch()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called by Lightning."""
+        if self._fit is not None and not trainer.sanity_checking:
+            self._fit.has_validated = True
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called by Lightning when a fit has succeeded."""
+        if stage == "fit":
+            self._end(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Called by Lightning, also when the job exits after a notice."""
+        self._end(exception)
+
+    def _end(self, error: BaseException | None) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.end(error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fit": None}
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Checks that a fit of this trainer can be saved.
+
+    Raises:
+        UsageError: If it cannot.
+    """
+    if not isinstance(trainer, Trainer):
+        raise UsageError(
+            f"Resumable needs a lightning.pytorch.Trainer, got one of {type(trainer).__module__}",
+            hint="Import Trainer and LightningModule from lightning.pytorch; pytorch_lightning is a different package.",
+        )
+    strategy = trainer.strategy
+    kinds = {kind.__name__ for kind in type(strategy).__mro__}
+    if not isinstance(strategy, _STRATEGIES) or any("XLA" in kind for kind in kinds):
+        raise UsageError(
+            f"Resumable does not support {type(strategy).__name__}",
+            hint='Use one device, strategy="ddp", or ModelParallelStrategy with fully_shard.',
+        )
+    if sum(isinstance(callback, Resumable) for callback in trainer.callbacks) > 1:
+        raise UsageError(
+            "a Trainer can have only one Resumable", hint="Remove the others: each would resume the same fit."
+        )
+    for kind, (reason, hint) in _CHANGING.items():
+        for callback in trainer.callbacks:
+            if isinstance(callback, kind):
+                raise UsageError(f"Resumable does not support {type(callback).__name__}, which {reason}", hint=hint)

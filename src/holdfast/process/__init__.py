@@ -1,0 +1,1 @@
+"""The threads of the process, its terminal, and its end."""

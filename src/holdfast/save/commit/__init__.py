@@ -1,1 +1,0 @@
-"""Commits written files as a checkpoint, and removes checkpoints that are not kept."""

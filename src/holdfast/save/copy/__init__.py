@@ -1,1 +1,0 @@
-"""Host memory: the image of a state, and the copies into it."""

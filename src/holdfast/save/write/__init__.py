@@ -1,1 +1,0 @@
-"""Writes a snapshot's files: all of it, or what has changed."""

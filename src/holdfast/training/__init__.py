@@ -1,0 +1,1 @@
+"""The run of a program: its steps, its loop and its backups."""

@@ -1,0 +1,490 @@
+"""A training loop: counts its steps, saves them when a save is due, and lets the job exit between two of them.
+
+`Run`, `PreemptionCheckpointHandler` and `WorkerTrainingState` use this loop, each with its own arguments and messages.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from holdfast.advice.oversights import TrainingWatch, count_taken
+from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
+from holdfast.events import Warned
+from holdfast.preemption.config import TerminationConfig
+from holdfast.preemption.consensus.single import SingleConsensus
+from holdfast.preemption.final_save import Saves
+from holdfast.preemption.guard import Guard
+from holdfast.preemption.sources.protocol import Demand
+from holdfast.save.handle import SaveHandle
+from holdfast.save.mark import Mark
+from holdfast.state.data.position import step_break
+from holdfast.tracebacks import short_traceback
+
+if TYPE_CHECKING:
+    from holdfast.manager import CheckpointManager
+    from holdfast.restore.records import Restoration
+
+
+class StepCount:
+    """How many steps are complete, and which of them was saved last. All handlers of a checkpoint share one.
+
+    Attributes:
+        done: How many steps are complete.
+        unfinished: The loops that are inside a step that does not count yet.
+        turn: Returns what runs a step now, such as a loop of `steps`; None if nothing does, or it was dropped.
+        saved_step: The step that was saved last; None if nothing is saved.
+        saved: Its save; None if it was restored, or saved by other code.
+        late_metrics: Its metrics that were reported since.
+        taken: How many batches had been taken from each saved sampler when that save was begun.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.unfinished: set[TrainingLoop] = set()
+        self.turn: Callable[[], object] = no_turn
+        self.saved_step: int | None = None
+        self.saved: SaveHandle | None = None
+        self.late_metrics: dict[str, Any] = {}
+        self.taken: dict[str, int] = {}
+        self._manager: CheckpointManager | None = None
+        self._restored: Restoration | None = None
+        self._stored: dict[str, Any] = {}
+
+    def join(self, manager: CheckpointManager) -> None:
+        """Called when a loop begins to count, after its restore.
+
+        Args:
+            manager: The manager that saves. Saves of another manager are in another directory.
+        """
+        if manager is not self._manager or manager.restored is not self._restored:
+            self._manager, self._restored = manager, manager.restored
+            self.note(None if manager.restored is None else self.done, None)
+
+    def counts_for(self, manager: CheckpointManager) -> bool:
+        """Returns True if the last loop that joined saves with that manager: then the objects are at that count."""
+        return manager is self._manager
+
+    def note(self, step: int | None, saved: SaveHandle | None) -> None:
+        """Records that a save of that step was begun, unless it was skipped; sets `saved_step` and `saved`."""
+        if saved is None or not saved.skipped:
+            self.saved_step, self.saved, self.late_metrics = step, saved, {}
+            if self._manager is not None:
+                self.taken = count_taken(self._manager.checkpoint.objects)
+
+    def store_metrics(self) -> bool:
+        """Stores the late metrics with their step, unless it was restored and has them; returns True if any are."""
+        step, restored, late = self.saved_step, self._restored, self.late_metrics
+        if step is None or not late or self._manager is None or not self.is_begun(step):
+            return False
+        if self.saved is None and restored is not None and restored.step == step:
+            late = {name: value for name, value in late.items() if name not in restored.manifest.metrics}
+        if late and late != self._stored:
+            self._manager.add_metrics(step if self.saved is None else self.saved.step, late)
+        self._stored = dict(late)
+        return bool(late)
+
+    def find(self, step: int) -> SaveHandle | None:
+        """Returns the save of the step, if one was begun and has not failed."""
+        return self.saved if self.is_begun(step) else None
+
+    def is_begun(self, step: int) -> bool:
+        """Returns True if a save of the step is committed or in progress."""
+        manager = self._manager
+        if manager is not None and manager.restored is not self._restored:
+            # The program has gone back: what was saved under a number since then is of another line.
+            self._restored = manager.restored
+            self.note(None if manager.restored is None else manager.restored.step, None)
+        return self.saved_step == step and (self.saved is None or not self.saved.failed)
+
+
+def no_turn() -> None:
+    """Returns None: no step runs now."""
+
+
+class _EpochEnd(NamedTuple):
+    """The state after the last step of an epoch.
+
+    Attributes:
+        step: How many steps were complete.
+        batches: How many batches were taken in this process.
+        mark: The state.
+    """
+
+    step: int
+    batches: int
+    mark: Mark
+
+
+class TrainingLoop:
+    """The work between two steps. It belongs to the training thread.
+
+    Attributes:
+        manager: Saves the steps.
+        count: How many steps are complete.
+        guard: Handles notices, and exits.
+        watch: Detects training that is not counted.
+        metrics: Metrics for the next save.
+        metadata: Other data to store with it.
+        is_stopped: True if a loop of `steps` ends before all of them are done.
+    """
+
+    def __init__(
+        self, manager: CheckpointManager, make_guard: Callable[[Callable[[int], SaveHandle | None]], Guard]
+    ) -> None:
+        """Prepares; `make_guard` is passed what begins the save of a step, for the guard."""
+        self.manager = manager
+        self.count = StepCount()
+        self.guard = make_guard(self._save_once)
+        self.watch = TrainingWatch(objects={}, warn=self.warn, advice="", warn_else=self.warn)
+        self.metrics: dict[str, Any] = {}
+        self.metadata: Mapping[str, Any] | None = None
+        self.is_stopped = False
+        self._saved_notes: tuple[Mapping[str, Any], Mapping[str, Any] | None] = ({}, None)
+        self._epoch_end: _EpochEnd | None = None
+
+    def warn(self, text: str, *, is_error: bool = False) -> None:
+        """Sends a warning to the log and the sinks."""
+        self.manager.emit(Warned(text=text, step=self.count.done, is_error=is_error))
+
+    # Counts steps.
+
+    def count_with_open_step(self) -> int:
+        """Returns how many steps are complete if the one in progress in a loop of `steps` counts."""
+        return self.count.done + (self in self.count.unfinished and not self.watch.is_step_empty())
+
+    def finish_step(self) -> None:
+        """Counts the step in progress as complete."""
+        done = self.count_with_open_step()
+        self.count.unfinished.discard(self)
+        count_to(self, done)
+
+    def count_own_step(self, *arguments: Any, **options: Any) -> None:
+        """Counts a step of the program's own loop; the arguments are those of `pass_boundary`."""
+        self.finish_step()  # A loop of `steps` may have been left in the middle of one, by `break` say.
+        step_break.end()
+        self.watch.note_own_step()
+        count_to(self, self.count.done + 1)
+        self.guard.is_tentative = True
+        self.pass_boundary(*arguments, **options)
+        self._mark_epoch_end()
+
+    def begin_steps(self) -> None:
+        """Called when the loop continues after a pause."""
+        saved = self.guard.begin_steps()
+        if saved is not None and saved is not self.count.saved:
+            self.count.note(saved.step, saved)
+
+    def pass_boundary(self, *arguments: Any, **options: Any) -> None:
+        """Saves and exits if it is time to; the arguments are for `save_fn`.
+
+        Raises:
+            SystemExit: When the job exits.
+            SaveFailedError: If saves by policy have failed, and no last save is to come.
+            PeerError: If another worker has failed.
+            ClusterError: If the workers must agree on a step to save at, and the others cannot be reached.
+        """
+        self.begin_steps()
+        self.guard.pass_boundary(self.count.done, *arguments, **options)
+        self.save_if_due()
+
+    @contextmanager
+    def checkpointable(self, step: int) -> Iterator[None]:
+        """A block in which the process may be saved and exit at any moment, because it changes no saved object.
+
+        Args:
+            step: How many steps are complete.
+        """
+        if self.guard.in_block:
+            # Within another block that one's promise holds, for all that comes until its end.
+            yield
+            return
+        self.pause(step)
+        self.guard.in_block = True
+        try:
+            yield
+        finally:
+            self.guard.in_block = False
+            self.begin_steps()
+
+    def pause(self, step: int) -> None:
+        """Pauses the loop, so that another thread may save that many complete steps from a mark."""
+        mark = None if self.is_safe(step) else self._find_mark(step) or self.manager.mark(self.metrics)
+        self.guard.pause(step, mark=mark, saved=self.count.find(step))
+
+    def _mark_epoch_end(self) -> None:
+        """Marks the state if the step was the last of an epoch.
+
+        A block of `checkpointable` after the epoch saves this state. So a restart does all again that follows the step,
+        as it does if the step itself was saved. The state of the block would begin with the next epoch.
+        """
+        self._epoch_end = None
+        batches = self.watch.find_epoch_end()
+        if batches is not None and not self.is_safe(self.count.done):
+            with suppress(HoldfastError):  # A save raises it.
+                self._epoch_end = _EpochEnd(self.count.done, batches, self.manager.mark(self.metrics))
+
+    def _find_mark(self, step: int) -> Mark | None:
+        """Returns the state at the end of the epoch, unless training goes on, or an array was changed since."""
+        end = self._epoch_end
+        if end is None or end.step != step or not self.watch.has_taken(end.batches) or end.mark.changed:
+            return None
+        return end.mark
+
+    # Saves them.
+
+    def is_safe(self, step: int) -> bool:
+        """Returns True if the step is committed or in progress as a whole, or nothing was trained."""
+        # A save that was made in a pause in the midst of a step does not hold all of it.
+        is_whole = self.count.saved is None or step != self.guard.provisional
+        return step == 0 or (self.count.is_begun(step) and is_whole)
+
+    def save_if_due(self) -> None:
+        """Saves by the manager's policy. After a notice, failures are only events: the last save decides.
+
+        Raises:
+            SaveFailedError: If saves have failed, and no last save is to come.
+        """
+        step, metrics, metadata = self.count.done, self.metrics, self.metadata
+        self.count.store_metrics()
+        try:
+            self._note_begun(
+                step, self.manager.save_if_due(step, metrics=metrics, metadata=metadata), metrics, metadata
+            )
+        except SaveFailedError as failure:
+            # The save that reports an earlier failure continues nevertheless, and counts.
+            self._note_begun(step, failure.next_save, metrics, metadata)
+            if not self._is_to_leave():
+                raise
+
+    def _is_to_leave(self) -> bool:
+        """Returns True if a notice asks to exit, now or by a known time: a last save is to come then."""
+        return any(each.notice.demand is not Demand.SAVE for each in self.guard.inbox.pending)
+
+    def save_last(self) -> None:
+        """Saves what is not saved yet, waiting for the previous save even if the save would otherwise be skipped."""
+        self._epoch_end = None
+        step = self.count.done
+        if self.is_safe(step):
+            return
+        try:
+            self.manager.wait()
+        except SaveFailedError:
+            if not self._is_to_leave():
+                raise
+        try:
+            self.save(step)
+        except StepExistsError:
+            self.count.note(step, None)  # The program has saved it by the manager, and it is committed.
+
+    def save(
+        self, step: int, *, metadata: Mapping[str, Any] | None = None, number: int | None = None, replace: bool = False
+    ) -> SaveHandle:
+        """Saves a step now, under another number if one is given; raises as the manager's `save` does."""
+        metrics = self.metrics
+        if step != self.count.saved_step:
+            self.count.store_metrics()
+        else:
+            saved_metrics, saved_metadata = self._notes_of_saved()
+            metrics = {**saved_metrics, **self.metrics, **self.count.late_metrics}
+            metadata = metadata or self.metadata or saved_metadata
+            replace = number is None and (replace or self._must_replace())
+        metadata = metadata or self.metadata
+        try:
+            handle = self.manager.save(
+                step if number is None else number, metrics=metrics, metadata=metadata, replace=replace
+            )
+        except SaveFailedError as failure:
+            self._note_begun(step, failure.next_save, metrics, metadata)
+            raise
+        self._note_begun(step, handle, metrics, metadata)
+        return handle
+
+    def _notes_of_saved(self) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+        """Returns the metrics and metadata of the step that was saved last."""
+        restored = _restored_step(self)
+        if restored is None:
+            return self._saved_notes
+        return restored.manifest.metrics, restored.manifest.metadata
+
+    def _must_replace(self) -> bool:
+        """Returns True if a save of the step that was saved last replaces a checkpoint."""
+        if self.count.saved is None:
+            return must_save_metrics(self)
+        return self.count.saved.must_be_replaced
+
+    def _save_once(self, step: int) -> SaveHandle | None:
+        """Begins the save of a step for the guard, which checks the result, unless it is saved or in progress."""
+        if self.is_safe(step):
+            return self.count.find(step)
+        try:
+            return self.save(step)
+        except StepExistsError:
+            self.count.note(step, None)  # As in `save_last`.
+            return None
+        except SaveFailedError as failure:
+            if failure.next_save is None:
+                raise
+            saved: SaveHandle = failure.next_save
+            return saved
+        except UsageError:
+            newest = self.manager.latest_step()
+            if newest is None or newest < step:
+                raise
+            # The program saves under larger numbers. A number chosen here must not lose the state.
+            return self.save(step, number=newest + 1)
+
+    def _note_begun(
+        self, step: int, saved: SaveHandle | None, metrics: Mapping[str, Any], metadata: Mapping[str, Any] | None
+    ) -> None:
+        """Records that a save of the step was begun, unless there is none, or it was skipped."""
+        if saved is not None and not saved.skipped:
+            self.count.note(step, saved)
+            self.watch.note_saved()
+            self.metrics, self._saved_notes = {}, (metrics, metadata)
+            self.guard.provisional = None
+
+
+def count_to(loop: TrainingLoop, done: int) -> None:
+    """Sets the number of complete steps.
+
+    Raises:
+        ResumeDiffersError: If a step differs from what it repeats, and `strict_resume` makes that an error.
+    """
+    if done > loop.count.done:
+        loop.count.done = done
+        loop.manager.witness.note_step(done)
+
+
+def must_save_metrics(loop: TrainingLoop) -> bool:
+    """Returns True if metrics were reported after the last save, whose step can be saved again to store them.
+
+    With several workers it cannot: all of them would have to save again, and the others may know of no metric. A
+    checkpoint that the program saved by the manager stays as it is. So does a restored one that has these metrics.
+    """
+    metrics = {**loop.metrics, **loop.count.late_metrics}
+    if not metrics or loop.manager.participant is not None or not loop.count.is_begun(loop.count.done):
+        return False
+    if loop.count.saved is not None:
+        return True
+    restored = _restored_step(loop)
+    return restored is not None and any(
+        name not in restored.manifest.metrics and math.isfinite(float(value)) for name, value in metrics.items()
+    )
+
+
+def _restored_step(loop: TrainingLoop) -> Restoration | None:
+    """Returns the restore of the step that was saved last; None if that step was saved by this process."""
+    restored = loop.manager.restored
+    is_last = restored is not None and loop.count.saved is None and restored.step == loop.count.saved_step
+    return restored if is_last else None
+
+
+class StepNumbers(Iterator[int]):
+    """The numbers of the remaining steps, for one loop; `len` is how many remain."""
+
+    def __init__(
+        self,
+        name: str,
+        loop: TrainingLoop,
+        total: int,
+        begin_turn: Callable[[StepNumbers], object],
+        end: Callable[[], object],
+    ) -> None:
+        """Creates the steps of a loop that begins at once: between this and the first step, no batch is taken.
+
+        Args:
+            name: The program's call, such as "run.steps(n)".
+            loop: Counts and saves the steps.
+            total: How many there are in total.
+            begin_turn: Called at each turn, before the step in progress counts as complete.
+            end: Called when all are complete.
+        """
+        self._name, self._loop, self._total = name, loop, total
+        self._begin_turn, self._end = begin_turn, end
+        self._taken: dict[str, int] | None = count_taken(loop.manager.checkpoint.objects)
+
+    @short_traceback
+    def __next__(self) -> int:
+        if self._taken is not None:
+            self._check_begin(self._taken)
+            self._taken = None
+        loop = self._loop
+        self._begin_turn(self)
+        loop.count.turn = no_turn
+        loop.finish_step()
+        if not loop.is_stopped and loop.count.done < self._total:
+            loop.pass_boundary()
+            step_break.end()
+            loop.watch.begin_step()
+            loop.count.unfinished.add(loop)
+            loop.count.turn = weakref.ref(self)
+            return loop.count.done
+        loop.begin_steps()
+        loop.guard.pass_last(loop.count.done)
+        self._end()
+        raise StopIteration
+
+    def __repr__(self) -> str:
+        return f"<{self._name}: {len(self)} left>"
+
+    def __len__(self) -> int:
+        """Returns how many steps remain."""
+        return max(self._total - self._loop.count_with_open_step(), 0)
+
+    def _check_begin(self, taken: dict[str, int]) -> None:
+        for path, number in count_taken(self._loop.manager.checkpoint.objects).items():
+            if number > taken.get(path, number):
+                raise UsageError(
+                    f"a batch was taken from {path} before the step that trains it began (zip(loader, "
+                    f"{self._name}) does that): the saved position would be one batch ahead, and a restart would "
+                    "skip a batch",
+                    hint=f"Write batches = loader.stream(), then for step in {self._name}: batch = next(batches).",
+                )
+
+
+class EpochGuard(Guard):
+    """Exits as soon as the save in progress has ended, even in the middle of an epoch: that epoch is trained again.
+
+    If another run or handler handles notices in the same thread, that one exits, and this guard does nothing.
+    """
+
+    def __init__(
+        self,
+        manager: Saves,
+        config: TerminationConfig,
+        keep: Callable[[int], SaveHandle | None],
+        name: Callable[[int], str],
+        tell_exit: Callable[[SystemExit], object],
+    ) -> None:
+        """Stores its arguments, as `Guard` does.
+
+        Args:
+            manager: As there.
+            config: As there.
+            keep: As there.
+            name: Returns the name of a step, for people.
+            tell_exit: Tells the other workers, if there are any, of the exit that is about to end this one.
+        """
+        super().__init__(manager, config, keep, SingleConsensus(), yields=True)
+        self._tell_exit = tell_exit
+        self._final_save.name = name
+        self._final_save.nothing = "no epoch is saved yet, and the one in progress will be trained again"
+
+    def hold(self) -> None:
+        """Called when the training thread saves, and nothing is done beside it. Ctrl-C has its usual effect."""
+        self.begin_steps()
+        self.inbox.patient = False
+
+    def _leave(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super()._leave(*arguments, **options)
+        except SystemExit as leaving:
+            self._tell_exit(leaving)
+            raise
+
+    def _tell_if_late(self) -> None:
+        """Does nothing: a save may take long, and so may a batch."""

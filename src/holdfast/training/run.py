@@ -1,0 +1,557 @@
+"""`resumable`: a training loop that continues where the last process stopped."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Literal, Self, SupportsFloat
+
+from msgspec.structs import asdict
+
+from holdfast.advice.hyperparameters import check_kept
+from holdfast.advice.oversights import TrainingWatch, count_taken
+from holdfast.advice.resumption import describe_resumption
+from holdfast.checkpoint import Checkpoint
+from holdfast.cluster import Cluster
+from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
+from holdfast.errors import ClosedError, HoldfastError, UnnamedError, UsageError
+from holdfast.events import Sink
+from holdfast.manager import CheckpointManager
+from holdfast.numbers import check_whole
+from holdfast.options import SaveOptions, check_kept_objects, check_metrics, check_names, check_switches
+from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
+from holdfast.preemption.config import TerminationConfig, make_termination
+from holdfast.preemption.guard import make_guard
+from holdfast.preemption.notice_inbox import EarlyNotices
+from holdfast.process.exit import EXIT_SAVE_FAILED, LeavingExit, end_process
+from holdfast.process.terminal import say
+from holdfast.restore.records import Restoration
+from holdfast.save.handle import SaveHandle
+from holdfast.save.joint.setup import explaining
+from holdfast.storage import Storage
+from holdfast.tracebacks import find_inside, short_traceback
+from holdfast.training.announcements import Announcements, warn_never_entered
+from holdfast.training.loop import StepNumbers, TrainingLoop, must_save_metrics
+
+_ADVICE: Final = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
+
+
+@short_traceback
+def resumable(
+    directory: str | os.PathLike[str] | Storage,
+    *checkpoint: Checkpoint,
+    save_every: SavePolicy | None = None,
+    keep: RetentionPolicy | None = None,
+    strict: bool = True,
+    begin_anew: bool = False,
+    start_from: int | None = None,
+    incremental: bool = False,
+    reuse_space: bool = True,
+    failures_allowed: int = 0,
+    when_busy: Literal["wait", "skip"] = "wait",
+    sinks: Iterable[Sink] = (),
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    threads: int = 6,
+    overlap_copy: bool = False,
+    reserve_bytes: int | Literal["auto"] | None = None,
+    cluster: Cluster | Literal["auto", "alone"] = "auto",
+    liveness_seconds: float = LIVENESS_SECONDS,
+    check_replicas: bool | Literal["first"] = "first",
+    on_resize: Literal["allow", "refuse"] = "allow",
+    preemption: Literal["auto", "off"] | TerminationConfig = "auto",
+    keep_current: str | Iterable[str] = (),
+    strict_resume: bool = False,
+    quiet: bool = False,
+    **objects: object,
+) -> Run:
+    """Creates a run to enter with `with`: it restores, saves by policy, saves at the end, and waits for its saves.
+
+    Example:
+        ```python
+        with hf.resumable("runs/gpt", model=model, optimizer=optimizer, loader=loader, rng=hf.RNG(),
+                          save_every=hf.Steps(500), keep=hf.Latest(3)) as run:
+            for step in run.steps(10_000):
+                loss = train_step(next(batches))
+                run.report(loss=loss)
+        ```
+
+    Args:
+        directory: The run's directory, a `file://` URL, or an open storage.
+        checkpoint: A `Checkpoint` with the objects, instead of `objects`: it allows any names.
+        save_every: When to save; None for `Auto()`, which measures the cost of a save.
+        keep: Which checkpoints to keep; None for `Latest(3)`.
+        strict: False to restore what fits, if objects have changed since the save; a warning names the rest.
+        begin_anew: True to start from the beginning even if there are checkpoints.
+        start_from: A step to go back to, once: the run resumes there, and newer steps no longer count. The next start
+            continues from what was saved since, so the option may stay in the script.
+        incremental: True to write only arrays that have changed, and refer to earlier steps for the others.
+        reuse_space: False to never write a save over the data file of a removed checkpoint; see `CheckpointManager`.
+        failures_allowed: How many saves in a row may fail without an error; one more ends the loop.
+        when_busy: What to do with a save if the previous one is still in progress: wait for it, or skip this one.
+        sinks: Functions that are called with each event.
+        timeout_seconds: The deadline of each wait.
+        threads: The number of threads that write, and read during a restore. They mostly wait for the disk.
+        overlap_copy: True to copy parameters and optimizer state while training continues; see `CheckpointManager`.
+        reserve_bytes: Host memory for the first save: None to make it ready slowly during the first steps; a number or
+            "auto" to allocate it at once, 0 to leave it to the first save; see `CheckpointManager`.
+        cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves on its own, or a cluster.
+        liveness_seconds: A worker that gives no sign of life for this long is taken for dead.
+        check_replicas: At which saves to compare replicated state between workers; see `CheckpointManager`.
+        on_resize: "refuse" to resume only with the number of workers that saved; "allow" for any number.
+        preemption: How to notice a preemption, and how to exit: "auto" for signals and the sources that fit the
+            machine, "off" for Ctrl-C only, or a `TerminationConfig`. Several workers stop at the same step.
+        keep_current: What the restore leaves as the script set it, as in `CheckpointManager.restore`: hyperparameters
+            such as `"optimizer.lr"`, or names of whole objects.
+        strict_resume: True to make it an error if a step is repeated with other data, or another loss, than before the
+            restart; it is a warning otherwise.
+        quiet: True to omit the lines that say where the run begins and ends; warnings and errors stay.
+        **objects: The objects to save, by name. An object with the name of an option needs a `Checkpoint`:
+            `resumable(directory, Checkpoint(threads=..., model=model))`.
+
+    Raises:
+        UsageError: If an argument is wrong, or no objects are given.
+        UnnamedError: If an object is given without a name.
+        UnsupportedValueError: If an object is a wrapper that cannot be saved, such as one of FSDP1.
+        StorageError: If the directory cannot be read, or differs from that of the other workers.
+        AbsentError: If other workers of the job do not join.
+        ClusterError: If the job's store does not respond.
+    """
+    given = locals()
+    named = {name: given[name] for name in resumable.__kwdefaults__ or ()}
+    check_names(objects, named)
+    kept = _find_checkpoint(directory, checkpoint, objects)
+    check_kept_objects(kept.objects)
+    termination = make_termination(preemption, objects)
+    if not isinstance(strict, bool):
+        raise UsageError(f"strict must be True or False, got {strict!r}")
+    check_switches(quiet=quiet, strict_resume=strict_resume)
+    options = SaveOptions.pick(given, save_every=Auto(), keep=Latest(3))
+    with EarlyNotices(termination) as early:
+        names = check_kept(keep_current, kept.objects)
+        manager = CheckpointManager(directory, kept, **asdict(options))
+        with explaining(manager.participant):
+            run = Run(manager, termination, strict=strict, keep_current=names, strict_resume=strict_resume, quiet=quiet)
+            early.hand_over(run._guard.inbox.hear)
+    return run
+
+
+def _find_checkpoint(directory: object, given: tuple[object, ...], objects: Mapping[str, object]) -> Checkpoint:
+    """**Pure.** Returns the objects to save, in whichever way they are given."""
+    named = objects.get("checkpoint")
+    if isinstance(directory, Checkpoint) or isinstance(named, Checkpoint):
+        raise UsageError(
+            "resumable takes the directory first and a Checkpoint second",
+            hint="Write resumable(directory, Checkpoint(model=model, ...)).",
+        )
+    unnamed = ", ".join(type(obj).__name__ for obj in given if not isinstance(obj, Checkpoint))
+    if unnamed:
+        raise UnnamedError(
+            f"objects must be given by name, got {unnamed} without a name",
+            hint=("Write resumable(directory, model=model, optimizer=optimizer): the keyword is its stored name."),
+        )
+    if len(given) + bool(objects) > 1:
+        raise UsageError("pass the objects to save in one Checkpoint or by name, not both")
+    kept = given[0] if given else Checkpoint(**objects)
+    if not isinstance(kept, Checkpoint) or not kept.objects:
+        raise UsageError(
+            "no objects were given to save", hint="Pass objects by name: resumable(directory, model=model, ...)."
+        )
+    return kept
+
+
+@short_traceback
+class Run:
+    """A training run from its restore to its last save. Use it from one thread, with `with`.
+
+    Attributes:
+        manager: The manager that saves and restores.
+        checkpoint: The objects by name. Objects that cannot be changed in place, such as JAX arrays, are replaced here.
+        completes_step: Returns False while gradients are being accumulated; `finish_step` does nothing then.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        termination: TerminationConfig,
+        *,
+        strict: bool,
+        keep_current: Iterable[str],
+        strict_resume: bool,
+        quiet: bool,
+    ) -> None:
+        self.manager = manager
+        self.checkpoint = manager.checkpoint
+        self._loop = TrainingLoop(manager, partial(make_guard, manager, termination))
+        self._count, self._guard = self._loop.count, self._loop.guard
+        self._restored: Restoration | None = None
+        self._strict, self._keep_current, self._strict_resume = strict, [*keep_current], strict_resume
+        self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
+        self.completes_step: Callable[[], bool] = lambda: True
+        self._loops = itertools.count(1)
+        # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one was logged.
+        self._newest_loop = -1
+        # How many loops of `steps` were left within a step, and how many steps the last one was to have.
+        self._left = self._total = 0
+        self._is_used = self._entered = self._has_ended = self._counts_own = False
+        self._process = os.getpid()
+        self._unentered = weakref.finalize(self, warn_never_entered, self._announcements.place, self._process)
+
+    @property
+    def step(self) -> int:
+        """The number of complete steps, including those of earlier processes: where your own loop begins."""
+        self._loop.watch.resumption = ""
+        return self._count.done
+
+    @property
+    def restored(self) -> Restoration | None:
+        """The restore that took place when the run was entered, or None if the run starts from the beginning."""
+        self._loop.watch.resumption = ""
+        return self._restored
+
+    def steps(self, total: int) -> StepNumbers:
+        """Returns an iterator over the numbers of the remaining steps, up to `total`, exclusive.
+
+        Each turn of the loop completes the step before it, and saves it if a save is due; the end of the loop always
+        saves. Leaving with `break` also completes the current step, and so does an error that is caught inside the
+        block but outside the loop, so let errors leave the block. A turn does not count if it takes no batch and a
+        saved `ResumableDataLoader` ends its epoch there: the last turn of `zip(run.steps(n), loader)` is such a turn.
+
+        Args:
+            total: How many steps the run has in total, including those of earlier processes.
+
+        Returns:
+            An iterator whose `len` is the number of remaining steps.
+
+        Raises:
+            UsageError: At the first turn, if a saved loader gave a batch since, as in `zip(loader, run.steps(n))`.
+            SaveFailedError: If more than `failures_allowed` saves in a row have failed.
+            SystemExit: When the job was asked to stop, once the step before is complete and saved.
+            PeerError: If another worker of the job has failed.
+        """
+        self._check_entered()
+        whole = check_whole("total", total)
+        begin_turn = partial(self._begin_turn, whole, next(self._loops))
+        return StepNumbers("run.steps(n)", self._loop, whole, begin_turn, self._end_steps)
+
+    def finish_step(self) -> None:
+        """Counts one step as complete and saves it if a save is due: for your own loop, for example over epochs.
+
+        Call it last in each step, when the model, the loader and everything else are where the next step begins.
+        Leaving the block saves the rest.
+
+        Raises:
+            UsageError: If this is inside a turn of `steps`, which counts the step itself.
+            SaveFailedError: If more than `failures_allowed` saves in a row have failed.
+            SystemExit: When the job was asked to stop; the step is saved by then.
+        """
+        self._check_entered()
+        if self._count.turn() is not None:
+            raise UsageError(
+                "finish_step would count a step of run.steps a second time",
+                hint=(
+                    "Remove the call: each turn of `for step in run.steps(n)` is one step and is counted automatically."
+                ),
+            )
+        if self.completes_step():
+            self._counts_own = True
+            self._loop.count_own_step()
+
+    def begin_at(self, step: int) -> None:
+        """Sets the step to count from, taken from another program's checkpoint; before the first step of a new run.
+
+        Raises:
+            UsageError: If the run already has steps of its own.
+        """
+        self._check_entered()
+        if self._restored is not None or self._loop.count_with_open_step():
+            raise UsageError(f"the run is at step {self._count.done} and cannot begin at another")
+        self._count.done = check_whole("step", step)
+        self._guard.pause(self._count.done)
+
+    def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
+        """Records metrics of the current step; of the last step, if that is saved and the next one has not begun.
+
+        In your own loop a batch that is taken from a saved loader begins the next step. Without such a loader, metrics
+        go to the next save, unless `save` or the end of the block comes first. Of several workers, rank 0 reports.
+
+        Args:
+            *unnamed: Not allowed: every metric needs a name.
+            **metrics: Numbers, or arrays with one element, which are read when they are saved. Only finite values are
+                stored.
+
+        Raises:
+            UsageError: If a metric is not a number or has no name.
+        """
+        if unnamed:
+            raise UsageError(
+                "metrics must be reported by name",
+                hint="Write run.report(loss=loss), or run.report(**metrics) for a dict.",
+            )
+        count, figures = self._count, check_metrics(metrics)
+        is_late = self._loop not in count.unfinished and count.is_begun(count.done)
+        if is_late and self._counts_own:
+            # A batch begins the next step. Where no saved loader counts them, `save` tells.
+            is_late = bool(count.taken) and count.taken == count_taken(self.checkpoint.objects)
+        (count.late_metrics if is_late else self._loop.metrics).update(figures)
+        if "loss" in figures:
+            self.manager.witness.note_loss(figures["loss"])
+
+    def stop(self) -> None:
+        """Ends the loop after the current step."""
+        self._loop.is_stopped = True
+
+    def should_stop(self) -> bool:
+        """Returns True if the job should exit after this step, so that long work inside a step can end early."""
+        return self._guard.should_stop()
+
+    def checkpointable(self, *, step_done: bool = True) -> AbstractContextManager[None]:
+        """**Blocks** while it checks all arrays. Use it with `with`, around long work that changes no state.
+
+        If the job is asked to stop while the block runs, the state at its beginning is saved, and the process exits in
+        the middle of the block. Nothing is unwound: a restart resumes after that step, and the rest of the block and
+        anything after it are not executed. Inside the block, `save` cannot be called.
+
+        If the step was the last of an epoch of a saved `ResumableDataLoader`, and no array was changed since
+        `finish_step`, the state after that call is saved instead: a restart does all again that follows the step.
+
+        Args:
+            step_done: True if the step in progress counts as complete (evaluation at its end, for example); False if
+                none of it has been done yet (while waiting for data, for example).
+
+        Raises:
+            UnsupportedValueError: If an object has state that cannot be stored.
+        """
+        self._check_entered()
+        return self._loop.checkpointable(self._loop.count_with_open_step() if step_done else self._count.done)
+
+    def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
+        """Saves now, regardless of the policy: between steps, or last in a step, which then counts as complete.
+
+        If this step was saved already and `report` was called since, it is saved again; with several workers, only the
+        metrics are stored.
+
+        Returns:
+            The save, or None if this step was saved already and there is nothing new to store.
+
+        Raises:
+            SaveFailedError: If an earlier save failed and the failure has not been raised yet.
+            UsageError: If this is inside a block of `checkpointable`.
+        """
+        if self._guard.is_paused:
+            raise UsageError(
+                "save() cannot be called inside a checkpointable() block, where the state may be saved in the "
+                "background"
+            )
+        step = self._loop.count_with_open_step()
+        # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
+        is_saved = self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None)
+        if is_saved and not (step == self._count.done and must_save_metrics(self._loop)):
+            if not (step == self._count.done and self._store_metrics()):
+                self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
+            return None
+        return self._loop.save(step, metadata=metadata)
+
+    def __repr__(self) -> str:
+        state = f"at step {self._count.done}" if self._entered else "not entered"
+        return f"<Run {state}, {self.manager!r}>"
+
+    def __enter__(self) -> Self:
+        """**Blocks.** Restores, and checks that the objects and the directory can be saved.
+
+        Raises:
+            UsageError: If another process of this machine saves to the run, and does not end soon.
+            MismatchError: If checkpoint and objects differ.
+            NoWholeCheckpointError: If there are checkpoints, but all are damaged.
+            UnsupportedValueError: If an object has state that cannot be stored.
+            StorageError: If the storage fails, or the directory cannot be created or written.
+            PeerError: If one of these happened on another worker.
+        """
+        if self._is_used:
+            raise ClosedError(
+                "this run was entered before; a run can be entered once",
+                hint="Create a new one, `with resumable(...) as run:`. It resumes from the newest checkpoint.",
+            )
+        self._is_used = True
+        self._unentered.detach()
+        try:
+            self._guard.pause(None)
+            self._guard.open()
+            self.manager.wait_until_free()
+            if not self.manager.begin_anew:
+                self._restored = self.manager.restore(strict=self._strict, keep_current=self._keep_current)
+            self.manager.check_ready()
+        except BaseException as error:
+            try:
+                self._end_badly(error)
+            finally:
+                self._guard.close()
+            raise
+        step = self._count.done = 0 if self._restored is None else self._restored.step
+        self._count.join(self.manager)
+        self._guard.pause(step)
+        watch = self._loop.watch = TrainingWatch(
+            self.checkpoint.objects, self._warn_uncounted, _ADVICE, self._loop.warn
+        )
+        watch.resumption = describe_resumption(step, "run.step", "run.steps(n)") if step else ""
+        self._announcements.begin(self.manager, self._restored, step)
+        is_same = self._restored is None or not (self._restored.differences or self._keep_current)
+        base, say = None if self._restored is None else step, self._announcements.say
+        witness, objects = self.manager.witness, self.checkpoint.objects
+        witness.begin(objects, base, say, same_loss=is_same, strict=self._strict_resume)
+        self._entered = self.manager.is_in_run = True
+        atexit.register(self._leave_at_exit)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() != self._process or self._has_ended:
+            return  # A forked child that leaves the block: the run is its parent's. Or the program's end has ended it.
+        self._has_ended, place = True, self._find_place(error, trace)
+        atexit.unregister(self._leave_at_exit)
+        is_exit, error = isinstance(error, SystemExit), None if place is None else error
+        inbox, watch = self._guard.inbox, self._loop.watch
+        inbox.patient = True
+        if error is None:
+            watch.warn_if_idle()
+        watch.end()
+        has_trained = self._restored or self._loop.count_with_open_step() or self._total
+        if not isinstance(error, Exception) and (text := watch.describe("nothing was saved")):
+            self._warn_uncounted(text, is_error=True)
+        elif error is None and not has_trained and self.manager.newest_asked < 0:
+            self._loop.warn(f"no step was counted, so nothing was saved: {_ADVICE}")
+        try:
+            if error is None:
+                self._end_well()
+            else:
+                self._end_badly(error)
+                self._warn_of_loss(place)
+        except HoldfastError as failure:
+            if not is_exit:
+                raise
+            # Of an exit only the code is seen.
+            say(f"holdfast: {type(failure).__name__}: {failure}")
+            raise SystemExit(EXIT_SAVE_FAILED) from failure
+        finally:
+            try:
+                if self._guard.leaving and not inbox.gave_up:
+                    # The exit code says already what became of the state, and every failure was an event.
+                    with suppress(HoldfastError):
+                        self.manager.close()
+            finally:
+                if inbox.gave_up:
+                    # Leaving at once, also out of the waits above: the process waits for no save any more.
+                    self.manager.abandon()
+                self._guard.close()
+
+    def _leave_at_exit(self) -> None:
+        """Leaves the block when the program ends within it: a generator that was not closed may still be in it."""
+        # What the interpreter has printed as the program's end, before it called this.
+        error = getattr(sys, "last_value", None)
+        try:
+            self.__exit__(None if error is None else type(error), error, None)
+        except SystemExit as leaving:
+            end_process(leaving.code if isinstance(leaving.code, int) else 1)
+        except HoldfastError as failure:
+            say(f"holdfast: {type(failure).__name__}: {failure}")
+            end_process(EXIT_SAVE_FAILED)
+
+    def _find_place(self, error: BaseException | None, trace: TracebackType | None) -> str | None:
+        """Returns None if the block ends as by `return`: an exit of the program's own code does, unless its code says
+        that the program has failed, and so does the end of a generator. Else returns how another exit came; empty for
+        other errors."""
+        if error is None:
+            return None
+        if not isinstance(error, SystemExit | GeneratorExit) or isinstance(error, LeavingExit) or self._guard.has_left:
+            return ""
+        return find_inside(error, trace, self._guard.exit_code) or None
+
+    def _warn_of_loss(self, place: str | None) -> None:
+        """Says which steps are lost by an exit; nothing if that was not raised by the program, or no step is lost."""
+        with suppress(HoldfastError):
+            newest = (place and self.manager.latest_step()) or 0
+            if place and (steps := self._count.done - newest) > 0:
+                lost = f"the {steps} steps since step {newest} are" if steps > 1 else f"step {self._count.done} is"
+                self._loop.warn(
+                    f"the program exited {place}, and nothing was saved: {lost} lost, and a restart trains from step "
+                    f"{newest}",
+                    is_error=True,
+                )
+
+    def _end_well(self) -> None:
+        try:
+            self._loop.begin_steps()
+            self._loop.finish_step()
+            step = self._count.done
+            self._guard.pass_last(step, is_over=True)
+            self._loop.save_last()
+            self._store_metrics()
+            if self.manager.participant is not None:
+                # Others may wait in a collective, and come to no save, since this worker has left its loop too early.
+                self._guard.wait_saved()
+            if (last := self._count.find(step)) is not None:
+                last.wait_ended(at_exit=True)
+            self.manager.wait()
+            self._guard.pass_end(step)
+            self.manager.__exit__(None, None, None)
+            self._announcements.end(self.manager, step, self._total)
+        except Exception as error:
+            self._end_badly(error)
+            raise
+
+    def _store_metrics(self) -> bool:
+        """Stores all that was reported with the step that was saved last; returns True if something was."""
+        self._count.late_metrics |= self._loop.metrics
+        self._loop.metrics = {}
+        return self._count.store_metrics()
+
+    def _end_badly(self, error: BaseException) -> None:
+        """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""
+        cause = self._guard.fail(error)
+        if not self._guard.leaving and not self._guard.inbox.gave_up:
+            self.manager.__exit__(type(error), error, error.__traceback__)
+        if cause is not None:
+            raise cause from error
+
+    def _begin_turn(self, total: int, loop: int, _: StepNumbers) -> None:
+        if self._newest_loop > loop:
+            self._loop.warn(
+                "a loop over run.steps is inside of another one: both count the same steps, so the outer one ends early"
+            )
+            self._newest_loop = 0
+        elif self._newest_loop:
+            self._newest_loop = loop
+        self._total = total
+        is_in_step = self._loop.count_with_open_step() > self._count.done
+        if is_in_step and self._count.turn() is None:
+            # A loop was left within a step, and a new one begins.
+            self._left += 1
+            if self._left == 2:
+                self._announcements.say(
+                    "two loops over run.steps(n) ended inside of a step, which counts as complete. After `break` "
+                    "that is right. But zip(run.steps(n), loader) ends this way at each epoch of a loader that "
+                    "is not saved, and that step has no batch: use a ResumableDataLoader and pass it to resumable"
+                )
+
+    def _end_steps(self) -> None:
+        self._loop.save_last()
+        self._guard.inbox.patient = False
+        self._guard.pause(self._count.done, saved=self._count.find(self._count.done))
+
+    def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
+        # Otherwise the program saves by the manager, and counts by itself.
+        if self.manager.newest_asked <= self._count.done:
+            self._loop.warn(text, is_error=is_error)
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise UsageError(
+                "the run has not been entered: nothing is restored yet", hint="Write: with resumable(...) as run:"
+            )

@@ -1,0 +1,123 @@
+"""`save` and `load`: one tree of arrays and values, without a training loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from holdfast.catalog import read_catalog
+from holdfast.checkpoint import Checkpoint
+from holdfast.cluster import Cluster
+from holdfast.errors import MismatchError, NoCheckpointError, StepExistsError, UsageError
+from holdfast.format.encoding import escape
+from holdfast.format.names import is_own
+from holdfast.manager import CheckpointManager
+from holdfast.options import check_switches
+from holdfast.policies import Latest
+from holdfast.restore.verify import open_step
+from holdfast.state.match.plain import PLAIN
+from holdfast.storage import Storage, open_storage
+from holdfast.tracebacks import short_traceback
+
+_TREE: Final = "tree"
+
+
+@short_traceback
+def save(
+    path: str | os.PathLike[str] | Storage,
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    cluster: Cluster | Literal["auto", "alone"] = "auto",
+) -> None:
+    """**Blocks.** Saves one tree: dicts, lists, tuples, dataclasses and modules of arrays and plain values.
+
+    The tree is durable when this returns. In a job of several workers all call it; sharded arrays are written by all.
+
+    Args:
+        path: A directory, created if needed, a URL, or an open storage. `holdfast list`, `show` and `verify` read it.
+        tree: The tree. It may contain arrays of NumPy, JAX and torch, and anything else that a checkpoint may contain.
+        overwrite: True to replace an existing tree, which is removed once this one is durable.
+        cluster: The workers of the job: "auto" to find them, "alone" for a worker that saves on its own, or a cluster.
+
+    Raises:
+        StepExistsError: If there is already a tree.
+        UsageError: If the directory contains a run, or an argument is wrong.
+        UnsupportedValueError: If a value cannot be stored; the error has its path.
+        SaveFailedError: If it could not be written.
+        StorageError: If the storage fails.
+    """
+    check_switches(overwrite=overwrite)
+    storage = open_storage(path)
+    newest, names = _look(storage)
+    if newest is not None and names != [_TREE]:
+        raise UsageError(
+            f"{storage.url} contains a run ({', '.join(sorted(names))}), so no tree is saved there",
+            hint="Save to another directory.",
+        )
+    if newest is not None and not overwrite:
+        raise StepExistsError(f"{storage.url} already contains a tree", hint="overwrite=True replaces it.")
+    with CheckpointManager(storage, Checkpoint(tree=tree), keep=Latest(1), cluster=cluster) as manager:
+        manager.save(0 if newest is None else newest + 1).wait_committed()
+
+
+@short_traceback
+def load(
+    path: str | os.PathLike[str] | Storage,
+    like: Any = None,
+    *,
+    cluster: Cluster | Literal["auto", "alone"] = "auto",
+) -> Any:
+    """**Blocks.** Loads the tree that `save` saved; every byte that is read is checked.
+
+    The run of a training loop is loaded as a dict of the objects in its newest checkpoint, by name.
+
+    Args:
+        path: The directory, a URL, or an open storage.
+        like: A tree of the same structure, which is left unchanged. Each array is created like the one in this tree: of
+            the same library, on the same device, with the same sharding. A `jax.ShapeDtypeStruct`, with or without a
+            sharding, is enough. For a run, a dict with some of its objects. None for NumPy arrays in plain containers.
+        cluster: As in `save`. In a job of several workers all call this.
+
+    Returns:
+        The tree. Objects with state in `like`, such as torch or Flax NNX modules, are filled and are part of it.
+
+    Raises:
+        NoCheckpointError: If there is none.
+        MismatchError: If `like` has another structure, or an array has another shape or dtype; the error names each.
+        DamageError: If the records are damaged.
+        NoWholeCheckpointError: If the checkpoint is damaged.
+        StorageError: If the storage fails.
+    """
+    storage = open_storage(path)
+    newest, names = _look(storage)
+    if newest is None:
+        raise NoCheckpointError(f"{storage.url} contains no checkpoint")
+    wanted: Any = like
+    is_tree = names == [_TREE]
+    if is_tree:
+        wanted = {_TREE: PLAIN if like is None else like}
+    elif like is None:
+        wanted = dict.fromkeys(names, PLAIN)
+    elif not isinstance(like, Mapping) or not like or not like.keys() <= set(names):
+        raise UsageError(
+            f"{storage.url} contains a run: `like` must be a dict of some of its objects: {', '.join(sorted(names))}"
+        )
+    with CheckpointManager(storage, Checkpoint(), cluster=cluster) as manager:
+        try:
+            manager.restore(newest if is_tree else None, only=map(escape, wanted), like=wanted)
+        except MismatchError as error:
+            hint = "`like` must have the structure of all that is stored there; without it, all comes as NumPy arrays."
+            raise MismatchError(error.message, differences=error.differences, hint=hint) from None
+        found = manager.checkpoint.objects
+        return found[_TREE] if is_tree else {name: found[name] for name in wanted}
+
+
+def _look(storage: Storage) -> tuple[int | None, list[str]]:
+    """**Blocks.** Returns the newest step, and the names of its objects in their order."""
+    name = max(read_catalog(storage).living, default=None)
+    if name is None:
+        return None, []
+    opened = open_step(storage, name.directory, name)
+    return name.step, list(dict.fromkeys(one for index in opened.indexes for one in index.objects if not is_own(one)))
