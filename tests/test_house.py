@@ -104,9 +104,9 @@ BUDGETS = {
     # The reader and the writer of DCP.
     "integrations/dcp": 989,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 5190,
+    "integrations/frameworks": 5220,
     # Arrays, clusters, modules of NNX.
-    "integrations/jax": 642,
+    "integrations/jax": 643,
     # Sessions of Ray.
     "integrations/ray": 555,
     # Modules, optimizers, tensors, meshes, loaders.
@@ -124,7 +124,7 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5637,
     # A tree of objects taken apart, captured, and matched.
-    "state": 5702,
+    "state": 5720,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2258,
     # Contracts for storages and clusters of others.

@@ -208,7 +208,7 @@ class Comparison(Decoder):
             raise malformed(path, f"there is no array {leaf!r}")
         sharder = sharder_of_type(type(live))
         if sharder is not None:
-            return self.claims.live_shared(leaf, spec, live, sharder, path, self.rules)
+            return self.claims.live_shared(leaf, spec, live, sharder, library, path, self.rules)
         backend = backend_of(live)
         if backend is not None:
             return self.claims.live(leaf, spec, live, backend, library, path, self.rules)

@@ -68,12 +68,7 @@ class RestoreTargets:
         """
         live = backend.spec(array, path)
         if not rules.fixed_shapes and (live.dtype, live.shape) != (spec.dtype, spec.shape):
-            if live.shape != spec.shape and 0 not in live.shape and live.shape:
-                text = f"{path} {list(spec.shape)} (your script begins with {list(live.shape)})"
-                self._differences.replaced.append(text)
-            if live.dtype == spec.dtype or backend.name == library:
-                return self.new(leaf, spec, backend, array)
-            return self.new(leaf, spec, backend_named(library))
+            return self._replace(leaf, spec, live, array, backend, library, path)
         if not self._fits(live, spec, path):
             return array
         memory = backend.alias_key(array)
@@ -102,16 +97,28 @@ class RestoreTargets:
         self._claim_boxes(leaf, sharding)
         return array
 
-    def live_shared(self, leaf: str, spec: ArraySpec, array: Any, sharder: Sharder, path: str, rules: Rules) -> Any:
+    def live_shared(
+        self, leaf: str, spec: ArraySpec, array: Any, sharder: Sharder, library: str, path: str, rules: Rules
+    ) -> Any:
         """Like `live`, for an array of which this worker holds some boxes, or none.
+
+        One that is divided, or of typed keys, must fit.
 
         Raises:
             UnsupportedValueError: If the live array has a form that cannot be filled, or no similar one can be created.
         """
         sharding = sharder.look(array, path, self._worker)
-        if not self._fits(sharding.spec, spec, path):
+        live, backend = sharding.spec, sharding.backend
+        is_special = sharding.workers or sharding.is_by_hand or sharding.is_abstract or sharding.place
+        if (
+            len(sharding.boxes) == 1
+            and not is_special
+            and not rules.fixed_shapes
+            and (live.dtype, live.shape) != (spec.dtype, spec.shape)
+        ):
+            return self._replace(leaf, spec, live, array, backend, library, path)
+        if not self._fits(live, spec, path):
             return array
-        backend = sharding.backend
         owner = self._by_memory.setdefault(backend.name, {}).get(sharding.memory)
         if owner == leaf:
             return array
@@ -162,6 +169,17 @@ class RestoreTargets:
         if isinstance(array, PendingArray):
             array.check(leaf)
             self.has_pending = True
+
+    def _replace(
+        self, leaf: str, spec: ArraySpec, live: ArraySpec, array: Any, backend: ArrayBackend, library: str, path: str
+    ) -> Any:
+        """Returns a new array for a stored one of another shape or type; another shape is noted."""
+        if live.shape != spec.shape and 0 not in live.shape and live.shape:
+            text = f"{path} {list(spec.shape)} (your script begins with {list(live.shape)})"
+            self._differences.replaced.append(text)
+        if live.dtype == spec.dtype or backend.name == library:
+            return self.new(leaf, spec, backend, array)
+        return self.new(leaf, spec, backend_named(library))
 
     def _fits(self, live: ArraySpec, spec: ArraySpec, path: str) -> bool:
         if live.shape != spec.shape:
