@@ -97,12 +97,13 @@ def start(directory: str, how: str) -> None:
 
 def train_in_child(directory: str, how: str) -> None:
     """Has the run open in the parent, as a notebook may, and trains in a child."""
+    multiprocessing.set_start_method(how)
     with hf.resumable(directory, weights=np.zeros(3), preemption="off") as run:
-        child = multiprocessing.get_context(how).Process(target=train, args=(directory,))
+        child = multiprocessing.Process(target=train, args=(directory,))
         child.start()
         child.join()
         assert run.step == 0
-        multiprocessing.get_context(how).Process(target=enter, args=(directory,)).start()
+        multiprocessing.Process(target=enter, args=(directory,)).start()
 
 
 if __name__ == "__main__":

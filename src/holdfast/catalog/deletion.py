@@ -223,8 +223,13 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
     lock.take()
     before = read_catalog(storage, closely=True)
     for generation in read_generations(storage):
-        if generation > known_generation:
-            _check_own(storage, generation)
+        opening = try_opening(storage, generation) if generation > known_generation else None
+        if generation > known_generation and not (opening and is_own(opening)):
+            raise FencedError(
+                f"{storage.url}: generation {generation} was opened{name_opener(opening)} since this job began; "
+                "nothing was removed",
+                hint="Another job saves there. Stop this job, or give it its own directory.",
+            )
     if not (before.committed or before.unfinished or before.lost or before.trash):
         return Clearing()
     generation = open_generation(storage)
@@ -248,16 +253,6 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
         drop_summaries(storage)
     remove_rings(storage)
     return Clearing(tuple(removed), generation, tuple(problems))
-
-
-def _check_own(storage: Storage, generation: int) -> None:
-    opening = try_opening(storage, generation)
-    if opening is None or not is_own(opening):
-        by = name_opener(opening)
-        raise FencedError(
-            f"{storage.url}: generation {generation} was opened{by} since this job began; nothing was removed",
-            hint="Another job saves there. Stop this job, or give it its own directory.",
-        )
 
 
 def _remove_committed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import os
 import socket
 import sys
@@ -54,9 +53,8 @@ _LOOK_SECONDS: Final = 0.1
 _RECENT_SECONDS: Final = 60.0
 """A job that wrote within this time may still be at work."""
 
-# Of the runs that this process has open, by the number of the `RunLock`; and the processes that it was forked from.
-_held: dict[int, int] = {}
-_numbers = itertools.count(1)
+# The descriptors of the runs that this process has open; and the processes that it was forked from.
+_held: dict[object, int] = {}
 _forebears: set[int] = set()
 
 
@@ -68,7 +66,7 @@ class RunLock:
     """
 
     def __init__(self, storage: Storage) -> None:
-        self._storage, self._number = storage, 0
+        self._storage, self._key = storage, object()
 
     def take(self, say: Callable[[str], object] | None = None) -> None:
         """**Blocks.** Marks the run, unless that is done, or it has no directory yet. No other job is fenced by that.
@@ -80,11 +78,11 @@ class RunLock:
         Raises:
             UsageError: If another process of this machine has the run open; the error names it.
         """
-        if self._number in _held or (descriptor := _open_directory(self._storage)) is None:
+        if self._key in _held or (descriptor := _open_directory(self._storage)) is None:
             return
-        self._number = next(_numbers)
-        _held[self._number] = descriptor
-        weakref.finalize(self, _let_go, self._number).atexit = False
+        self._key = key = object()  # In a forked child, an older one means nothing.
+        _held[key] = descriptor
+        weakref.finalize(self, _let_go, key).atexit = False
         try:
             _wait_free(self._storage, descriptor, say)
         except BaseException:
@@ -93,7 +91,7 @@ class RunLock:
 
     def release(self) -> None:
         """Undoes `take`; a second call does nothing."""
-        _let_go(self._number)
+        _let_go(self._key)
 
 
 def find_owner(storage: Storage) -> str:
@@ -147,8 +145,8 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _let_go(number: int) -> None:
-    if (descriptor := _held.pop(number, None)) is not None:
+def _let_go(key: object) -> None:
+    if (descriptor := _held.pop(key, None)) is not None:
         with suppress(OSError):  # A child that was forked by no code of Python has the lock as well.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

@@ -40,9 +40,8 @@ def make_readiness_check(
         capture()
         try:
             if is_leader:
-                lock.take()
                 check_writable(storage)
-                lock.take()  # It may have no directory before.
+                lock.take()
         except StorageFullError as error:
             if not failures_allowed:
                 raise
