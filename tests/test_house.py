@@ -110,7 +110,7 @@ BUDGETS = {
     # Sessions of Ray.
     "integrations/ray": 555,
     # Modules, optimizers, tensors, meshes, loaders.
-    "integrations/torch": 3519,
+    "integrations/torch": 3526,
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3421,
     # Saving and retention, as pure functions.

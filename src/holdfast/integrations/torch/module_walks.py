@@ -252,7 +252,7 @@ def _list_unsaved(module: nn.Module | None, name: str) -> list[Any]:
     # torch derives a weight from the parameter weight_orig, say.
     if module is None or any(own.startswith(f"{name}_") for own in module._parameters):
         return []
-    value = vars(module).get(name, module._buffers.get(name))
+    value: Any = vars(module).get(name, module._buffers.get(name))
     if type(value) in (int, float) and abs(value) < sys.maxsize:
         return [torch.tensor(float(value), dtype=torch.float64)]
     values = islice(list_values(value), _MOST_VALUES)
