@@ -414,6 +414,21 @@ class Captured(msgspec.Struct, frozen=True):
     strides: tuple[StridesRecord, ...] = ()
     quantizers: tuple[QuantizerRecord, ...] = ()
 
+    def add(
+        self,
+        names: Sequence[str],
+        specs: Sequence[ArraySpec],
+        arrays: Sequence[Any],
+        addresses: Sequence[int | None],
+        backends: Sequence[ArrayBackend],
+    ) -> None:
+        """Adds a leaf for each entry."""
+        self.names.extend(names)
+        self.specs.extend(specs)
+        self.arrays.extend(arrays)
+        self.addresses.extend(addresses)
+        self.backends.extend(backends)
+
     @property
     def size_bytes(self) -> int:
         """The bytes of all arrays."""
