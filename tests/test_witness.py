@@ -79,7 +79,7 @@ FAULTS = {
 
 def test_each_kind_of_fault_in_data_and_state_is_reported_once(tmp_path: Path) -> None:
     pytest.importorskip("torchdata")
-    command = [sys.executable, "-W", "ignore", FAULTY, tmp_path, *FAULTS]
+    command: list[Any] = [sys.executable, "-W", "ignore", FAULTY, tmp_path, *FAULTS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     for case, line in FAULTS.items():
         lines = [one.removeprefix(f"{case}: ") for one in done.stdout.splitlines() if one.startswith(f"{case}: ")]
