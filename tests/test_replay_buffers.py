@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.errors import FormatError
 from holdfast.format.decoding import Decoder
 
 COUNT = 100
@@ -114,5 +115,5 @@ def test_a_buffer_comes_back_as_pickle_keeps_it(kind: str, at_restart: str, tmp_
     ],
 )
 def test_rows_that_no_encoder_writes_are_refused(row: Any) -> None:
-    with pytest.raises(hf.FormatError):
+    with pytest.raises(FormatError):
         Decoder().decode([row] * COUNT)
