@@ -165,7 +165,7 @@ class Decoder:
         left = range(len(nodes), count)
         return values + [parts[i] for i in left if self.keeps(parts[i], f"{path}/{i}")]
 
-    def new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
+    def _new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
         """Returns the arrays for references to many leaves, where nothing is live; None if each is to be decoded."""
         return None
 
@@ -181,17 +181,16 @@ class Decoder:
             return None
         if form == (dict, ""):
             rows = [list(row.values()) for row in rows if list(row) == keys]
-        parts = [*chain.from_iterable(rows)] if set(map(type, rows)) == {list} else []
-        width = len(rows[0]) if rows else 0
-        if len(rows) < len(nodes) or not parts or set(map(len, rows)) != {width}:
+        if len(rows) < len(nodes) or set(map(type, rows)) != {list} or len(set(map(len, rows))) > 1 or not rows[0]:
             return None
+        width, parts = len(rows[0]), [*chain.from_iterable(rows)]
         values: list[Any] = parts.copy()
         places = [place for place, part in enumerate(parts) if type(part) not in _ATOMS]
         arrays = [place for place in places if _is_reference(parts[place])]
         others = sorted(set(places) - set(arrays))
         if not all(type(parts[place]) is dict and str(parts[place].get("$")) in _SCALARS for place in others):
             return None
-        made = self.new_arrays([parts[place]["v"] for place in arrays], {parts[place]["k"] for place in arrays})
+        made = self._new_arrays([parts[place]["v"] for place in arrays], {parts[place]["k"] for place in arrays})
         if made is None:
             return None
         for place, array in zip(arrays, made, strict=True):

@@ -62,7 +62,7 @@ class NumpyBackend:
         """Returns the address of an array with the stored layout."""
         if not (array.size and array.flags.c_contiguous and _stored_as(array.dtype)):
             return None
-        return _addresses_of((array,))[0]
+        return int(array.__array_interface__["data"][0])
 
     def extent(self, array: Any) -> tuple[int, int] | None:
         """Returns the addresses from the first byte of any element to the last."""

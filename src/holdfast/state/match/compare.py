@@ -171,7 +171,7 @@ class Comparison(Decoder):
             return ()
         return frozenset(places)
 
-    def new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
+    def _new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
         """Returns new arrays for many leaves of one library, all at once if nothing says what else they should be."""
         specs = list(filter(None, map(self.stored_arrays.get, leaves)))
         is_plain = self.whole and self.like is None and self.beside is None and len(libraries) == 1

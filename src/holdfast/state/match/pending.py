@@ -1,4 +1,4 @@
-"""What is left to do after the arrays have been read: objects to load, and values to create."""
+"""Objects to load, and values to create, after the arrays have been read."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class PlainDecoder(Comparison):
             )
         return self.claims.new(leaf, spec, backend_named("numpy"))
 
-    def new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
-        """Returns None: each is made by NumPy, whatever its library."""
+    def _new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
+        """Returns None: NumPy makes each of them, those of all libraries."""
         return None
 
     def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
