@@ -98,7 +98,7 @@ BUDGETS = {
     # Each event with its text, and what takes events.
     "events": 946,
     # Names, records, indexes, digests, and values as nodes.
-    "format": 3240,
+    "format": 3293,
     # The package.
     "integrations": 1,
     # The reader and the writer of DCP.
@@ -110,7 +110,7 @@ BUDGETS = {
     # Sessions of Ray.
     "integrations/ray": 555,
     # Modules, optimizers, tensors, meshes, loaders.
-    "integrations/torch": 3519,
+    "integrations/torch": 3526,
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3416,
     # Saving and retention, as pure functions.
@@ -124,7 +124,7 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5648,
     # A tree of objects taken apart, captured, and matched.
-    "state": 5810,
+    "state": 5843,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2258,
     # Contracts for storages and clusters of others.

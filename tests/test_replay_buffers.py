@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.errors import FormatError
+from holdfast.format.decoding import Decoder
 
 COUNT = 100
 
@@ -56,6 +58,8 @@ BUFFERS: dict[str, Callable[[], Any]] = {
     "two that share": lambda: share([*make_transitions()]),
     "preallocated": lambda: {"state": np.random.default_rng(0).random((COUNT, 4)), "at": 7},
     "odd": make_odd,
+    "nested": lambda: [(row.state, {"a": [row.next_state]}, row.reward) for row in make_transitions()],
+    "scalars of NumPy": lambda: [(row.state, np.float64(row.reward), float("inf")) for row in make_transitions()],
     "big-endian": lambda: [(np.arange(3, dtype=">i4"), np.array(1.5)) for _ in range(COUNT)],
     "uneven": lambda: [tuple(np.arange(number % 4 + 1)) + (np.ones(2),) * (number % 3) for number in range(COUNT)],
 }
@@ -98,3 +102,18 @@ def test_a_buffer_comes_back_as_pickle_keeps_it(kind: str, at_restart: str, tmp_
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(memory=live)) as manager:
         assert manager.restore() is not None
     assert describe(live, None if seen is None else {}) == expected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"$": [], "v": []},
+        {"$": "tuple", "v": 3},
+        {"$": "tuple", "v": [1], "k": 1},
+        {"$": "", "v": 1},
+        {"a": {"$": "array"}},
+    ],
+)
+def test_rows_that_no_encoder_writes_are_refused(row: Any) -> None:
+    with pytest.raises(FormatError):
+        Decoder().decode([row] * COUNT)

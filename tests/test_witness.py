@@ -26,6 +26,7 @@ from mounts import fill, mounted
 
 PROGRAM = Path(__file__).parent / "programs" / "witnessed.py"
 SAME = "WitnessAgreed steps 21 to 53 were repeated with the same data and the same loss"
+FAULTY = PROGRAM.with_name("faulty_loaders.py")
 PAGE = ' (see "If repeated steps differ" in docs/guides/restoring.md)'
 
 CASES = {
@@ -59,6 +60,32 @@ def test_killed_runs_say_whether_they_repeat_the_same(tmp_path: Path) -> None:
         wanted = expected if expected[-1].startswith("exit") else [*expected, "exit 0"]
         assert len(lines) == len(wanted), (case, lines, done.stderr)
         assert all(line.startswith(start) for line, start in zip(lines, wanted, strict=True)), (case, lines)
+
+
+ANOTHER_ORDER = f"WitnessDiffers step 15 was repeated with other data of loader than before the restart{PAGE}"
+FAULTS = {
+    "none": "WitnessAgreed steps 15 to 19 were repeated with the same data and the same loss",
+    "begun before": "WitnessAgreed steps 15 to 19 were repeated with the same data and the same loss",
+    "order of the first epoch": ANOTHER_ORDER,
+    "buffer": ANOTHER_ORDER,
+    "hidden generator": ANOTHER_ORDER,
+    "accumulation": "WitnessDiffers step 18 was repeated with 2 of the batches of loader; before the restart it took 1",
+    "batches by hand": "WitnessDiffers step 15 was repeated with the loss ",
+    "criterion": "WitnessDiffers step 15 was repeated with the same data, but the loss ",
+    "moments": "WitnessDiffers step 16 was repeated with the same data, but the loss ",
+}
+"""Of each fault the only line: the first step that differs, in what, and which loader gave it."""
+
+
+def test_each_kind_of_fault_in_data_and_state_is_reported_once(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    command: list[Any] = [sys.executable, "-W", "ignore", FAULTY, tmp_path, *FAULTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    for case, line in FAULTS.items():
+        lines = [one.removeprefix(f"{case}: ") for one in done.stdout.splitlines() if one.startswith(f"{case}: ")]
+        assert len(lines) == 2, (case, lines, done.stderr)
+        assert lines[0].startswith(line), case
+        assert lines[1] == "exit 0", case
 
 
 class Batches:
