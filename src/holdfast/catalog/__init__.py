@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from holdfast.catalog.listing import Catalog, describe_lost, describe_steps, make_lost_error
-from holdfast.catalog.openers import check_not_open, is_alive, is_open, is_own
+from holdfast.catalog.openers import RunLock, find_owner, is_own
 from holdfast.catalog.stored_run import StoredRun
 from holdfast.catalog.stored_step import StoredStep
 
 __all__ = [
     "Catalog",
+    "RunLock",
     "StoredRun",
     "StoredStep",
-    "check_not_open",
     "describe_lost",
     "describe_steps",
-    "is_alive",
-    "is_open",
+    "find_owner",
     "is_own",
     "make_lost_error",
 ]

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Final
 
 from holdfast.catalog.listing import Catalog
-from holdfast.catalog.openers import hold, is_own, release
-from holdfast.catalog.stored_run import StoredRun
+from holdfast.catalog.openers import RunLock, is_own
+from holdfast.catalog.stored_run import StoredRun, name_opener
 from holdfast.catalog.stored_step import remove_own_files
-from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.format.names import (
     DATA_SUFFIX,
     GENERATIONS_DIRECTORY,
@@ -71,14 +71,14 @@ class FileRecycler:
 
     While the job lives, one data file stays as the spare. It is removed when the manager is closed, or else when the
     program ends; after a crash the next job that saves here uses it. One save uses it at a time; `close` may be called
-    at any time.
+    at any time. Its `lock` marks the run as open until then.
     """
 
     def __init__(self, storage: Storage, *, reuse: bool) -> None:
         self._storage = storage
         self._spare = storage.spare if isinstance(storage, SparingStorage) else None
         self._generation = 0
-        self._held: int | None = None  # While it is, the run is open in this process.
+        self.lock = RunLock(storage)
         # Guards the two fields below, and that nothing is kept any more when they say so.
         self._lock = threading.Lock()
         self._reuse = reuse and self._spare is not None
@@ -87,8 +87,6 @@ class FileRecycler:
     def begin(self, generation: int) -> None:
         """**Blocks.** Called when a generation was opened, which now has the spare; if none is kept, removes it."""
         self._generation = generation
-        release(self._held)
-        self._held = hold(self._storage, generation)
         if self._spare is not None and not self._reuse:
             # If this fails, the sweep reports it.
             with suppress(HoldfastError):
@@ -136,8 +134,7 @@ class FileRecycler:
 
     def _end(self) -> bool:
         """Keeps nothing from now on; returns True if something was kept before."""
-        held, self._held = self._held, None
-        release(held)
+        self.lock.release()
         with self._lock:
             unregister_drain(self)
             had_kept, self._has_kept, self._reuse = self._has_kept, False, False
@@ -168,11 +165,19 @@ def clear_run(run: StoredRun, known_generation: int, *, keeps_files: bool = Fals
 
     Raises:
         FencedError: If another job has opened a newer one than `known_generation`; nothing has been removed.
+        UsageError: If another process of this machine has the run open; likewise.
     """
+    lock = RunLock(run.storage)
+    lock.take()
     before = run.look(closely=True)
     for generation in run.list_generations():
-        if generation > known_generation:
-            _check_own(run, generation)
+        opening = run.try_opening(generation) if generation > known_generation else None
+        if generation > known_generation and not (opening and is_own(opening)):
+            raise FencedError(
+                f"{run.url}: generation {generation} was opened{name_opener(opening)} since this job began; "
+                "nothing was removed",
+                hint="Another job saves there. Stop this job, or give it its own directory.",
+            )
     if not (before.committed or before.unfinished or before.lost or before.trash):
         return Clearing()
     generation = run.open_generation()
@@ -196,20 +201,6 @@ def clear_run(run: StoredRun, known_generation: int, *, keeps_files: bool = Fals
         run.history.drop_summaries()
     remove_rings(run.storage)
     return Clearing(tuple(removed), generation, tuple(problems))
-
-
-def _check_own(run: StoredRun, generation: int) -> None:
-    try:
-        opening = run.opening(generation)
-        if is_own(opening):
-            return
-        by = f" by process {opening.process} on {opening.host}"
-    except (DamageError, NotFoundError):
-        by = ""
-    raise FencedError(
-        f"{run.url}: generation {generation} was opened{by} since this job began; nothing was removed",
-        hint="Another job saves there. Stop this job, or give it its own directory.",
-    )
 
 
 def _remove_committed(run: StoredRun, catalog: Catalog, generation: int) -> tuple[list[StepName], list[HoldfastError]]:

@@ -63,6 +63,13 @@ class StoredRun:
         """**Blocks.** Returns the record of the process that opened a generation; see `read_opening`."""
         return read_opening(self.storage, generation)
 
+    def try_opening(self, generation: int) -> Opening | None:
+        """**Blocks.** Returns the record of the process that opened a generation; None if it cannot be read."""
+        try:
+            return self.opening(generation)
+        except HoldfastError:
+            return None
+
     def look(self, *, closely: bool = False) -> Catalog:
         """**Blocks.** Reads the run's root.
 
@@ -186,7 +193,7 @@ class StoredRun:
         """
         newest = max(self.list_generations() if opened is None else opened, default=0)
         if newest > generation:
-            by = self._name_opener(newest)
+            by = name_opener(self.try_opening(newest))
             raise FencedError(
                 f"{self.url}: generation {newest} was opened{by}; this job has generation {generation} and "
                 "can no longer save",
@@ -212,7 +219,7 @@ class StoredRun:
         if opening.token != token:
             raise FencedError(
                 f"{self.url}: generation {generation} of this job was replaced by one that was opened"
-                f"{self._name_opener(generation)}",
+                f"{name_opener(opening)}",
                 hint=_FENCED_HINT,
             )
 
@@ -229,25 +236,13 @@ class StoredRun:
         for newer in sorted(self.list_generations(), reverse=True):
             if newer <= seen_generation:
                 return
-            if not self._is_opened_with(newer, token):
+            opening = self.try_opening(newer)
+            if opening is None or opening.token != token:
                 raise FencedError(
-                    f"{self.url}: generation {newer} was opened{self._name_opener(newer)} after this job chose the "
+                    f"{self.url}: generation {newer} was opened{name_opener(opening)} after this job chose the "
                     "step to continue from; the steps saved there would be lost",
                     hint=_FENCED_HINT,
                 )
-
-    def _is_opened_with(self, generation: int, token: str) -> bool:
-        try:
-            return self.opening(generation).token == token
-        except HoldfastError:
-            return False
-
-    def _name_opener(self, generation: int) -> str:
-        try:
-            opening = self.opening(generation)
-        except HoldfastError:
-            return ""
-        return f" by process {opening.process} on {opening.host}"
 
     def find_lost(self, catalog: Catalog) -> tuple[StepName, ...]:
         """**Blocks.** Returns the committed steps of the current lineage that have lost their manifests, in order of
@@ -348,3 +343,8 @@ class StoredRun:
                 names = step.list_names()
                 (lost if COMMITTED_NAME in names and any(map(is_part, names)) else unfinished).append(name)
         return committed, lost, unfinished
+
+
+def name_opener(opening: Opening | None) -> str:
+    """**Pure.** Names the opener of a generation, to follow "opened"; empty if it is not known."""
+    return "" if opening is None else f" by process {opening.process} on {opening.host}"

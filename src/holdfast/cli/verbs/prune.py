@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from holdfast.catalog import Catalog, StoredRun
+from holdfast.catalog import Catalog, StoredRun, find_owner
 from holdfast.catalog.stored_step import remove_own_files
 from holdfast.cli.screen import (
     BAD,
@@ -87,6 +87,8 @@ def command(
         )
     if job_is_dead and not unfinished:
         raise UsageError("--job-is-dead needs --unfinished", hint="Give both, or leave --job-is-dead out.")
+    if job_is_dead and (owner := find_owner(target.storage)):
+        raise UsageError(f"the job is not dead: {owner} has {target.location} open", hint="Stop it first.")
     may_ask = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
     if not (dry_run or yes or may_ask):
         raise UsageError(
