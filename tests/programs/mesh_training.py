@@ -1,7 +1,7 @@
 """One worker of a training job that torchrun's agent starts: trains in some layout and saves, or restores and compares.
 
-python tests/elastic.py mesh_training 4 1 train 2x2 RUN 3:7
-python tests/elastic.py mesh_training 2 0 check fsdp RUN
+python tests/programs/elastic.py mesh_training 4 1 train 2x2 RUN 3:7
+python tests/programs/elastic.py mesh_training 2 0 check fsdp RUN
 
 The first one trains twice: once untouched, and once so that worker 3 (or `all`) is killed in step 7 and all go on from
 the newest checkpoint. Both have to end with the same bits.

@@ -1,6 +1,6 @@
 """One worker of a job that torchrun's agent starts: trains replicas with `hf.resumable`, and dies where it is told to.
 
-python tests/elastic.py joint_training 2 1 RUN 12 1:7
+python tests/programs/elastic.py joint_training 2 1 RUN 12 1:7
 
 With `flip` in place of a rank and a step, a bit of one weight of rank 1 flips in the last step but one.
 """

@@ -139,7 +139,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_what_is_named_exists(page: Path) -> None:
-    text = DIRECTIVE.sub("", page.read_text())  # The directives are held by `tests/test_reference.py`.
+    text = DIRECTIVE.sub("", page.read_text())  # The directives are held by `tests/docs/test_reference.py`.
     for name in set(re.findall(r"\bhf\.([A-Za-z_]\w*)", text)):
         assert name in hf.__all__, f"hf.{name} is not public"
     for dotted in set(re.findall(r"\bholdfast((?:\.[A-Za-z_]\w*)+)", text)):

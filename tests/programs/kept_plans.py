@@ -1,6 +1,6 @@
 """One worker of a job that changes what it saves between its saves, and restores each of them over other values.
 
-python tests/elastic.py kept_plans 2 0 plain RUN
+python tests/programs/elastic.py kept_plans 2 0 plain RUN
 """
 
 from __future__ import annotations

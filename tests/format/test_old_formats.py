@@ -1,7 +1,7 @@
 """Checkpoints of every version of the format are restored, for ever; and the law of the format is enough to read one.
 
 `tests/data/v1` was made by `make_run`, with the first holdfast that wrote version 1. It is never made again. When
-the format gets a version 2, run `python tests/test_old_formats.py tests/data/v2` once, with the code that writes it,
+the format gets a version 2, run `python tests/format/test_old_formats.py tests/data/v2` once, with the code that writes it,
 and add the directory to `RUNS`.
 """
 

@@ -1,6 +1,6 @@
 """Workers that save by `torch.distributed.checkpoint` through holdfast, with FSDP2; or load what others have saved.
 
-python tests/elastic.py dcp_job 2 1 save DIRECTORY -- 1 0 check DIRECTORY
+python tests/programs/elastic.py dcp_job 2 1 save DIRECTORY -- 1 0 check DIRECTORY
 """
 
 from __future__ import annotations

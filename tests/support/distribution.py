@@ -23,7 +23,7 @@ import holdfast as hf
 
 ROOT = Path(__file__).parent.parent
 KILLED_AT = "step 1130:"
-SHORT_TESTS = ("tests/test_format.py", "tests/test_policies.py", "tests/test_manager.py", "tests/test_cli.py")
+SHORT_TESTS = ("tests/format/test_format.py", "tests/policies/test_policies.py", "tests/save/test_manager.py", "tests/cli/test_cli.py")
 _SECONDS = 900
 
 
