@@ -21,7 +21,7 @@ DIST_VENV ?= .venv-dist
 PYTHONS ?= $(shell for minor in 11 12 13; do p=$$(command -v python3.$$minor) && $$p -c '' 2>/dev/null && echo $$p; done; true)
 COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
-CRASH := PYTHONPATH=tests $(BIN)/python -m crash
+CRASH := PYTHONPATH=tests:tests/support $(BIN)/python -m crash
 # For instance: make demo DEMO="--part kills --seed 3"; DEMO=--help shows what there is.
 DEMO ?=
 # For instance: make bench BENCH="--only model --peer holdfast"
@@ -65,7 +65,8 @@ test-tensorflow: $(BENCH_VENV)/ready
 # of what an old version lacks is skipped, with the reason. The docs and the comparisons are for the newest.
 test-oldest: $(OLDEST_VENV)/ready
 	$(OLDEST_VENV)/bin/pytest tests tests/frameworks -n $(WORKERS) --dist worksteal --durations=15 \
-		--ignore=tests/docs/test_docs.py --ignore=tests/benchmarks/test_gpu_kit.py --ignore=tests/benchmarks/test_benchmarks_workers.py
+		--ignore=tests/docs/test_docs.py --ignore=tests/benchmarks/test_gpu_kit.py \
+		--ignore=tests/benchmarks/test_benchmarks_workers.py
 
 # The wheel and the sdist, in dist: checked, installed into empty environments, and an example trained, killed and resumed
 # there. DIST=--torch also trains the example for PyTorch.
@@ -89,7 +90,8 @@ crash: .venv/ready
 	$(CRASH).torch_joint --rounds 100 --way kill
 	$(CRASH).epoch_job --kills 300
 	HOLDFAST_CUTS=20 $(BIN)/pytest tests/cluster/test_partition.py
-	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -lE 'mark\.long|HOLDFAST_LONG|hypothesis|repeated' tests/test_*.py)
+	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -rlE 'mark\.long|HOLDFAST_LONG|hypothesis|repeated' tests \
+		--include='test_*.py' --exclude-dir=frameworks --exclude-dir=site)
 	$(CRASH).leaving --faults 50
 
 bench: $(BENCH_PLACE)/ready

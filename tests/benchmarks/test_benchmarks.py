@@ -16,7 +16,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks import page_cache
 from benchmarks.__main__ import RESULTS_NAME, main
 from benchmarks.frozen import growth_of
 from benchmarks.machine import Machine, describe_machine
@@ -56,9 +55,10 @@ from benchmarks.workloads import (
 from click.testing import CliRunner
 from msgspec.structs import replace
 
+from benchmarks import page_cache
 from patience import PATIENCE_SECONDS, killed_after
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 MACHINE = Machine(
     processor="a processor",
     cores=2,

@@ -19,7 +19,7 @@ from benchmarks.gpu.findings import BARE, Findings, read_lines
 from benchmarks.gpu.parts import TOTAL_SECONDS, choose, list_parts
 from benchmarks.gpu.site import fits
 
-ROOT = Path(__file__).parents[1]
+from places import ROOT
 
 
 def run_kit(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:

@@ -31,8 +31,9 @@ from holdfast.format.names import StepName, base_path, generation_path, parse_su
 from holdfast.format.records import Base, Opening, Summary, decode_summary, make_base
 from holdfast.policies import RetentionPolicy
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
+from interrupted_storage import Interrupted
 from memory_engine import run_workers
-from test_reference_races import Interrupted
+from places import DATA
 from whole_runs import check_whole
 
 LONG = "HOLDFAST_LONG" in os.environ
@@ -626,7 +627,7 @@ def test_several_workers_sum_up_too() -> None:
 @pytest.mark.parametrize("run", ["v1", "v1-references"])
 def test_old_runs_get_a_summary(tmp_path: Path, run: str) -> None:
     place = tmp_path / "run"
-    shutil.copytree(Path(__file__).parent / "data" / run, place)
+    shutil.copytree(DATA / run, place)
     storage = LocalStorage(place)
     before = read_catalog(storage, closely=True)
     with open_manager(place, begin_anew=True) as manager:
@@ -654,7 +655,7 @@ def test_a_summary_is_named_by_generation_and_number() -> None:
 def test_a_stored_run_with_a_summary_is_read(tmp_path: Path) -> None:
     """`tests/data/v1-summary` has 18 steps of two generations, and step 19, whose job went on from 17."""
     place = tmp_path / "run"
-    shutil.copytree(Path(__file__).parent / "data" / "v1-summary", place)
+    shutil.copytree(DATA / "v1-summary", place)
     storage = LocalStorage(place)
     history = History(storage)
     catalog = read_catalog(storage, history)

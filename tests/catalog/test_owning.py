@@ -17,8 +17,9 @@ import pytest
 import holdfast as hf
 from holdfast.errors import SaveFailedError, StorageError
 from mounts import mounted
+from places import PROGRAMS
 
-PROGRAM = Path(__file__).parent / "programs" / "owners.py"
+PROGRAM = PROGRAMS / "owners.py"
 CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--mount-proc", "--fork", "--kill-child"]
 
 

@@ -40,7 +40,7 @@ from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
 from holdfast.save import copy_plan
 from holdfast.storage import LocalStorage, digesting
 from mounts import fill, mounted
-from test_storage_faults import needs_strace
+from tracing import needs_strace
 
 SMALL: Final = ("--size", "3MB")
 FIGURES: Final = {

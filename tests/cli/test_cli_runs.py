@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from command_line import NEWEST, PROGRAMS, call, call_json, complaint, lines_of, show_on_terminal
+from command_line import NEWEST, call, call_json, complaint, lines_of, show_on_terminal
 from holdfast.cli.exit_codes import ExitCode
+from places import PROGRAMS
 
 
 @pytest.fixture

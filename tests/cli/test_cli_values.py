@@ -25,6 +25,7 @@ from holdfast.format.encoding import Encoder
 from holdfast.format.index import Index, LeafRecord, plan_layout
 from holdfast.format.names import data_name, index_name
 from holdfast.format.records import Manifest, WorkerRecord
+from places import DATA
 
 
 class Colour(enum.Enum):
@@ -242,7 +243,7 @@ def test_notes_that_are_nested_deeply(tmp_path: Path, depth: int) -> None:
 
 
 def test_leaves_that_lie_with_several_workers() -> None:
-    run = Path(__file__).parent / "data" / "v1-shards"
+    run = DATA / "v1-shards"
     shown = call("show", run).stdout
     assert "workers     2" in shown
     assert re.search(r"large +1 +560000 +\d+% +F32 +\[140000\]", shown)

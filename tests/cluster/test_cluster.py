@@ -17,6 +17,7 @@ from holdfast.errors import UsageError
 from holdfast.testing.cluster_contract import ClusterContract
 from holdfast.testing.processes import Workers, python
 from jobs import PROGRAM, environment, find_port, start_like_torchrun
+from places import PROGRAMS
 
 TORCHRUN = environment(1, 4, 29500, agent=True)
 LAUNCHER = environment(1, 4, 29500, agent=False)
@@ -199,7 +200,7 @@ def test_alone_imports_no_framework(tmp_path: Path) -> None:
 # torchrun itself.
 
 
-ELASTIC = Path(__file__).with_name("elastic.py")
+ELASTIC = PROGRAMS / "elastic.py"
 
 RESTARTED = """
 import json, os, sys

@@ -18,8 +18,9 @@ from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
 from holdfast.testing.processes import Workers, python
 from network import ADDRESSES, Hosts, two_hosts
+from places import PROGRAMS
 
-WORKER = Path(__file__).parent / "partition_worker.py"
+WORKER = PROGRAMS / "partition_worker.py"
 PATIENCE_SECONDS = 120.0
 
 CUTS = int(os.environ.get("HOLDFAST_CUTS", "0"))

@@ -34,54 +34,10 @@ from simulated_job import save_job
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file, load_model  # noqa: E402
-from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp  # noqa: E402
 
-
-class Net(nn.Module):
-    """Tied weights, two element types, buffers, and a scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.narrow = nn.Linear(4, 4).to(torch.bfloat16)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, numbers: Any) -> Any:
-        return self.head(self.narrow(self.norm(self.embedding(numbers)).bfloat16()).float())
-
-
-def build(seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    model = Net()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": model.norm.parameters(), "lr": 0.1},
-            {"params": [model.embedding.weight, *model.narrow.parameters()]},
-        ]
-    )
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2),
-        "epoch": 3,
-        "notes": {"seen": [1, 2.5, "three"], "shape": torch.Size([2, 3]), "limit": None, "raw": b"\x00\xff"},
-        "rng": hf.RNG(),
-        "own": hf.PerWorker({"place": torch.ones(2)}),
-    }
-
-
-def train(objects: dict[str, Any], steps: int, seed: int = 5) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        objects["optimizer"].zero_grad()
-        numbers = torch.randint(0, 7, (6,), generator=generator)
-        nn.functional.cross_entropy(objects["model"](numbers), numbers).backward()
-        objects["optimizer"].step()
-        objects["schedule"].step()
+from converted_model import Interrupting, build, equal_states, train  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +48,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     with hf.CheckpointManager(directory, hf.Checkpoint(**objects)) as manager:
         manager.save(2)
     return directory, objects
-
-
-def equal_states(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return bool(one.dtype == other.dtype and torch.equal(one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal_states(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal_states, one, other))
-    return bool(one == other)
 
 
 def test_a_model_as_one_safetensors_file(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -299,16 +245,6 @@ def test_what_is_there_is_not_overwritten_unless_asked(run: Path, tmp_path: Path
     assert after.keys() - {"README.md"} == before.keys()
     assert all(after[name] != inode for name, inode in before.items())
     assert not [one for one in tmp_path.iterdir() if one.name.endswith(".tmp")]
-
-
-class Interrupting:
-    """Ctrl-C in the middle."""
-
-    def expect(self, total_bytes: int) -> None:
-        assert total_bytes > 0
-
-    def advance(self, moved_bytes: int) -> None:
-        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -26,13 +26,15 @@ import preloaded
 from command_line import call, call_json, complaint
 from holdfast import errors
 from holdfast.storage.memory import MemoryStorage
-from test_export import Interrupting, build, equal_states, train
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp  # noqa: E402
+
+from converted_model import Interrupting, build, equal_states, train  # noqa: E402
+from places import PROGRAMS  # noqa: E402
 
 
 def as_saved(objects: dict[str, Any]) -> dict[str, Any]:
@@ -258,7 +260,7 @@ def test_any_tensors_go_there_and_back(
 def test_workers_of_torchrun_there_and_back(tmp_path: Path) -> None:
     """Two workers of FSDP2 save with holdfast and with DCP; each is handed on to the other side."""
     old_versions.skip_without_fsdp_on_cpu()
-    agent = Path(__file__).with_name("elastic.py")
+    agent = PROGRAMS / "elastic.py"
     command: list[str | Path] = [sys.executable, agent, "fsdp_export_worker", "2", "0", tmp_path]
     ended = preloaded.run(command, preload=preloaded.TRAINING, capture_output=True, text=True, timeout=120)
     assert (tmp_path / "whole.pt").exists(), ended.stderr

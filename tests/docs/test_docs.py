@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import holdfast as hf
-import preloaded
+from pages import FENCE, OF_FRAMEWORKS, RUN_AS, blocks, has_runnable, run_page
+from places import ROOT, TESTS
 
-ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "holdfast"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
-FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
@@ -46,45 +40,6 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-def blocks(page: Path, language: str) -> list[tuple[int, str, str]]:
-    """The first line, the words behind the language, and the text of each block of code."""
-    text = page.read_text()
-    found = []
-    for match in FENCE.finditer(text):
-        words = match["info"].split()
-        if words[:1] == [language]:
-            line = text.count("\n", 0, match.start("body")) + 1
-            found.append((line, " ".join(words[1:]), match["body"]))
-    return found
-
-
-def has_runnable(page: Path) -> bool:
-    return any(words in RUN_AS for _, words, _ in blocks(page, "python"))
-
-
-FRESH = ("quickstart.md", *(("several-workers.md",) if "HOLDFAST_LONG" in os.environ else ()))
-"""Pages whose programs are run as their readers run them. To import torch takes longer than those of other pages."""
-
-
-def launched(program: Path, words: str, *, is_fresh: bool) -> list[str | Path]:
-    """How the program of a page is run."""
-    if words == "run":
-        return [sys.executable, program]
-    if not is_fresh:
-        return [sys.executable, Path(__file__).with_name("elastic.py"), program, "2", "0"]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]
-
-
-RUN_AS = ("torchrun", "run")
-"""What stands behind the language of a block that is run; on one page these programs come one after the other."""
-
-OF_FRAMEWORKS = ("lightning.md", "hf-trainer.md", "keras.md")
-"""Pages whose programs need a framework: `tests/frameworks/test_pages.py` runs them."""
-
-LEAVE = "import os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
-"""Ends a worker. Where Python makes an end by itself, gloo may hang."""
-
-
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_code_compiles(page: Path) -> None:
     for line, words, body in blocks(page, "python"):
@@ -98,31 +53,6 @@ RUNNABLE = [page for page in PAGES if has_runnable(page) and page.name not in OF
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
 def test_runnable_code_runs(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path)
-
-
-def run_page(page: Path, tmp_path: Path) -> None:
-    """All runnable blocks of a page are one program, or one for each way to run it; its line numbers are the page's."""
-    for way in RUN_AS:
-        lines: list[str] = []
-        for line, words, body in blocks(page, "python"):
-            if words == way:
-                lines += [""] * (line - 1 - len(lines)) + body.splitlines()
-        if not lines:
-            continue
-        program = tmp_path / f"{page.stem}_{way}.py"
-        is_fresh = page.name in FRESH
-        program.write_text("\n".join([*lines, LEAVE if is_fresh and way == "torchrun" else ""]))
-        run: Any = subprocess.run if is_fresh else partial(preloaded.run, preload=preloaded.TRAINING)
-        ended = run(
-            launched(program, way, is_fresh=is_fresh),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -146,9 +76,9 @@ def test_what_is_named_exists(page: Path) -> None:
         assert_is_there(dotted.split(".")[1:])
     for path in PATH.findall(text):
         assert (ROOT / path).exists() or (SOURCE / path).exists(), f"{path} is not there"
-    tests = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
+    tests = "".join(file.read_text() for file in TESTS.rglob("*.py"))
     for test in TEST.findall(text):
-        assert f"def {test}(" in tests or (ROOT / "tests" / f"{test}.py").exists(), f"there is no test {test}"
+        assert f"def {test}(" in tests or any(TESTS.rglob(f"{test}.py")), f"there is no test {test}"
 
 
 def assert_is_there(parts: list[str]) -> None:

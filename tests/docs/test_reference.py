@@ -11,8 +11,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import holdfast as hf
 import holdfast.storage
+from places import ROOT
 
-ROOT: Final = Path(__file__).parent.parent
 PAGES: Final = sorted((ROOT / "docs" / "reference" / "python").glob("*.md"))
 
 DIRECTIVE: Final = re.compile(r"^::: (\S+)\n((?:    .*\n?)*)", re.MULTILINE)

@@ -28,8 +28,8 @@ from demo.verdict import compare_evidence, compare_steps
 from holdfast.catalog import read_catalog
 from holdfast.storage import LocalStorage
 from patience import PATIENCE_SECONDS, killed_after
+from places import EXAMPLES
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 DEMO = "from demo.__main__ import command; command(prog_name='demo')"
 EVIDENCE: Evidence = {"weights": {"layer": "ab", "head": "cd"}, "loss log": {"step 1": "0x1.8p+1"}}
 

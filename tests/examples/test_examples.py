@@ -15,8 +15,7 @@ import pytest
 import preloaded
 from holdfast.testing.processes import Workers, python
 from patience import PATIENCE_SECONDS, killed_after
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from places import EXAMPLES
 
 
 def train(directory: Path, *, example: str = "train.py", kill_at: str | None = None) -> list[str]:

@@ -17,9 +17,9 @@ import pytest
 
 import holdfast as hf
 from holdfast.testing.processes import Workers
+from places import EXAMPLES, PROGRAMS
 
-RECIPES = Path(__file__).parent.parent / "examples" / "recipes"
-PROGRAMS = Path(__file__).parent / "programs"
+RECIPES = EXAMPLES / "recipes"
 PATIENCE_SECONDS = 120.0
 LEFT = hf.TerminationConfig().exit_code
 """The exit code of a job that has saved and left."""

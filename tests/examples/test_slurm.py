@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from places import EXAMPLES
 from slurm_cluster import SlurmCluster, is_possible
 
 if "HOLDFAST_SLURM" not in os.environ:
     pytest.skip("starts a Slurm of its own: make test-slurm", allow_module_level=True)
 
-RECIPES = Path(__file__).parent.parent / "examples" / "recipes"
+RECIPES = EXAMPLES / "recipes"
 ALONE = ("slurm.sh", "--nodes=1", "--ntasks-per-node=2")
 TORCHRUN = ("slurm_torchrun.sh", "--nodes=1")
 VARIABLES = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}

@@ -1,8 +1,8 @@
 """Checkpoints of every version of the format are restored, for ever; and the law of the format is enough to read one.
 
 `tests/data/v1` was made by `make_run`, with the first holdfast that wrote version 1. It is never made again. When
-the format gets a version 2, run `python tests/format/test_old_formats.py tests/data/v2` once, with the code that writes it,
-and add the directory to `RUNS`.
+the format gets a version 2, run `python tests/format/test_old_formats.py tests/data/v2` once, with the code that writes
+it and `tests/support` in `PYTHONPATH`, and add the directory to `RUNS`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from holdfast.format.decoding import REBUILDERS
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.scalars import DECODERS
 from holdfast.storage import LocalStorage
+from places import DATA
 
-DATA = Path(__file__).parent / "data"
 LAW = DATA.parent.parent / "docs" / "reference" / "format.md"
 RUNS = [DATA / "v1"]
 STEP = "step-000000003.g0002"

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 import holdfast as hf
+from places import DATA
 
-RUN = Path(__file__).parent / "data" / "v1-raw-types"
+RUN = DATA / "v1-raw-types"
 NUMBERS = [1.5 - 2j, complex(-0.0, float("inf"))]
 
 

@@ -16,8 +16,9 @@ import pytest
 import xxhash
 
 import holdfast as hf
+from places import DATA
 
-RUN = Path(__file__).parent / "data" / "v1-references"
+RUN = DATA / "v1-references"
 
 
 def make_arrays(step: int) -> dict[str, np.ndarray]:

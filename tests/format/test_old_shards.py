@@ -21,9 +21,10 @@ from holdfast.format.names import StepName
 from holdfast.format.records import Worker
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
+from places import DATA
 from simulated_job import commit_parts, restore_part, save_part
 
-RUN = Path(__file__).parent / "data" / "v1-shards"
+RUN = DATA / "v1-shards"
 
 WHOLES: dict[str, Any] = {
     "rows": np.arange(12, dtype=np.float32).reshape(6, 2),

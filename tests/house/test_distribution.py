@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distribution import ROOT, build_sdist, build_wheel, copy_sources, find_sdist_problems, find_wheel_problems
+from distribution import build_sdist, build_wheel, copy_sources, find_sdist_problems, find_wheel_problems
+from places import ROOT
 
 needs_git = pytest.mark.skipif(
     not (ROOT / ".git").exists() or shutil.which("git") is None, reason="this is no checkout of git"

@@ -21,8 +21,8 @@ import pytest
 
 import holdfast as hf
 from holdfast import errors, events
+from places import PROGRAMS, ROOT, TESTS
 
-ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "holdfast"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
@@ -384,7 +384,7 @@ def test_files_are_named_for_a_stage_or_a_thing() -> None:
 def test_names_of_tests_have_at_most_seventy_characters() -> None:
     names = [
         name
-        for module in (ROOT / "tests").rglob("test_*.py")
+        for module in TESTS.rglob("test_*.py")
         for name in re.findall(r"^ *def (test_\w+)", module.read_text(), re.MULTILINE)
     ]
     assert len(names) > 1000
@@ -392,7 +392,7 @@ def test_names_of_tests_have_at_most_seventy_characters() -> None:
 
 
 def test_no_text_speaks_of_where_it_was_made() -> None:
-    texts = [*MODULES, *(ROOT / "tests").glob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    texts = [*MODULES, *TESTS.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     for text in texts:
         assert f"{ROOT}/" not in text.read_text(), text
 
@@ -477,7 +477,7 @@ def test_no_storage_is_named_outside_of_its_package() -> None:
 
 def test_a_save_touches_few_modules_and_functions() -> None:
     """A real save of one worker, and one of two, on all threads."""
-    program = Path(__file__).with_name("touched_worker.py")
+    program = PROGRAMS / "touched_worker.py"
     alone = json.loads(run([sys.executable, program, "alone"], ROOT).stdout)
     joint = json.loads(run([sys.executable, program, "joint"], ROOT).stdout)
     counts = {"modules": len(alone), "functions": sum(map(len, alone.values())), "more": len(joint.keys() - alone)}

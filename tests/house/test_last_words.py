@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Final
 
 import pytest
+
+from places import SUPPORT
 
 PROGRAM: Final = """
 import os, signal, sys, time
@@ -35,7 +36,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     command = [sys.executable, "-m", "pytest", "-n1", "-p", "last_words", "-p", "no:cacheprovider", "--timeout=2"]
     command += ["--timeout-method=thread", "test_dying.py"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    variables["PYTHONPATH"] = str(Path(__file__).parent)
+    variables["PYTHONPATH"] = str(SUPPORT)
     done = subprocess.run(
         ["sh", "-c", 'ulimit -c 0; exec "$@"', "sh", *command],
         cwd=directory,

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from places import SUPPORT
+
 PROGRAM: Final = """
 import numpy as np
 import holdfast as hf
@@ -34,7 +36,7 @@ def test_what_hears_notices_and_is_left_open_fails_its_test(tmp_path: Path) -> N
     (tmp_path / "test_open.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "pytest", "-p", "left_open", "-p", "no:cacheprovider", "-p", "no:xdist", "-rE"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    variables["PYTHONPATH"] = str(Path(__file__).parent)
+    variables["PYTHONPATH"] = str(SUPPORT)
     done = subprocess.run(
         [*command, "test_open.py"],
         cwd=tmp_path,

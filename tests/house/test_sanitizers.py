@@ -14,8 +14,8 @@ from typing import Final
 import pytest
 
 import holdfast
+from places import ROOT, TESTS
 
-ROOT: Final = Path(__file__).parent.parent
 PACKAGE: Final = Path(holdfast.__file__).parent
 INCLUDE: Final = sysconfig.get_path("include")
 SANITIZERS: Final = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
@@ -79,7 +79,7 @@ def test_compiled_modules_pass_their_property_tests_under_sanitizers(tmp_path: P
         # Python keeps memory until it ends, and tests ask for more than there is.
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
     }
-    tests = [str(ROOT / "tests" / name) for name in ("test_moves.py", "test_digesting.py")]
+    tests = [str(TESTS / name) for name in ("save/test_moves.py", "storage/test_digesting.py")]
     # Not those that start programs of their own.
     chosen = "byte_comes or early or device or refuses or share_out"
     command = [sys.executable, "-c", RUN, str(tmp_path), ",".join(list_extensions()), *tests, "-q", "-k", chosen]

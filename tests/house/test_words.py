@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from places import ROOT
 from private_words import BRITISH, PRIVATE_WORDS
 
-ROOT = Path(__file__).parent.parent
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

@@ -44,6 +44,7 @@ from holdfast.jobs import (
 )
 from holdfast.storage import LocalStorage
 from patience import PATIENCE_SECONDS, killed_after, read_line
+from places import SUPPORT
 
 NODES = ["trainer_0", "trainer_1", "trainer_2"]
 
@@ -882,7 +883,7 @@ def test_kills_of_one_process_end_at_the_same_total_with_two_epochs_kept(tmp_pat
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     found: tuple[int, ...] = ()
     for kill in [True] * 6 + [False]:
-        with preloaded.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as program:
+        with preloaded.Popen(command, stdout=subprocess.PIPE, text=True, cwd=SUPPORT) as program:
             assert program.stdout is not None
             assert read_line(program) == "begun\n"
             if kill:

@@ -24,6 +24,7 @@ from holdfast.events import Committed, Event, NodesTimed
 from holdfast.jobs import Task, UploadTo, Workspace
 from holdfast.testing.processes import Workers, python
 from mounts import fill, mounted
+from places import EXAMPLES, SUPPORT
 
 ray = pytest.importorskip("ray")
 
@@ -35,7 +36,7 @@ ALL = dict.fromkeys(NODES, 145.0)
 def ray_here() -> Iterator[None]:
     """Ray on this machine; its workers find holdfast and the modules of the tests where this process does."""
     source = Path(hf.__file__).parent.parent
-    path = os.pathsep.join([str(source), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(source), str(Path(__file__).parent), str(SUPPORT)])
     environment = {"env_vars": {"PYTHONPATH": path}}
     ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     yield
@@ -326,7 +327,7 @@ def test_wrong_calls_are_refused(session: hf.RaySession, tmp_path: Path) -> None
             hf.RaySession(NODES, **options)
 
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "recipes" / "ray_job.py"
+EXAMPLE = EXAMPLES / "recipes" / "ray_job.py"
 
 
 def test_recipe_that_loses_a_node_and_then_its_machine_ends_the_same(tmp_path: Path) -> None:

@@ -30,8 +30,9 @@ from holdfast.errors import (
 from holdfast.jobs import Task, TorchrunSession, UploadTo, Workspace
 from holdfast.testing.processes import Workers, python
 from memory_engine import run_workers
+from places import PROGRAMS, TESTS
 
-PROGRAM = Path(__file__).with_name("job_worker.py")
+PROGRAM = PROGRAMS / "job_worker.py"
 NODES = ["worker_0", "worker_1", "worker_2"]
 ALL = dict.fromkeys(NODES, 145.0)
 LIVENESS_SECONDS = 4.0
@@ -62,7 +63,7 @@ def check_nothing_partial(directory: Path) -> None:
 @pytest.mark.long
 def test_a_worker_killed_while_an_epoch_is_saved_is_restarted_by_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    launch = python(PROGRAM.with_name("elastic.py"), PROGRAM.stem, "3", "1")
+    launch = python(PROGRAMS / "elastic.py", PROGRAM.stem, "3", "1")
     with Workers(tmp_path) as workers:
         workers.start(
             [*launch, "keep", tmp_path / "run", "dies"],
@@ -127,8 +128,7 @@ def test_a_worker_that_ends_is_named_with_what_is_known(
 @pytest.mark.long
 def test_random_kills_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path) -> None:
     command = python("-m", "crash.epoch_job", "--kills", "20", "--directory", tmp_path / "crash")
-    tests = Path(__file__).parent
-    done = subprocess.run(list(map(str, command)), cwd=tests, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(list(map(str, command)), cwd=TESTS, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "20 kills" in done.stdout
 

@@ -47,8 +47,7 @@ from holdfast.preemption.sources.slurm import requeue_advice
 from holdfast.process.wakeup import ANSWERED, Wakeup, answer
 from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
 from patience import PATIENCE_SECONDS
-
-PROGRAMS = Path(__file__).with_name("programs")
+from places import PROGRAMS
 
 
 def heard(source: NoticeSource) -> list[Notice]:

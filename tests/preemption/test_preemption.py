@@ -21,7 +21,7 @@ import pytest
 
 import holdfast as hf
 import preloaded
-from command_line import PROGRAMS, run_file
+from command_line import run_file
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.errors import ClosedError, DeadlineError, HoldfastError, MismatchError, UsageError
 from holdfast.events import AnyEvent, Committed, Event, Leaving, NoticeHeard, Staged, Warned, read_events
@@ -32,6 +32,7 @@ from holdfast.storage import LocalStorage
 from holdfast.storage.local.streams import LocalWriter
 from holdfast.training.run import Run
 from patience import PATIENCE_SECONDS
+from places import PROGRAMS
 from preemption_jobs import TOTAL, Job
 
 LOOPS = ["resumable", "run", "steps", "own"]

@@ -15,11 +15,11 @@ import preloaded
 from holdfast.catalog import read_catalog
 from holdfast.storage import LocalStorage
 from holdfast.testing.processes import Workers, python
+from places import PROGRAMS
 
 pytest.importorskip("torch")
 
-HERE = Path(__file__).parent
-TRAINING = HERE / "stopping_training.py"
+TRAINING = PROGRAMS / "stopping_training.py"
 PATIENCE_SECONDS = 120.0
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import holdfast as hf
 import preloaded
-from command_line import PROGRAMS, run_file
+from command_line import run_file
 from holdfast.catalog import read_catalog
 from holdfast.errors import FencedError, SaveFailedError, StorageError, StorageFullError, UsageError
 from holdfast.events import Committed, Event, Failed, Staged
@@ -26,6 +26,7 @@ from holdfast.storage.checks import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.memory import MemoryWriter
 from interrupts import save_struck
 from patience import PATIENCE_SECONDS, killed_after, read_line
+from places import PROGRAMS
 
 
 class FullStorage(MemoryStorage):

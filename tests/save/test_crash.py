@@ -12,6 +12,7 @@ import pytest
 import holdfast as hf
 from crash.command import WrongStateError
 from crash.single import Tally, Toy, check_after
+from places import TESTS
 from repetitions import repeated
 
 
@@ -20,8 +21,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
     kills = repeated(100, in_gate=40)
     command = [sys.executable, "-m", "crash.single", "--kills", str(kills), "--span", "0.15"]
     command += ["--directory", str(tmp_path / "run")]
-    tests = Path(__file__).parent
-    done = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{kills} kills" in done.stdout
     in_save = re.search(r"(\d+) hit an unfinished save", done.stdout)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROGRAMS = Path(__file__).with_name("programs")
+from places import PROGRAMS
 
 
 def measure(directory: Path, mode: str) -> float:

@@ -36,10 +36,10 @@ from holdfast.integrations.torch.module_walks import (  # noqa: E402
 from holdfast.state import CaptureCache, Captured, capture_objects  # noqa: E402
 from holdfast.state.capture_cache import LEAST_PARTS  # noqa: E402
 from holdfast.testing.processes import Workers, python  # noqa: E402
+from places import PROGRAMS  # noqa: E402
 from repetitions import repeated  # noqa: E402
 
 COUNT = LEAST_PARTS + 4
-ROOT = Path(__file__).parent.parent
 PATIENCE_SECONDS = 600.0
 
 
@@ -374,7 +374,7 @@ def test_modules_are_walked_as_torch_walks_them(seed: int) -> None:
 @pytest.mark.parametrize("mode", ["plain", "overlapped"])
 def test_changes_between_saves_of_two_workers_come_back(tmp_path: Path, mode: str) -> None:
     old_versions.skip_without_fsdp_on_cpu()
-    launch = [*python(ROOT / "tests" / "elastic.py", "kept_plans"), "2", "0", mode, tmp_path / "run"]
+    launch = [*python(PROGRAMS / "elastic.py", "kept_plans"), "2", "0", mode, tmp_path / "run"]
     with Workers(tmp_path) as workers:
         number = workers.start(launch, {"OMP_NUM_THREADS": "1"}, preloaded.TrainingPopen)
         assert workers.wait(PATIENCE_SECONDS, [number]) == [0], workers.report(number)

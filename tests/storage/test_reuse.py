@@ -24,9 +24,9 @@ from holdfast.policies import RetentionPolicy
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from holdfast.storage.local.streams import LocalWriter
-from spare_files import identity
-from test_storage_faults import STRACE, needs_strace
-from test_storage_spare import can_reuse, reader_of, small_disk
+from mounts import small_disk
+from spare_files import can_reuse, identity, reader_of
+from tracing import STRACE, needs_strace
 
 DATA = "data-00000-of-00001.safetensors"
 LENGTH = 300_000

@@ -15,6 +15,7 @@ import preloaded
 from holdfast.format.names import data_name
 from holdfast.storage import Entry
 from holdfast.storage.local.direct import PAGE_BYTES
+from tracing import STRACE, needs_strace
 
 DIRECT_BYTES = 2 << 20
 
@@ -41,18 +42,6 @@ def _run(root: Path, code: str, *, under: list[str] | None = None, env: dict[str
     assert done.returncode == 0, done.stderr
     return str(done.stdout).strip()
 
-
-STRACE = ("strace", "-f", "--seccomp-bpf")
-"""With threads and processes; the kernel stops these at the traced calls alone, so that a Python starts as ever."""
-
-
-def _can_trace() -> bool:
-    if shutil.which("strace") is None:
-        return False
-    return subprocess.run([*STRACE, "-qq", "true"], capture_output=True, check=False).returncode == 0
-
-
-needs_strace = pytest.mark.skipif(not _can_trace(), reason="strace is not there, or may not trace")
 
 CHANGES = "pwrite64,fallocate,ftruncate,mkdir,mkdirat,fsync,linkat,renameat2,rename,renameat,unlinkat"
 

@@ -7,31 +7,23 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import preloaded
 from faulty import FaultyStorage
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.format.names import SPARE_NAME
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.protocol import SparingStorage
-from mounts import mounted
-from patience import PATIENCE_SECONDS, read_line
+from mounts import mounted, small_disk
+from patience import PATIENCE_SECONDS
+from places import PROGRAMS
 from repetitions import repeated
-from spare_files import MIB, identity, lay, lay_over, pattern, spare_of
+from spare_files import MIB, can_reuse, identity, lay, lay_over, pattern, reader_of, spare_of
 
 ANY_SIZE = 1 << 40
-PROGRAMS = Path(__file__).with_name("programs")
-
-
-def can_reuse(directory: Path) -> bool:
-    storage = LocalStorage(directory / "trial")
-    lay(storage, "a/data", 1, MIB)
-    return storage.spare.try_keep("a/data", MIB)
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "plain"])
@@ -151,18 +143,6 @@ def test_nothing_is_kept_in_memory(tmp_path: Path) -> None:
 # Who else could see the bytes.
 
 
-@contextmanager
-def reader_of(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the file open, or mapped, while the body runs."""
-    command: list[str | Path] = [sys.executable, PROGRAMS / "file_readers.py", how, path]
-    with preloaded.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
-        assert read_line(reader) == "ready\n"
-        try:
-            yield reader
-        finally:
-            reader.kill()
-
-
 @pytest.mark.parametrize("how", ["mapped", "open"])
 def test_who_reads_the_old_file_keeps_reading_the_old_bytes(storage: LocalStorage, how: str) -> None:
     from hashlib import sha256
@@ -228,8 +208,7 @@ def test_a_fifo_or_a_socket_under_its_name_holds_nothing_up(storage: LocalStorag
 def start_writer(program: str, directory: Path, *numbers: int) -> subprocess.Popen[str]:
     """One of `programs/spare_writers.py`."""
     command: list[str | Path] = [sys.executable, PROGRAMS / "spare_writers.py", program, directory, *map(str, numbers)]
-    environment = {**os.environ, "PYTHONPATH": str(PROGRAMS.parent)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_others_that_open_it_at_any_moment_do_not_end_the_process(tmp_path: Path) -> None:
@@ -269,18 +248,6 @@ def test_of_two_processes_one_takes_it_and_both_write_whole_files(tmp_path: Path
 
 
 # Full disks.
-
-
-@contextmanager
-def small_disk(tmp_path: Path, size_bytes: int) -> Iterator[Path]:
-    if shutil.which("mkfs.ext4") is None:
-        pytest.skip("there is no mkfs.ext4")
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(size_bytes)
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
-    with mounted(tmp_path / "disk", "-o", "loop", str(image)) as root:
-        yield root
 
 
 def fill(root: Path) -> Path:

@@ -29,6 +29,7 @@ from click.testing import CliRunner, Result
 import holdfast as hf
 import preloaded
 from holdfast.cli.main import holdfast
+from places import PROGRAMS
 
 PROGRAM: Final = Path(sys.executable).with_name("holdfast")
 DATA: Final = "data-00000-of-00001.safetensors"
@@ -78,9 +79,6 @@ def job_that_cannot_be_joined() -> Iterator[dict[str, str]]:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         yield {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-PROGRAMS: Final = Path(__file__).with_name("programs")
 
 
 def lines_of(text: str) -> list[list[str]]:

@@ -20,10 +20,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import holdfast as hf
+from places import ROOT
 
-ROOT = Path(__file__).parent.parent
 KILLED_AT = "step 1130:"
-SHORT_TESTS = ("tests/format/test_format.py", "tests/policies/test_policies.py", "tests/save/test_manager.py", "tests/cli/test_cli.py")
+SHORT_TESTS = (
+    "tests/format/test_format.py",
+    "tests/policies/test_policies.py",
+    "tests/save/test_manager.py",
+    "tests/cli/test_cli.py",
+)
 _SECONDS = 900
 
 

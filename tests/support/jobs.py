@@ -7,8 +7,9 @@ from pathlib import Path
 
 import preloaded
 from holdfast.testing.processes import Workers, python
+from places import PROGRAMS
 
-PROGRAM = Path(__file__).with_name("cluster_worker.py")
+PROGRAM = PROGRAMS / "cluster_worker.py"
 
 HOST = "import sys, time, torch.distributed as d; s = d.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, \
 wait_for_workers=False); time.sleep(600)"

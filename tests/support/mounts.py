@@ -28,6 +28,19 @@ def mounted(directory: Path, *arguments: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
+@contextmanager
+def small_disk(tmp_path: Path, size_bytes: int) -> Iterator[Path]:
+    """A new file system of that size while the body runs; skips the test where that is not allowed."""
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("there is no mkfs.ext4")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    with mounted(tmp_path / "disk", "-o", "loop", str(image)) as root:
+        yield root
+
+
 def fill(disk: Path) -> None:
     """Writes into a file until there is no room left."""
     with (disk / "filler").open("ab", buffering=0) as file:

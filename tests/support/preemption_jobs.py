@@ -12,8 +12,9 @@ from typing import Any
 
 import preloaded
 from patience import PATIENCE_SECONDS, killed_after
+from places import PROGRAMS
 
-JOB = Path(__file__).with_name("preemptible_job.py")
+JOB = PROGRAMS / "preemptible_job.py"
 TOTAL = 9
 
 

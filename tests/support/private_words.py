@@ -1,7 +1,7 @@
 """Words that only this project's authors understood, and what to write instead.
 
-A busy engineer should read each sentence once. `tests/house/test_words.py` holds the pages of the docs to this list; code,
-paths and names between backticks are left out of account there.
+A busy engineer should read each sentence once. `tests/house/test_words.py` holds the pages of the docs to this list;
+code, paths and names between backticks are left out of account there.
 """
 
 from typing import Final

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fcntl import ioctl
 from pathlib import Path
 
+import preloaded
 from holdfast.format.names import SPARE_NAME
 from holdfast.storage import LocalStorage
+from patience import read_line
+from places import PROGRAMS
 
 MIB = 1 << 20
 FS_IOC_GETVERSION = 0x80087601
@@ -50,5 +57,23 @@ def identity(path: Path) -> tuple[int, int]:
         os.close(descriptor)
 
 
+def can_reuse(directory: Path) -> bool:
+    storage = LocalStorage(directory / "trial")
+    lay(storage, "a/data", 1, MIB)
+    return storage.spare.try_keep("a/data", MIB)
+
+
 def spare_of(storage: LocalStorage) -> Path:
     return Path(storage.url) / SPARE_NAME
+
+
+@contextmanager
+def reader_of(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the file open, or mapped, while the body runs."""
+    command: list[str | Path] = [sys.executable, PROGRAMS / "file_readers.py", how, path]
+    with preloaded.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert read_line(reader) == "ready\n"
+        try:
+            yield reader
+        finally:
+            reader.kill()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from jupyter_client import KernelManager
 
-from command_line import PROGRAMS
 from patience import PATIENCE_SECONDS
+from places import PROGRAMS
 
 
 class Kernel:

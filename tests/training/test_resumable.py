@@ -24,7 +24,7 @@ import torch
 
 import holdfast as hf
 import preloaded
-from command_line import PROGRAMS, run_file, run_python
+from command_line import run_file, run_python
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.errors import (
     MismatchError,
@@ -39,6 +39,7 @@ from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.memory import MemoryWriter
 from mounts import fill, mounted
 from patience import PATIENCE_SECONDS, killed_after, read_line
+from places import PROGRAMS
 
 
 class FullStorage(MemoryStorage):

@@ -17,7 +17,7 @@ import pytest
 
 import holdfast as hf
 import preloaded
-from command_line import PROGRAMS, run_file
+from command_line import run_file
 from holdfast.catalog import read_catalog
 from holdfast.errors import (
     FencedError,
@@ -31,6 +31,7 @@ from holdfast.events import Event, Failed, Warned
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.memory import MemoryWriter
 from patience import read_line
+from places import PROGRAMS
 
 
 class FullStorage(MemoryStorage):

@@ -21,8 +21,9 @@ from holdfast.events import Event, Warned
 from holdfast.storage import LocalStorage
 from holdfast.testing.processes import Workers, python
 from memory_engine import run_workers
+from places import PROGRAMS
 
-PROGRAM = Path(__file__).with_name("backup_worker.py")
+PROGRAM = PROGRAMS / "backup_worker.py"
 PATIENCE_SECONDS = 60.0
 LIVENESS_SECONDS = 2.0
 

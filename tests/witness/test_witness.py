@@ -21,8 +21,9 @@ from holdfast.storage import LocalStorage
 from holdfast.witness.batches import digest_batch
 from holdfast.witness.ring import SLOTS, StepRecord, decode, read_ring, try_open_ring, write_record
 from mounts import fill, mounted
+from places import PROGRAMS
 
-PROGRAM = Path(__file__).parent / "programs" / "witnessed.py"
+PROGRAM = PROGRAMS / "witnessed.py"
 SAME = "WitnessAgreed steps 21 to 53 were repeated with the same data and the same loss"
 PAGE = ' (see "If repeated steps differ" in docs/guides/restoring.md)'
 

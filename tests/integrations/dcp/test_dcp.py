@@ -30,8 +30,8 @@ from holdfast.catalog import read_catalog  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.storage import LocalStorage  # noqa: E402
 from holdfast.testing.processes import Workers, python  # noqa: E402
+from places import PROGRAMS  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
 DATA = "data-00000-of-00001.safetensors"
 PATIENCE_SECONDS = 300.0
 
@@ -411,7 +411,7 @@ def test_a_writer_that_another_job_has_followed_is_fenced_off(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_workers_are_killed_in_saves_and_others_load_them(tmp_path: Path) -> None:
-    launch = python(ROOT / "tests" / "elastic.py", "dcp_job", "2", "2", "save", tmp_path)
+    launch = python(PROGRAMS / "elastic.py", "dcp_job", "2", "2", "save", tmp_path)
     launch += ["--", "1", "0", "check", tmp_path, "--", "2", "0", "check", tmp_path]
     with Workers(tmp_path) as workers:
         number = workers.start(launch, {"OMP_NUM_THREADS": "1"}, preloaded.TrainingPopen)

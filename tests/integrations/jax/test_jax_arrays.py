@@ -35,9 +35,9 @@ from holdfast.state import capture_objects  # noqa: E402
 from holdfast.storage import LocalStorage  # noqa: E402
 from holdfast.storage.memory import MemoryStorage  # noqa: E402
 from holdfast.testing.processes import Workers, python  # noqa: E402
+from places import PROGRAMS  # noqa: E402
 from simulated_job import restore_part, save_job  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
 Point = collections.namedtuple("Point", ["x", "y"])
 hf.register_type(Point)
 
@@ -410,7 +410,7 @@ def run_processes(count: int, mode: str, directory: Path) -> None:
     environment = {"XLA_FLAGS": ""}
     with Workers(directory) as workers:
         for rank in range(count):
-            program = ROOT / "tests" / "jax_processes.py"
+            program = PROGRAMS / "jax_processes.py"
             command = python(program, address, str(rank), str(count), mode, directory / "run")
             workers.start(command, environment, preloaded.JaxPopen)
         assert workers.wait(300) == [0] * count, "\n".join(map(workers.report, range(count)))

@@ -15,8 +15,8 @@ pytest.importorskip("jax", reason="jax is not installed: pip install '.[jax]'")
 import holdfast as hf
 import preloaded
 from holdfast.testing.processes import Workers, python
+from places import PROGRAMS
 
-ROOT = Path(__file__).parent.parent
 STEPS = 240
 SIGNALS = [signal.SIGKILL] * 5 + [signal.SIGTERM] * 2
 LEFT = hf.TerminationConfig().exit_code
@@ -28,7 +28,7 @@ def start(workers: Workers, directory: Path) -> None:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     for rank in range(2):
-        command = python(ROOT / "tests" / "programs" / "jax_job.py", address, str(rank), "2", str(STEPS), directory)
+        command = python(PROGRAMS / "jax_job.py", address, str(rank), "2", str(STEPS), directory)
         workers.start(command, {"XLA_FLAGS": ""}, preloaded.JaxPopen)
 
 

@@ -13,8 +13,8 @@ import pytest
 
 import holdfast as hf
 import preloaded
-from command_line import PROGRAMS
 from on_device import on_each_device
+from places import PROGRAMS
 
 on_cuda_or_long = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.cuda)]

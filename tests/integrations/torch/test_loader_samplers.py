@@ -27,7 +27,7 @@ from holdfast.errors import MismatchError, UnsupportedValueError, UsageError  # 
 from holdfast.integrations.torch.loader import ResumableDataLoader  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
 from holdfast.state.match.matching import match_objects  # noqa: E402
-from test_torch_loader import draws, run, through_checkpoint  # noqa: E402
+from loader_trips import draws, run, through_checkpoint  # noqa: E402
 
 LENGTH, BATCH = 12, 3
 ROWS = list(range(LENGTH))

@@ -32,7 +32,7 @@ from holdfast.integrations.torch.draws import keep_draws  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
 from holdfast.state.match.matching import match_objects  # noqa: E402
 from holdfast.state.rng import RNG  # noqa: E402
-from test_torch_loader import through_checkpoint  # noqa: E402
+from loader_trips import through_checkpoint  # noqa: E402
 
 LENGTH, BATCH = 12, 3
 ROWS = list(range(LENGTH))

@@ -26,6 +26,7 @@ from holdfast.state.capture import capture_objects  # noqa: E402
 from holdfast.state.data.sampler import ResumableSampler  # noqa: E402
 from holdfast.state.match.matching import match_objects  # noqa: E402
 from holdfast.state.rng import RNG  # noqa: E402
+from loader_trips import draws, plain, run, through_checkpoint  # noqa: E402
 
 LENGTH = 11
 BATCH = 3
@@ -62,33 +63,8 @@ def masking_collate(samples: list[Any]) -> tuple[list[Any], float]:
     return samples, float(torch.rand(()))
 
 
-def plain(batch: Any) -> Any:
-    """A batch as values that can be compared."""
-    if isinstance(batch, torch.Tensor):
-        return batch.tolist()
-    return tuple(map(plain, batch)) if isinstance(batch, list | tuple) else batch
-
-
 def indices(loader: Any, epochs: int) -> list[int]:
     return [index for _ in loader.epochs(epochs) for batch in loader for index in batch[0].tolist()]
-
-
-def run(loader: ResumableDataLoader, epochs: int, taken: int | None = None) -> list[Any]:
-    loop = ((epoch, plain(batch)) for epoch in loader.epochs(epochs) for batch in loader)
-    return list(itertools.islice(loop, taken))
-
-
-def through_checkpoint(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """State goes the way that it goes into a checkpoint and back."""
-    stored = capture_objects(before)
-    matching = match_objects(after, stored.objects, dict(zip(stored.names, stored.specs, strict=True)))
-    assert not matching.differences, matching.differences
-    for target in matching.targets:
-        image = memoryview(bytearray(target.spec.size_bytes))
-        place = stored.names.index(target.leaf)
-        stored.backends[place].copy_out([stored.arrays[place]], image, [0])
-        target.backend.copy_in(target.array, image)
-    matching.apply()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -156,10 +132,6 @@ def test_a_dataset_that_loads_many_at_once_and_a_collate_that_draws(num_workers:
     after.load_state_dict(before.state_dict())
     assert head + run(after, 1) == whole
     assert len({batch[1] for _, batch in whole}) == len(whole)
-
-
-def draws() -> tuple[float, float, float]:
-    return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
 @pytest.mark.parametrize(("num_workers", "fails"), [(0, False), (0, True), (2, False)])

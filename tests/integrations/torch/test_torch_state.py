@@ -23,6 +23,7 @@ from holdfast.state.capture_cache import CaptureCache
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.match.compare import Comparison
 from holdfast.state.match.matching import match_objects
+from places import DATA
 from state_trip import bring_back, match, store
 from torch_models import model, raw, same_state, train
 
@@ -364,7 +365,7 @@ class TestTensorsMadeOfTensors:
         """It was made once, of a `Coded` in a module `program` and a namespace with a tensor, and never again."""
         hf.register_type(Coded, name="program:Coded")
         checkpoint = hf.Checkpoint(tree=None, args=None)
-        run = shutil.copytree(Path(__file__).parent / "data" / "v1-objects", tmp_path / "run")
+        run = shutil.copytree(DATA / "v1-objects", tmp_path / "run")
         with hf.CheckpointManager(run, checkpoint) as manager:
             manager.restore()
         assert same_state(parts(checkpoint["tree"]["weight"]), parts(Coded.of(torch.arange(6.0).reshape(2, 3))))

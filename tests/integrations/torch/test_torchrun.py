@@ -19,9 +19,9 @@ from holdfast.catalog import read_catalog  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.storage import LocalStorage  # noqa: E402
 from holdfast.testing.processes import Workers, python  # noqa: E402
+from places import PROGRAMS, ROOT, SUPPORT, TESTS  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
-LAUNCH = python(ROOT / "tests" / "elastic.py", "mesh_training")
+LAUNCH = python(PROGRAMS / "elastic.py", "mesh_training")
 PATIENCE_SECONDS = 600.0
 
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
@@ -79,6 +79,6 @@ def check_alone(directory: Path) -> None:
 def test_workers_over_the_store_of_torch_are_struck_at_random_moments(tmp_path: Path) -> None:
     with Workers(tmp_path) as workers:
         program = python("-m", "crash.torch_joint", "--rounds", "3", "--directory", tmp_path / "crash")
-        number = workers.start(program, {**ENVIRONMENT, "PYTHONPATH": str(ROOT / "tests")})
+        number = workers.start(program, {**ENVIRONMENT, "PYTHONPATH": f"{TESTS}:{SUPPORT}"})
         assert workers.wait(PATIENCE_SECONDS, [number]) == [0], workers.report(number)
         assert "3 rounds" in workers.text(number)

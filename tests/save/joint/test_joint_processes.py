@@ -12,11 +12,11 @@ import pytest
 
 import preloaded
 from holdfast.testing.processes import Workers, python
+from places import PROGRAMS, TESTS
 from repetitions import repeated
 from whole_runs import check_whole
 
-HERE = Path(__file__).parent
-WORKER = HERE / "joint_worker.py"
+WORKER = PROGRAMS / "joint_worker.py"
 PATIENCE_SECONDS = 120.0
 
 
@@ -92,7 +92,7 @@ def train(
 ) -> list[dict[str, Any]]:
     """Runs a job to its end; gives what its workers have said."""
     number = workers.start(
-        python(HERE / "elastic.py", "joint_training", str(count), str(restarts), directory, str(total), death),
+        python(PROGRAMS / "elastic.py", "joint_training", str(count), str(restarts), directory, str(total), death),
         {"OMP_NUM_THREADS": "1"},
         preloaded.TrainingPopen,
     )
@@ -139,8 +139,7 @@ def test_a_job_that_torchrun_restarts_ends_as_if_nothing_had_happened(tmp_path: 
 def test_workers_struck_at_random_moments(tmp_path: Path) -> None:
     rounds = repeated(10, in_gate=4)
     command = python("-m", "crash.joint", "--rounds", str(rounds), "--directory", tmp_path / "crash")
-    tests = Path(__file__).parent
-    done = subprocess.run(list(map(str, command)), cwd=tests, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(list(map(str, command)), cwd=TESTS, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{rounds} rounds" in done.stdout
 

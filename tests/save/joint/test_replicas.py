@@ -34,8 +34,8 @@ from holdfast.storage import LocalStorage
 from holdfast.testing.cluster_scenarios import rendezvous
 from holdfast.testing.processes import Workers, python
 from memory_engine import MemoryEngine, run_workers
+from places import PROGRAMS
 
-HERE = Path(__file__).parent
 PATIENCE_SECONDS = 60.0
 
 
@@ -299,7 +299,7 @@ def test_the_event_is_legible() -> None:
 def test_one_bit_that_flips_in_a_process_of_its_own(tmp_path: Path) -> None:
     with Workers(tmp_path) as workers:
         for rank in range(3):
-            command = python(HERE / "joint_worker.py", tmp_path / "run", tmp_path / "store", "flip")
+            command = python(PROGRAMS / "joint_worker.py", tmp_path / "run", tmp_path / "store", "flip")
             workers.start(command, {"RANK": str(rank), "WORLD_SIZE": "3"})
         assert workers.wait(PATIENCE_SECONDS) == [0, 0, 0], "\n".join(map(workers.report, range(3)))
         told = [[record for record in workers.records(rank) if "diverged" in record] for rank in range(3)]
