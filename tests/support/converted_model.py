@@ -28,12 +28,11 @@ class Net(nn.Module):
 def build(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = Net()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": model.norm.parameters(), "lr": 0.1},
-            {"params": [model.embedding.weight, *model.narrow.parameters()]},
-        ]
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": model.norm.parameters(), "lr": 0.1},
+        {"params": [model.embedding.weight, *model.narrow.parameters()]},
+    ]
+    optimizer = torch.optim.AdamW(groups)
     return {
         "model": model,
         "optimizer": optimizer,
