@@ -432,14 +432,9 @@ def compare_witnesses(a: RunTarget, b: RunTarget) -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     for name, bit in (("data", DATA), ("loss", LOSS)):
         pairs = [(before[step], now[step]) for step in sorted(before.keys() & now.keys())]
-        pairs = [pair for pair in pairs if pair[0].known & pair[1].known & bit]
-        if bit == DATA:
-            pairs = [pair for pair in pairs if not (pair[0].data ^ pair[1].data) & 1]
+        pairs = [(one, two) for one, two in pairs if one.known & two.known & bit]
+        pairs = [(one, two) for one, two in pairs if bit == LOSS or not (one.data ^ two.data) & 1]
         if pairs:
-            other = (one.step for one, two in pairs if differs(one, two) & bit)
-            found[name] = {
-                "first_step": pairs[0][0].step,
-                "last_step": pairs[-1][0].step,
-                "differs_at": next(other, None),
-            }
+            differs_at = next((one.step for one, two in pairs if differs(one, two) & bit), None)
+            found[name] = {"first_step": pairs[0][0].step, "last_step": pairs[-1][0].step, "differs_at": differs_at}
     return found or None

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from holdfast.catalog import Catalog, History, read_catalog
+from holdfast.catalog import Catalog, History, find_owner, read_catalog
 from holdfast.catalog.deletion import discard_unfinished, remove_own_files, withdraw
 from holdfast.catalog.summary import drop_summaries
 from holdfast.cli.screen import (
@@ -88,6 +88,8 @@ def command(
         )
     if job_is_dead and not unfinished:
         raise UsageError("--job-is-dead needs --unfinished", hint="Give both, or leave --job-is-dead out.")
+    if job_is_dead and (owner := find_owner(target.storage)):
+        raise UsageError(f"the job is not dead: {owner} has {target.location} open", hint="Stop it first.")
     may_ask = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
     if not (dry_run or yes or may_ask):
         raise UsageError(
