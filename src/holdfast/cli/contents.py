@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from msgspec import to_builtins
 
-from holdfast.catalog import add_late_metrics, exists, is_committed, read_catalog
+from holdfast.catalog import StoredRun, StoredStep
 from holdfast.cli.survey import State, checkpoint_bytes, manifest_fields, name_fields
 from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, NoWholeCheckpointError
@@ -23,8 +23,8 @@ from holdfast.events import WitnessAgreed, WitnessDiffers, read_events
 from holdfast.format.dtypes import array_bytes
 from holdfast.format.encoding import MAX_DEPTH, escape, path_part
 from holdfast.format.index import StoredBox
-from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, data_name, index_name, join
-from holdfast.format.records import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, data_name, index_name
+from holdfast.format.records import Manifest
 from holdfast.format.scalars import DECODERS, Malformed, Node, decode_numpy
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
@@ -77,18 +77,18 @@ def _read_heading(target: RunTarget) -> Heading | None:
     """
     name, state, is_newest = None, None, False
     if not target.is_step:
-        catalog = read_catalog(target.storage)
+        catalog = StoredRun(target.storage).look()
         name = choose_step(catalog, target)
         state = State.LIVING if name in catalog.living else State.OFF_LINE
         is_newest = name == catalog.newest
     directory = name.directory if name else ""
-    path = join(directory, MANIFEST_NAME)
+    step = StoredStep(target.storage, directory, name)
     try:
-        data = target.storage.read(path, MAX_MANIFEST_BYTES)
+        manifest = step.manifest()
     except NotFoundError:
         if name is not None:
             return None
-        if exists(target.storage, COMMITTED_NAME):
+        if step.has(COMMITTED_NAME):
             raise NoWholeCheckpointError(
                 f"{target.location} was committed, and its manifest is gone; the data files are still there",
                 damages=(DamageError("the manifest is gone", path=MANIFEST_NAME),),
@@ -100,7 +100,6 @@ def _read_heading(target: RunTarget) -> Heading | None:
             hint="It is being saved or removed, or that was interrupted, or its manifest is lost: "
             "`holdfast list --all` on the run says which.",
         ) from None
-    manifest = add_late_metrics(target.storage, directory, decode_manifest(data, path=path, expected=name))
     return Heading(target.location, target.storage.url, directory, name, state, is_newest, manifest)
 
 
@@ -214,7 +213,7 @@ def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]
         try:
             return heading, Contents(heading, open_step(target.storage, heading.directory, heading.expected))
         except DamageError as damage:
-            if heading.expected is None or is_committed(target.storage, heading.expected):
+            if heading.expected is None or StoredRun(target.storage).step(heading.expected).is_committed():
                 return heading, damage
     raise NoCheckpointError(
         f"{target.location}: every checkpoint was removed before it could be read",

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from holdfast.catalog import Catalog, find_lost, is_open, read_catalog, read_opening
+from holdfast.catalog import Catalog, StoredRun, find_owner
 from holdfast.cli.screen import (
     BAD,
     FAINT,
@@ -43,10 +43,9 @@ class RunSummary:
     Attributes:
         location: Its directory, as a person would write it.
         url: The same in full.
-        state: `running` if the process that opened the newest generation is alive on this machine, and has not closed
-            it; `damaged` if the newest checkpoint, or the record of a generation, can be seen to be; `lost` if
-            manifests are gone; `empty` if it has no checkpoint; `unreadable` if its directory cannot be read; else
-            `ok`.
+        state: `running` if a process of this machine has the run open; `damaged` if the newest checkpoint, or the
+            record of a generation, can be seen to be; `lost` if manifests are gone; `empty` if it has no checkpoint;
+            `unreadable` if its directory cannot be read; else `ok`.
         newest: The newest checkpoint of the current lineage, or None.
         steps: How many checkpoints are in the current lineage.
         size_bytes: What all steps take, unfinished ones and those off the current lineage included.
@@ -86,7 +85,7 @@ def summarize_run(location: str, storage: Storage) -> RunSummary:
     """**Blocks.** Looks at a run: the names of its steps, the sizes of files, and the newest manifest alone."""
     try:
         for _ in range(_MOST_LOOKS):
-            catalog = read_catalog(storage)
+            catalog = StoredRun(storage).look()
             newest = catalog.newest
             looked = look_at_step(storage, newest.directory, newest, State.LIVING) if newest else None
             if newest is None or looked is not None:
@@ -98,11 +97,11 @@ def summarize_run(location: str, storage: Storage) -> RunSummary:
         opening = None
         if catalog.generation:
             with suppress(HoldfastError):
-                opening = read_opening(storage, catalog.generation)
+                opening = StoredRun(storage).opening(catalog.generation)
         return RunSummary(
             location,
             storage.url,
-            _find_state(storage, catalog, looked, opening),
+            _find_state(storage, catalog, looked),
             looked,
             len(catalog.living),
             size_bytes + (catalog.spare_bytes or 0),
@@ -112,14 +111,14 @@ def summarize_run(location: str, storage: Storage) -> RunSummary:
         return RunSummary(location, storage.url, "unreadable", problem=error.message)
 
 
-def _find_state(storage: Storage, catalog: Catalog, newest: Found | None, opening: Opening | None) -> RunState:
+def _find_state(storage: Storage, catalog: Catalog, newest: Found | None) -> RunState:
     if catalog.faults or (newest is not None and newest.damages):
         return "damaged"
     if catalog.lost or catalog.unfinished:
-        lost = find_lost(storage, catalog)
+        lost = StoredRun(storage).find_lost(catalog)
         if lost and (catalog.newest is None or lost[-1] > catalog.newest):
             return "lost"
-    if opening is not None and is_open(storage, opening):
+    if find_owner(storage):
         return "running"
     return "ok" if newest is not None else "empty"
 

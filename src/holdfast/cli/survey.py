@@ -7,15 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from holdfast.catalog import (
-    Catalog,
-    find_journaled,
-    find_lost,
-    read_catalog,
-    read_manifest,
-    read_opening,
-    read_references,
-)
+from holdfast.catalog import Catalog, StoredRun
 from holdfast.cli.screen import iso_text
 from holdfast.errors import DamageError, HoldfastError, NotFoundError
 from holdfast.format.names import DATA_SUFFIX, MANIFEST_NAME, SPARE_NAME, StepName, data_name, index_name
@@ -113,7 +105,7 @@ NOTHING: Final = Survey(Catalog((), (), (), (), (), 0, (), None), (), None)
 
 def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
     """**Blocks.** Examines every directory of a run; reads the manifests, but no arrays."""
-    catalog = read_catalog(storage, closely=closely)
+    catalog = StoredRun(storage).look(closely=closely)
     living = set(catalog.living)
     committed = [
         look_at_step(storage, name.directory, name, State.LIVING if name in living else State.OFF_LINE)
@@ -122,7 +114,7 @@ def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
     if not closely and None in committed:
         # The step is being removed, or the summary that lists it as committed is wrong.
         return survey_run(storage, closely=True)
-    lost = {*catalog.lost, *find_lost(storage, catalog), *find_journaled(storage, catalog)}
+    lost = {*catalog.lost, *StoredRun(storage).find_lost(catalog), *StoredRun(storage).find_journaled(catalog)}
     unfinished = (
         Found(
             name.directory,
@@ -184,7 +176,7 @@ def _find_lacking(one: Found, by_directory: dict[str, Found]) -> Iterable[Damage
 def look_at_step(storage: Storage, directory: str, name: StepName, state: State) -> Found | None:
     """**Blocks.** Reads a committed step's manifest and compares the sizes of its files with it."""
     try:
-        manifest = read_manifest(storage, name)
+        manifest = StoredRun(storage).step(name).manifest()
     except NotFoundError:
         return None
     except DamageError as damage:
@@ -210,7 +202,7 @@ def _look_at_lost(storage: Storage, name: StepName) -> Found:
 
 def _read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
     try:
-        return read_references(storage, name)
+        return StoredRun(storage).step(name).references()
     except (DamageError, NotFoundError):
         return ()
 
@@ -244,7 +236,7 @@ def _read_opening(storage: Storage, generation: int) -> Opening | None:
     if generation == 0:
         return None
     try:
-        return read_opening(storage, generation)
+        return StoredRun(storage).opening(generation)
     except HoldfastError:
         return None  # It only says by whom; `verify --all` names the damage.
 

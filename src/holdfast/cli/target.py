@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.catalog import Catalog, find_lost, make_lost_error
+from holdfast.catalog import Catalog, StoredRun, make_lost_error
 from holdfast.errors import NoCheckpointError, StorageError, UsageError
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
@@ -98,7 +98,7 @@ def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
             raise no_living(catalog, target)
         return catalog.newest
     if all(name.step != target.step for name in catalog.committed):
-        if lost := [name for name in find_lost(target.storage, catalog) if name.step == target.step]:
+        if lost := [name for name in StoredRun(target.storage).find_lost(catalog) if name.step == target.step]:
             raise make_lost_error(lost, target.location)
         for name in catalog.unfinished:
             if name.step == target.step:
@@ -111,7 +111,7 @@ def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
 
 def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
     """**Blocks.** The error for a run without a checkpoint in its current lineage."""
-    if lost := find_lost(target.storage, catalog):
+    if lost := StoredRun(target.storage).find_lost(catalog):
         return make_lost_error(lost, target.location)
     off_line = len(catalog.committed) - len(catalog.living)
     if off_line:

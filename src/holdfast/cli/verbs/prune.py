@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import click
 
-from holdfast.catalog import Catalog, History, read_catalog
-from holdfast.catalog.deletion import discard_unfinished, remove_own_files, withdraw
-from holdfast.catalog.summary import drop_summaries
+from holdfast.catalog import Catalog, StoredRun, find_owner
+from holdfast.catalog.stored_step import remove_own_files
 from holdfast.cli.screen import (
     BAD,
     FAINT,
@@ -88,6 +87,8 @@ def command(
         )
     if job_is_dead and not unfinished:
         raise UsageError("--job-is-dead needs --unfinished", hint="Give both, or leave --job-is-dead out.")
+    if job_is_dead and (owner := find_owner(target.storage)):
+        raise UsageError(f"the job is not dead: {owner} has {target.location} open", hint="Stop it first.")
     may_ask = sys.stdin.isatty() and sys.stderr.isatty() and not as_json
     if not (dry_run or yes or may_ask):
         raise UsageError(
@@ -399,9 +400,9 @@ def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> Non
 def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
     """**Blocks.** Returns the steps that the remaining steps refer to, as the run is at this moment."""
     going = {one.name for one in plan.remove}
-    catalog = read_catalog(storage, closely=True)
+    catalog = StoredRun(storage).look(closely=True)
     staying = (name for name in (*catalog.committed, *catalog.lost) if name not in going)
-    return {name for referrer in History(storage).referrers(staying) for name in referrer.refers_to}
+    return {name for referrer in StoredRun(storage).history.referrers(staying) for name in referrer.refers_to}
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,14 +423,14 @@ def carry_out(storage: Storage, plan: RemovalPlan) -> list[Removed]:
     held: dict[StepName, str] = {}
     if plan.committed:
         # A summary would go on vouching for them. A job that runs writes a new one.
-        drop_summaries(storage)
+        StoredRun(storage).history.drop_summaries()
     # The newest first: what refers to others goes before them.
     for one in sorted(plan.committed, key=lambda one: one.name or StepName(0, 0), reverse=True):
         try:
             if one.name in held:
                 raise StorageError(f"{held[one.name]} could not be removed, and refers to it", path=one.directory)
             if one.name is not None:
-                withdraw(storage, one.name)
+                StoredRun(storage).step(one.name).withdraw()
         except HoldfastError as error:
             failures[one.directory] = error
             held |= dict.fromkeys(one.refers_to, one.directory)
@@ -456,7 +457,7 @@ def _remove(storage: Storage, one: Found, error: HoldfastError | None) -> Remove
         if one.name is None:
             return Removed(one, remove_own_files(storage, one.directory))
         if one.state in (State.UNFINISHED, State.LOST):
-            return Removed(one, discard_unfinished(storage, one.name))
+            return Removed(one, StoredRun(storage).step(one.name).discard())
         return Removed(one, remove_own_files(storage, one.directory))
     except HoldfastError as failure:
         return Removed(one, False, failure)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 
 import click
 
-from holdfast.catalog import describe_steps, is_open, open_generation, read_catalog, read_opening, record_base
+from holdfast.catalog import StoredRun, describe_steps, find_owner
 from holdfast.cli.screen import FAINT, GOOD, Screen, write_json
 from holdfast.cli.survey import name_fields
 from holdfast.cli.target import choose_step, find_target
 from holdfast.cli.verbs.verify import CheckOutcome, judge_step
-from holdfast.errors import DamageError, HoldfastError, UsageError
+from holdfast.errors import DamageError, UsageError
 from holdfast.format.names import parse_step_directory
 from holdfast.format.records import choose_living, make_base
 from holdfast.storage import local_directory
@@ -28,19 +27,18 @@ def command(checkpoint: str, as_json: bool) -> None:
     Newer steps stay on the disk, and no longer count. A second rollback, to one of them, makes them count again. Of two
     checkpoints of one step, name the directory: runs/gpt/step-000000500.g0001.
 
-    Every byte of the step is read first. While the job runs on this machine and has saved since its start,
-    nothing is changed.
+    Every byte of the step is read first. While a job on this machine has the run open, nothing is changed.
     """
     target = find_target(checkpoint)
     storage, location = target.storage, target.location
-    catalog = read_catalog(storage, closely=True)
+    catalog = StoredRun(storage).look(closely=True)
     if target.is_step:
         directory = local_directory(storage)
         name = None if directory is None else parse_step_directory(directory.resolve().name)
         if name is None or target.beside is None:
             raise UsageError(f"{location} is not in a run", hint="Name RUN@STEP.")
         storage, location = target.beside, location.rstrip("/").rpartition("/")[0] or "."
-        catalog = read_catalog(storage, closely=True)
+        catalog = StoredRun(storage).look(closely=True)
     elif target.step is None:
         steps = ", ".join(str(one.step) for one in catalog.living) or "none"
         raise UsageError(f"{location}: to which step?", hint=f"Write {location}@STEP. The steps are: {steps}.")
@@ -48,12 +46,9 @@ def command(checkpoint: str, as_json: bool) -> None:
         name = choose_step(catalog, target)
     if catalog.faults:
         raise catalog.faults[0]
-    opening = None
-    with suppress(HoldfastError):
-        opening = read_opening(storage, catalog.generation)
-    if opening is not None and is_open(storage, opening):
+    if owner := find_owner(storage):
         raise UsageError(
-            f"a job saves to {location} now: process {opening.process} on {opening.host}",
+            f"a job has {location} open now: {owner}",
             hint="Stop it first (SIGTERM lets it save), then run the command again.",
         )
     verdict = judge_step(storage, name.directory, name, f"is step {name.step} whole?")
@@ -64,9 +59,9 @@ def command(checkpoint: str, as_json: bool) -> None:
     newest, generation = catalog.newest, catalog.generation
     if name != newest:
         # A crash before the base is recorded leaves a generation that changes nothing.
-        generation = open_generation(storage, seen_generation=catalog.generation)
+        generation = StoredRun(storage).open_generation(seen_generation=catalog.generation)
         base = make_base(generation, name, catalog.start_from)
-        record_base(storage, base)
+        StoredRun(storage).record_base(base)
         remove_rings(storage)  # What lies beyond is not repeated.
         left = sorted(set(catalog.living) - set(choose_living(catalog.committed, {**catalog.bases, generation: base})))
     else:

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import click
 
-from holdfast.catalog import Catalog, find_lost, read_catalog, read_generations, read_opening
-from holdfast.catalog.publish import has_copy
+from holdfast.catalog import Catalog, StoredRun, StoredStep
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.screen import (
     BAD,
@@ -119,7 +118,7 @@ def judge_step(
         damaged = CheckOutcome.RESTORABLE if spares_restore(problems) else CheckOutcome.DAMAGED
         outcome = CheckOutcome.UNREADABLE if is_failure else damaged
         # A job that runs removes old steps, manifest first: what is missing then was not damaged.
-        if directory and name not in read_catalog(storage, closely=True).committed:
+        if directory and name not in StoredRun(storage).look(closely=True).committed:
             outcome = CheckOutcome.REMOVED
     return CheckVerdict(directory, name, outcome, tuple(problems), read_bytes, time.monotonic() - begun_at)
 
@@ -167,7 +166,7 @@ def command(run: str, verify_all: bool, as_json: bool) -> None:
 def _choose(target: RunTarget, verify_all: bool) -> tuple[Catalog | None, Sequence[StepName | None]]:
     if target.is_step:
         return None, [None]
-    catalog = read_catalog(target.storage, closely=True)
+    catalog = StoredRun(target.storage).look(closely=True)
     if not verify_all:
         return catalog, [choose_step(catalog, target)]
     if not catalog.committed:
@@ -180,13 +179,13 @@ def _find_damaged_records(target: RunTarget, catalog: Catalog | None, verify_all
     if catalog is None:
         return
     yield from catalog.faults
-    for name in find_lost(target.storage, catalog):
+    for name in StoredRun(target.storage).find_lost(catalog):
         if catalog.newest is None or verify_all or name > catalog.newest:
             path = name.manifest_path
             yield DamageError(f"{path} is missing, but the step was committed", step=name.step, path=path)
-    for generation in read_generations(target.storage) if verify_all else ():
+    for generation in StoredRun(target.storage).list_generations() if verify_all else ():
         try:
-            read_opening(target.storage, generation)
+            StoredRun(target.storage).opening(generation)
         except NotFoundError:
             continue
         except DamageError as damage:
@@ -264,7 +263,7 @@ class VerifyReport:
 
     def _has_copy(self, verdict: CheckVerdict) -> bool:
         is_whole = verdict.outcome in (CheckOutcome.WHOLE, CheckOutcome.RESTORABLE)
-        return not is_whole or has_copy(self.target.storage, verdict.directory)
+        return not is_whole or StoredStep(self.target.storage, verdict.directory).has_copy()
 
     def show_sum(self, screen: Screen) -> None:
         """Writes a summary, and what it means for a restore."""

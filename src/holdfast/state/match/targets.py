@@ -38,6 +38,8 @@ class RestoreTargets:
         self._worker = worker
         # A leaf that one live array wants is stored as its target, without a claim: of those there may be very many.
         self._claims: dict[_Key, _Claim | Target] = {}
+        # The leaves of those targets whose arrays are new.
+        self._fresh: set[_Key] = set()
         # By leaf: the sharded array that was made for it.
         self._made: dict[str, tuple[Sharding, Any]] = {}
         # By the library's name, then by what tells one piece of its memory from another.
@@ -55,6 +57,20 @@ class RestoreTargets:
             self._note(leaf, claim.made[1])
             claim.receivers.append(claim.made)
         return claim.made[1]
+
+    def try_new(self, leaves: Sequence[str], specs: Sequence[ArraySpec], backend: ArrayBackend) -> list[Any] | None:
+        """Does what `new` does for each of many leaves; returns None if one of them is needed elsewhere, too."""
+        distinct = dict(zip(leaves, specs, strict=True))
+        if not self._claims.keys().isdisjoint(distinct):
+            return None
+        arrays = {leaf: backend.new(spec) for leaf, spec in distinct.items()}
+        for leaf, array in arrays.items():
+            self._note(leaf, array)
+        addresses = map(backend.address, arrays.values())
+        made = map(Target, arrays, distinct.values(), arrays.values(), repeat(backend), repeat(()), addresses)
+        self._claims.update(zip(arrays, made, strict=True))
+        self._fresh.update(arrays)
+        return list(map(arrays.__getitem__, leaves))
 
     def live(
         self, leaf: str, spec: ArraySpec, array: Any, backend: ArrayBackend, library: str, path: str, rules: Rules
@@ -202,7 +218,8 @@ class RestoreTargets:
         if claim is None:
             claim = self._claims[key] = _Claim(spec)
         elif isinstance(claim, Target):
-            claim = self._claims[key] = _Claim(claim.spec, [(claim.backend, claim.array)])
+            receiver = (claim.backend, claim.array)
+            claim = self._claims[key] = _Claim(claim.spec, [receiver], receiver if key in self._fresh else None)
         return claim
 
     def _claim_boxes(self, leaf: str, sharding: Sharding) -> None:
