@@ -116,7 +116,7 @@ BUDGETS = {
     # Saving and retention, as pure functions.
     "policies": 623,
     # Notices, the agreement of workers, the last save.
-    "preemption": 4853,
+    "preemption": 4867,
     # Threads, terminal, interrupts, end of the process.
     "process": 758,
     # Candidates, one plan of pieces, resharding.
@@ -130,7 +130,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1065,
     # The run, its loop, the handler, the state of workers.
-    "training": 2493,
+    "training": 2449,
     # The ring of repeated steps.
     "witness": 577,
 }
@@ -149,10 +149,8 @@ MORE_ATTRIBUTES = {
     "Engine": 21,
     "Fit": 25,
     "FitRun": 21,
-    "Guard": 25,
     "Heartbeat": 18,
     "JointRunWriter": 21,
-    "NoticeInbox": 18,
     "PeerFailures": 22,
     "ResumableSampler": 17,
     "Run": 21,

@@ -18,8 +18,7 @@ from holdfast.preemption.consensus.single import SaveOutcome, SingleConsensus
 from holdfast.preemption.decide import Verdict
 from holdfast.preemption.grace import Outlook, has_time_to_save, is_by_hand
 from holdfast.preemption.inbox import NoticeInbox
-from holdfast.preemption.pause import ATTEMPTS, PausedState
-from holdfast.preemption.progress import LoopProgress, end_at_of
+from holdfast.preemption.progress import ATTEMPTS, LoopProgress, PausedState, end_at_of
 from holdfast.process.exit import (
     EXIT_INTERRUPTED,
     EXIT_SAVE_FAILED,

@@ -23,8 +23,7 @@ from holdfast.preemption.decide import NEXT, GuardState, Turning, Verdict, make_
 from holdfast.preemption.final_save import FinalSave, Saves, end_by
 from holdfast.preemption.grace import Action, Outlook, Plan, allow_for_others, decide, is_by_hand
 from holdfast.preemption.inbox import NoticeInbox
-from holdfast.preemption.pause import PausedState
-from holdfast.preemption.progress import LoopProgress
+from holdfast.preemption.progress import LoopProgress, PausedState
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.process.latch import Latch, start_thread
 from holdfast.save.handle import SaveHandle

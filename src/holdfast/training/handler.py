@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -22,16 +21,15 @@ from holdfast.numbers import check_whole
 from holdfast.options import check_metrics, check_notes, check_switches
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.guard import make_guard
-from holdfast.process.exit import LeavingExit, end_interrupted, end_process
 from holdfast.restore.records import Restoration
 from holdfast.state.adapters import Adapter
 from holdfast.state.capture import capture_objects
 from holdfast.state.data.position import step_break
 from holdfast.state.registry import list_members
 from holdfast.state.rng import RNG
-from holdfast.tracebacks import find_inside, short_traceback
+from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements
-from holdfast.training.loop import StepCount, StepNumbers, TrainingLoop, count_to, no_turn
+from holdfast.training.loop import StepCount, StepNumbers, TrainingLoop, count_to, leave_at_exit, no_turn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -177,7 +175,7 @@ class PreemptionCheckpointHandler:
         self._loop.pass_boundary()
         step_break.end()
         self._loop.watch.note_own_step()
-        self._count.turn, self._has_failed = lambda: self, False
+        self._loop.turn, self._has_failed = lambda: self, False
         try:
             result = fn(*args, **kwargs)
         except StopIteration:
@@ -191,7 +189,7 @@ class PreemptionCheckpointHandler:
                 raise cause from error
             raise
         finally:
-            self._count.turn = no_turn
+            self._loop.turn = no_turn
         count_to(self._loop, self._count.done + 1)
         step_break.begin()
         if self._watch is None:
@@ -291,10 +289,8 @@ class PreemptionCheckpointHandler:
                 self._save_anew()
                 # What comes while the last save is written is heard here still; afterwards a signal would kill.
                 self._guard.wait_saved()
-                # Within a step of another handler's loop the state is that of no step; that one hears of it too.
-                if not self._count.unfinished:
-                    self._guard.pass_last(self._count.done, is_over=True)
-                    self._announcements.end(self._manager, self._count.done)
+                self._guard.pass_last(self._count.done, is_over=True)
+                self._announcements.end(self._manager, self._count.done)
         finally:
             self._end()
 
@@ -309,11 +305,8 @@ class PreemptionCheckpointHandler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_exit = isinstance(error, SystemExit | GeneratorExit) and not isinstance(error, LeavingExit)
-        if error is None or (
-            is_exit and not self._guard.has_left and not find_inside(error, trace, self._guard.config.exit_code)
-        ):
-            self.close()  # An exit of the program's own code ends the block as `return` does.
+        if error is None or self._loop.find_exit(error, trace) is None:
+            self.close()
         elif os.getpid() == self._process:
             self._end_badly(error)
 
@@ -338,7 +331,7 @@ class PreemptionCheckpointHandler:
     def _check_between_steps(self, name: str, numbers: StepNumbers | None = None) -> None:
         """Checks that no step is running, except for the turn of that loop."""
         self._check_open()
-        if self._count.turn() not in (None, numbers):
+        if self._loop.turn() not in (None, numbers):
             hint = "Each turn of `for step in handler.steps(...)` is one step, and so is each call of handler.run."
             raise UsageError(f"{name} would count a step inside of another step", hint=hint)
 
@@ -351,13 +344,13 @@ class PreemptionCheckpointHandler:
 
         The manager asks for it if it is closed before the handler.
         """
-        if not self._count.unfinished and self._count.turn() is None and not self._has_failed:
+        if not self._loop.is_in_step and self._loop.turn() is None and not self._has_failed:
             with suppress(ClosedError):  # The manager was closed before, by an error.
                 self._loop.save_if_due()
 
     def _save_anew(self) -> None:
         """Saves again: a save made in the middle of the last step does not contain what came after it."""
-        if self._guard.provisional == self._count.done and not self._count.unfinished:
+        if self._guard.provisional == self._count.done and not self._loop.is_in_step:
             self._loop.save_last()
 
     def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
@@ -378,7 +371,7 @@ class PreemptionCheckpointHandler:
         self._loop.watch.end()
         if self._watch is not None:
             step_break.close()
-        self._count.unfinished.discard(self._loop)
+        self._loop.is_in_step = False
         if self._guard.inbox.gave_up:
             self._manager.abandon()  # A second Ctrl-C exits at once, without waiting for the save in progress.
         self._guard.close()
@@ -386,17 +379,10 @@ class PreemptionCheckpointHandler:
 
     def _close_at_exit(self) -> None:
         """Closes a handler that the program did not close: a notice after its last step must not be lost."""
-        # What the interpreter has printed as the program's end, before it called this.
-        error = getattr(sys, "last_value", None)
-        try:
-            if error is not None and not self._closed and os.getpid() == self._process:
-                self._end_badly(error)
-            else:
-                self.close()
-        except KeyboardInterrupt:
-            end_interrupted(f"step {self._count.done} may not be saved")
-        except SystemExit as leaving:
-            end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+        leave_at_exit(
+            lambda error: self.__exit__(None if error is None else type(error), error, None),
+            lambda: f"step {self._count.done} may not be saved",
+        )
 
 
 class RunCalls(StepCount):
