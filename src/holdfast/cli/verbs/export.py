@@ -6,27 +6,23 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import click
 from msgspec import structs
 
 from holdfast.cli.exit_codes import ending_on
-from holdfast.cli.screen import (
-    FAINT,
-    Screen,
-    byte_progress,
-    counted,
-    parse_size,
-    write_json,
-)
-from holdfast.cli.survey import name_fields
+from holdfast.cli.report import Report, name_fields, verb
+from holdfast.cli.screen import FAINT, byte_progress, counted, parse_size
 from holdfast.cli.target import choose_step, find_target
-from holdfast.convert.exporter import FILE_BYTES, Export, ExportOptions, export_chosen, export_step
+from holdfast.convert.exporter import FILE_BYTES, ExportOptions, export_chosen, export_step
 from holdfast.errors import DamageError, UsageError
 from holdfast.events.kinds import time_text
 
+_SHOWN: Final = 20
 
-@click.command()
+
+@verb("export")
 @click.argument("run", metavar="RUN[@STEP]", type=click.Path())
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option(
@@ -43,8 +39,8 @@ from holdfast.events.kinds import time_text
 @click.option("--repeat-shared", is_flag=True, help="safetensors: write shared arrays once for each of their names.")
 @click.option("--file-size", metavar="SIZE", callback=parse_size, help="Start a new file at this size.  [default: 5GB]")
 @click.option("--overwrite", is_flag=True, help="Replace an existing export.")
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
 def command(
+    report: Report,
     run: str,
     out: Path,
     to: str,
@@ -53,7 +49,6 @@ def command(
     repeat_shared: bool,
     file_size: int | None,
     overwrite: bool,
-    as_json: bool,
 ) -> None:
     """Write a checkpoint as files for other programs.
 
@@ -86,37 +81,24 @@ def command(
                 f"export one of them as {target.location}@STEP."
             )
         raise
-    if not as_json:
-        _show(Screen(sys.stdout), Screen(sys.stderr), export)
-        return
-    write_json(
-        sys.stdout,
-        "export",
-        {
-            **name_fields(export.name),
-            "out": str(out.absolute()),
-            "files": list(export.files),
-            "arrays": export.arrays,
-            "size_bytes": export.size_bytes,
-            "seconds": export.seconds,
-            "left_out": [{"path": one.path, "reason": one.reason} for one in export.left_out],
-        },
-    )
-
-
-def _show(screen: Screen, remarks: Screen, export: Export) -> None:
-    screen.say(
-        f"step {export.step}: {counted(export.arrays, 'array')}, {screen.size(export.size_bytes)} in {export.out}",
-        (f"  {time_text(export.seconds)}" if screen.is_terminal else "", FAINT),
+    report.fields = {
+        **name_fields(export.name),
+        "out": str(out.absolute()),
+        "files": list(export.files),
+        "arrays": export.arrays,
+        "size_bytes": export.size_bytes,
+        "seconds": export.seconds,
+        "left_out": [{"path": one.path, "reason": one.reason} for one in export.left_out],
+    }
+    report.line(
+        f"step {export.step}: {counted(export.arrays, 'array')}, {report.size(export.size_bytes)} in {export.out}",
+        (f"  {time_text(export.seconds)}" if report.is_page else "", FAINT),
     )
     for file in export.files[:_SHOWN]:
-        screen.say("  ", file)
+        report.line("  ", file)
     if len(export.files) > _SHOWN:
-        screen.say(f"  and {len(export.files) - _SHOWN} more files")
+        report.line(f"  and {len(export.files) - _SHOWN} more files")
     for one in export.left_out[:_SHOWN]:
-        remarks.say(("left out: ", FAINT), one.path, (f" ({one.reason})", FAINT))
+        report.note(("left out: ", FAINT), one.path, (f" ({one.reason})", FAINT))
     if len(export.left_out) > _SHOWN:
-        remarks.say(("left out: ", FAINT), f"{len(export.left_out) - _SHOWN} more (--json names them all)")
-
-
-_SHOWN = 20
+        report.note(("left out: ", FAINT), f"{len(export.left_out) - _SHOWN} more (--json names them all)")

@@ -9,20 +9,14 @@ from pathlib import Path
 import click
 
 from holdfast.cli.exit_codes import ending_on
-from holdfast.cli.screen import (
-    FAINT,
-    Screen,
-    byte_progress,
-    counted,
-    write_json,
-)
-from holdfast.cli.survey import name_fields
-from holdfast.convert.importer import Import, import_checkpoint
+from holdfast.cli.report import Report, name_fields, verb
+from holdfast.cli.screen import FAINT, byte_progress, counted
+from holdfast.convert.importer import import_checkpoint
 from holdfast.errors import UsageError
 from holdfast.events.kinds import time_text
 
 
-@click.command("import")
+@verb("import")
 @click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
 @click.argument("run", metavar="RUN", type=click.Path())
 @click.option("--step", type=click.IntRange(0), help="The step to resume from.  [default: the one in SOURCE, or 0]")
@@ -38,8 +32,8 @@ from holdfast.events.kinds import time_text
     "--strip-prefix", metavar="PREFIX", default="", help="Remove this prefix from the names of the model's arrays."
 )
 @click.option("--skip-unknown", is_flag=True, help="Leave out values of unknown classes.")
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
 def command(
+    report: Report,
     source: Path,
     run: str,
     step: int | None,
@@ -48,7 +42,6 @@ def command(
     rename: tuple[str, ...],
     strip_prefix: str,
     skip_unknown: bool,
-    as_json: bool,
 ) -> None:
     """Make a checkpoint from files of another program.
 
@@ -74,38 +67,28 @@ def command(
             skip_unknown=skip_unknown,
             watcher=progress,
         )
-    if not as_json:
-        _show(Screen(sys.stdout), Screen(sys.stderr), made, run)
-        return
-    write_json(
-        sys.stdout,
-        "import",
-        {
-            "run": made.run,
-            **name_fields(made.name),
-            "directory": made.name.directory,
-            "format": made.format,
-            "objects": list(made.objects),
-            "arrays": made.arrays,
-            "size_bytes": made.size_bytes,
-            "seconds": made.seconds,
-            "renamed": list(made.renamed),
-            "has_step": made.has_step,
-            "left_out": [{"path": one.path, "reason": one.reason} for one in made.left_out],
-        },
-    )
-
-
-def _show(screen: Screen, remarks: Screen, made: Import, run: str) -> None:
-    screen.say(
-        f"step {made.step} of {run}: {counted(made.arrays, 'array')}, {screen.size(made.size_bytes)}",
+    report.fields = {
+        "run": made.run,
+        **name_fields(made.name),
+        "directory": made.name.directory,
+        "format": made.format,
+        "objects": list(made.objects),
+        "arrays": made.arrays,
+        "size_bytes": made.size_bytes,
+        "seconds": made.seconds,
+        "renamed": list(made.renamed),
+        "has_step": made.has_step,
+        "left_out": [{"path": one.path, "reason": one.reason} for one in made.left_out],
+    }
+    report.line(
+        f"step {made.step} of {run}: {counted(made.arrays, 'array')}, {report.size(made.size_bytes)}",
         f", from {made.format}",
-        (f"  {time_text(made.seconds)}" if screen.is_terminal else "", FAINT),
+        (f"  {time_text(made.seconds)}" if report.is_page else "", FAINT),
     )
-    screen.say("  objects: ", ", ".join(made.objects))
+    report.line("  objects: ", ", ".join(made.objects))
     if not made.has_step:
-        remarks.say(("no step in the source: ", FAINT), "the run begins at step 0; --step N sets another")
-    for name in made.renamed:
-        remarks.say(("renamed: ", FAINT), f"{name}: a common prefix was removed from its names")
+        report.note(("no step in the source: ", FAINT), "the run begins at step 0; --step N sets another")
+    for renamed in made.renamed:
+        report.note(("renamed: ", FAINT), f"{renamed}: a common prefix was removed from its names")
     for one in made.left_out:
-        remarks.say(("left out: ", FAINT), one.path, (f" ({one.reason})", FAINT))
+        report.note(("left out: ", FAINT), one.path, (f" ({one.reason})", FAINT))
