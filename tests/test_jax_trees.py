@@ -223,3 +223,44 @@ def test_nodes_are_restored_into_the_structure_that_the_program_has(tmp_path: Pa
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(node=None)) as manager:
         with pytest.raises(errors.UnsupportedValueError, match="Pair is stored, and can be restored only into one"):
             manager.restore()
+
+
+def test_a_tree_takes_arrays_of_another_shape_or_type(tmp_path: Path) -> None:
+    """As of torch and NumPy: what is stored counts. Arrays that are divided, and typed keys, must fit."""
+    keys = jax.random.split(jax.random.key(1), 3)
+
+    def make(later: bool) -> dict[str, Any]:
+        on = jax.devices()[2]
+        return {
+            "grown": jnp.arange(3.0) if later else jnp.zeros(0),
+            "list": [jnp.arange(5) if later else jnp.zeros(2, jnp.int8)],
+            "placed": jax.device_put(jnp.ones(6) if later else jnp.zeros(2), on),
+            "everywhere": jax.device_put(
+                jnp.ones(6 if later else 2), NamedSharding(Mesh(jax.devices(), "a"), PartitionSpec())
+            ),
+            "was_numpy": jnp.ones(4) if later else np.zeros(2, np.float32),
+            "is_numpy": np.ones(4) if later else jnp.zeros(2, jnp.float32),
+        }
+
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(tree=make(True), keys={"key": keys[0]})) as manager:
+        manager.save(1).wait_committed()
+    tree = make(False)
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(tree=tree, keys={"key": keys[1]})) as manager:
+        restored = manager.restore()
+    assert restored is not None
+    assert sorted(text.partition(" ")[0] for text in restored.differences.replaced) == [
+        *("tree/everywhere", "tree/is_numpy", "tree/list/0", "tree/placed", "tree/was_numpy")
+    ]
+    saved = make(True)
+    assert tree["list"][0].dtype == saved["list"][0].dtype
+    for name in saved.keys() - {"list"}:
+        assert np.array_equal(tree[name], saved[name])
+        assert tree[name].dtype == saved[name].dtype
+    for name in ("placed", "everywhere"):
+        assert tree[name].sharding == saved[name].sharding
+    pieces = {"tree": {**make(False), "grown": jax.device_put(jnp.zeros(8), divided("a"))}, "keys": {"key": keys}}
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(**pieces)) as manager:
+        with pytest.raises(errors.MismatchError) as caught:
+            manager.restore()
+    assert "tree/grown: stored [3], live [8]" in str(caught.value)
+    assert "keys/key: stored [2], live [3, 2]" in str(caught.value)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -196,6 +202,135 @@ def test_a_process_that_has_closed_its_run_holds_up_no_other(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
+def command_of(*arguments: object) -> list[str]:
+    return [sys.executable, str(PROGRAM), *map(str, arguments)]
+
+
+def run_program(*arguments: object) -> subprocess.CompletedProcess[str]:
+    (done,) = run_together(command_of(*arguments))
+    return done
+
+
+def run_together(*commands: list[str]) -> list[subprocess.CompletedProcess[str]]:
+    """Those that are refused wait a while first."""
+    with ThreadPoolExecutor(len(commands)) as pool:
+        run = partial(subprocess.run, capture_output=True, text=True, check=False)
+        return [*pool.map(run, commands)]
+
+
+@contextmanager
+def holding(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that has a run open until its input ends, and the number that it has printed."""
+    with subprocess.Popen(command_of(*arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout is not None
+            yield first, int(first.stdout.readline())
+        finally:
+            first.kill()
+
+
+def holdfast(*arguments: object) -> subprocess.CompletedProcess[str]:
+    (done,) = run_together([sys.executable, "-m", "holdfast", *map(str, arguments)])
+    return done
+
+
+@pytest.mark.usefixtures("refusing")
+def test_a_job_that_has_not_saved_yet_is_protected(tmp_path: Path) -> None:
+    old, new = tmp_path / "runs" / "old", tmp_path / "new"
+    assert run_program("train", old).returncode == 0
+    before = sorted(path.name for path in old.rglob("*"))
+    with holding("hold", old) as (first, number), holding("hold", new) as (other, other_number):
+        programs = ("enter", "save")
+        refused = run_together(*(command_of(program, run) for program in programs for run in (old, new)))
+        for second, owner, is_new in zip(refused, (number, other_number) * 2, (False, True) * 2, strict=True):
+            assert f"process {owner} on" in second.stderr, second.stderr
+            assert "HOLDFAST_TAKE_OVER=1" in second.stderr
+            assert ("the run was last written" in second.stderr) is not is_new
+            assert "waiting up to 10 s" in second.stderr
+            assert second.returncode == 1
+        assert holdfast_list(old)["state"] == "running"
+        assert f"process {number} on" in holdfast("rollback", f"{old}@3").stderr
+        assert f"process {number} on" in holdfast("prune", old, "--unfinished", "--job-is-dead", "--yes").stderr
+        assert sorted(path.name for path in old.rglob("*")) == before, "nothing was fenced, and nothing removed"
+        assert not any(new.iterdir())
+        for job in (first, other):
+            printed, _ = job.communicate("go on")
+            assert printed == "left\n"
+    assert holdfast_list(old)["newest_step"] == 9
+
+
+@pytest.mark.usefixtures("refusing")
+def test_backups_that_a_job_has_restored_are_not_deleted_by_another(tmp_path: Path) -> None:
+    run, weights = tmp_path / "run", np.zeros(3)
+    assert "backed up 0" in run_program("back_up", run, 0).stdout
+    with hf.WorkerTrainingState(run, hf.Checkpoint(weights=weights)) as state:
+        state.restore()
+        state.maybe_load_initial_epoch_from_ckpt(0, "train")
+        assert f"process {os.getpid()} on" in run_program("delete_backup", run).stderr
+        state.back_up(1).wait_committed()
+        assert state.delete_backup()
+
+
+@pytest.mark.usefixtures("refusing")
+def test_of_jobs_that_start_at_the_same_moment_one_enters(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    runs = [tmp_path / "made", tmp_path / "new"] * 3
+    with ExitStack() as stack:
+        commands = [command_of("hold", run) for run in runs]
+        jobs = [stack.enter_context(subprocess.Popen(each, stdin=PIPE, stdout=PIPE, text=True)) for each in commands]
+        while sum(job.poll() is None for job in jobs) > 2:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            assert sum(job.poll() is None for job in jobs) >= 2
+        ended = [job.communicate("go on")[0].endswith("left\n") for job in jobs]
+    assert sorted(run.name for run, has_trained in zip(runs, ended, strict=True) if has_trained) == ["made", "new"]
+
+
+@pytest.mark.usefixtures("refusing")
+@pytest.mark.parametrize("how", ["fork", "multiprocessing", "exec"])
+def test_what_a_killed_job_had_started_holds_up_no_other(tmp_path: Path, how: str) -> None:
+    run = tmp_path / "run"
+    with holding("start", run, how) as (first, child):
+        try:
+            first.kill()
+            os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+            os.kill(child, 0)
+            assert "entered 1" in run_program("enter", run).stdout
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("refusing")
+def test_a_child_that_was_forked_without_python_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with holding("start", run, "native") as (first, child):
+        try:
+            first.kill()
+            first.wait()
+            assert f"process {child} on" in run_program("enter", run).stderr
+        finally:
+            os.kill(child, signal.SIGKILL)
+    assert "entered 1" in run_program("enter", run).stdout
+
+
+@pytest.mark.usefixtures("refusing")
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_child_of_the_program_is_not_another_job(tmp_path: Path, how: str) -> None:
+    done = run_program("train_in_child", tmp_path / "run", how)
+    assert "entered 4" in done.stdout, done.stderr
+
+
+@pytest.mark.usefixtures("refusing")
+def test_a_manager_that_was_dropped_without_close_holds_up_no_other(tmp_path: Path) -> None:
+    run, weights = tmp_path / "run", np.zeros(3)
+    manager = hf.CheckpointManager(run, hf.Checkpoint(weights=weights), keep=hf.Latest(1))
+    for step in (1, 2, 3):
+        manager.save(step).wait_committed()
+    assert f"process {os.getpid()} on" in holdfast("rollback", f"{run}@3").stderr
+    del manager
+    gc.collect()
+    assert "entered 3" in run_program("enter", run).stdout
+
+
 @pytest.mark.usefixtures("refusing")
 def test_a_job_waits_for_one_that_is_leaving(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -204,7 +339,7 @@ def test_a_job_waits_for_one_that_is_leaving(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), "enter", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as second:
         assert second.stderr is not None
-        while "has this run open; waiting" not in second.stderr.readline():
+        while "has this run open; waiting up to 10 s" not in second.stderr.readline():
             assert second.poll() is None
         manager.save(7)
         manager.close()

@@ -366,12 +366,6 @@ def test_two_signals_in_foreign_code_count_and_third_has_no_effect(tmp_path: Pat
     assert steps_of(tmp_path) == [1]
 
 
-def test_signal_that_own_handler_took_does_not_count_once_it_is_gone(tmp_path: Path) -> None:
-    done = run_file("foreign_code", "put handler back", tmp_path)
-    assert done.returncode == 42, done.stderr
-    assert done.stdout.splitlines() == ["[0]", "SIGUSR2"]
-
-
 def test_handler_not_set_by_python_stays(tmp_path: Path) -> None:
     done = run_file("exits", "keep foreign handlers", tmp_path)
     assert done.returncode == 42, done.stderr

@@ -19,8 +19,7 @@ import holdfast as hf
 from holdfast.catalog import read_catalog, read_manifest
 from holdfast.catalog.removal import RemovalPlan, Removed, carry_out
 from holdfast.catalog.survey import survey_run
-from holdfast.cli.contents import Contents, read_checkpoint
-from holdfast.cli.target import RunTarget
+from holdfast.cli.target import Contents, RunTarget, read_checkpoint
 from holdfast.cluster import Cluster
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, PeerError, SaveFailedError
 from holdfast.format.names import StepName

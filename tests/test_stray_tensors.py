@@ -96,6 +96,12 @@ LOST: dict[str, tuple[Callable[[Any], object], Callable[[Any, torch.Tensor], obj
         lambda part, out: part.means.__setitem__(0, out.detach()[0]),
         "means",
     ),
+    "a place in a queue": (put(pointer=0), count_in_place, "pointer"),
+    "a strength that is lowered": (
+        put(strength=1.0),
+        lambda part, _: setattr(part, "strength", 0.9 * part.strength),
+        "strength",
+    ),
     "complex numbers": (
         put(phase=torch.zeros(2, dtype=torch.complex64)),
         lambda part, _: part.phase.add_(1j),
@@ -108,7 +114,7 @@ LOST: dict[str, tuple[Callable[[Any], object], Callable[[Any, torch.Tensor], obj
 def test_a_tensor_that_is_lost_is_named_once(tmp_path: Path, name: str) -> None:
     make, change, attribute = LOST[name]
     [text] = warnings_of(tmp_path, model=nn.Sequential(nn.Linear(3, 3), Part(make, change)))
-    assert text.startswith(f"1.{attribute} of model: such tensors change in training and are in no state_dict()")
+    assert text.startswith(f"1.{attribute} of model: such values change in training and are in no state_dict()")
     assert "register_buffer(name, tensor)" in text
     assert "ignore this" in text
 
@@ -121,6 +127,10 @@ CALM: dict[str, tuple[Callable[[Any], object], Callable[[Any, torch.Tensor], obj
         lambda part, out: setattr(part, "mask", torch.ones(3)),
     ),
     "computed anew in place, with the same values": (put(mask=torch.ones(3)), lambda part, _: part.mask.fill_(1.0)),
+    "numbers that stay, and a flag": (
+        put(size=2**1100, limit=float("nan"), width=3, has_begun=False),
+        lambda part, out: vars(part).update(width=out.shape[1], has_begun=not part.has_begun),
+    ),
     "what a step leaves behind": (
         put(attention=None, hidden=[]),
         lambda part, out: (vars(part).update(attention=out.softmax(-1).detach()), part.hidden.append(out.detach())),
@@ -191,13 +201,13 @@ def test_at_most_three_are_named_and_later_changes_are_not_looked_for(tmp_path: 
     [text] = warnings_of(tmp_path / "many", model=nn.Sequential(*(Part(make, change) for _ in range(5))))
     assert re.match(r"0\.stores of model, 1\.stores of model, 2\.stores of model, \.\.\.: ", text)
 
-    late = Part(put(calls=0, mean=torch.zeros(1)), change_late)
+    late = Part(put(calls=[0], mean=torch.zeros(1)), change_late)
     assert warnings_of(tmp_path / "late", model=late) == []
 
 
 def change_late(part: Any, _: torch.Tensor) -> None:
-    part.calls += 1
-    if part.calls > STEPS - 1:
+    part.calls[0] += 1
+    if part.calls[0] > STEPS - 1:
         part.mean += 1
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from mounts import fill, mounted
 
 PROGRAM = Path(__file__).parent / "programs" / "witnessed.py"
 SAME = "WitnessAgreed steps 21 to 53 were repeated with the same data and the same loss"
+FAULTY = PROGRAM.with_name("faulty_loaders.py")
 PAGE = ' (see "If repeated steps differ" in docs/guides/restoring.md)'
 
 CASES = {
@@ -59,19 +62,67 @@ def test_killed_runs_say_whether_they_repeat_the_same(tmp_path: Path) -> None:
         assert all(line.startswith(start) for line, start in zip(lines, wanted, strict=True)), (case, lines)
 
 
+ANOTHER_ORDER = f"WitnessDiffers step 15 was repeated with other data of loader than before the restart{PAGE}"
+FAULTS = {
+    "none": "WitnessAgreed steps 15 to 19 were repeated with the same data and the same loss",
+    "begun before": "WitnessAgreed steps 15 to 19 were repeated with the same data and the same loss",
+    "order of the first epoch": ANOTHER_ORDER,
+    "buffer": ANOTHER_ORDER,
+    "hidden generator": ANOTHER_ORDER,
+    "accumulation": "WitnessDiffers step 18 was repeated with 2 of the batches of loader; before the restart it took 1",
+    "batches by hand": "WitnessDiffers step 15 was repeated with the loss ",
+    "criterion": "WitnessDiffers step 15 was repeated with the same data, but the loss ",
+    "moments": "WitnessDiffers step 16 was repeated with the same data, but the loss ",
+}
+"""Of each fault the only line: the first step that differs, in what, and which loader gave it."""
+
+
+def test_each_kind_of_fault_in_data_and_state_is_reported_once(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    command: list[Any] = [sys.executable, "-W", "ignore", FAULTY, tmp_path, *FAULTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    for case, line in FAULTS.items():
+        lines = [one.removeprefix(f"{case}: ") for one in done.stdout.splitlines() if one.startswith(f"{case}: ")]
+        assert len(lines) == 2, (case, lines, done.stderr)
+        assert lines[0].startswith(line), case
+        assert lines[1] == "exit 0", case
+
+
+class Batches:
+    """The numbers of the samples."""
+
+    def __init__(self, sampler: hf.ResumableSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(np.array, self.sampler)
+
+
 def train(
-    directory: Path, steps: int, *, events: list[Event] | None = None, first: float = 0.0, **options: Any
+    directory: Path,
+    steps: int,
+    *,
+    events: list[Event] | None = None,
+    first: float = 0.0,
+    hidden: float = 0.0,
+    batch_size: int = 4,
+    **options: Any,
 ) -> None:
     """Trains, in this process, and leaves the run with an error after so many steps."""
     weights = np.zeros(3) + first
     seen: list[Event] = [] if events is None else events
+    sampler = hf.ResumableSampler(400, batch_size=batch_size, seed=1)
+    objects: dict[str, Any] = {"weights": weights, **({"sampler": sampler} if "quiet" in options else {})}
+    batches = sampler.stream(Batches(sampler))
     try:
         with hf.resumable(
-            directory, weights=weights, save_every=hf.Steps(5), quiet=True, sinks=[seen.append], **options
+            directory, **objects, save_every=hf.Steps(5), sinks=[seen.append], **{"quiet": True, **options}
         ) as run:
             for step in run.steps(100):
-                weights += 1
-                run.report(loss=float(weights.sum()))
+                weights += next(batches).mean() if "sampler" in objects else 1
+                run.report(loss=float(weights.sum() + hidden))
+                if step % 5 == 1:
+                    run.manager.wait()
                 if step == steps:
                     raise KeyError(step)
     except KeyError:
@@ -170,6 +221,67 @@ def test_the_records_go_with_the_run(tmp_path: Path) -> None:
     train(tmp_path / "run", 12, begin_anew=True)
     train(tmp_path / "run", 40, events=events)
     assert [str(event) for event in compared(events)] == ["steps 11 to 12 were repeated with the same loss"]
+
+
+COMPARED: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "steps 16 to 17 were repeated with the same data and the same loss"),
+    "batch": (
+        {"batch_size": 5, "strict": False},
+        "steps that were repeated are not compared: the number of workers, the batch size, the length or the seed of "
+        "the data has changed",
+    ),
+    "threads": (
+        {"OMP_NUM_THREADS": "63"},
+        "steps 16 to 17 were repeated with the same data; losses are not compared: the software, the machine or what "
+        "is restored has changed",
+    ),
+    "kept": (
+        {"keep_current": "weights"},
+        "steps 16 to 17 were repeated with the same data; losses are not compared: the software, the machine or what "
+        "is restored has changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", COMPARED)
+def test_a_line_says_why_repeated_steps_are_not_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    options, line = dict(COMPARED[change][0]), COMPARED[change][1]
+    train(tmp_path / "run", 17, quiet=False)
+    if "OMP_NUM_THREADS" in options:
+        monkeypatch.setenv("OMP_NUM_THREADS", options.pop("OMP_NUM_THREADS"))
+    with caplog.at_level("INFO", "holdfast"):
+        train(tmp_path / "run", 40, quiet=False, **options)
+    assert [one.message for one in caplog.records if "were repeated" in one.message] == [line]
+
+
+def test_a_start_from_the_beginning_says_that_it_compares_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path / "run", 7, quiet=False)
+    for step in (tmp_path / "run").glob("step-*"):
+        shutil.rmtree(step)
+    with caplog.at_level("INFO", "holdfast"):
+        train(tmp_path / "run", 7, quiet=False)
+    assert "the steps of an earlier start, up to 7, are begun again and not compared" in caplog.messages
+
+
+def test_a_strict_restart_fails_at_each_start_and_says_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path / "run", 17)
+    for _ in range(3):
+        events: list[Event] = []
+        with (
+            caplog.at_level("INFO", "holdfast"),
+            pytest.raises(hf.errors.ResumeDiffersError, match="step 16 was repeated with the loss"),
+        ):
+            train(tmp_path / "run", 40, events=events, hidden=1, strict_resume=True)
+        assert len(compared(events)) == 1
+        assert not [record for record in caplog.records if "was repeated" in record.message]
+    train(tmp_path / "run", 40, hidden=1)
+    assert len([record for record in caplog.records if "was repeated" in record.message]) == 1
 
 
 class Odd:

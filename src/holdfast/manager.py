@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -14,7 +15,7 @@ from msgspec.structs import replace as replace_fields
 
 from holdfast.advice.hyperparameters import Keeping, list_kept, note_script
 from holdfast.advice.oversights import describe_unread
-from holdfast.catalog import check_not_open, read_catalog
+from holdfast.catalog import read_catalog
 from holdfast.checkpoint import (
     Checkpoint,
     all_objects,
@@ -175,6 +176,8 @@ class CheckpointManager:
             self._saver = saver = Saver(
                 self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
             )
+            # If this is dropped without `close`, its threads go on to know the lock.
+            weakref.finalize(self, saver.lock.release).atexit = False
             saver.take_unread = partial(take_unread, checkpoint, only_held=True)
             went_back = None if begin_anew else catalog.start_from
             self._origin = Origin(living[-1] if living else None, catalog.generation, start_from=went_back)
@@ -188,6 +191,7 @@ class CheckpointManager:
             )  # Held to clear that: another thread may wait while this one begins a save.
             self.check_ready: Callable[[], None] = make_readiness_check(
                 self._storage,
+                saver.lock,
                 lambda: saver.check_capture(all_objects(checkpoint)),
                 make_agreement(None if self.participant is None else self.participant.peers, self.url).run,
                 is_leader=self.worker.is_leader,
@@ -200,7 +204,7 @@ class CheckpointManager:
             self.witness = Witness(self._storage, self.worker, self.emit)
             self.restored: Restoration | None = None
             self.wait_until_free: Callable[[], None] = (
-                partial(check_not_open, self._storage, inform) if self.worker.is_leader else lambda: None
+                partial(saver.lock.take, inform) if self.worker.is_leader else lambda: None
             )
 
     @property

@@ -95,28 +95,6 @@ def train_until_heard(directory: str, number: int) -> None:
                 print("went on in", step, calls, flush=True)
 
 
-def put_handler_back(directory: str) -> None:
-    """A handler of one's own takes a signal, and goes before foreign code is called and a signal comes there."""
-    mine: list[int] = []
-
-    def hear(event: Event) -> None:
-        if isinstance(event, NoticeHeard):
-            print(event.text.split()[0], flush=True)
-            if event.text.startswith("SIGUSR2"):
-                unlock()
-
-    with hf.resumable(directory, state=STATE, sinks=[hear]) as run:
-        for _ in run.steps(10):
-            # No other thread runs before all is as it was.
-            sys.setswitchinterval(100)
-            before = signal.signal(signal.SIGUSR1, lambda *_: mine.append(run.step))
-            os.kill(os.getpid(), signal.SIGUSR1)
-            signal.signal(signal.SIGUSR1, before)
-            sys.setswitchinterval(0.005)
-            print(mine, flush=True)
-            wait_in_foreign_code(signal.SIGUSR2)
-
-
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["three at once", directory]:
@@ -125,7 +103,5 @@ if __name__ == "__main__":
             train_with_two_and_one(directory)
         case ["until heard", directory, number]:
             train_until_heard(directory, int(number))
-        case ["put handler back", directory]:
-            put_handler_back(directory)
         case _:
             raise SystemExit(f"what is {sys.argv[1:]}?")

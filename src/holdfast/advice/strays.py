@@ -69,8 +69,8 @@ def describe_unsaved(objects: Mapping[str, object], changed: Sequence[tuple[str,
     if not names:
         return ""
     return (
-        f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}: such tensors change in "
-        "training and are in no state_dict(), so a restart begins with their first values: use "
+        f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}: such values change in "
+        "training and are in no state_dict(), so a restart begins with the first ones: use "
         "register_buffer(name, tensor), persistent=True, or get_extra_state. If they are computed again in each "
         "step, ignore this"
     )

@@ -25,15 +25,15 @@ from holdfast.catalog.listing import (
     try_summary,
 )
 from holdfast.catalog.lost import check_nothing_lost, find_journaled, find_lost
-from holdfast.catalog.openers import check_not_open, hold, is_alive, is_open, is_own, release
+from holdfast.catalog.openers import RunLock, find_owner, is_own
 
 __all__ = [
     "Catalog",
     "History",
+    "RunLock",
     "add_late_metrics",
     "check_fence",
     "check_in_place",
-    "check_not_open",
     "check_nothing_lost",
     "check_unpassed",
     "describe_lost",
@@ -41,10 +41,8 @@ __all__ = [
     "exists",
     "find_journaled",
     "find_lost",
-    "hold",
-    "is_alive",
+    "find_owner",
     "is_committed",
-    "is_open",
     "is_own",
     "make_lost_error",
     "open_generation",
@@ -55,6 +53,5 @@ __all__ = [
     "read_opening",
     "read_references",
     "record_base",
-    "release",
     "try_summary",
 ]

@@ -15,18 +15,17 @@ from typing import Final
 
 from holdfast.catalog import (
     Catalog,
+    RunLock,
     check_fence,
-    hold,
     is_own,
     open_generation,
     read_catalog,
     read_generations,
-    read_opening,
     record_base,
-    release,
 )
+from holdfast.catalog.listing import name_opener, try_opening
 from holdfast.catalog.summary import drop_summaries
-from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError
+from holdfast.errors import FencedError, HoldfastError, NotFoundError
 from holdfast.format.names import (
     DATA_SUFFIX,
     GENERATIONS_DIRECTORY,
@@ -124,14 +123,14 @@ class FileRecycler:
 
     While the job lives, one data file stays as the spare. It is removed when the manager is closed, or else when the
     program ends; after a crash the next job that saves here uses it. One save uses it at a time; `close` may be called
-    at any time.
+    at any time. Its `lock` marks the run as open until then.
     """
 
     def __init__(self, storage: Storage, *, reuse: bool) -> None:
         self._storage = storage
         self._spare = storage.spare if isinstance(storage, SparingStorage) else None
         self._generation = 0
-        self._held: int | None = None  # While it is, the run is open in this process.
+        self.lock = RunLock(storage)
         # Guards the two fields below, and that nothing is kept any more when they say so.
         self._lock = threading.Lock()
         self._reuse = reuse and self._spare is not None
@@ -140,8 +139,6 @@ class FileRecycler:
     def begin(self, generation: int) -> None:
         """**Blocks.** Called when a generation was opened, which now has the spare; if none is kept, removes it."""
         self._generation = generation
-        release(self._held)
-        self._held = hold(self._storage, generation)
         if self._spare is not None and not self._reuse:
             # If this fails, the sweep reports it.
             with suppress(HoldfastError):
@@ -189,8 +186,7 @@ class FileRecycler:
 
     def _end(self) -> bool:
         """Keeps nothing from now on; returns True if something was kept before."""
-        held, self._held = self._held, None
-        release(held)
+        self.lock.release()
         with self._lock:
             unregister_drain(self)
             had_kept, self._has_kept, self._reuse = self._has_kept, False, False
@@ -221,11 +217,19 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
 
     Raises:
         FencedError: If another job has opened a newer one than `known_generation`; nothing has been removed.
+        UsageError: If another process of this machine has the run open; likewise.
     """
+    lock = RunLock(storage)
+    lock.take()
     before = read_catalog(storage, closely=True)
     for generation in read_generations(storage):
-        if generation > known_generation:
-            _check_own(storage, generation)
+        opening = try_opening(storage, generation) if generation > known_generation else None
+        if generation > known_generation and not (opening and is_own(opening)):
+            raise FencedError(
+                f"{storage.url}: generation {generation} was opened{name_opener(opening)} since this job began; "
+                "nothing was removed",
+                hint="Another job saves there. Stop this job, or give it its own directory.",
+            )
     if not (before.committed or before.unfinished or before.lost or before.trash):
         return Clearing()
     generation = open_generation(storage)
@@ -249,20 +253,6 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
         drop_summaries(storage)
     remove_rings(storage)
     return Clearing(tuple(removed), generation, tuple(problems))
-
-
-def _check_own(storage: Storage, generation: int) -> None:
-    try:
-        opening = read_opening(storage, generation)
-        if is_own(opening):
-            return
-        by = f" by process {opening.process} on {opening.host}"
-    except (DamageError, NotFoundError):
-        by = ""
-    raise FencedError(
-        f"{storage.url}: generation {generation} was opened{by} since this job began; nothing was removed",
-        hint="Another job saves there. Stop this job, or give it its own directory.",
-    )
 
 
 def _remove_committed(

@@ -393,7 +393,7 @@ def check_fence(storage: Storage, generation: int, opened: Sequence[int] | None 
     """
     newest = max(read_generations(storage) if opened is None else opened, default=0)
     if newest > generation:
-        by = _name_opener(_try_opening(storage, newest))
+        by = name_opener(try_opening(storage, newest))
         raise FencedError(
             f"{storage.url}: generation {newest} was opened{by}; this job has generation {generation} and "
             "can no longer save",
@@ -419,7 +419,7 @@ def check_in_place(storage: Storage, generation: int, token: str) -> None:
     if opening.token != token:
         raise FencedError(
             f"{storage.url}: generation {generation} of this job was replaced by one that was opened"
-            f"{_name_opener(opening)}",
+            f"{name_opener(opening)}",
             hint=_FENCED_HINT,
         )
 
@@ -438,23 +438,25 @@ def check_unpassed(storage: Storage, seen_generation: int, token: str) -> None:
     for newer in sorted(read_generations(storage), reverse=True):
         if newer <= seen_generation:
             return
-        opening = _try_opening(storage, newer)
+        opening = try_opening(storage, newer)
         if opening is None or opening.token != token:
             raise FencedError(
-                f"{storage.url}: generation {newer} was opened{_name_opener(opening)} after this job chose the "
+                f"{storage.url}: generation {newer} was opened{name_opener(opening)} after this job chose the "
                 "step to continue from; the steps saved there would be lost",
                 hint=_FENCED_HINT,
             )
 
 
-def _try_opening(storage: Storage, generation: int) -> Opening | None:
+def try_opening(storage: Storage, generation: int) -> Opening | None:
+    """**Blocks.** Returns the record that opened a generation; None if it cannot be read."""
     try:
         return read_opening(storage, generation)
     except HoldfastError:
         return None
 
 
-def _name_opener(opening: Opening | None) -> str:
+def name_opener(opening: Opening | None) -> str:
+    """**Pure.** Names the opener of a generation, to follow "opened"; empty if it is not known."""
     return "" if opening is None else f" by process {opening.process} on {opening.host}"
 
 

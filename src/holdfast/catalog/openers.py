@@ -6,8 +6,10 @@ import errno
 import fcntl
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -34,23 +36,10 @@ def is_own(opener: Opener) -> bool:
     return all(getattr(opener, name) == value for name, value in _identify(os.getpid()).items())
 
 
-def is_alive(opener: Opener) -> bool:
-    """Returns True if the opener is alive on this machine, and not a later process with its number.
-
-    From a container, processes outside of it cannot be seen, and count as not alive.
-    """
-    own = _identify(os.getpid())
-    if not opener.boot_id:
-        return opener.host == own["host"] and _is_alive_by_time(opener)
-    if opener.boot_id != own["boot_id"]:
-        return False
-    if opener.pid_namespace == own["pid_namespace"]:
-        return _find_start(str(opener.process)) == opener.started_at_ticks
-    # That of a container has another number outside of it.
-    return any(
-        _find_start(number) == opener.started_at_ticks and _read_namespace(number) == opener.pid_namespace
-        for number in _list_processes()
-    )
+def _is_alive(opener: Opener) -> bool:
+    """Returns True if the opener is alive, as far as that can be seen from here, and not a later process."""
+    known = _identify(os.getpid()) | {"process": opener.process, "started_at_ticks": _find_start(str(opener.process))}
+    return bool(opener.started_at_ticks) and all(getattr(opener, name) == value for name, value in known.items())
 
 
 TAKE_OVER: Final = "HOLDFAST_TAKE_OVER"
@@ -64,92 +53,157 @@ _LOOK_SECONDS: Final = 0.1
 _RECENT_SECONDS: Final = 60.0
 """A job that wrote within this time may still be at work."""
 
+# The descriptors of the runs that this process has open; and the processes that it was forked from.
+_held: dict[object, int] = {}
+_forebears: set[int] = set()
 
-def hold(storage: Storage, generation: int) -> int | None:
-    """Marks a run as open in this process, by a lock on the record of its generation; returns what `release` takes.
 
-    The kernel drops the lock when the process ends. Where there are no locks, nothing is marked.
+class RunLock:
+    """Marks a run as open in this process, from its entry on, by a lock on its directory (`flock`).
+
+    The kernel drops the lock when the process ends; what it has forked or started does not keep it. A job that takes a
+    run over has the lock beside the older one. Where there are no locks, nothing is marked.
     """
-    directory, descriptor = local_directory(storage), None
-    if directory is None:
-        return None
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._key = storage, object()
+
+    def take(self, say: Callable[[str], object] | None = None) -> None:
+        """**Blocks.** Marks the run, unless that is done, or it has no directory yet. No other job is fenced by that.
+
+        Args:
+            say: Called with a line before this waits a while for another process, or if a job elsewhere seems to save
+                here; None to not wait.
+
+        Raises:
+            UsageError: If another process of this machine has the run open; the error names it.
+        """
+        if self._key in _held or (descriptor := _open_directory(self._storage)) is None:
+            return
+        self._key = key = object()  # In a forked child, an older one means nothing.
+        _held[key] = descriptor
+        weakref.finalize(self, _let_go, key).atexit = False
+        try:
+            _wait_free(self._storage, descriptor, say)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Undoes `take`; a second call does nothing."""
+        _let_go(self._key)
+
+
+def find_owner(storage: Storage) -> str:
+    """**Blocks.** Names the process of this machine that has a run open, this one or another; empty if none has."""
+    if (descriptor := _open_directory(storage)) is None:
+        return ""
     try:
-        descriptor = os.open(directory / generation_path(generation), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        release(descriptor)
-        return None
-    return descriptor
-
-
-def release(descriptor: int | None) -> None:
-    """Undoes `hold`, also for the processes that were forked since."""
-    if descriptor is not None:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        return "" if _try_lock(descriptor, fcntl.LOCK_EX) else _find_process(storage, descriptor, ())
+    finally:
         os.close(descriptor)
 
 
-def is_open(storage: Storage, opening: Opening) -> bool:
-    """**Blocks.** Returns True if the opener of the newest generation is alive here, and has not closed the run."""
-    directory = local_directory(storage)
-    if not is_alive(opening) or directory is None or not opening.boot_id:
-        return is_alive(opening)
-    descriptor = None
-    try:
-        descriptor = os.open(directory / generation_path(opening.generation), os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno == errno.EWOULDBLOCK
-    finally:
-        release(descriptor)
-    return False
-
-
-def check_not_open(storage: Storage, say: Callable[[str], object] | None = None) -> None:
-    """**Blocks.** Checks that no other process of this machine has the run open. Nothing is fenced by then.
-
-    Args:
-        storage: The storage of the run.
-        say: Called with a line before this waits a while for the other process, or if a job elsewhere seems to save
-            here; None to not wait.
-
-    Raises:
-        UsageError: If one has; the error names it.
-    """
+def _wait_free(storage: Storage, descriptor: int, say: Callable[[str], object] | None) -> None:
     begun_at, has_waited = time.monotonic(), False
-    while local_directory(storage) is not None:
-        opening = _find_newest(storage)
-        if opening is None or is_own(opening):
+    while True:
+        is_free = _try_lock(descriptor, fcntl.LOCK_EX)
+        found = "" if is_free else _find_process(storage, descriptor, _list_own())
+        # The kernel turns the one lock into the other at once; where it does not, another job may come between.
+        if (not found or os.environ.get(TAKE_OVER)) and _try_lock(descriptor, fcntl.LOCK_SH):
+            if say is not None and not has_waited and (text := _describe_other(storage, found, is_free)):
+                say(f"{storage.url}: another job ({text}) saves here; this job takes the run over")
             return
-        name = f"process {opening.process} on {opening.host}"
-        if os.environ.get(TAKE_OVER) or not is_open(storage, opening):
-            if say is not None and not has_waited and (ago := _find_recent(storage, opening)):
-                say(
-                    f"{storage.url}: another job ({name}, last wrote {ago} ago) saves here; this job takes the run over"
-                )
-            return
-        if say is None or time.monotonic() >= begun_at + _LEAVING_SECONDS:
+        text, seconds = f"{storage.url}: {found or 'another process'} has this run open", time.monotonic() - begun_at
+        if seconds >= (_LOOK_SECONDS if say is None else _LEAVING_SECONDS):
+            written = f"; the run was last written {ago} ago" if (ago := _find_last_write(storage)) else ""
             raise UsageError(
-                f"{storage.url}: {name} saves to this run, and is still running",
+                f"{text}, and is still running{written}. This job has changed nothing there",
                 hint=f"Stop it first (SIGTERM lets it save), or use another directory. {TAKE_OVER}=1 in the "
                 "environment takes the run over; the other job then ends with an error at its next save.",
             )
-        if not has_waited:
-            say(f"{storage.url}: {name} has this run open; waiting until it has left")
+        # `holdfast list` has the lock for a moment: this is said at the second look.
+        if say is not None and not has_waited and seconds >= _LOOK_SECONDS:
+            say(f"{text}; waiting up to {_LEAVING_SECONDS:.0f} s until it has left")
             has_waited = True
         time.sleep(_LOOK_SECONDS)
 
 
-def _find_recent(storage: Storage, opening: Opening) -> str:
-    """Returns how long ago a job wrote to a run that it may still have open, where that cannot be seen from here; empty
-    if that is long ago, or it is known to have ended."""
-    own = _identify(os.getpid())
-    is_here = (opening.boot_id, opening.pid_namespace) == (own["boot_id"], own["pid_namespace"])
+def _open_directory(storage: Storage) -> int | None:
+    with suppress(OSError):
+        if (directory := local_directory(storage)) is not None:
+            return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return None
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    """Returns False if another lock is in the way."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno != errno.EWOULDBLOCK
+    return True
+
+
+def _let_go(key: object) -> None:
+    if (descriptor := _held.pop(key, None)) is not None:
+        with suppress(OSError):  # A child that was forked by no code of Python has the lock as well.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _let_go_in_child() -> None:
+    """A forked child has the descriptors of its parent: the lock is to end with the parent, and not before."""
+    _forebears.add(os.getppid())
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _list_own() -> set[int]:
+    """Returns this process, and those that it is a part of: a child of `multiprocessing` is not another job."""
+    parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
+    return {os.getpid(), *_forebears, 0 if parent is None else parent.pid}
+
+
+def _find_process(storage: Storage, descriptor: int, own: Collection[int]) -> str:
+    """Names a process that has a lock on the run's directory, and is not one of our own; empty if none is seen here.
+
+    That of another user shows only by the newest generation, and that outside of this container not at all.
+    """
+    directory = os.fstat(descriptor)
+    found = [int(number) for number in _list_numbers(_PROC) if _has_lock(_PROC / number, directory)]
+    if not found and (opening := _find_newest(storage)) is not None and _is_alive(opening):
+        found = [opening.process]
+    return next((f"process {number} on {socket.gethostname()}" for number in found if number not in own), "")
+
+
+def _has_lock(process: Path, directory: os.stat_result) -> bool:
+    for number in _list_numbers(process / "fd"):
+        with suppress(OSError):
+            # Only then: to look at what others have open may take long, on a volume that is gone.
+            is_locked = "FLOCK" in (process / "fdinfo" / number).read_text()
+            if is_locked and os.path.samestat((process / "fd" / number).stat(), directory):
+                return True
+    return False
+
+
+def _describe_other(storage: Storage, found: str, is_free: bool) -> str:
+    """Returns the job that a run is taken over from; empty if it is known to have ended, or wrote long ago."""
+    opening, ago = _find_newest(storage), _find_last_write(storage, 1e9 if found else _RECENT_SECONDS)
+    if not found and ago and opening is not None and not is_own(opening):
+        is_here = is_free and opening.boot_id == _identify(os.getpid())["boot_id"]  # Then it has ended.
+        found = "" if is_here else f"process {opening.process} on {opening.host}"
+    return f"{found}, last wrote {ago} ago" if found and ago else found
+
+
+def _find_last_write(storage: Storage, most_seconds: float = 1e9) -> str:
+    """Returns how long ago a job wrote to a run; empty if that is not known, or longer ago."""
     with suppress(OSError):
         seconds = time.time() - (Path(storage.url) / JOURNAL_NAME).stat().st_mtime
-        if seconds < _RECENT_SECONDS and (not is_here or is_open(storage, opening)):
-            return span_text(seconds)
+        return span_text(seconds) if seconds < most_seconds else ""
     return ""
 
 
@@ -188,9 +242,10 @@ def _identify(process: int) -> dict[str, Any]:
     }
 
 
-def _list_processes() -> Iterator[str]:
+def _list_numbers(directory: Path) -> list[str]:
     with suppress(OSError):
-        yield from filter(str.isdigit, os.listdir(_PROC))  # noqa: PTH208  Names are enough.
+        return [*filter(str.isdigit, os.listdir(directory))]  # noqa: PTH208  Names are enough.
+    return []
 
 
 def _read_namespace(number: str) -> str:
@@ -206,14 +261,3 @@ def _find_start(number: str) -> int:
         fields = (_PROC / number / "stat").read_text(errors="replace").rpartition(")")[2].split()
         return 0 if fields[0] == "Z" else int(fields[19])
     return 0
-
-
-def _is_alive_by_time(opener: Opener) -> bool:
-    """Returns True if the process with the number of an older record's opener began before that record."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = (_PROC / "stat").read_text().splitlines()
-        booted_at = next(float(line.split()[1]) for line in lines if line.startswith("btime "))
-        ticks = _find_start(str(opener.process))
-        # The time of boot is given in whole seconds.
-        return ticks > 0 and booted_at + ticks / os.sysconf("SC_CLK_TCK") <= opener.opened_at_unix_seconds + 2
-    return False

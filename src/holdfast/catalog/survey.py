@@ -11,7 +11,7 @@ from holdfast.catalog import (
     Catalog,
     find_journaled,
     find_lost,
-    is_open,
+    find_owner,
     read_catalog,
     read_manifest,
     read_opening,
@@ -295,10 +295,9 @@ class RunSummary:
     Attributes:
         location: Its directory, as a person would write it.
         url: The same in full.
-        state: `running` if the process that opened the newest generation is alive on this machine, and has not closed
-            it; `damaged` if the newest checkpoint, or the record of a generation, can be seen to be; `lost` if
-            manifests are gone; `empty` if it has no checkpoint; `unreadable` if its directory cannot be read; else
-            `ok`.
+        state: `running` if a process of this machine has the run open; `damaged` if the newest checkpoint, or the
+            record of a generation, can be seen to be; `lost` if manifests are gone; `empty` if it has no checkpoint;
+            `unreadable` if its directory cannot be read; else `ok`.
         newest: The newest checkpoint of the current lineage, or None.
         steps: How many checkpoints are in the current lineage.
         size_bytes: What all steps take, unfinished ones and those off the current lineage included.
@@ -329,18 +328,18 @@ def summarize_run(storage: Storage, location: str) -> RunSummary:
         directories = (*(name.directory for name in names), *catalog.trash)
         size_bytes = sum(_size_bytes(storage, directory) for directory in directories) + (catalog.spare_bytes or 0)
         opening = _read_opening(storage, catalog.generation)
-        state = _find_state(storage, catalog, looked, opening)
+        state = _find_state(storage, catalog, looked)
         return RunSummary(location, storage.url, state, looked, len(catalog.living), size_bytes, opening)
     except HoldfastError as error:
         return RunSummary(location, storage.url, "unreadable", problem=error.message)
 
 
-def _find_state(storage: Storage, catalog: Catalog, newest: Found | None, opening: Opening | None) -> RunState:
+def _find_state(storage: Storage, catalog: Catalog, newest: Found | None) -> RunState:
     if catalog.faults or (newest is not None and newest.damages):
         return "damaged"
     lost = find_lost(storage, catalog)
     if lost and (catalog.newest is None or lost[-1] > catalog.newest):
         return "lost"
-    if opening is not None and is_open(storage, opening):
+    if find_owner(storage):
         return "running"
     return "ok" if newest is not None else "empty"

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.cli.contents import Contents
+from holdfast.cli.target import Contents
 from holdfast.convert.leaf_stream import Extent, LeafReader, StoredLeaf
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.encoding import MAX_DEPTH

@@ -374,6 +374,7 @@ class WitnessDiffers(Event, frozen=True):
         before: What it was before the restart: the loss, or the number of batches.
         now: What it is now.
         rank: The worker.
+        is_raised: True if an error says it as well.
     """
 
     step: int
@@ -382,6 +383,7 @@ class WitnessDiffers(Event, frozen=True):
     before: float
     now: float
     rank: int = 0
+    is_raised: bool = False
 
     def __str__(self) -> str:
         how = f"with other data of {self.loader} than before the restart"

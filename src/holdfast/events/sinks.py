@@ -89,6 +89,8 @@ class LoggingSink:
         level = _LEVELS.get(type(event), logging.INFO)
         if isinstance(event, Warned) and event.is_error:
             level = logging.ERROR
+        elif isinstance(event, WitnessDiffers) and event.is_raised:
+            level = logging.DEBUG
         elif isinstance(event, Failed) and event.stage == "retain":
             level = logging.WARNING  # No step is lost.
         elif not self._is_leader and (isinstance(event, PassedOver | Resized) or getattr(event, "by_each", False)):

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import enum
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +17,11 @@ from holdfast.format.encoding import MAX_DEPTH, path_part
 from holdfast.format.scalars import DECODERS, ENCODERS, Malformed, Node, decode_int, decode_numpy
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
+_REFERENCE: Final = frozenset({"$", "k", "v"})
+_SCALARS: Final = frozenset({*DECODERS, "numpy"})
+_MANY_ROWS: Final = 32
+"""From this many elements on, a sequence is looked at as a whole."""
+
 _BROKEN: Final = (Malformed, ValueError, TypeError, OverflowError, ArithmeticError)
 
 
@@ -147,15 +153,56 @@ class Decoder:
         parts: Sequence[Any] = live if isinstance(live, (list, tuple, collections.deque)) else ()
         count = len(parts)
         beyond = ABSENT if count or live is ABSENT else UNFILLED
+        if beyond is UNFILLED and len(nodes) >= _MANY_ROWS and (made := self._try_rows(nodes, path, depth)) is not None:
+            return made
         lives = [parts[index] if index < count else beyond for index in range(len(nodes))]
         standing = self.standing(nodes, lives, depth)
-        values = []
+        values: list[Any] = []
         for index, part in enumerate(lives):
             value = part if index in standing else self.decode(nodes[index], part, f"{path}/{index}", depth)
             if value is not ABSENT:
                 values.append(value)
         left = range(len(nodes), count)
         return values + [parts[i] for i in left if self.keeps(parts[i], f"{path}/{i}")]
+
+    def _new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
+        """Returns the arrays for references to many leaves, where nothing is live; None if each is to be decoded."""
+        return None
+
+    def _try_rows(self, nodes: list[Node], path: str, depth: int) -> list[Any] | None:
+        """Returns the elements of a sequence of similar rows, such as a replay buffer's; None if they are not."""
+        forms = {(type(node), str(node.get("$", "")) if type(node) is dict else "") for node in nodes}
+        form = forms.pop()
+        if forms or form not in ((list, ""), (dict, ""), (dict, "tuple")) or depth >= MAX_DEPTH:
+            return None
+        rows = [node.get("v") for node in nodes if len(node) == 2] if form == (dict, "tuple") else nodes
+        keys = list(rows[0]) if form == (dict, "") else []
+        if any(type(key) is not str or key[:1] == "$" for key in keys):
+            return None
+        if form == (dict, ""):
+            rows = [list(row.values()) for row in rows if list(row) == keys]
+        if len(rows) < len(nodes) or set(map(type, rows)) != {list} or len(set(map(len, rows))) > 1 or not rows[0]:
+            return None
+        width, parts = len(rows[0]), [*chain.from_iterable(rows)]
+        values: list[Any] = parts.copy()
+        places = [place for place, part in enumerate(parts) if type(part) not in _ATOMS]
+        arrays = [place for place in places if _is_reference(parts[place])]
+        others = sorted(set(places) - set(arrays))
+        if not all(type(parts[place]) is dict and str(parts[place].get("$")) in _SCALARS for place in others):
+            return None
+        made = self._new_arrays([parts[place]["v"] for place in arrays], {parts[place]["k"] for place in arrays})
+        if made is None:
+            return None
+        for place, array in zip(arrays, made, strict=True):
+            values[place] = array
+        for place in others:
+            row, part = divmod(place, width)
+            at = f"{path}/{row}/{path_part(keys[part], part) if keys else part}"
+            values[place] = self.decode(parts[place], UNFILLED, at, depth + 1)
+        made_rows = [values[first : first + width] for first in range(0, len(values), width)]
+        if keys:
+            return [dict(zip(keys, row, strict=True)) for row in made_rows]
+        return made_rows if form == (list, "") else list(map(tuple, made_rows))
 
     def mapping(self, nodes: Mapping[Any, Node], live: Any, path: str, depth: int) -> dict[Any, Any]:
         """Returns the items of a dict of any kind."""
@@ -259,6 +306,12 @@ class Decoder:
             if value is not ABSENT:
                 values[name] = value
         return values
+
+
+def _is_reference(node: Node) -> bool:
+    if type(node) is not dict or node.keys() != _REFERENCE or node["$"] != "array":
+        return False
+    return type(node["v"]) is str and type(node["k"]) is str
 
 
 def _examples(live: Iterable[Any]) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final
 
 import msgspec
@@ -37,6 +36,7 @@ from holdfast.jobs.worker_store import NodeOutcome, NodePart, WorkerNodeStore
 from holdfast.jobs.workspace import Workspace
 from holdfast.numbers import check_seconds
 from holdfast.options import check_liveness
+from holdfast.process.interrupt import Interrupter
 
 _MOST_BYTES: Final = 1 << 16
 """A longer output is not sent to other workers."""
@@ -46,9 +46,6 @@ _FOR_EVER_SECONDS: Final = 1e9
 
 _FAREWELL_SECONDS: Final = 5.0
 """How long the leader waits for the others at the end, because it may host the store."""
-
-_INTERRUPT: Final = signal.SIGURG
-"""No other library uses this signal, a process without a handler ignores it, and no shell does so from the start."""
 
 _GONE: Final = "died or left while the job was running"
 
@@ -189,25 +186,23 @@ class _Gathering:
             PeerFailedError: If another worker's part has failed.
             AbsentError: If a worker is gone.
         """
-        in_main = threading.current_thread() is threading.main_thread()
-        if self._cluster.world_size == 1 or not in_main:
+        if self._cluster.world_size == 1 or threading.current_thread() is not threading.main_thread():
             yield
             return
-        interrupter = _Interrupter()
-        before = signal.signal(_INTERRUPT, interrupter.interrupt)
-        watch = self._peers.mailbox.watch(Watch(lambda: interrupter.note(self._find_trouble()), TASKS))
+        alarm = _Alarm()
+        watch = self._peers.mailbox.watch(Watch(lambda: alarm.note(self._find_trouble()), TASKS))
         try:
             try:
                 yield
             finally:
                 self._peers.mailbox.unwatch(watch)
-                interrupter.disarm()
+                alarm.disarm()
         except KeyboardInterrupt:
-            if interrupter.trouble is None:
+            if alarm.trouble is None:
                 raise  # That was a person.
-            raise interrupter.trouble from None
+            raise alarm.trouble from None
         finally:
-            signal.signal(_INTERRUPT, signal.SIG_DFL if before is None else before)
+            alarm.close()
 
     def close(self, trouble: str = "") -> None:
         """**Blocks** for moments. Signs off. The leader may host the store, and so leaves last, if all went well.
@@ -249,7 +244,7 @@ class _Gathering:
         return trouble
 
 
-class _Interrupter:
+class _Alarm:
     """Interrupts the main thread once if there is a reason while it is armed."""
 
     def __init__(self) -> None:
@@ -257,24 +252,24 @@ class _Interrupter:
         self._lock = threading.Lock()
         self._armed = True
         self.trouble: HoldfastError | None = None
+        self._interrupter = Interrupter(lambda: KeyboardInterrupt() if self._armed else None)
+        self._interrupter.open()
 
     def note(self, trouble: HoldfastError | None) -> None:
         """Called in another thread."""
         with self._lock:
             if trouble is not None and self.trouble is None and self._armed:
                 self.trouble = trouble
-                # A real signal: only that ends a sleep, or a wait for the network.
-                signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
-
-    def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Called in the main thread, by the signal."""
-        if self._armed and self.trouble is not None:
-            raise KeyboardInterrupt
+                self._interrupter.interrupt()
 
     def disarm(self) -> None:
         """Stops interrupting."""
         with self._lock:
             self._armed = False
+
+    def close(self) -> None:
+        """Restores the earlier handler."""
+        self._interrupter.close()
 
 
 class _TorchrunNodeStore(WorkerNodeStore):

@@ -8,9 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from holdfast.preemption.sources.aws import AWS
-    from holdfast.preemption.sources.azure import Azure
-    from holdfast.preemption.sources.gcp import GCP
+    from holdfast.preemption.sources.metadata import AWS, GCP, Azure
     from holdfast.preemption.sources.protocol import Demand, Hear, Notice, NoticeSource, PolledSource
     from holdfast.preemption.sources.signals import Kubernetes, Signals
     from holdfast.preemption.sources.slurm import Slurm
@@ -33,9 +31,7 @@ __all__ = [
 ]
 
 _SOURCES: Final = {
-    "aws": ("AWS",),
-    "azure": ("Azure",),
-    "gcp": ("GCP",),
+    "metadata": ("AWS", "GCP", "Azure"),
     "protocol": ("Demand", "Hear", "Notice", "NoticeSource", "PolledSource"),
     "signals": ("Kubernetes", "Signals"),
     "slurm": ("Slurm",),

@@ -79,7 +79,11 @@ def plan_copies(moves: Sequence[Move], *, native: bool = True) -> list[Copy]:
 
 
 def _cut(moves: Iterable[Move], limit_bytes: int) -> Iterator[Move]:
-    for target, source, size_bytes in moves:
+    for move in moves:
+        target, source, size_bytes = move
+        if size_bytes <= limit_bytes:
+            yield move
+            continue
         for begin in range(0, size_bytes, limit_bytes):
             yield target + begin, source + begin, min(limit_bytes, size_bytes - begin)
 

@@ -18,7 +18,7 @@ import msgspec
 
 from holdfast.errors import ChangedError, OutOfMemoryError
 from holdfast.format.index import Layout, plan_layout, relabel, round_up
-from holdfast.process.latch import Latch
+from holdfast.process.latch import Latch, gc_paused
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.copy_plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.records import CopyProgress, Snapshot
@@ -44,6 +44,7 @@ class Stager:
         self._buffer = buffer
         self._plan: _LayoutPlan | None = None
 
+    @gc_paused()
     def stage(self, captured: Captured, step: int) -> Staging:
         """Lays the arrays out; copies nothing yet. Raises `UsageError` for more arrays than a header can name."""
         plan = self._plan = _plan_for(captured, {"format": "holdfast", "step": str(step)}, self._plan)

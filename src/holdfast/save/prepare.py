@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
-from holdfast.catalog import check_not_open
+from holdfast.catalog import RunLock
 from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Fanout, Sink, Warned
 from holdfast.events.sinks import LoggingSink, RunJournal
@@ -19,6 +19,7 @@ from holdfast.storage import Storage, local_directory, pass_on_warnings
 
 def make_readiness_check(
     storage: Storage,
+    lock: RunLock,
     capture: Callable[[], object],
     agree: Callable[[Callable[[], None]], DamageError | None],
     *,
@@ -39,8 +40,8 @@ def make_readiness_check(
         capture()
         try:
             if is_leader:
-                check_not_open(storage)
                 check_writable(storage)
+                lock.take()
         except StorageFullError as error:
             if not failures_allowed:
                 raise

@@ -37,6 +37,7 @@ from holdfast.format.digests import seal
 from holdfast.format.names import MAX_ATTEMPT, StepName, metrics_name, parse_step_directory
 from holdfast.format.records import MAX_LATE_METRICS, Base, LateMetrics, Manifest, make_base
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
+from holdfast.process.terminal import inform
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.image import Staging
 from holdfast.save.incremental import Incremental, IncrementalStepFiles
@@ -211,9 +212,11 @@ class RunWriter(CheckpointWriter):
             FencedError: If another job has opened a newer one since; or one since this job restored, which would be
                 left out if this job continued from its state.
             StorageError: If the storage fails, or the run was moved or removed since.
+            UsageError: If another process of this machine has the run open, and does not leave it soon.
         """
         base = None
         if self.generation is None:
+            self.recycler.lock.take(inform)
             check_unpassed(self._storage, origin.seen_generation, self._token)
             before = self._keep_lost()
             generation = open_generation(self._storage, self._token, seen_generation=origin.seen_generation)
@@ -223,6 +226,7 @@ class RunWriter(CheckpointWriter):
             record_base(self._storage, base)
             self.generation, self.base, self._has_swept = generation, base, False
             self.recycler.begin(generation)
+            self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
                 self._incremental.begin(origin.base)
         self.check_standing()

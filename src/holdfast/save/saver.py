@@ -50,6 +50,7 @@ class Saver:
         engine: The engine.
         barrier: Holds up the steps of optimizers, or None.
         caller: The thread that is in the call that makes a save, if one is.
+        lock: Marks the run as open.
         fresh_look: Detects what a restart would refuse.
         kept_epoch: Detects a saved epoch number that the program never sets.
         take_unread: Returns the names of restored objects that replace those of the program, and that it has not read.
@@ -65,6 +66,7 @@ class Saver:
         participant: JointParticipant | None = None,
     ) -> None:
         self._writer, self._recycler = make_writer(storage, options, participant, emit)
+        self.lock = self._recycler.lock
         self._worker = ALONE if participant is None else participant.worker
         self._url = storage.url
         self.caller: int | None = None

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import queue
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Final, TypeAlias
 
 import msgspec
@@ -48,8 +50,7 @@ class WholeStepFiles:
         worker = snapshot.state.worker
         data_path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
         self._writer = storage.open_writer(data_path, snapshot.layout.size_bytes)
-        # For each array, in the order of the file, the digests of its spans.
-        self._digests = _room_for_digests(snapshot)
+        self._digests: list[str] = []
         self._pieces = _pieces(snapshot, _find_write(self._writer), self._digests)
 
     def write_behind_copy(self, pool: WorkerPool) -> None:
@@ -61,8 +62,8 @@ class WholeStepFiles:
         """See `StepFiles`."""
         pool.run(self._pieces)
         self._writer.finish()
-        leaves = ("".join(spans) for spans in self._digests)
-        index = make_index(self._snapshot, self._snapshot.layout, self._name, leaves)
+        spans = _join_digests(self._snapshot, self._digests)
+        index = make_index(self._snapshot, self._snapshot.layout, self._name, spans)
         return write_index(index, self._storage, self._name.directory, self._snapshot.state.loose)
 
     def abandon(self) -> None:
@@ -98,13 +99,16 @@ def digest_loose(index: Index, loose: Collection[str]) -> str:
 
 def take_digests(snapshot: Snapshot, pool: WorkerPool) -> list[str]:
     """**Blocks.** Returns for each array, in the order of the image, the digests of its spans."""
-    digests = _room_for_digests(snapshot)
+    digests: list[str] = []
     pool.run(_pieces(snapshot, lambda _offset, _data, parts: digest_parts(parts), digests))
-    return ["".join(spans) for spans in digests]
+    return list(_join_digests(snapshot, digests))
 
 
-def _room_for_digests(snapshot: Snapshot) -> list[list[str]]:
-    return [[""] * span_count(place.end - place.begin, SPAN_BYTES) for place in snapshot.layout.places]
+def _join_digests(snapshot: Snapshot, digests: Iterable[str]) -> Iterator[str]:
+    """Yields for each array, in the order of the image, the digests of its spans."""
+    ahead = iter(digests)
+    for place in snapshot.layout.places:
+        yield "".join(islice(ahead, span_count(place.end - place.begin, SPAN_BYTES)))
 
 
 def _find_write(writer: FileWriter) -> _Write:
@@ -119,48 +123,43 @@ def _find_write(writer: FileWriter) -> _Write:
     return write
 
 
-def _pieces(snapshot: Snapshot, write: _Write, digests: list[list[str]]) -> Iterator[Callable[[], None]]:
+def _pieces(snapshot: Snapshot, write: _Write, digests: list[str]) -> Iterator[Callable[[], None]]:
     """Yields jobs that each write a part of the file, and digest the spans that begin there.
 
-    Both use what they write while it is in the processor's cache, and both let the other threads run.
+    Both use what they write while it is in the processor's cache, and both let the other threads run. `digests` gets
+    those of all spans, in the order of the file.
     """
-    spans = _spans(snapshot)
-    ahead = next(spans, None)
+    places = snapshot.layout.places
+    begins = [begin for place in places for begin in range(place.begin, place.end, SPAN_BYTES)]
+    ends = [min(first + SPAN_BYTES, one.end) for one in places for first in range(one.begin, one.end, SPAN_BYTES)]
+    digests[:] = [""] * len(begins)
     image_bytes = len(snapshot.image)
-    begin = 0
+    begin = first = 0
     while begin < image_bytes:
         pieces = 1
         if snapshot.copied.copy_ended.is_open:
             pieces = min(max((image_bytes - begin) // (_SHARES * PIECE_BYTES), 1), _MOST_PIECES)
         end = min(begin + pieces * PIECE_BYTES, image_bytes)
-        own: list[tuple[int, int, int, int]] = []
-        while ahead is not None and ahead[2] < end:
-            own.append(ahead)
-            ahead = next(spans, None)
-        yield partial(_digest_and_write, snapshot, write, begin, end, own, digests)
-        begin = end
-
-
-def _spans(snapshot: Snapshot) -> Iterator[tuple[int, int, int, int]]:
-    """Yields each span as the array's number, its own number in the array, its begin and its end."""
-    for number, place in enumerate(snapshot.layout.places):
-        for span, begin in enumerate(range(place.begin, place.end, SPAN_BYTES)):
-            yield number, span, begin, min(begin + SPAN_BYTES, place.end)
+        last = bisect_left(begins, end)
+        spans = list(zip(begins[first:last], ends[first:last], strict=True))
+        yield partial(_digest_and_write, snapshot, write, (begin, end), spans, range(first, last), digests)
+        begin, first = end, last
 
 
 def _digest_and_write(
     snapshot: Snapshot,
     write: _Write,
-    begin: int,
-    end: int,
-    spans: list[tuple[int, int, int, int]],
-    digests: list[list[str]],
+    piece: tuple[int, int],
+    spans: list[tuple[int, int]],
+    numbers: range,
+    digests: list[str],
 ) -> None:
+    begin, end = piece
     # The last of the spans that begin here may end beyond.
-    snapshot.copied.wait(max([end, *(span[3] for span in spans[-1:])]))
-    found = write(begin, snapshot.image[begin:end], [snapshot.image[first:last] for _, _, first, last in spans])
-    for (number, span, _, _), text in zip(spans, found, strict=True):
-        digests[number][span] = text
+    snapshot.copied.wait(max([end, *(span[1] for span in spans[-1:])]))
+    found = write(begin, snapshot.image[begin:end], [snapshot.image[first:last] for first, last in spans])
+    for number, text in zip(numbers, found, strict=True):
+        digests[number] = text
 
 
 def make_index(snapshot: Snapshot, layout: Layout, name: StepName, spans: Iterable[str]) -> Index:

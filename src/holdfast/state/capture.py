@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice, repeat
 from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any, Final
@@ -22,7 +22,6 @@ from holdfast.state.capture_cache import (
     LEAST_PARTS,
     CachedTree,
     CaptureCache,
-    CapturedLeaf,
     TreeParts,
     TreeShape,
     find_origins,
@@ -35,7 +34,6 @@ from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Cutting, Sh
 from holdfast.state.registry import (
     NodeParts,
     adapter_of,
-    backend_of,
     backend_of_type,
     find_stateful,
     is_code,
@@ -44,10 +42,9 @@ from holdfast.state.registry import (
     list_members,
     name_live,
     node_parts,
-    parts_of,
     sharder_of_type,
 )
-from holdfast.state.shard_ownership import ShardOwnership
+from holdfast.state.shard_ownership import CapturedLeaf, KnownArrays, ShardOwnership
 
 
 def capture_objects(
@@ -144,14 +141,11 @@ class _Capturing(Encoder):
         self._columns = Captured([], [], [], [], [], {})
         self._backends: dict[type, ArrayBackend] = {}
         self._names: set[str] = set()
+        self._known = KnownArrays(sharing.worker)
         # Whether it writes what a codec has made.
         self._is_coding = False
         # How many nodes of a framework's trees it is in.
         self._nodes_open = 0
-        # By library and memory: its leaf.
-        self._leaves: dict[Hashable, CapturedLeaf] = {}
-        # By the identity of an array that was looked at by itself, and the array, which keeps its identity so.
-        self._looked_at: dict[int, tuple[Any, CapturedLeaf]] = {}
         # For each leaf's array its origin: an array within a tree, and which part of it.
         self._origins: list[tuple[Any, Cutting] | None] = []
         # For each replica the array within a tree.
@@ -159,12 +153,6 @@ class _Capturing(Encoder):
         # Whether the tree that it is in is to be remembered as a whole, and whether a name was taken already.
         self._is_remembering = False
         self._has_renamed = False
-        # Unchanged trees, with their arrays and the results for these; those after the first are in `_leaves` already.
-        self._taken: list[tuple[list[Any], list[CapturedLeaf]]] = []
-        self._indexed = 0
-        # Where the memory begins of all arrays that were met, but for the last ones.
-        self._met: set[int] = set()
-        self._not_met: list[Any] = []
         # By the identity of an object, its state that was read ahead; and what is left to encode at the end.
         self._states: dict[int, Any] = {}
         self._left: list[Callable[[], None]] = []
@@ -202,40 +190,8 @@ class _Capturing(Encoder):
         )
 
     def find_held(self, arrays: list[Any]) -> set[int]:
-        """Returns the leaves whose memory one of the arrays shows in the same form, by number."""
-        known = {key: written for key, (_, written) in self._looked_at.items()}
-        for own, written in self._taken:
-            known.update(zip(map(id, own), written, strict=True))
-        found: list[CapturedLeaf | None] = list(map(known.get, map(id, arrays)))
-        others = [array for array, written in zip(arrays, found, strict=True) if written is None]
-        while others:
-            array = others.pop()
-            if is_made_of_tensors(type(array)):
-                others += [part for _, part in parts_of(array)]
-            elif sharder_of_type(type(array)) is not None or backend_of(array) is not None:
-                found.append(self._find(array, self._memory_of(array)))
-        return set(chain.from_iterable(map(_arrays, filter(None, found))))
-
-    def _memory_of(self, array: Any) -> Hashable:
-        """Returns a key of an array's memory that no other memory has while its object is looked at."""
-        sharder = sharder_of_type(type(array))
-        if sharder is not None:
-            look = sharder.look(array, "", self._sharing.worker)
-            return look.backend.name, look.memory
-        backend = backend_of(array)
-        assert backend is not None  # It was found to be an array.
-        return backend.name, backend.alias_key(array)
-
-    def _find(self, array: Any, memory: Hashable) -> CapturedLeaf | None:
-        """Returns the result for the memory of an array, if it was met before."""
-        if self._indexed < len(self._taken):
-            # Those trees are entered one array at a time only where it may be one of theirs, which is seldom.
-            look = look_at([array])
-            if look is None or not self._met.isdisjoint(look.keys):
-                for own, written in self._taken[self._indexed :]:
-                    self._leaves.update(zip(map(self._memory_of, own), written, strict=True))
-                self._indexed = len(self._taken)
-        return self._leaves.get(memory)
+        """See `KnownArrays.find_held`."""
+        return self._known.find_held(arrays)
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Node:
         """Returns the node of a value; arrays are handled first, because there may be very many."""
@@ -267,7 +223,7 @@ class _Capturing(Encoder):
         if sharding.is_abstract:
             raise unsupported(path, "a shape without values", "Use it to restore, or put an array in its place.")
         backend = sharding.backend
-        known = self._find(value, (backend.name, sharding.memory))
+        known = self._known.find(value, (backend.name, sharding.memory))
         if known is None:
             leaf = self._unique(path)
             self._names.add(leaf)
@@ -275,19 +231,14 @@ class _Capturing(Encoder):
             for name, spec, array, cutting in sharing.choose(leaf, sharding, path):
                 self._add(name, spec, array, backend.address(array), backend, (value, cutting))
             written = CapturedLeaf(leaf, range(first, len(self._columns.names)), range(replica, len(sharing.replicas)))
-            self._leaves[backend.name, sharding.memory] = known = written
+            self._known.leaves[backend.name, sharding.memory] = known = written
         elif known.is_own:
             raise _in_both(path, known.leaf)
         else:
             sharing.note_alias(path, known.replicas)
-        self._note(value, known)
+        self._known.note(value, known)
+        self._replicated += [value] * (len(sharing.replicas) - len(self._replicated))
         return {"$": "array", "k": backend.name, "v": known.leaf}
-
-    def _note(self, value: Any, written: CapturedLeaf) -> None:
-        """Notes the result for an array that was looked at by itself."""
-        self._looked_at.setdefault(id(value), (value, written))
-        self._not_met.append(value)
-        self._replicated += [value] * (len(self._sharing.replicas) - len(self._replicated))
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
         """Returns the node of an object with state."""
@@ -413,38 +364,23 @@ class _Capturing(Encoder):
         look = look_at(contents.arrays)
         if look is None or look.marks != cached.marks or find_pattern(look.keys) != cached.pattern:
             return None
-        if not self._names.isdisjoint(cached.taken) or not self._are_new(look.keys):
+        if not self._names.isdisjoint(cached.taken) or not self._known.are_new(look.keys):
             return None
         nodes = try_renew(cached, contents)
         if nodes is None:
             return None
         self.count(cached.sizes[0], path)
         cached.scalars, cached.nodes = contents.scalars, nodes
-        self._taken.append((contents.arrays, cached.written_from(len(columns.names), len(sharing.replicas))))
-        self._met.update(look.keys)
+        self._known.take(contents.arrays, cached.written_from(len(columns.names), len(sharing.replicas)), look.keys)
         self._names |= cached.taken
         self._origins += [None] * len(cached.names)
         self._replicated += [None] * len(cached.replicas)
         arrays, addresses = cached.find_arrays(look)
-        columns.names.extend(cached.names)
-        columns.specs.extend(cached.specs)
-        columns.arrays.extend(arrays)
-        columns.addresses.extend(addresses)
-        columns.backends.extend(cached.backends)
+        columns.add(cached.names, cached.specs, arrays, addresses, cached.backends)
         cached.add_to(sharing, look)
         keys = zip(map(id, containers), (depth + inner for inner in cached.depths), strict=True)
         self._written.update(zip(keys, zip(containers, nodes, cached.sizes, strict=True), strict=True))
         return nodes[0]
-
-    def _are_new(self, keys: Sequence[int]) -> bool:
-        """Returns True if no memory that begins at one of these addresses was met before."""
-        if self._not_met:
-            look = look_at(self._not_met)
-            if look is None:
-                return False
-            self._met.update(look.keys)
-            self._not_met.clear()
-        return self._met.isdisjoint(keys)
 
     def _conditions(self, depth: int) -> tuple[object, ...]:
         """Returns the conditions on which the capture of a tree depends, besides the tree."""
@@ -461,36 +397,65 @@ class _Capturing(Encoder):
         paths, nodes = rows.list_paths(path), rows.values.copy()
         for cls, places, values in rows.list_groups():
             backend = None if cls in ENCODERS or sharder_of_type(cls) is not None else backend_of_type(cls)
-            plain = None if backend is None else backend.try_plain(values)
-            if backend is None or plain is None:
+            at = list(map(paths.__getitem__, places))
+            leaves = None if backend is None else self._try_leaves(values, backend, at)
+            if backend is None or leaves is None:
                 for place, one in zip(places, values, strict=True):
                     nodes[place] = self.encode(one, paths[place], depth + rows.depth)
                 continue
-            for place, one, *look in zip(places, values, plain.specs, plain.alias_keys, plain.addresses, strict=True):
-                nodes[place] = {"$": "array", "k": backend.name, "v": self._leaf(one, backend, paths[place], look)}
+            for place, leaf in zip(places, leaves, strict=True):
+                nodes[place] = {"$": "array", "k": backend.name, "v": leaf}
         return rows.join(nodes)
 
-    def _leaf(self, array: Any, backend: ArrayBackend, path: str, look: Sequence[Any] = ()) -> str:
-        """Returns the leaf of an array; `look` has its description, key and address, if these are known."""
-        spec, key, address = look or (backend.spec(array, path), backend.alias_key(array), None)
-        memory = backend.name, key
-        known = self._find(array, memory)
+    def _leaf(self, array: Any, backend: ArrayBackend, path: str) -> str:
+        """Returns the leaf of an array."""
+        spec, memory = backend.spec(array, path), (backend.name, backend.alias_key(array))
+        known = self._known.find(array, memory)
         if known is not None and not known.is_own:
             raise _in_both(path, known.leaf)
         if known is None:
             leaf = self._unique(path)
             place, replica = len(self._columns.names), len(self._sharing.replicas)
             known = CapturedLeaf(leaf, range(place, place + 1), range(replica, replica), is_own=True)
-            self._leaves[memory] = known
-            self._add(leaf, spec, array, address or backend.address(array), backend, (array, (0, ())))
+            self._known.leaves[memory] = known
+            self._add(leaf, spec, array, backend.address(array), backend, (array, (0, ())))
             self._sharing.note_form(leaf, spec)
-        self._note(array, known)
+        self._known.note(array, known)
         return known.leaf
+
+    def _try_leaves(self, arrays: Sequence[Any], backend: ArrayBackend, paths: Sequence[str]) -> Sequence[str] | None:
+        """Does what `_leaf` does for many arrays; returns None if one is not plain, or a name or memory was met
+        before."""
+        plain = backend.try_plain(arrays)
+        leaves = names = list(map(self._own_name, paths)) if self._sharing.is_own else paths
+        if plain is None or not self._names.isdisjoint(names) or not self._known.are_new(plain.addresses):
+            return None
+        specs, addresses = plain.specs, plain.addresses
+        # One may be among them twice, such as an observation in its own row and in the one before.
+        firsts = dict(zip(reversed(plain.alias_keys), reversed(range(len(arrays))), strict=True))
+        if len(firsts) < len(arrays):
+            leaves = [names[firsts[key]] for key in plain.alias_keys]
+            numbers = sorted(firsts.values())
+            names, arrays, specs, addresses = (
+                list(map(column.__getitem__, numbers)) for column in (names, arrays, specs, addresses)
+            )
+        columns, replica = self._columns, len(self._sharing.replicas)
+        places = range(len(columns.names), len(columns.names) + len(names))
+        ranges = map(range, places, range(places.start + 1, places.stop + 1))
+        written = map(CapturedLeaf, names, ranges, repeat(range(replica, replica)), repeat(True))
+        self._known.take(arrays, list(written), addresses)
+        self._names.update(names)
+        self._origins += [None] * len(names)
+        columns.add(names, specs, arrays, addresses, [backend] * len(names))
+        return leaves
+
+    def _own_name(self, path: str) -> str:
+        return f"{path}~w{self._sharing.worker.rank}"
 
     def _unique(self, path: str) -> str:
         """Returns a leaf's name: its path, if that is not taken."""
         # What each worker has of its own must not be taken for one leaf.
-        name = path = f"{path}~w{self._sharing.worker.rank}" if self._sharing.is_own else path
+        name = path = self._own_name(path) if self._sharing.is_own else path
         number = 2
         # Keys such as 1 and "1" give one path. `~2` is not an escape, so no path contains it otherwise.
         while name in self._names:
@@ -510,9 +475,9 @@ class _Capturing(Encoder):
         backend: ArrayBackend,
         origin: tuple[Any, Cutting],
     ) -> None:
-        columns = self._columns
         self._names.add(name)
         self._origins.append(origin)
+        columns = self._columns
         columns.names.append(name)
         columns.specs.append(spec)
         columns.arrays.append(array)
@@ -531,7 +496,7 @@ class _Recording:
 
     def _count(self) -> list[int]:
         capturing = self._capturing
-        return list(map(len, (capturing._columns.names, capturing._leaves, *capturing._sharing.lists())))
+        return list(map(len, (capturing._columns.names, capturing._known.leaves, *capturing._sharing.lists())))
 
     def keep(self, path: str, depth: int) -> None:
         """Remembers it, unless a part of it was met before, or is unusual."""
@@ -544,9 +509,9 @@ class _Recording:
         branches = list_branches(branch)
         nested = zip(contents.containers, branches, strict=True)
         found = [capturing._written.get((id(value), depth + inner.depth)) for value, inner in nested]
-        looked_at = [capturing._looked_at.get(id(array)) for array in contents.arrays]
+        looked_at = [capturing._known.looked_at.get(id(array)) for array in contents.arrays]
         written = [one[1] for one in looked_at if one is not None]
-        leaves = {one.leaf for one in islice(capturing._leaves.values(), first_leaf, None)}
+        leaves = {one.leaf for one in islice(capturing._known.leaves.values(), first_leaf, None)}
         firsts = look.list_firsts()
         origins = find_origins(capturing._origins[first:], contents.arrays, firsts)
         replicated = zip(capturing._replicated[replica:], sharing.cuttings[replica:], strict=True)

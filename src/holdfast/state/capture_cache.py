@@ -24,7 +24,7 @@ from holdfast.format.shapes import Box, StridesRecord
 from holdfast.state.array_look import ArrayLook
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Cutting, Replica, part_of
 from holdfast.state.registry import backend_of_type, is_made_of_tensors, sharder_of_type
-from holdfast.state.shard_ownership import MemoryGroups, ShardOwnership
+from holdfast.state.shard_ownership import CapturedLeaf, MemoryGroups, ShardOwnership
 
 LEAST_PARTS: Final = 32
 """Smaller trees are looked at part by part, which takes no longer."""
@@ -108,21 +108,6 @@ class LeafOrigin(NamedTuple):
         for box in self.cuts:
             found = part_of(found, box)
         return found
-
-
-class CapturedLeaf(NamedTuple):
-    """The result for one array.
-
-    Attributes:
-        leaf: Its leaf.
-        arrays, replicas: The places of the leaf's arrays, and of its replicas, among those of the capture.
-        is_own: True if no other worker has a part in it.
-    """
-
-    leaf: str
-    arrays: range
-    replicas: range
-    is_own: bool = False
 
 
 class CachedTree(msgspec.Struct):

@@ -172,11 +172,14 @@ class Sight(NamedTuple):
 
     Attributes:
         peek: Returns the values as an array of NumPy, or their bits as integers; None if that would wait.
+        locate: For an array that is dense and in host memory, returns its type and shape, for a dict, and an object
+            with its bytes in place; (None, None) for another.
         follow_number: Returns the only element, or what returns it once it is there, and None before; None if neither
             is possible.
     """
 
     peek: Callable[[Any], Any]
+    locate: Callable[[Any], tuple[Any, Any]]
     follow_number: Callable[[Any], float | Callable[[], float | None] | None]
 
 
@@ -410,6 +413,21 @@ class Captured(msgspec.Struct, frozen=True):
     own: frozenset[str] = frozenset()
     strides: tuple[StridesRecord, ...] = ()
     quantizers: tuple[QuantizerRecord, ...] = ()
+
+    def add(
+        self,
+        names: Sequence[str],
+        specs: Sequence[ArraySpec],
+        arrays: Sequence[Any],
+        addresses: Sequence[int | None],
+        backends: Sequence[ArrayBackend],
+    ) -> None:
+        """Adds a leaf for each entry."""
+        self.names.extend(names)
+        self.specs.extend(specs)
+        self.arrays.extend(arrays)
+        self.addresses.extend(addresses)
+        self.backends.extend(backends)
 
     @property
     def size_bytes(self) -> int:

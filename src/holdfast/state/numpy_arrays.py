@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,11 @@ class NumpyBackend:
 
     name = "numpy"
     devices: DeviceCopier | None = None
-    sight = Sight(lambda array: array, lambda array: float(array.reshape(())))
+    sight = Sight(
+        lambda array: array,
+        lambda array: ((array.dtype.num, array.shape), array) if array.flags.c_contiguous else (None, None),
+        lambda array: float(array.reshape(())),
+    )
     is_immutable = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:
@@ -67,8 +73,10 @@ class NumpyBackend:
 
     def glance(self, arrays: Sequence[Any]) -> Glance | None:
         """Returns type, byte order, shape and strides of each."""
-        addresses = [array.__array_interface__["data"][0] if array.size else 0 for array in arrays]
-        return Glance(addresses, [(array.dtype, array.shape, array.strides) for array in arrays])
+        addresses = _addresses_of(arrays)
+        if 0 in map(_size, arrays):
+            addresses = [address if array.size else 0 for address, array in zip(addresses, arrays, strict=True)]
+        return Glance(addresses, list(map(_form, arrays)))
 
     def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
         """Returns None for each: NumPy counts no changes."""
@@ -76,16 +84,16 @@ class NumpyBackend:
 
     def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
         """Returns types, shapes and addresses, if all have the stored layout."""
-        plain = Plain([], [], [])
-        for array in arrays:
-            name, flags = _stored_as(array.dtype), array.flags
-            if not (name and flags.c_contiguous and flags.writeable and array.size and type(array) is np.ndarray):
-                return None
-            address = int(array.__array_interface__["data"][0])
-            plain.specs.append(spec_of(name, array.shape))
-            plain.addresses.append(address)
-            plain.alias_keys.append((address, array.dtype, array.shape, array.strides))  # As `alias_key` gives them.
-        return plain
+        names = [_stored_as(array.dtype) for array in arrays]
+        if set(map(type, arrays)) - {np.ndarray} or not all(names) or 0 in map(_size, arrays):
+            return None
+        if not all(flags.c_contiguous and flags.writeable for flags in map(_flags, arrays)):
+            return None
+        addresses = _addresses_of(arrays)
+        specs = [spec_of(name, array.shape) for name, array in zip(names, arrays, strict=True)]
+        # As `alias_key` gives them.
+        keys: list[Hashable] = [(address, *form) for address, form in zip(addresses, map(_form, arrays), strict=True)]
+        return Plain(specs, addresses, keys)
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """Copies the values of many arrays into one image."""
@@ -100,7 +108,7 @@ class NumpyBackend:
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
         """Returns the memory of each; NumPy counts no changes."""
-        begins = [array.__array_interface__["data"][0] for array in arrays]
+        begins = _addresses_of(arrays)
         return [(begin, begin + array.nbytes) for begin, array in zip(begins, arrays, strict=True)]
 
     def copy_in(self, array: Any, data: memoryview) -> None:
@@ -121,6 +129,23 @@ class NumpyBackend:
         flags = array.flags
         apart = flags.forc or not array.size or not may_share_elements(array.shape, array.strides)
         return bool(flags.writeable and apart)
+
+
+_form = attrgetter("dtype", "shape", "strides")
+_flags = attrgetter("flags")
+_size = attrgetter("size")
+
+
+def _addresses_of(arrays: Sequence[Any]) -> list[int]:
+    """Returns the address of each array's first element.
+
+    NumPy's own description of an array takes four times as long as the buffer, which read-only and empty arrays, those
+    with gaps, and those of some types do not have.
+    """
+    try:
+        return [ctypes.addressof(ctypes.c_char.from_buffer(array)) for array in arrays]
+    except (TypeError, ValueError, BufferError):
+        return [array.__array_interface__["data"][0] for array in arrays]
 
 
 def _find_layout(array: Any) -> tuple[int, ...] | None:

@@ -364,6 +364,7 @@ def _walk(
     """
     # By identity. The containers are kept, or another one might get the identity of one that is gone.
     seen: dict[int, object] = {}
+    skipped: set[type] = set(ENCODERS)
     ahead: list[tuple[_Trail, Any]] = [(None, root)]
     while ahead:
         trail, value = ahead.pop()
@@ -392,11 +393,10 @@ def _walk(
             types = set(map(type, value))
         else:
             types = {type(part) for _, part in parts_of(value)}
-        others = {
-            cls
-            for cls in types
-            if cls not in ENCODERS and ((library := backend_of_type(cls)) is None or is_sought(library))
-        }
+        others = types - skipped
+        if others:
+            others = {one for one in others if (library := backend_of_type(one)) is None or is_sought(library)}
+            skipped |= types - others
         if others:
             parts = enumerate(parts_of(value))
             ahead += reversed([((trail, key, i), part) for i, (key, part) in parts if type(part) in others])

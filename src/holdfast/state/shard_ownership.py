@@ -1,13 +1,16 @@
 """Decides what this worker writes of the arrays of a job of several, and what it leaves to others.
 
 All holders of a box decide by the same rule, each on its own and box by box: if one of them has more or fewer arrays
-than the others, the rest is not affected. There is no communication, and nothing is counted up.
+than the others, the rest is not affected. There is no communication, and nothing is counted up. An array that was met
+before keeps its leaf: `KnownArrays`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import xxhash
 from msgspec.structs import replace
@@ -20,7 +23,7 @@ from holdfast.format.shapes import Box, StridesRecord, shift, split_box, whole_b
 from holdfast.state.adapters import Replication
 from holdfast.state.array_look import look_at
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Cutting, LocalBox, Replica, Sharding, part_of, spec_of
-from holdfast.state.registry import backend_of, sharder_of_type
+from holdfast.state.registry import backend_of, is_made_of_tensors, parts_of, sharder_of_type
 
 MemoryGroups: TypeAlias = dict[str, tuple[object, frozenset[tuple[str, Hashable]]]]
 """By name, the memory of a group of arrays, and what tells whether it is that of the same arrays still."""
@@ -244,3 +247,97 @@ class ShardOwnership:
             self.replicas += [replace(leaf, leaf=path, same_as=leaf.leaf) for leaf in leaves.values()]
             self.compared += [None] * len(leaves)
             self.cuttings += [(0, ())] * len(leaves)
+
+
+class CapturedLeaf(NamedTuple):
+    """The result for one array.
+
+    Attributes:
+        leaf: Its leaf.
+        arrays, replicas: The places of the leaf's arrays, and of its replicas, among those of the capture.
+        is_own: True if no other worker has a part in it.
+    """
+
+    leaf: str
+    arrays: range
+    replicas: range
+    is_own: bool = False
+
+
+class KnownArrays:
+    """The arrays that a capture has met, each with its leaf. Many that come at once are entered together.
+
+    Attributes:
+        leaves: By library and memory, the result for each array that was looked at by itself.
+        looked_at: By the identity of such an array, the array, which keeps its identity so, and the result.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.leaves: dict[Hashable, CapturedLeaf] = {}
+        self.looked_at: dict[int, tuple[Any, CapturedLeaf]] = {}
+        self._worker = worker
+        # Arrays that came together, with the results for these; those after the first are in `leaves` already.
+        self._taken: list[tuple[Sequence[Any], Sequence[CapturedLeaf]]] = []
+        self._indexed = 0
+        # Where the memory begins of all arrays that were met, but for the last ones.
+        self._met: set[int] = set()
+        self._not_met: list[Any] = []
+
+    def note(self, array: Any, written: CapturedLeaf) -> None:
+        """Notes the result for an array that was looked at by itself."""
+        self.looked_at.setdefault(id(array), (array, written))
+        self._not_met.append(array)
+
+    def take(self, arrays: Sequence[Any], written: Sequence[CapturedLeaf], keys: Iterable[int]) -> None:
+        """Enters many arrays, all of them new; `keys` are as in `ArrayLook`."""
+        self._taken.append((arrays, written))
+        self._met.update(keys)
+
+    def are_new(self, keys: Sequence[int]) -> bool:
+        """Returns True if no memory that begins at one of these addresses was met before."""
+        if self._not_met:
+            look = look_at(self._not_met)
+            if look is None:
+                return False
+            self._met.update(look.keys)
+            self._not_met.clear()
+        return self._met.isdisjoint(keys)
+
+    def find(self, array: Any, memory: Hashable) -> CapturedLeaf | None:
+        """Returns the result for the memory of an array, if it was met before."""
+        if self._indexed < len(self._taken):
+            # Those are entered one array at a time only where it may be one of theirs, which is seldom.
+            look = look_at([array])
+            if look is None or not self._met.isdisjoint(look.keys):
+                for own, written in self._taken[self._indexed :]:
+                    self.leaves.update(zip(map(self._memory_of, own), written, strict=True))
+                self._indexed = len(self._taken)
+        return self.leaves.get(memory)
+
+    def find_held(self, arrays: list[Any]) -> set[int]:
+        """Returns the leaves whose memory one of the arrays shows in the same form, by number."""
+        known = {key: written for key, (_, written) in self.looked_at.items()}
+        for own, written in self._taken:
+            known.update(zip(map(id, own), written, strict=True))
+        found: list[CapturedLeaf | None] = list(map(known.get, map(id, arrays)))
+        others = [array for array, written in zip(arrays, found, strict=True) if written is None]
+        while others:
+            array = others.pop()
+            if is_made_of_tensors(type(array)):
+                others += [part for _, part in parts_of(array)]
+            elif sharder_of_type(type(array)) is not None or backend_of(array) is not None:
+                found.append(self.find(array, self._memory_of(array)))
+        return set(chain.from_iterable(map(_arrays, filter(None, found))))
+
+    def _memory_of(self, array: Any) -> Hashable:
+        """Returns a key of an array's memory that no other memory has while its object is looked at."""
+        sharder = sharder_of_type(type(array))
+        if sharder is not None:
+            look = sharder.look(array, "", self._worker)
+            return look.backend.name, look.memory
+        backend = backend_of(array)
+        assert backend is not None  # It was found to be an array.
+        return backend.name, backend.alias_key(array)
+
+
+_arrays: Final = attrgetter("arrays")

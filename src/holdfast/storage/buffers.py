@@ -6,8 +6,10 @@ import ctypes
 import mmap
 import sys
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Final, TypeAlias, TypeVar
 
 from holdfast.errors import OutOfMemoryError
@@ -85,17 +87,13 @@ _T = TypeVar("_T")
 
 def batches(items: Iterable[_T], size_of: Callable[[_T], int], limit_bytes: int) -> Iterator[list[_T]]:
     """Splits a sequence into runs of at most that many bytes, or of one item that is larger."""
-    batch: list[_T] = []
-    batch_bytes = 0
-    for item in items:
-        size_bytes = size_of(item)
-        batch_bytes += size_bytes
-        if batch_bytes > limit_bytes and batch:
-            yield batch
-            batch, batch_bytes = [], size_bytes
-        batch.append(item)
-    if batch:
-        yield batch
+    every = list(items)
+    ends = list(accumulate(map(size_of, every), initial=0))
+    first = 0
+    while first < len(every):
+        last = max(bisect_right(ends, ends[first] + limit_bytes) - 1, first + 1)
+        yield every[first:last]
+        first = last
 
 
 def parts_beyond(parts: Sequence[memoryview], filled_bytes: int) -> list[memoryview]:

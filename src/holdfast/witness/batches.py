@@ -7,17 +7,20 @@ import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from numbers import Number
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import xxhash
 
+from holdfast.state.leaves import Sight
 from holdfast.state.registry import backend_of, backend_of_type, parts_of
 
 _MASK: Final = (1 << 64) - 1
-_WHOLE_BYTES: Final = 128 << 10
+_WHOLE_BYTES: Final = 64 << 10
 """An array up to this size is digested whole; of a larger one, some elements of each sample."""
-_SAMPLED: Final = 1024
-"""About how many elements that are, in all samples together."""
+_SAMPLED: Final = 256
+"""About how many elements that are, in all samples together, with at least 4 of each."""
+_MOST_SAMPLED: Final = 16384
+"""The most that are, of an array with very many samples."""
 
 _MOST_LEAVES: Final = 4096
 _MOST_VALUES: Final = 64
@@ -27,21 +30,10 @@ _INTEGER: Final = struct.Struct("<Q")
 _hash: Final = xxhash.xxh3_64_intdigest
 
 
-class _DigestPlan(NamedTuple):
-    """The way in which arrays of one type and shape are digested.
-
-    Attributes:
-        about: A digest of both.
-        is_direct: True if all of their bytes are, in place.
-        places: Otherwise the index of the elements that are.
-    """
-
-    about: int
-    is_direct: bool
-    places: Any
-
-
-_plans: Final[dict[Any, _DigestPlan]] = {}
+_sights: Final[dict[type, Sight]] = {}
+_plans: Final[dict[Any, tuple[int, Callable[[Any], bytes] | None]]] = {}
+"""For each type and shape of arrays a digest of both, and what takes the bytes to digest from an array's memory, if not
+all."""
 
 
 def digest_batch(batch: Any) -> int:
@@ -51,38 +43,43 @@ def digest_batch(batch: Any) -> int:
     """
     state = unseen = count = 0
     ahead = [batch]
-    while ahead and not (unseen := unseen or count >= _MOST_LEAVES):
+    while ahead:
         value = ahead.pop()
-        count += 1
         cls = type(value)
-        if cls is dict:
+        if (count := count + 1) > _MOST_LEAVES:
+            return state | 1
+        if (sight := _sights.get(cls)) is not None:
+            key, memory = sight.locate(value)
+            if (plan := _plans.get(key)) is not None:
+                state = _hash(memory if plan[1] is None else plan[1](memory), (state + plan[0]) & _MASK)
+            elif (array := sight.peek(value)) is None:
+                state, unseen = _hash_text(repr(tuple(value.shape)), state), 1
+            elif array.dtype.hasobject:
+                ahead.append(array.ravel()[:_MOST_VALUES].tolist())
+            else:
+                about, some = _take_some(array, key, memory)
+                state = _hash(some, (state + about) & _MASK)
+        elif cls is dict:
             state = _hash_text("\0".join(map(str, value)), state)
             ahead += value.values()
         elif cls in _PLAIN:
             state = _hash_text(value if cls is str else repr(value), state)
         elif cls is list or cls is tuple:
-            state = _hash_text(f"{cls is list}{len(value)}", state)
+            state = (state * 31 + len(value) * 2 + (cls is list) + 1) & _MASK
             some = value if len(value) <= _MOST_VALUES else [*value[:: len(value) // _MOST_VALUES], value[-1]]
-            if _PLAIN.issuperset(map(type, some)):
+            if value and type(value[0]) in _PLAIN and _PLAIN.issuperset(map(type, some)):
                 state = _hash_text(repr(some), state)
             else:
                 ahead += value
-        elif (library := backend_of_type(cls)) is None:
-            parts = _take_apart(value)
-            about = repr(value) if isinstance(value, Number | str | bytes) else cls.__qualname__
-            state = _hash_text("\0".join([about, *map(str, parts)]), state)
-            ahead += parts.values()
-        elif (array := library.sight.peek(value)) is None:
-            state, unseen = _hash_text(repr(tuple(value.shape)), state), 1
+        elif (library := backend_of_type(cls)) is not None:
+            _sights[cls] = library.sight
+            ahead.append(value)
+            count -= 1
         else:
-            key = array.dtype.num, array.itemsize, array.shape
-            plan = _plans.get(key) or _plan(key, array)
-            if plan.is_direct and array.flags.c_contiguous:
-                state = _hash(array, (state + plan.about) & _MASK)
-            elif array.dtype.hasobject:
-                ahead.append(array.ravel()[:_MOST_VALUES].tolist())
-            else:
-                state = _hash(array[plan.places].tobytes(), (state + plan.about) & _MASK)
+            parts = _take_apart(value)
+            text = repr(value) if isinstance(value, Number | str | bytes) else cls.__qualname__
+            state = _hash_text("\0".join([text, *map(str, parts)]), state)
+            ahead += parts.values()
     return state & ~1 | unseen
 
 
@@ -90,19 +87,26 @@ def _hash_text(text: str, state: int = 0) -> int:
     return _hash(text.encode(errors="surrogatepass"), state)
 
 
-def _plan(key: Any, array: Any) -> _DigestPlan:
+def _take_some(array: Any, key: Any, memory: Any) -> tuple[int, Any]:
+    """Returns a digest of type and shape, and the bytes to digest; the next array of this key is read in place."""
+    about, step = _hash_text(repr((array.dtype.num, array.itemsize, array.shape))), 1
+    if array.nbytes > _WHOLE_BYTES:
+        number = max(4, min(64, _SAMPLED // array.shape[0]))
+        # Odd, so that it does not meet the same column again and again.
+        step = max(math.prod(array.shape[1:]) // number, array.size // _MOST_SAMPLED, 1) - 1 | 1
+    take, begin, count = None, step // 2, len(range(step // 2, array.size, step))
+    if key is None or array.dtype.kind not in "iufbc":
+        return about, array.tobytes() if step == 1 else array.flat[begin::step].tobytes()
+    if step > 1:
+        from numpy import dtype, ndarray
+
+        size = array.itemsize
+        kind = dtype(f"V{size}")
+        take = lambda memory: ndarray((count,), kind, memory, begin * size, (step * size,)).tobytes()  # noqa: E731
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
-    elements = math.prod(array.shape[1:])
-    number = max(4, min(64, _SAMPLED // max(array.shape[0], 1))) if array.ndim > 1 else elements
-    places: Any = ...
-    if array.nbytes > _WHOLE_BYTES and elements > number:
-        import numpy as np
-
-        flat = np.linspace(0, elements - 1, number).astype(np.intp)
-        places = slice(None), *np.unravel_index(flat, array.shape[1:])
-    plan = _plans[key] = _DigestPlan(_hash_text(repr(key)), places is ... and array.dtype.kind in "iufb", places)
-    return plan
+    _plans[key] = about, take
+    return about, memory if take is None else take(memory)
 
 
 def _take_apart(value: Any) -> Mapping[Any, Any]:

@@ -23,9 +23,10 @@ SLOTS: Final = 4096
 FOLDER: Final = "witness"
 DATA, LOSS = 1, 2
 _FIELDS: Final = struct.Struct("<QIIIIIIQd8x")
+_CHECK: Final = struct.Struct("<Q")
 _BYTES: Final = 64
-_FORMAT: Final = 0x686F6C64_00000001
-"""Seeds the check of a record, so that one of another format is none."""
+_FORMAT: Final = 0x686F6C64_00000002
+"""Seeds the check of a record, so that one of another format, or with digests of another kind, is none."""
 
 _LOCAL: Final = frozenset(
     {0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x858458F6, 0x794C7630, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E}
@@ -68,8 +69,7 @@ def differs(before: StepRecord, now: StepRecord) -> int:
 def write_record(ring: int, record: StepRecord) -> None:
     """Writes a record into an open file, in place of the one that is `SLOTS` steps older."""
     body = _FIELDS.pack(*record)
-    check = xxhash.xxh3_64_intdigest(body, _FORMAT).to_bytes(8, "little")
-    os.pwrite(ring, body + check, record.step % SLOTS * _BYTES)
+    os.pwrite(ring, body + _CHECK.pack(xxhash.xxh3_64_intdigest(body, _FORMAT)), record[0] % SLOTS * _BYTES)
 
 
 def decode(data: bytes) -> dict[int, StepRecord]:

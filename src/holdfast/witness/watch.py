@@ -32,11 +32,11 @@ _MOST_PENDING: Final = 64
 
 
 def _harmless(method: Callable[Concatenate[Witness, P], None]) -> Callable[Concatenate[Witness, P], None]:
-    """Makes a failure of the witness end only that, and a process that is not the run's do nothing."""
+    """Makes a failure of the witness end only that; one that has not begun does nothing."""
 
     @wraps(method)
     def call(self: Witness, /, *args: P.args, **options: P.kwargs) -> None:
-        if self.process == os.getpid():
+        if self.process:
             try:
                 method(self, *args, **options)
             except Exception as error:
@@ -66,7 +66,8 @@ class Witness:
         self._has_place, self._is_strict = True, False
         self._lines, self._contexts = (0, 0), (0, 0)
         self._expected: dict[int, StepRecord] = {}
-        self._agreed: list[tuple[int, int]] = []
+        self._repeated: list[tuple[int, int]] = []
+        self._why = ""
         self._say: Callable[[str], object] = lambda _: None
 
     def begin(
@@ -87,15 +88,16 @@ class Witness:
             same_loss: False if the restore has changed something that changes the loss.
             strict: True to make a difference an error.
         """
-        if self.process:
-            self.end()
+        self.end()
         self.process, self._say, self._is_strict = os.getpid(), say, strict
-        self._has_place, self._contexts, self._agreed = True, (0, 0), []
+        self._has_place, self._contexts, self._repeated, self._why = True, (0, 0), [], ""
         self._begin(objects, step, same_loss=same_loss)
 
     @_harmless
     def _begin(self, objects: Mapping[str, object], step: int | None, *, same_loss: bool) -> None:
-        records = {} if step is None else read_ring(self._storage, self._worker.rank)
+        records = read_ring(self._storage, self._worker.rank)
+        if step is None and records:
+            self._say(f"the steps of an earlier start, up to {max(records)}, are begun again and not compared")
         # What lies beyond a place to which the program went back is of another line.
         begin = min((one for one in records if step is not None and one >= step), default=None)
         line, loss_line = (int.from_bytes(os.urandom(4), "little") for _ in range(2))
@@ -135,11 +137,10 @@ class Witness:
     @_harmless
     def note_loss(self, loss: Any) -> None:
         """Notes the loss of the step in progress; the last one before the step is counted is kept."""
-        if isinstance(loss, float | Real):
-            self._loss = float(loss)
+        if (library := backend_of(loss)) is not None:
+            self._loss = library.sight.follow_number(loss)
         else:
-            library = backend_of(loss)
-            self._loss = None if library is None else library.sight.follow_number(loss)
+            self._loss = float(loss) if isinstance(loss, float | Real) else None
 
     @_harmless
     def note_step(self, step: int) -> None:
@@ -148,6 +149,8 @@ class Witness:
         Raises:
             ResumeDiffersError: If it, or an earlier one, differs from what it repeats, and that is an error here.
         """
+        if self.process != os.getpid():
+            return  # A child of the run's process.
         loss, self._loss = self._loss, None
         known = (DATA if self._logs else 0) | (LOSS if loss is not None else 0)
         if known:
@@ -156,7 +159,10 @@ class Witness:
             batches, data = combine([log.take() for log in self._logs])
             here, read = (loss, None) if isinstance(loss, float) else (0.0, loss)
             record = StepRecord(step, *self._lines, *self._contexts, known, batches, data, here)
-            self._pending.append((record, read))
+            if read is None and not self._pending:
+                self._keep(record)
+            else:
+                self._pending.append((record, read))
         while self._pending:
             record, read = self._pending[0]
             if read is not None:
@@ -167,16 +173,16 @@ class Witness:
                 else:
                     record = record._replace(known=record.known & DATA)
             self._pending.popleft()
-            self._write(record)
-            if self._expected:
-                self._compare(record)
+            self._keep(record)
 
     def _find_contexts(self) -> tuple[int, int]:
         about = repr([self._worker.world_size, self._worker.rank, [(log.name, log.facts()) for log in self._logs]])
         first, second = about.encode(errors="replace"), repr(_describe_machine()).encode()
         return xxhash.xxh32_intdigest(first), xxhash.xxh32_intdigest(first + second)
 
-    def _write(self, record: StepRecord) -> None:
+    def _keep(self, record: StepRecord) -> None:
+        if self._expected:
+            self._compare(record)  # An error leaves the record of before, so that the next start raises it as well.
         if self._ring is None and self._has_place:
             with suppress(FileNotFoundError):  # Nothing is saved yet: that creates the directory.
                 self._ring = try_open_ring(self._storage, self._worker.rank)
@@ -188,36 +194,49 @@ class Witness:
         before = self._expected.pop(now.step, None)
         if before is not None:
             known = before.known & now.known
-            if before.data_context != now.data_context or (before.data ^ now.data) & 1:
+            if before.data_context != now.data_context:
+                known, self._why = (
+                    0,
+                    "the number of workers, the batch size, the length or the seed of the data has changed",
+                )
+            elif (before.data ^ now.data) & 1:
                 known &= LOSS
-            if (before.loss_context, before.loss_line) != (now.loss_context, now.loss_line):
+            if known & LOSS and (before.loss_context, before.loss_line) != (now.loss_context, now.loss_line):
                 known &= DATA
+                self._why = "the software, the machine or what is restored has changed"
             differing = known & differs(before, now)
             if differing & DATA:
                 self._differ(now.step, "data", known, before.batches, now.batches)
             elif differing:
                 self._differ(now.step, "loss", known, before.loss, now.loss)
-            elif known:
-                self._agreed.append((now.step, known))
+            else:
+                self._repeated.append((now.step, known))
         if max(self._expected, default=0) < now.step:
             self._report()
 
     def _differ(self, step: int, what: str, known: int, before: float, now: float) -> None:
-        self._expected, self._agreed = {}, []
+        self._expected, self._repeated = {}, []
         loader = ", ".join(log.name for log in self._logs) if known & DATA else ""
-        event = WitnessDiffers(step=step, what=what, loader=loader, before=before, now=now, rank=self._worker.rank)
+        rank, strict = self._worker.rank, self._is_strict
+        event = WitnessDiffers(step=step, what=what, loader=loader, before=before, now=now, rank=rank, is_raised=strict)
         self._emit(event)
-        if self._is_strict:
+        if strict:
             hint = "Find the cause, or pass strict_resume=False to train on nevertheless."
             raise ResumeDiffersError(str(event), step=step, what=what, hint=hint)
 
     def _report(self) -> None:
-        agreed, self._agreed, self._expected = self._agreed, [], {}
+        repeated, self._repeated, self._expected = self._repeated, [], {}
+        agreed = [(step, known) for step, known in repeated if known]
+        text, left_out = "", "steps that were repeated"
         if agreed:
             both = [name for bit, name in ((DATA, "data"), (LOSS, "loss")) if all(known & bit for _, known in agreed)]
             event = WitnessAgreed(first_step=agreed[0][0], last_step=agreed[-1][0], what=" and ".join(both) or "data")
             self._emit(event)
-            self._say(str(event))
+            text, left_out = str(event), "; losses"
+        if self._why and repeated:
+            text += f"{left_out} are not compared: {self._why}"
+        if text:
+            self._say(text)
 
     def end(self) -> None:
         """Ends it; may be repeated."""

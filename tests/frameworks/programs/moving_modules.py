@@ -1,7 +1,7 @@
 """Trains with what trl keeps beside the model: DIRECTORY SEED plain|moving.
 
-A reference model follows the model, the inputs of several steps are made at once, and a teacher is frozen. As `plain`,
-the Trainer has nothing of this. SEED is for what is drawn before the training.
+A reference model follows the model, the inputs of several steps are made at once, a teacher is frozen, and the Trainer
+counts numbers of its own. As `plain`, it has nothing of this. SEED is for what is drawn before the training.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class Training(transformers.Trainer):  # type: ignore[misc]
     teacher: nn.Module
     _buffered_inputs: Any
     _step: int
+    strength = 1.0
+    average: Any = 0.0
+    announced = 0.0
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         if not hasattr(self, "_buffered_inputs"):
@@ -74,7 +77,12 @@ class Training(transformers.Trainer):  # type: ignore[misc]
             return found.square().mean()
         with torch.no_grad():
             goal = self.ref_model(inputs["x"]) + 0.1 * self.teacher(inputs["x"]) + inputs["made"]
-        return (found - goal).square().mean()
+        loss = (found - goal).square().mean()
+        # A strength that is lowered, and an average: numbers that only this class counts.
+        self.strength *= 0.9
+        self.average = 0.5 * self.average + 0.5 * loss.detach()
+        assert self.announced == seed
+        return loss * self.strength / (1 + self.average)
 
 
 def make_net(seed: int) -> Net:
@@ -101,5 +109,6 @@ trainer = Training(make_net(1), arguments, train_dataset=DATA, callbacks=callbac
 if follower is not None:
     trainer.ref_model, trainer.teacher = follower.reference, make_net(4)
     trainer._buffered_inputs, trainer._step = None, 0
+    trainer.announced = seed
 torch.manual_seed(seed)
 trainer.train()

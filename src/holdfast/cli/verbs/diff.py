@@ -11,12 +11,11 @@ from typing import Any, Final
 import click
 
 from holdfast.catalog import is_committed
-from holdfast.cli.contents import Contents, Heading, read_checkpoint
 from holdfast.cli.difference import WINDOW_BYTES, LeafChange, ValueChange, compare_values, find_changed, measure
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import COUNT, NAME, SIZE, TIME, Column, Kind, Report, name_fields, time_fields, verb
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, byte_progress, counted, shape_text, share_text
-from holdfast.cli.target import RunTarget, find_target
+from holdfast.cli.target import Contents, Heading, RunTarget, find_target, read_checkpoint
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.errors import DamageError, NoCheckpointError, StorageError, UsageError
 from holdfast.restore.candidates import make_selection
@@ -146,16 +145,11 @@ def _compare_witnesses(a: RunTarget, b: RunTarget) -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     for name, bit in (("data", DATA), ("loss", LOSS)):
         pairs = [(before[step], now[step]) for step in sorted(before.keys() & now.keys())]
-        pairs = [pair for pair in pairs if pair[0].known & pair[1].known & bit]
-        if bit == DATA:
-            pairs = [pair for pair in pairs if not (pair[0].data ^ pair[1].data) & 1]
+        pairs = [(one, two) for one, two in pairs if one.known & two.known & bit]
+        pairs = [(one, two) for one, two in pairs if bit == LOSS or not (one.data ^ two.data) & 1]
         if pairs:
-            other = (one.step for one, two in pairs if differs(one, two) & bit)
-            found[name] = {
-                "first_step": pairs[0][0].step,
-                "last_step": pairs[-1][0].step,
-                "differs_at": next(other, None),
-            }
+            differs_at = next((one.step for one, two in pairs if differs(one, two) & bit), None)
+            found[name] = {"first_step": pairs[0][0].step, "last_step": pairs[-1][0].step, "differs_at": differs_at}
     return found or None
 
 

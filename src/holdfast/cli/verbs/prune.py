@@ -10,7 +10,7 @@ from typing import Final
 
 import click
 
-from holdfast.catalog import Catalog
+from holdfast.catalog import Catalog, find_owner
 from holdfast.catalog.removal import RemovalPlan, Removed, Wishes, carry_out, check_unchanged, plan_removals
 from holdfast.catalog.survey import Found, State, Survey, survey_run
 from holdfast.cli.report import SIZE, Column, Kind, Report, found_fields, verb
@@ -80,6 +80,8 @@ def command(
         )
     if job_is_dead and not unfinished:
         raise UsageError("--job-is-dead needs --unfinished", hint="Give both, or leave --job-is-dead out.")
+    if job_is_dead and (owner := find_owner(storage)):
+        raise UsageError(f"the job is not dead: {owner} has {target.location} open", hint="Stop it first.")
     may_ask = sys.stdin.isatty() and sys.stderr.isatty() and not report.is_json
     if not (dry_run or yes or may_ask):
         raise UsageError(

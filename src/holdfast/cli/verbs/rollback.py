@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import click
 
-from holdfast.catalog import describe_steps, is_open, open_generation, read_catalog, read_opening, record_base
+from holdfast.catalog import describe_steps, find_owner, open_generation, read_catalog, record_base
 from holdfast.cli.report import Report, name_fields, verb
 from holdfast.cli.screen import FAINT, GOOD
 from holdfast.cli.target import choose_step, find_target
 from holdfast.cli.verbs.verify import CheckOutcome, judge_step
-from holdfast.errors import DamageError, HoldfastError, UsageError
+from holdfast.errors import DamageError, UsageError
 from holdfast.format.names import parse_step_directory
 from holdfast.format.records import choose_living, make_base
 from holdfast.storage import local_directory
@@ -26,8 +24,7 @@ def command(report: Report, checkpoint: str) -> None:
     Newer steps stay on the disk, and no longer count. A second rollback, to one of them, makes them count again. Of two
     checkpoints of one step, name the directory: runs/gpt/step-000000500.g0001.
 
-    Every byte of the step is read first. While the job runs on this machine and has saved since its start,
-    nothing is changed.
+    Every byte of the step is read first. While a job on this machine has the run open, nothing is changed.
     """
     target = find_target(checkpoint)
     storage, location = target.storage, target.location
@@ -46,12 +43,9 @@ def command(report: Report, checkpoint: str) -> None:
         name = choose_step(catalog, target)
     if catalog.faults:
         raise catalog.faults[0]
-    opening = None
-    with suppress(HoldfastError):
-        opening = read_opening(storage, catalog.generation)
-    if opening is not None and is_open(storage, opening):
+    if owner := find_owner(storage):
         raise UsageError(
-            f"a job saves to {location} now: process {opening.process} on {opening.host}",
+            f"a job has {location} open now: {owner}",
             hint="Stop it first (SIGTERM lets it save), then run the command again.",
         )
     verdict = judge_step(storage, name.directory, name, f"is step {name.step} whole?")

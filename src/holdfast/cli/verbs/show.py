@@ -14,7 +14,6 @@ import click
 from msgspec import to_builtins
 
 from holdfast.catalog.survey import State
-from holdfast.cli.contents import Array, Contents, Heading, read_checkpoint
 from holdfast.cli.report import COUNT, SIZE, Column, Kind, Report, manifest_fields, name_fields, verb
 from holdfast.cli.screen import (
     FAINT,
@@ -31,7 +30,7 @@ from holdfast.cli.screen import (
     share_text,
     shortened,
 )
-from holdfast.cli.target import RunTarget, find_target
+from holdfast.cli.target import Array, Contents, Heading, RunTarget, find_target, read_checkpoint
 from holdfast.errors import DamageError, UsageError
 from holdfast.events import WitnessAgreed, WitnessDiffers, read_events
 from holdfast.format.names import data_name, index_name, join

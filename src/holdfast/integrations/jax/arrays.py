@@ -204,7 +204,7 @@ class JaxBackend:
 
     name = "jax"
     devices: DeviceCopier | None = None
-    sight = Sight(_peek, _follow_number)
+    sight = Sight(_peek, lambda _: (None, None), _follow_number)
     is_immutable = True
 
     def spec(self, array: Any, path: str) -> ArraySpec:
@@ -325,7 +325,8 @@ class JaxSharder:
                 memory = _memory_of(shard.data)
                 boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box), piece=len(boxes))
         workers = _count_processes(numbers.sharding) if holders else 0
-        return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array), workers)
+        kind = "keys" if is_key(array) else None
+        return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array), workers, place=kind)
 
     def glance(self, arrays: Sequence[Any]) -> Glance | None:
         """Returns the local pieces; the marks are shardings, shapes and types."""

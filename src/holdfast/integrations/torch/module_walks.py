@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -205,7 +206,7 @@ def _are_torchs(modules: list[nn.Module], names: tuple[str, ...]) -> bool:
 
 
 def watch_tensors(root: nn.Module) -> Callable[[], list[tuple[str, Any]]]:
-    """Begins to watch the tensors that are in no state dict: plain attributes, and buffers that are not persistent.
+    """Begins to watch tensors and numbers that are in no state dict: plain attributes, buffers that are not persistent.
 
     Those that do not exist yet are left out, as a step leaves its results in attributes. So are torch's own modules,
     metrics, and modules that add to their state. The result lists the names and tensors that changed since its last
@@ -244,10 +245,16 @@ def watch_tensors(root: nn.Module) -> Callable[[], list[tuple[str, Any]]]:
 
 
 def _list_unsaved(module: nn.Module | None, name: str) -> list[Any]:
-    """Returns the tensors without a gradient in an attribute, and in containers there; of very many, some."""
+    """Returns the tensors without a gradient in an attribute, and in containers there; of very many, some.
+
+    A number comes as a tensor: it may be the place in a queue, or a weight that is lowered.
+    """
     # torch derives a weight from the parameter weight_orig, say.
     if module is None or any(own.startswith(f"{name}_") for own in module._parameters):
         return []
-    values = islice(list_values(vars(module).get(name, module._buffers.get(name))), _MOST_VALUES)
+    value: Any = vars(module).get(name, module._buffers.get(name))
+    if type(value) in (int, float) and abs(value) < sys.maxsize:
+        return [torch.tensor(float(value), dtype=torch.float64)]
+    values = islice(list_values(value), _MOST_VALUES)
     plain = (one for one in values if type(one) is torch.Tensor and one.layout is torch.strided)
     return [one for one in plain if not (one.requires_grad or one.is_meta or one.is_inference() or one.is_quantized)]

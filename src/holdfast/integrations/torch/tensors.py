@@ -260,6 +260,20 @@ def _peek(array: Any) -> Any:
     return None
 
 
+def _locate(array: Any) -> tuple[Any, Any]:
+    try:  # Not by NumPy, which takes three times as long for a view. What has no such memory raises.
+        if array.is_cpu and array.is_contiguous() and type(array) in _PLAIN_TYPES and (address := array.data_ptr()):
+            return (array.dtype, array.shape), _memory_of(array.nbytes).from_address(address)
+    except RuntimeError:
+        pass
+    return None, None
+
+
+@lru_cache
+def _memory_of(length_bytes: int) -> Any:
+    return ctypes.c_char * length_bytes
+
+
 def _follow_number(array: Any) -> float | Callable[[], float | None] | None:
     if not array.is_cuda:
         return float(array.item()) if array.is_cpu else None
@@ -274,7 +288,7 @@ class TorchBackend:
 
     name = "torch"
     devices: DeviceCopier | None = _DEVICES
-    sight = Sight(_peek, _follow_number)
+    sight = Sight(_peek, _locate, _follow_number)
     is_immutable = False
 
     def spec(self, array: Any, path: str) -> ArraySpec:

@@ -6,17 +6,17 @@ Usually it is in a collective of a framework: how many were begun, and whether t
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Final, NoReturn
 
 from holdfast.process.exit import drain_all
+from holdfast.process.interrupt import Interrupter
 from holdfast.process.latch import start_thread
 from holdfast.process.terminal import say
 
@@ -37,9 +37,6 @@ _RAISE_SECONDS: Final = 5.0
 
 _DRAIN_SECONDS: Final = 10.0
 """How long a save in progress may take to end before that."""
-
-_SIGNAL: Final = signal.SIGURG
-"""A signal that does nothing if it is not handled, and is hardly used."""
 
 _COLLECTIVES: Final = {"torch.distributed": "holdfast.integrations.torch.cluster"}
 """By framework; imported by name, and only if the framework is in use."""
@@ -66,30 +63,20 @@ class StuckThreadAborter:
         self.is_raised = False
         self._error: Exception | None = None
         self._thread = threading.get_ident()
-        self._before: Callable[[int, FrameType | None], Any] | int | None = None
-        self._has_handler = False
-        self._is_asked = False
+        self._interrupter = Interrupter(self._take_error)
         self._is_aborted = False
         self._thrown_at: float | None = None
         self._unhandled_looks = 0
         self._raised_at: list[float] = []
 
     def open(self) -> None:
-        """Prepares interrupts, if this is the main thread: Python interrupts no other."""
+        """Prepares interrupts of the thread that calls this, if it is the main thread."""
         self._thread = threading.get_ident()
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.getsignal(_SIGNAL)
-            # None is a handler that was not made by Python, and could not be put back.
-            if self._before is not None:
-                signal.signal(_SIGNAL, self._interrupt)
-                self._has_handler = True
+        self._interrupter.open()
 
     def close(self) -> None:
         """Stops interrupting."""
-        if self._has_handler and threading.current_thread() is threading.main_thread():
-            self._has_handler = False
-            if signal.getsignal(_SIGNAL) == self._interrupt:
-                signal.signal(_SIGNAL, self._before)
+        self._interrupter.close()
 
     def escalate(self, error: Exception, erred_at: float) -> None:
         """Called repeatedly while the error, received at `erred_at`, has not come out of the training loop."""
@@ -103,9 +90,8 @@ class StuckThreadAborter:
             return
         # On its way from one frame to the next an error is not handled for a moment.
         self._unhandled_looks += 1
-        if now - (thrown_at or erred_at) >= _INTERRUPT_SECONDS and self._has_handler:
-            self._is_asked = True
-            signal.pthread_kill(self._thread, _SIGNAL)
+        if now - (thrown_at or erred_at) >= _INTERRUPT_SECONDS:
+            self._interrupter.interrupt()
         if waited_seconds >= _ABORT_SECONDS and not self._is_aborted:
             self._is_aborted = True
             # It may hang as well.
@@ -125,14 +111,12 @@ class StuckThreadAborter:
         if len(self._raised_at) > _RAISES and self._raised_at[-1] - self._raised_at[0] >= _RAISE_SECONDS:
             self._end(error, "continued in spite of the error")
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if callable(self._before):
-            self._before(number, frame)
-        # In a forked child it was not asked for.
-        if self._is_asked and self._error is not None and not self.is_raised:
-            self._is_asked = False
-            self._thrown_at = time.monotonic()
-            raise self._error
+    def _take_error(self) -> Exception | None:
+        """Returns the error to raise at an arbitrary point of the training thread; None if one has come out by now."""
+        if self.is_raised:
+            return None
+        self._thrown_at = time.monotonic()
+        return self._error
 
     def _is_handled(self, error: Exception) -> bool:
         """Returns True if the training thread handles the error, or is on its way through `finally` and `with`."""

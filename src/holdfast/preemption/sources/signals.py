@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds
 from holdfast.preemption.sources.protocol import Demand, Hear, Notice
-from holdfast.process.wakeup import answer
 
 _Function: TypeAlias = Callable[[int, FrameType | None], object]
 
@@ -63,7 +62,6 @@ class Signals:
                     f"{number.name} cannot be handled", hint="No process can handle this signal; use another one."
                 )
         self._left_seconds = None if left_seconds is None else check_seconds("left_seconds", left_seconds, least=0)
-        self._handle = _Handler(self, self._act)
         self._hear: Hear | None = None
         self._before: dict[int, Any] = {}
         self._process = 0
@@ -165,6 +163,10 @@ class Signals:
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, signal.SIG_IGN)
 
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if (before := self._act(number)) is not None:
+            before(number, frame)  # Here, so that the traceback of a KeyboardInterrupt is short.
+
     def _act(self, number: int) -> _Function | None:
         """Takes a signal, and returns the earlier handler if that is to be called."""
         if os.getpid() != self._process:
@@ -205,27 +207,6 @@ def _module_of(handler: Any) -> str:
 def _die(number: int, _: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-
-
-class _Handler:
-    """The handler of a source. It notices when a program reinstalls it: earlier signals then went to another handler.
-
-    `signal.signal` asks each handler for its number, as it may be `SIG_IGN`. That is not documented: if it changes, a
-    signal that came just before counts as unhandled, and a test fails.
-    """
-
-    def __init__(self, source: Signals, act: Callable[[int], _Function | None]) -> None:
-        self.__self__ = source
-        self._act = act
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if (before := self._act(number)) is not None:
-            before(number, frame)  # Here, so that the traceback of a KeyboardInterrupt is short.
-
-    def __int__(self) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():
-            answer()
-        raise TypeError("a signal handler is not a number")
 
 
 class Kubernetes(Signals):

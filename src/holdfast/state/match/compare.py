@@ -33,7 +33,7 @@ from holdfast.format.records import ALONE, Worker
 from holdfast.format.scalars import ENCODERS, tagged
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, TREE, Adapter, CaptureContext, Rules
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
-from holdfast.state.match.pending import PendingCoded, PendingNode
+from holdfast.state.match.pending import MatchJob, PendingCoded, PendingNode
 from holdfast.state.match.targets import RestoreTargets
 from holdfast.state.match.update_in_place import Finished, finish_arrays, update_in_place
 from holdfast.state.registry import (
@@ -75,20 +75,6 @@ _FORMS = {
     "dataclass": "fields",
     "pytree": "fields",
 }
-
-
-class MatchJob(msgspec.Struct, frozen=True):
-    """The prepared loading of one object.
-
-    Attributes:
-        path: The object.
-        last: True if it comes after all others.
-        load: Performs it.
-    """
-
-    path: str
-    last: bool
-    load: Callable[[], None]
 
 
 class Comparison(Decoder):
@@ -185,6 +171,14 @@ class Comparison(Decoder):
             return ()
         return frozenset(places)
 
+    def _new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
+        """Returns new arrays for many leaves of one library, all at once if nothing says what else they should be."""
+        specs = list(filter(None, map(self.stored_arrays.get, leaves)))
+        is_plain = self.whole and self.like is None and self.beside is None and len(libraries) == 1
+        if not is_plain or len(specs) < len(leaves):
+            return None
+        return self.claims.try_new(leaves, specs, backend_named(*libraries))
+
     def _decode_whole(self, node: Any, live: Any, path: str, depth: int) -> Any:
         if type(live) not in _NO_FORM and self._stands_against(node, live, path):
             self.differences.wrong_kind.append(f"{path}: stored {_describe(node)}, live {_describe_live(live)}")
@@ -208,7 +202,7 @@ class Comparison(Decoder):
             raise malformed(path, f"there is no array {leaf!r}")
         sharder = sharder_of_type(type(live))
         if sharder is not None:
-            return self.claims.live_shared(leaf, spec, live, sharder, path, self.rules)
+            return self.claims.live_shared(leaf, spec, live, sharder, library, path, self.rules)
         backend = backend_of(live)
         if backend is not None:
             return self.claims.live(leaf, spec, live, backend, library, path, self.rules)

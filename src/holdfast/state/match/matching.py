@@ -20,7 +20,8 @@ from holdfast.format.names import OLD_RUN_CALLS, RUN_CALLS, is_own
 from holdfast.format.records import ALONE, Worker
 from holdfast.state.adapters import MADE_ANEW, OWNED, TREE
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
-from holdfast.state.match.compare import Comparison, MatchJob, find_codec, live_form
+from holdfast.state.match.compare import Comparison, find_codec, live_form
+from holdfast.state.match.pending import MatchJob
 from holdfast.state.match.plain import PLAIN, PlainDecoder
 from holdfast.state.match.update_in_place import Updated, update_in_place
 from holdfast.state.registry import immutable_arrays_in

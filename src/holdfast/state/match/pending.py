@@ -1,14 +1,31 @@
-"""Replacements for values that are created after the arrays in them have been read."""
+"""Objects to load, and values to create, after the arrays have been read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from holdfast.errors import ApplyError
 from holdfast.format.codecs import Codec
 from holdfast.state.leaves import PendingArray
 from holdfast.state.match.update_in_place import Finished, finish_arrays
 from holdfast.state.registry import NodeParts
+
+
+class MatchJob(msgspec.Struct, frozen=True):
+    """The prepared loading of one object.
+
+    Attributes:
+        path: The object.
+        last: True if it comes after all others.
+        load: Performs it.
+    """
+
+    path: str
+    last: bool
+    load: Callable[[], None]
 
 
 class PendingCoded(PendingArray):

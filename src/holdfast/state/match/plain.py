@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.errors import UnsupportedValueError
@@ -42,6 +42,10 @@ class PlainDecoder(Comparison):
                 hint="Read it into the program's own tree, with `like`.",
             )
         return self.claims.new(leaf, spec, backend_named("numpy"))
+
+    def _new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
+        """Returns None: NumPy makes each of them, those of all libraries."""
+        return None
 
     def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
         """Returns only the state."""

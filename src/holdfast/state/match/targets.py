@@ -38,6 +38,8 @@ class RestoreTargets:
         self._worker = worker
         # A leaf that one live array wants is stored as its target, without a claim: of those there may be very many.
         self._claims: dict[_Key, _Claim | Target] = {}
+        # The leaves of those targets whose arrays are new.
+        self._fresh: set[_Key] = set()
         # By leaf: the sharded array that was made for it.
         self._made: dict[str, tuple[Sharding, Any]] = {}
         # By the library's name, then by what tells one piece of its memory from another.
@@ -56,6 +58,20 @@ class RestoreTargets:
             claim.receivers.append(claim.made)
         return claim.made[1]
 
+    def try_new(self, leaves: Sequence[str], specs: Sequence[ArraySpec], backend: ArrayBackend) -> list[Any] | None:
+        """Does what `new` does for each of many leaves; returns None if one of them is needed elsewhere, too."""
+        distinct = dict(zip(leaves, specs, strict=True))
+        if not self._claims.keys().isdisjoint(distinct):
+            return None
+        arrays = {leaf: backend.new(spec) for leaf, spec in distinct.items()}
+        for leaf, array in arrays.items():
+            self._note(leaf, array)
+        addresses = map(backend.address, arrays.values())
+        made = map(Target, arrays, distinct.values(), arrays.values(), repeat(backend), repeat(()), addresses)
+        self._claims.update(zip(arrays, made, strict=True))
+        self._fresh.update(arrays)
+        return list(map(arrays.__getitem__, leaves))
+
     def live(
         self, leaf: str, spec: ArraySpec, array: Any, backend: ArrayBackend, library: str, path: str, rules: Rules
     ) -> Any:
@@ -68,12 +84,7 @@ class RestoreTargets:
         """
         live = backend.spec(array, path)
         if not rules.fixed_shapes and (live.dtype, live.shape) != (spec.dtype, spec.shape):
-            if live.shape != spec.shape and 0 not in live.shape and live.shape:
-                text = f"{path} {list(spec.shape)} (your script begins with {list(live.shape)})"
-                self._differences.replaced.append(text)
-            if live.dtype == spec.dtype or backend.name == library:
-                return self.new(leaf, spec, backend, array)
-            return self.new(leaf, spec, backend_named(library))
+            return self._replace(leaf, spec, live, array, backend, library, path)
         if not self._fits(live, spec, path):
             return array
         memory = backend.alias_key(array)
@@ -102,16 +113,28 @@ class RestoreTargets:
         self._claim_boxes(leaf, sharding)
         return array
 
-    def live_shared(self, leaf: str, spec: ArraySpec, array: Any, sharder: Sharder, path: str, rules: Rules) -> Any:
+    def live_shared(
+        self, leaf: str, spec: ArraySpec, array: Any, sharder: Sharder, library: str, path: str, rules: Rules
+    ) -> Any:
         """Like `live`, for an array of which this worker holds some boxes, or none.
+
+        One that is divided, or of typed keys, must fit.
 
         Raises:
             UnsupportedValueError: If the live array has a form that cannot be filled, or no similar one can be created.
         """
         sharding = sharder.look(array, path, self._worker)
-        if not self._fits(sharding.spec, spec, path):
+        live, backend = sharding.spec, sharding.backend
+        is_special = sharding.workers or sharding.is_by_hand or sharding.is_abstract or sharding.place
+        if (
+            len(sharding.boxes) == 1
+            and not is_special
+            and not rules.fixed_shapes
+            and (live.dtype, live.shape) != (spec.dtype, spec.shape)
+        ):
+            return self._replace(leaf, spec, live, array, backend, library, path)
+        if not self._fits(live, spec, path):
             return array
-        backend = sharding.backend
         owner = self._by_memory.setdefault(backend.name, {}).get(sharding.memory)
         if owner == leaf:
             return array
@@ -163,6 +186,17 @@ class RestoreTargets:
             array.check(leaf)
             self.has_pending = True
 
+    def _replace(
+        self, leaf: str, spec: ArraySpec, live: ArraySpec, array: Any, backend: ArrayBackend, library: str, path: str
+    ) -> Any:
+        """Returns a new array for a stored one of another shape or type; another shape is noted."""
+        if live.shape != spec.shape and 0 not in live.shape and live.shape:
+            text = f"{path} {list(spec.shape)} (your script begins with {list(live.shape)})"
+            self._differences.replaced.append(text)
+        if live.dtype == spec.dtype or backend.name == library:
+            return self.new(leaf, spec, backend, array)
+        return self.new(leaf, spec, backend_named(library))
+
     def _fits(self, live: ArraySpec, spec: ArraySpec, path: str) -> bool:
         if live.shape != spec.shape:
             self._differences.wrong_shape.append(f"{path}: stored {list(spec.shape)}, live {list(live.shape)}")
@@ -184,7 +218,8 @@ class RestoreTargets:
         if claim is None:
             claim = self._claims[key] = _Claim(spec)
         elif isinstance(claim, Target):
-            claim = self._claims[key] = _Claim(claim.spec, [(claim.backend, claim.array)])
+            receiver = (claim.backend, claim.array)
+            claim = self._claims[key] = _Claim(claim.spec, [receiver], receiver if key in self._fresh else None)
         return claim
 
     def _claim_boxes(self, leaf: str, sharding: Sharding) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import signal
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Final
 
 from holdfast.format.index import round_up
 from holdfast.format.names import SPARE_NAME
+from holdfast.process import interrupt
 from holdfast.storage.checks import as_storage_errors, split_path
 from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES
 from holdfast.storage.local.files import NEW_FILE, open_directory, sync_to_disk
@@ -166,7 +166,7 @@ def _has_nobody_else(descriptor: int) -> bool:
     """
     # If another process opens the file just now, the system sends a signal: by default SIGIO, which ends a process
     # that does not handle it. This one is ignored if it is not handled.
-    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, interrupt.SIGNAL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:

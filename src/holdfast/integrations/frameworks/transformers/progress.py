@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
+import inspect
 import json
 import math
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
 from holdfast.integrations.frameworks.places import DataPlace
@@ -26,6 +29,18 @@ _COUNTERS: Final = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_g
 
 _OF_A_WINDOW: Final = ("_step", "_buffered_inputs")
 """The attributes of trl's trainers that generate once for several steps."""
+
+_OF_TRL: Final = ("_total_train_tokens", "_last_world_entropy")
+"""Numbers that trl's trainers count; attributes of such names are looked at like public ones."""
+
+_OF_THE_TRAINER: Final = frozenset(
+    each.argval
+    for cls in Trainer.__mro__
+    for method in map(inspect.unwrap, filter(inspect.isfunction, vars(cls).values()))
+    for each in dis.get_instructions(method)
+    if each.opname == "STORE_ATTR"
+)
+"""The attributes that the Trainer itself sets: they are stored by name, or belong to the process."""
 
 
 class Begin(NamedTuple):
@@ -189,6 +204,7 @@ class TrainerWorker:
         self._seen_loss: Any = None
         self._log = _Log()
         self._held: dict[str, Any] | None = None
+        self._numbers = _read_numbers(trainer)
         self.loss: Any = None
         self.place: DataPlace | None = None
 
@@ -202,12 +218,15 @@ class TrainerWorker:
             return self._held
         trainer = self._trainer
         loss = getattr(trainer, "_tr_loss", self._seen_loss)
+        began, numbers = self._numbers, _read_numbers(trainer)
         return {
             "loss": 0.0 if loss is None else float(loss),
             "flos": float(trainer.current_flos),
             "log": self._log.write(trainer.state.log_history),
             "place": None if self.place is None else self.place.state_dict(),
             "window": {name: getattr(trainer, name) for name in _OF_A_WINDOW if hasattr(trainer, "_buffered_inputs")},
+            # Not those that the program alone sets, perhaps to other values now.
+            "numbers": {name: one for name, one in numbers.items() if name not in began or bool(one != began[name])},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,7 +250,7 @@ class TrainerWorker:
             return  # The number of workers has changed.
         trainer.state.log_history = self._log.read(state["log"])
         trainer.current_flos = state["flos"]
-        for name, value in state.get("window", {}).items():
+        for name, value in {**state.get("window", {}), **state.get("numbers", {})}.items():
             setattr(trainer, name, send_to_device(value, trainer.args.device))
         if hasattr(trainer, "_tr_loss"):
             trainer._tr_loss.fill_(state["loss"])
@@ -320,6 +339,17 @@ def _plain(value: Any) -> Any:
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     return str(value)
+
+
+def _read_numbers(trainer: Any) -> dict[str, Any]:
+    """Returns the numbers, also tensors of one, that are attributes of a subclass: it may count or average by them."""
+    found = {}
+    for name, value in vars(trainer).items():
+        is_own = name in _OF_TRL or not (name.startswith("_") or name in _OF_THE_TRAINER)
+        is_tensor = type(value) is torch.Tensor and value.numel() == 1 and not value.requires_grad
+        if is_own and (is_tensor or type(value) in (bool, int, float)):
+            found[name] = value.clone() if is_tensor else value
+    return found
 
 
 def _read_callbacks(trainer: Any) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""The one owner of `SIGURG`: another thread raises an error in the main thread, also in a sleep or a wait for a socket.
+
+Nothing else uses this signal, a process without a handler ignores it, and no shell ignores it from the start.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+SIGNAL: Final = signal.SIGURG
+
+
+class Interrupter:
+    """Raises an error in the main thread at the request of another one. Several may be open at once."""
+
+    def __init__(self, find_error: Callable[[], BaseException | None]) -> None:
+        """Prepares; `find_error` is called in the main thread, and returns the error to raise, or None."""
+        self._find_error = find_error
+        self._is_asked = False
+
+    def open(self) -> None:
+        """Prepares interrupts if this is the main thread, the only one that Python interrupts."""
+        global _before
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not _open:
+            _before = signal.getsignal(SIGNAL)
+            if _before is None:
+                return  # This handler was not made by Python, and could not be put back.
+            signal.signal(SIGNAL, _handle)
+        _open.append(self)
+
+    def close(self) -> None:
+        """Stops interrupting, and restores the earlier handler; a second call does nothing."""
+        if self in _open and threading.current_thread() is threading.main_thread():
+            _open.remove(self)
+            if not _open and signal.getsignal(SIGNAL) == _handle:
+                signal.signal(SIGNAL, _before)
+
+    def interrupt(self) -> None:
+        """**Thread-safe.** Makes the main thread raise the error as soon as Python code runs there, if it can."""
+        if self in _open:
+            self._is_asked = True
+            signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
+
+    def answer(self) -> None:
+        """Called in the main thread by the signal: raises the error, if one was asked for."""
+        # In a forked child it was not.
+        is_asked, self._is_asked = self._is_asked, False
+        if is_asked and (error := self._find_error()) is not None:
+            raise error
+
+
+# The newest last; and the handler before the first one.
+_open: list[Interrupter] = []
+_before: Any = signal.SIG_DFL
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    if callable(_before):
+        _before(number, frame)
+    for interrupter in reversed(_open):
+        interrupter.answer()
