@@ -21,7 +21,7 @@ DIST_VENV ?= .venv-dist
 PYTHONS ?= $(shell for minor in 11 12 13; do p=$$(command -v python3.$$minor) && $$p -c '' 2>/dev/null && echo $$p; done; true)
 COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
-CRASH := PYTHONPATH=tests $(BIN)/python -m crash
+CRASH := PYTHONPATH=tests:tests/support $(BIN)/python -m crash
 # For instance: make demo DEMO="--part kills --seed 3"; DEMO=--help shows what there is.
 DEMO ?=
 # For instance: make bench BENCH="--only model --peer holdfast"
@@ -45,12 +45,12 @@ test: .venv/ready
 
 # Ray is large, and starts slowly: these tests have an environment of their own.
 test-ray: $(RAY_VENV)/ready
-	$(RAY_VENV)/bin/pytest tests/test_jobs_ray.py
+	$(RAY_VENV)/bin/pytest tests/jobs/test_jobs_ray.py
 
 # Starts a Slurm of four nodes on this machine, and takes about five minutes. Needs root and Debian's packages.
 test-slurm: .venv/ready
 	@command -v slurmctld munged >/dev/null || { echo "first: apt-get install --no-install-recommends slurm-wlm munge"; exit 2; }
-	HOLDFAST_SLURM=1 $(BIN)/pytest tests/test_slurm.py
+	HOLDFAST_SLURM=1 $(BIN)/pytest tests/examples/test_slurm.py
 
 # Lightning, transformers, Keras and Flax are large: the tests of their integrations have an environment of their own.
 # What the gate leaves out of the tests of Accelerate runs here, too.
@@ -65,12 +65,13 @@ test-tensorflow: $(BENCH_VENV)/ready
 # of what an old version lacks is skipped, with the reason. The docs and the comparisons are for the newest.
 test-oldest: $(OLDEST_VENV)/ready
 	$(OLDEST_VENV)/bin/pytest tests tests/frameworks -n $(WORKERS) --dist worksteal --durations=15 \
-		--ignore=tests/test_docs.py --ignore=tests/test_gpu_kit.py --ignore=tests/test_benchmarks_workers.py
+		--ignore=tests/docs/test_docs.py --ignore=tests/benchmarks/test_gpu_kit.py \
+		--ignore=tests/benchmarks/test_benchmarks_workers.py
 
 # The wheel and the sdist, in dist: checked, installed into empty environments, and an example trained, killed and resumed
 # there. DIST=--torch also trains the example for PyTorch.
 dist: $(DIST_VENV)/ready
-	$(DIST_VENV)/bin/python tests/distribution.py --python $(PYTHONS) $(DIST)
+	$(DIST_VENV)/bin/python tests/support/distribution.py --python $(PYTHONS) $(DIST)
 
 # The site, in build/site: every warning is an error, and every link and anchor of what was built is followed.
 docs: $(DOCS_VENV)/ready
@@ -88,8 +89,9 @@ crash: .venv/ready
 	$(CRASH).joint --rounds 300
 	$(CRASH).torch_joint --rounds 100 --way kill
 	$(CRASH).epoch_job --kills 300
-	HOLDFAST_CUTS=20 $(BIN)/pytest tests/test_partition.py
-	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -lE 'mark\.long|HOLDFAST_LONG|hypothesis|repeated' tests/test_*.py)
+	HOLDFAST_CUTS=20 $(BIN)/pytest tests/cluster/test_partition.py
+	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -rlE 'mark\.long|HOLDFAST_LONG|hypothesis|repeated' tests \
+		--include='test_*.py' --exclude-dir=frameworks --exclude-dir=site)
 	$(CRASH).leaving --faults 50
 
 bench: $(BENCH_PLACE)/ready

@@ -7,6 +7,7 @@ import signal
 import hypothesis
 import pytest
 
+from places import SUPPORT
 from repetitions import repeated
 
 pytest_plugins = ("command_line", "last_words", "left_open")
@@ -34,6 +35,10 @@ os.environ["HOLDFAST_TAKE_OVER"] = "1"
 # Where it is set, a program that prints to a full disk fails in `print`; where not, at its end. What the tests start is
 # to be the same wherever they run: the latter, as it comes.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# Each program that a test starts finds what the tests share, wherever it lies itself.
+paths = [str(SUPPORT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))
 
 # Who starts a program with `&` from a script has it ignore Ctrl-C, and whoever it starts; many tests send that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -40,7 +40,7 @@ class Part:
 
 def list_parts(root: Path, *, dry: bool) -> list[Part]:
     """**Pure**, but for a look at which files of tests there are."""
-    tests = sorted(str(path.relative_to(root)) for path in (root / "tests").glob("test_device_*.py"))
+    tests = sorted(str(path.relative_to(root)) for path in (root / "tests").rglob("test_device_*.py"))
     # A test that hangs fails before its part is ended.
     marks = ("-m", "cuda", "-vv", "-rfE", "--tb=short", "--durations=8", "-o", "timeout=75")
     both = ("holdfast", "holdfast, overlapped")

@@ -80,7 +80,8 @@ def make_environment(root: Path, place: Path, scratch: Path) -> dict[str, str]:
 
     Its path has to be short, since Python's processes speak to each other by sockets there.
     """
-    paths = [place / "site", root, root / "tests", root / "examples"]
+    tests = root / "tests"
+    paths = [place / "site", root, tests, tests / "support", tests / "programs", root / "examples"]
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONDONTWRITEBYTECODE")}
     env |= {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [env.get("PYTHONPATH")])]),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import patience
 import preloaded
+from places import EXAMPLES
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -153,7 +154,7 @@ def interrupt(begin: Callable[[], Life], signals: Sequence[int], first: int, las
 
 def check_example(name: str, directory: Path, preload: tuple[str, ...], beginning: str) -> None:
     """An example that is killed after two lines that begin so, and begun again, ends as an untouched one."""
-    example = PROGRAMS.parents[2] / "examples" / name
+    example = EXAMPLES / name
     untouched = live(example, directory / "untouched", preload=preload)
     killed = Life(example, directory / "killed", preload=preload)
     killed.wait_steps(2, beginning)

@@ -25,6 +25,7 @@ from lives import Life, check_same, live
 import holdfast as hf
 import preloaded
 from holdfast import errors
+from places import EXAMPLES
 
 PRELOAD = (*preloaded.HOLDFAST, *preloaded.JAX, "equinox", "flax.nnx", "optax", "holdfast.integrations.jax.nnx")
 
@@ -173,7 +174,7 @@ def test_killed_five_times_and_stopped_twice_it_ends_as_untouched(tmp_path: Path
 
 
 def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "jax_training.py"
+    example = EXAMPLES / "jax_training.py"
     untouched = live(example, tmp_path / "untouched", preload=PRELOAD)
     killed = Life(example, tmp_path / "killed", preload=PRELOAD)
     killed.wait_steps(3, "step")

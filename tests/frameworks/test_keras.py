@@ -22,10 +22,11 @@ import pytest
 
 import preloaded
 from patience import PATIENCE_SECONDS, killed_after
+from places import EXAMPLES
 
 PROGRAMS = Path(__file__).parent / "programs"
 BATCH = 8
-EXAMPLE = Path(__file__).parents[2] / "examples" / "keras_training.py"
+EXAMPLE = EXAMPLES / "keras_training.py"
 NEEDS_TENSORFLOW = pytest.mark.skipif(
     find_spec("tensorflow") is None, reason="needs TensorFlow: `make test-tensorflow` runs it"
 )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from test_docs import OF_FRAMEWORKS, ROOT, run_page
+from pages import OF_FRAMEWORKS, run_page
+from places import ROOT
 
 NEEDS = {"lightning.md": "lightning", "hf-trainer.md": "transformers", "keras.md": "keras"}
 

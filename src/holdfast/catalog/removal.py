@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.catalog import Catalog, History, read_catalog
-from holdfast.catalog.deletion import discard_unfinished, remove_own_files, withdraw
-from holdfast.catalog.summary import drop_summaries
+from holdfast.catalog import Catalog, StoredRun
+from holdfast.catalog.stored_step import remove_own_files
 from holdfast.catalog.survey import Found, State, Survey, survey_run
 from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.format.names import StepName
@@ -132,9 +131,9 @@ def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> Non
 def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
     """**Blocks.** Returns the steps that the remaining steps refer to, as the run is at this moment."""
     going = {one.name for one in plan.remove}
-    catalog = read_catalog(storage, closely=True)
+    catalog = StoredRun(storage).look(closely=True)
     staying = (name for name in (*catalog.committed, *catalog.lost) if name not in going)
-    return {name for referrer in History(storage).referrers(staying) for name in referrer.refers_to}
+    return {name for referrer in StoredRun(storage).history.referrers(staying) for name in referrer.refers_to}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +154,14 @@ def carry_out(storage: Storage, plan: RemovalPlan) -> list[Removed]:
     held: dict[StepName, str] = {}
     if plan.committed:
         # A summary would go on vouching for them. A job that runs writes a new one.
-        drop_summaries(storage)
+        StoredRun(storage).history.drop_summaries()
     # The newest first: what refers to others goes before them.
     for one in sorted(plan.committed, key=lambda one: one.name or StepName(0, 0), reverse=True):
         try:
             if one.name in held:
                 raise StorageError(f"{held[one.name]} could not be removed, and refers to it", path=one.directory)
             if one.name is not None:
-                withdraw(storage, one.name)
+                StoredRun(storage).step(one.name).withdraw()
         except HoldfastError as error:
             failures[one.directory] = error
             held |= dict.fromkeys(one.refers_to, one.directory)
@@ -187,7 +186,7 @@ def _remove(storage: Storage, one: Found, error: HoldfastError | None) -> Remove
             storage.remove(one.directory)
             return Removed(one, True)
         if one.name is not None and one.state in (State.UNFINISHED, State.LOST):
-            return Removed(one, discard_unfinished(storage, one.name))
+            return Removed(one, StoredRun(storage).step(one.name).discard())
         return Removed(one, remove_own_files(storage, one.directory))
     except HoldfastError as failure:
         return Removed(one, False, failure)

@@ -7,16 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
-from holdfast.catalog import (
-    Catalog,
-    find_journaled,
-    find_lost,
-    find_owner,
-    read_catalog,
-    read_manifest,
-    read_opening,
-    read_references,
-)
+from holdfast.catalog import Catalog, StoredRun, find_owner
 from holdfast.errors import DamageError, HoldfastError, NotFoundError
 from holdfast.format.names import DATA_SUFFIX, MANIFEST_NAME, SPARE_NAME, StepName, data_name, index_name
 from holdfast.format.records import Manifest, Opening
@@ -128,7 +119,7 @@ NOTHING: Final = Survey(Catalog((), (), (), (), (), 0, (), None), (), None)
 
 def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
     """**Blocks.** Examines every directory of a run; reads the manifests, but no arrays."""
-    catalog = read_catalog(storage, closely=closely)
+    catalog = StoredRun(storage).look(closely=closely)
     living = set(catalog.living)
     committed = [
         look_at_step(storage, name, State.LIVING if name in living else State.OFF_LINE) for name in catalog.committed
@@ -136,7 +127,7 @@ def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
     if not closely and None in committed:
         # The step is being removed, or the summary that lists it as committed is wrong.
         return survey_run(storage, closely=True)
-    lost = {*catalog.lost, *find_lost(storage, catalog), *find_journaled(storage, catalog)}
+    lost = {*catalog.lost, *StoredRun(storage).find_lost(catalog), *StoredRun(storage).find_journaled(catalog)}
     unfinished = (
         Found(
             name.directory,
@@ -199,7 +190,7 @@ def look_at_step(storage: Storage, name: StepName, state: State) -> Found | None
     """**Blocks.** Reads a committed step's manifest and compares the sizes of its files with it; None if it is gone."""
     directory = name.directory
     try:
-        manifest = read_manifest(storage, name)
+        manifest = StoredRun(storage).step(name).manifest()
     except NotFoundError:
         return None
     except DamageError as damage:
@@ -225,7 +216,7 @@ def _look_at_lost(storage: Storage, name: StepName) -> Found:
 
 def _read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
     try:
-        return read_references(storage, name)
+        return StoredRun(storage).step(name).references()
     except (DamageError, NotFoundError):
         return ()
 
@@ -259,7 +250,7 @@ def _read_opening(storage: Storage, generation: int) -> Opening | None:
     if generation == 0:
         return None
     try:
-        return read_opening(storage, generation)
+        return StoredRun(storage).opening(generation)
     except HoldfastError:
         return None  # It only says by whom; `verify --all` names the damage.
 
@@ -319,7 +310,7 @@ def summarize_run(storage: Storage, location: str) -> RunSummary:
     """**Blocks.** Looks at a run: the names of its steps, the sizes of files, and the newest manifest alone."""
     try:
         for _ in range(_MOST_LOOKS):
-            catalog = read_catalog(storage)
+            catalog = StoredRun(storage).look()
             newest = catalog.newest
             looked = look_at_step(storage, newest, State.LIVING) if newest else None
             if newest is None or looked is not None:
@@ -337,7 +328,7 @@ def summarize_run(storage: Storage, location: str) -> RunSummary:
 def _find_state(storage: Storage, catalog: Catalog, newest: Found | None) -> RunState:
     if catalog.faults or (newest is not None and newest.damages):
         return "damaged"
-    lost = find_lost(storage, catalog)
+    lost = StoredRun(storage).find_lost(catalog)
     if lost and (catalog.newest is None or lost[-1] > catalog.newest):
         return "lost"
     if find_owner(storage):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from holdfast.catalog import Catalog, add_late_metrics, exists, find_lost, is_committed, make_lost_error, read_catalog
+from holdfast.catalog import Catalog, StoredRun, StoredStep, make_lost_error
 from holdfast.catalog.survey import State, checkpoint_bytes
 from holdfast.errors import (
     DamageError,
@@ -28,11 +28,10 @@ from holdfast.format.names import (
     StepName,
     data_name,
     is_own_file,
-    join,
     parse_step_directory,
 )
 from holdfast.format.nodes import find_nodes
-from holdfast.format.records import MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from holdfast.format.records import Manifest
 from holdfast.format.scalars import Node
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
@@ -116,7 +115,7 @@ def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
             raise no_living(catalog, target)
         return catalog.newest
     if all(name.step != target.step for name in catalog.committed):
-        if lost := [name for name in find_lost(target.storage, catalog) if name.step == target.step]:
+        if lost := [name for name in StoredRun(target.storage).find_lost(catalog) if name.step == target.step]:
             raise make_lost_error(lost, target.location)
         for name in catalog.unfinished:
             if name.step == target.step:
@@ -129,7 +128,7 @@ def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
 
 def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
     """**Blocks.** The error for a run without a checkpoint in its current lineage."""
-    if lost := find_lost(target.storage, catalog):
+    if lost := StoredRun(target.storage).find_lost(catalog):
         return make_lost_error(lost, target.location)
     off_line = len(catalog.committed) - len(catalog.living)
     if off_line:
@@ -264,18 +263,18 @@ def _read_heading(target: RunTarget) -> Heading | None:
     """
     name, state, is_newest = None, None, False
     if not target.is_step:
-        catalog = read_catalog(target.storage)
+        catalog = StoredRun(target.storage).look()
         name = choose_step(catalog, target)
         state = State.LIVING if name in catalog.living else State.OFF_LINE
         is_newest = name == catalog.newest
     directory = name.directory if name else ""
-    path = join(directory, MANIFEST_NAME)
+    step = StoredStep(target.storage, directory, name)
     try:
-        data = target.storage.read(path, MAX_MANIFEST_BYTES)
+        manifest = step.manifest()
     except NotFoundError:
         if name is not None:
             return None
-        if exists(target.storage, COMMITTED_NAME):
+        if step.has(COMMITTED_NAME):
             raise NoWholeCheckpointError(
                 f"{target.location} was committed, and its manifest is gone; the data files are still there",
                 damages=(DamageError("the manifest is gone", path=MANIFEST_NAME),),
@@ -287,7 +286,6 @@ def _read_heading(target: RunTarget) -> Heading | None:
             hint="It is being saved or removed, or that was interrupted, or its manifest is lost: "
             "`holdfast list --all` on the run says which.",
         ) from None
-    manifest = add_late_metrics(target.storage, directory, decode_manifest(data, path=path, expected=name))
     return Heading(target.location, target.storage.url, directory, name, state, is_newest, manifest)
 
 
@@ -351,7 +349,7 @@ def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]
         try:
             return heading, Contents(heading, open_step(target.storage, heading.directory, heading.expected))
         except DamageError as damage:
-            if heading.expected is None or is_committed(target.storage, heading.expected):
+            if heading.expected is None or StoredRun(target.storage).step(heading.expected).is_committed():
                 return heading, damage
     raise NoCheckpointError(
         f"{target.location}: every checkpoint was removed before it could be read",

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import click
 
-from holdfast.catalog import is_committed
+from holdfast.catalog import StoredRun
 from holdfast.cli.difference import WINDOW_BYTES, LeafChange, ValueChange, compare_values, find_changed, measure
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import COUNT, NAME, SIZE, TIME, Column, Kind, Report, name_fields, time_fields, verb
@@ -129,7 +129,10 @@ def _measure(sides: Sequence[_Side], changes: Sequence[LeafChange]) -> Iterator[
                 yield from measure(changes, *readers)
             except (DamageError, StorageError) as error:
                 for target, heading, _ in sides:
-                    if heading.expected is not None and not is_committed(target.storage, heading.expected):
+                    if (
+                        heading.expected is not None
+                        and not StoredRun(target.storage).step(heading.expected).is_committed()
+                    ):
                         raise NoCheckpointError(
                             f"step {heading.manifest.step} of {heading.location} was removed while it was read",
                             hint="A running job removes old steps. Compare steps that it keeps.",

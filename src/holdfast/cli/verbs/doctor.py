@@ -22,7 +22,7 @@ import click
 import numpy as np
 
 import holdfast
-from holdfast.catalog import read_catalog, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.catalog.survey import checkpoint_bytes
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli.exit_codes import ExitCode, ending_on
@@ -160,10 +160,10 @@ def _find_directory(location: str) -> LocalStorage:
 
 def _find_size(storage: LocalStorage, size_bytes: int | None) -> tuple[int | None, int, bool]:
     """The step that has the size of the state or None, that size, and whether the run has a checkpoint."""
-    catalog = read_catalog(storage)
+    catalog = StoredRun(storage).look()
     for name in reversed(catalog.living) if size_bytes is None else ():
         with suppress(DamageError, NotFoundError):
-            manifest = read_manifest(storage, name)
+            manifest = StoredRun(storage).step(name).manifest()
             return name.step, max(checkpoint_bytes(manifest) + manifest.referred_bytes, 1), True
     return None, size_bytes or _DEFAULT_BYTES, bool(catalog.committed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from holdfast.catalog import describe_steps, find_owner, open_generation, read_catalog, record_base
+from holdfast.catalog import StoredRun, describe_steps, find_owner
 from holdfast.cli.report import Report, name_fields, verb
 from holdfast.cli.screen import FAINT, GOOD
 from holdfast.cli.target import choose_step, find_target
@@ -28,14 +28,14 @@ def command(report: Report, checkpoint: str) -> None:
     """
     target = find_target(checkpoint)
     storage, location = target.storage, target.location
-    catalog = read_catalog(storage, closely=True)
+    catalog = StoredRun(storage).look(closely=True)
     if target.is_step:
         directory = local_directory(storage)
         name = None if directory is None else parse_step_directory(directory.resolve().name)
         if name is None or target.beside is None:
             raise UsageError(f"{location} is not in a run", hint="Name RUN@STEP.")
         storage, location = target.beside, location.rstrip("/").rpartition("/")[0] or "."
-        catalog = read_catalog(storage, closely=True)
+        catalog = StoredRun(storage).look(closely=True)
     elif target.step is None:
         steps = ", ".join(str(one.step) for one in catalog.living) or "none"
         raise UsageError(f"{location}: to which step?", hint=f"Write {location}@STEP. The steps are: {steps}.")
@@ -56,9 +56,9 @@ def command(report: Report, checkpoint: str) -> None:
     newest, generation, left = catalog.newest, None, []
     if name != newest:
         # A crash before the base is recorded leaves a generation that changes nothing.
-        generation = open_generation(storage, seen_generation=catalog.generation)
+        generation = StoredRun(storage).open_generation(seen_generation=catalog.generation)
         base = make_base(generation, name, catalog.start_from)
-        record_base(storage, base)
+        StoredRun(storage).record_base(base)
         remove_rings(storage)  # What lies beyond is not repeated.
         left = sorted(set(catalog.living) - set(choose_living(catalog.committed, {**catalog.bases, generation: base})))
     report.fields = {

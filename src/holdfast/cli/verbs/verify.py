@@ -13,8 +13,7 @@ from typing import Final
 
 import click
 
-from holdfast.catalog import Catalog, find_lost, read_catalog, read_generations, read_opening
-from holdfast.catalog.publish import has_copy
+from holdfast.catalog import Catalog, StoredRun, StoredStep
 from holdfast.catalog.survey import State
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import Report, name_fields, problem_fields, verb
@@ -110,7 +109,7 @@ def judge_step(
         damaged = CheckOutcome.RESTORABLE if spares_restore(problems) else CheckOutcome.DAMAGED
         outcome = CheckOutcome.UNREADABLE if is_failure else damaged
         # A job that runs removes old steps, manifest first: what is missing then was not damaged.
-        if directory and name not in read_catalog(storage, closely=True).committed:
+        if directory and name not in StoredRun(storage).look(closely=True).committed:
             outcome = CheckOutcome.REMOVED
     return CheckVerdict(directory, name, outcome, tuple(problems), read_bytes, time.monotonic() - begun_at)
 
@@ -184,7 +183,7 @@ def command(report: Report, run: str, verify_all: bool) -> None:
 def _choose(target: RunTarget, verify_all: bool) -> tuple[Catalog | None, Sequence[StepName | None]]:
     if target.is_step:
         return None, [None]
-    catalog = read_catalog(target.storage, closely=True)
+    catalog = StoredRun(target.storage).look(closely=True)
     if not verify_all:
         return catalog, [choose_step(catalog, target)]
     if not catalog.committed:
@@ -197,13 +196,13 @@ def _find_damaged_records(target: RunTarget, catalog: Catalog | None, verify_all
     if catalog is None:
         return
     yield from catalog.faults
-    for name in find_lost(target.storage, catalog):
+    for name in StoredRun(target.storage).find_lost(catalog):
         if catalog.newest is None or verify_all or name > catalog.newest:
             path = name.manifest_path
             yield DamageError(f"{path} is missing, but the step was committed", step=name.step, path=path)
-    for generation in read_generations(target.storage) if verify_all else ():
+    for generation in StoredRun(target.storage).list_generations() if verify_all else ():
         try:
-            read_opening(target.storage, generation)
+            StoredRun(target.storage).opening(generation)
         except NotFoundError:
             continue
         except DamageError as damage:
@@ -231,7 +230,7 @@ _STYLES: Final = {
 
 def _has_copy(verdict: CheckVerdict, target: RunTarget) -> bool:
     is_whole = verdict.outcome in (CheckOutcome.WHOLE, CheckOutcome.RESTORABLE)
-    return not is_whole or has_copy(target.storage, verdict.directory)
+    return not is_whole or StoredStep(target.storage, verdict.directory).has_copy()
 
 
 def _show_verdict(report: Report, verdict: CheckVerdict, target: RunTarget) -> None:
