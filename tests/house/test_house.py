@@ -90,7 +90,7 @@ BUDGETS = {
     # A stored run: listing, history, fence, commit, deletion, verification.
     "catalog": 1642,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4634,
+    "cli": 4635,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2354,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
