@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 import holdfast as hf
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.catalog.publish import Receipts
 from holdfast.format.digests import digest, seal
 from holdfast.format.names import MANIFEST_NAME, StepName, data_name, index_name
@@ -173,7 +173,7 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
         joint.finish()
         seconds += time.perf_counter() - begun_at
         begun_at = time.perf_counter()
-        assert read_catalog(storage).newest == name
+        assert StoredRun(storage).look().newest == name
         opened = open_step(storage, name.directory, name, Worker(reading, workers))
         reader_seconds = time.perf_counter() - begun_at
         manifest_bytes = (directory / name.directory / MANIFEST_NAME).stat().st_size

@@ -15,7 +15,7 @@ from msgspec.structs import replace as replace_fields
 
 from holdfast.advice.hyperparameters import Keeping, list_kept, note_script
 from holdfast.advice.oversights import describe_unread
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.checkpoint import (
     Checkpoint,
     all_objects,
@@ -402,7 +402,7 @@ class CheckpointManager:
     def steps(self) -> tuple[int, ...]:
         """**Blocks.** Returns the committed steps of the current lineage, oldest first."""
         self._saver.note_call()
-        return tuple(name.step for name in read_catalog(self._storage).living)
+        return tuple(name.step for name in StoredRun(self._storage).look().living)
 
     def latest_step(self) -> int | None:
         """**Blocks.** Returns the newest committed step of the current lineage, or None."""

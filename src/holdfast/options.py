@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Self
 
 import msgspec
 
-from holdfast.catalog import Catalog, read_catalog
+from holdfast.catalog import Catalog, StoredRun
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import StepExistsError, UsageError
@@ -266,7 +266,7 @@ def look_into(storage: Storage) -> Catalog:
     """**Blocks.** Returns the content of a run's directory, which need not exist; `UsageError` if it is a file."""
     if local_directory(storage) is not None and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
         raise UsageError(f"{storage.url} exists but is not a directory", hint="Pass the path of the run's directory.")
-    return read_catalog(storage)
+    return StoredRun(storage).look()
 
 
 def check_notes(

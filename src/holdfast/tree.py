@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.errors import MismatchError, NoCheckpointError, StepExistsError, UsageError
@@ -116,7 +116,7 @@ def load(
 
 def _look(storage: Storage) -> tuple[int | None, list[str]]:
     """**Blocks.** Returns the newest step, and the names of its objects in their order."""
-    name = max(read_catalog(storage).living, default=None)
+    name = max(StoredRun(storage).look().living, default=None)
     if name is None:
         return None, []
     opened = open_step(storage, name.directory, name)

@@ -10,7 +10,7 @@ import pytest
 
 import holdfast as hf
 from command_line import call, call_json, complaint, flip_bit, run_file, run_program
-from holdfast.catalog import read_catalog, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.cluster import Cluster
 from holdfast.errors import NoCheckpointError, NoWholeCheckpointError, UsageError
 from holdfast.storage import LocalStorage
@@ -29,7 +29,10 @@ def train(run: Path, total: int, start_from: int | None = None, killed_at: int |
 def metrics_of(run: Path) -> dict[int, float]:
     """For each step of the current lineage, how many updates its state has had."""
     storage = LocalStorage(run)
-    return {name.step: read_manifest(storage, name).metrics["updates"] for name in read_catalog(storage).living}
+    return {
+        name.step: StoredRun(storage).step(name).manifest().metrics["updates"]
+        for name in StoredRun(storage).look().living
+    }
 
 
 def data_of(run: Path, step: int, generation: int = 1) -> Path:

@@ -22,7 +22,7 @@ import pytest
 import holdfast as hf
 from command_line import call
 from faulty import Fault, FaultyStorage
-from holdfast.catalog import Catalog, History, open_generation, read_catalog, record_base
+from holdfast.catalog import Catalog, StoredRun
 from holdfast.cluster import Cluster
 from holdfast.errors import FencedError, HoldfastError, NoWholeCheckpointError, SaveFailedError
 from holdfast.events import Event, Warned
@@ -77,8 +77,8 @@ def strip(catalog: Catalog) -> Catalog:
 
 def check_true(storage: Storage) -> Catalog:
     """Makes sure that a look which believes the summary finds what a close look finds."""
-    catalog = read_catalog(storage)
-    assert strip(catalog) == strip(read_catalog(storage, closely=True))
+    catalog = StoredRun(storage).look()
+    assert strip(catalog) == strip(StoredRun(storage).look(closely=True))
     return catalog
 
 
@@ -152,7 +152,7 @@ def test_generations_cost_no_calls(goes_back: bool) -> None:
     costs = count_each(few, hf.Latest(5), jobs=30, saves=2)
     check_alike(count_each(many, hf.Latest(5), jobs=30, saves=2), costs)
     assert sum(costs["open"].values()) < 60
-    off_line = set(read_catalog(many).committed) - set(read_catalog(many).living)
+    off_line = set(StoredRun(many).look().committed) - set(StoredRun(many).look().living)
     assert off_line == ({StepName(3, 1)} if goes_back else set())
 
 
@@ -265,8 +265,8 @@ def race(seed: int, at: int) -> bool:
                 manager.save(step).wait_ended(60)
     if not storage.was_interrupted:
         return False
-    before = read_catalog(storage)
-    closely = read_catalog(storage, closely=True)
+    before = StoredRun(storage).look()
+    closely = StoredRun(storage).look(closely=True)
     # A job that was stopped between its look at the fence and the removal takes manifests of what it gave up.
     given_up = set(before.committed) - set(closely.committed)
     assert given_up.isdisjoint(closely.living)
@@ -341,7 +341,7 @@ def test_a_job_that_sleeps_at_its_opening_disturbs_none_that_began(others: int) 
         (other,) = running
         newest = other.steps()[-1]
         other.save(newest + 1).wait_committed(60)
-        assert read_catalog(storage).living[-2:] == (
+        assert StoredRun(storage).look().living[-2:] == (
             StepName(newest, others + 1),
             StepName(newest + 1, others + 1),
         )
@@ -361,11 +361,11 @@ def test_a_step_of_a_dead_lineage_stays_off_the_line_for_ever() -> None:
         storage.sleep("step-000000060", go_on_for_long)
         manager.save(60, metrics={"loss": 0.0}).wait_ended(60)
     late = StepName(60, 1)
-    assert late in read_catalog(storage, closely=True).committed, "it was published"
+    assert late in StoredRun(storage).look(closely=True).committed, "it was published"
     for _ in range(3):
         save_steps(storage, 1, keep=keep)
-        assert late not in read_catalog(storage).living
-        assert late not in read_catalog(storage, closely=True).living
+        assert late not in StoredRun(storage).look().living
+        assert late not in StoredRun(storage).look(closely=True).living
 
 
 def test_a_job_whose_base_another_job_has_removed_starts_nothing_over() -> None:
@@ -380,7 +380,7 @@ def test_a_job_whose_base_another_job_has_removed_starts_nothing_over() -> None:
             older.wait()
             # It has opened its generation, and wrote nothing else.
             base = StepName(1, 1)
-            record_base(storage, make_base(open_generation(storage), base))
+            StoredRun(storage).record_base(make_base(StoredRun(storage).open_generation(), base))
     with open_manager(storage) as manager:
         with pytest.raises(NoWholeCheckpointError, match="step 1, from which the newest job began, is gone") as caught:
             manager.restore()
@@ -424,7 +424,7 @@ def test_whatever_becomes_of_a_run_the_summary_is_true(seed: int) -> None:
         keep = choose.choice(
             [hf.All(), hf.Latest(5), hf.Latest(20), hf.EveryN(3) | hf.Latest(2), hf.Best("loss", n=15)]
         )
-        catalog = read_catalog(storage)
+        catalog = StoredRun(storage).look()
         match choose.randrange(6):
             case 0 | 1 | 2:
                 last = save_steps(storage, choose.randint(1, 15), keep=keep)
@@ -445,7 +445,7 @@ def test_whatever_becomes_of_a_run_the_summary_is_true(seed: int) -> None:
                     if choose.random() < 0.5:
                         storage.remove(f"generations/{summary}")
         check_true(storage)
-        assert read_catalog(storage, History(storage)) == read_catalog(storage)
+        assert StoredRun(storage).look() == StoredRun(storage).look()
     assert check_whole(storage)[-1] == last
 
 
@@ -471,14 +471,15 @@ def test_a_step_that_has_lost_its_manifest_is_not_offered() -> None:
 def test_the_newest_step_is_looked_for_though_a_summary_vouches_for_it() -> None:
     storage = make_long()
     # A person removes the newest steps, of which there was no word in the summary; and the manifest of what is left.
-    history = History(storage)
-    catalog = read_catalog(storage, history)
+    run = StoredRun(storage)
+    history = run.history
+    catalog = run.look()
     for name in catalog.living:
         if name not in history.believed or name.step > 30:
             for entry in storage.list(name.directory):
                 storage.remove(f"{name.directory}/{entry.name}")
             storage.remove_directory(name.directory)
-    newest = read_catalog(storage).living[-1]
+    newest = StoredRun(storage).look().living[-1]
     assert newest in history.believed
     remove_manifest(storage, newest)
     assert check_true(storage).newest == StepName(newest.step - 1, newest.generation)
@@ -568,7 +569,7 @@ def test_what_is_no_file_is_no_summary(tmp_path: Path, kind: str) -> None:
         path.mkdir()
     else:
         path.symlink_to(tmp_path / "elsewhere.json")
-    assert History(LocalStorage(run)).believed == frozenset()
+    assert StoredRun(LocalStorage(run)).history.believed == frozenset()
     check_true(LocalStorage(run))
     assert save_steps(run, 20) == 50
     check_true(LocalStorage(run))
@@ -577,7 +578,7 @@ def test_what_is_no_file_is_no_summary(tmp_path: Path, kind: str) -> None:
 def test_a_job_that_knows_of_no_summaries_may_go_on() -> None:
     """It removes a step and dies half-way. The summary of the job before says otherwise, and does not count."""
     storage = make_long()
-    known = read_catalog(storage)
+    known = StoredRun(storage).look()
     publish(storage, Opening("older", "host", 1, 0.0, generation=3), make_base(3, known.newest))
     removed = known.committed[0]
     storage.remove(removed.committed_path)
@@ -629,13 +630,13 @@ def test_old_runs_get_a_summary(tmp_path: Path, run: str) -> None:
     place = tmp_path / "run"
     shutil.copytree(DATA / run, place)
     storage = LocalStorage(place)
-    before = read_catalog(storage, closely=True)
+    before = StoredRun(storage).look(closely=True)
     with open_manager(place, begin_anew=True) as manager:
         for step in range(1, 31):
             manager.save(step).wait_ended(60)
     catalog = check_true(storage)
     assert set(before.committed) < set(catalog.committed)
-    assert set(before.committed) <= History(storage).believed | set(read_catalog(storage).committed)
+    assert set(before.committed) <= StoredRun(storage).history.believed | set(StoredRun(storage).look().committed)
     check_whole(place)
 
 
@@ -657,10 +658,11 @@ def test_a_stored_run_with_a_summary_is_read(tmp_path: Path) -> None:
     place = tmp_path / "run"
     shutil.copytree(DATA / "v1-summary", place)
     storage = LocalStorage(place)
-    history = History(storage)
-    catalog = read_catalog(storage, history)
+    run = StoredRun(storage)
+    history = run.history
+    catalog = run.look()
     assert history.believed == {StepName(step, 1 + (step > 9)) for step in range(1, 14)}
-    assert strip(catalog) == strip(read_catalog(storage, closely=True))
+    assert strip(catalog) == strip(StoredRun(storage).look(closely=True))
     assert [name.step for name in catalog.living] == [*range(1, 18), 19]
     facts = history.facts(StepName(4, 1))
     assert facts is not None

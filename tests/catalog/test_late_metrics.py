@@ -12,7 +12,7 @@ import pytest
 
 import holdfast as hf
 from command_line import call_json, flip_bit
-from holdfast.catalog import read_catalog, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.errors import UsageError
 from holdfast.events import Event, Failed
 from holdfast.storage import LocalStorage
@@ -54,7 +54,7 @@ def train(
 
 def stored(run: Path) -> dict[int, dict[str, float]]:
     storage = LocalStorage(run)
-    return {name.step: read_manifest(storage, name).metrics for name in read_catalog(storage).living}
+    return {name.step: StoredRun(storage).step(name).manifest().metrics for name in StoredRun(storage).look().living}
 
 
 def expected(epochs: Sequence[int]) -> dict[int, dict[str, float]]:

@@ -10,7 +10,7 @@ import pytest
 
 import holdfast as hf
 from command_line import call, call_json, complaint
-from holdfast.catalog import find_lost, open_generation, read_catalog, record_base
+from holdfast.catalog import StoredRun
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cluster import Cluster
 from holdfast.errors import NoWholeCheckpointError, StorageFullError, UsageError
@@ -234,9 +234,11 @@ def test_generation_that_began_from_a_lost_step_says_so_without_a_journal(tmp_pa
     (tmp_path / "events.jsonl").unlink()
     remove_manifests(tmp_path)
     storage = LocalStorage(tmp_path)
-    assert [name.step for name in find_lost(storage, read_catalog(storage))] == [1]
+    assert [name.step for name in StoredRun(storage).find_lost(StoredRun(storage).look())] == [1]
     (tmp_path / "events.jsonl").write_bytes(b'not an event\n{"type": "Committed"}\n{"kind":"committed"\n\xff')
-    assert [name.step for name in find_lost(storage, read_catalog(storage))] == [1], "what is damaged tells nothing"
+    assert [name.step for name in StoredRun(storage).find_lost(StoredRun(storage).look())] == [1], (
+        "what is damaged tells nothing"
+    )
 
 
 def test_an_unfinished_save_is_none_of_them(tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_what_was_removed_on_purpose_is_none_of_them(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     storage = LocalStorage(tmp_path)
     # A program that was killed while it deleted its backup leaves this.
-    record_base(storage, make_base(open_generation(storage), None))
+    StoredRun(storage).record_base(make_base(StoredRun(storage).open_generation(), None))
     remove_manifests(tmp_path)
     with open_manager(tmp_path) as manager:
         assert manager.restore() is None

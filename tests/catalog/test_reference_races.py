@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.catalog import read_catalog, read_manifest
-from holdfast.cli.contents import Contents, read_checkpoint
-from holdfast.cli.survey import survey_run
-from holdfast.cli.target import RunTarget
-from holdfast.cli.verbs.prune import RemovalPlan, Removed, carry_out
+from holdfast.catalog import StoredRun
+from holdfast.catalog.removal import RemovalPlan, Removed, carry_out
+from holdfast.catalog.survey import survey_run
+from holdfast.cli.target import Contents, RunTarget, read_checkpoint
 from holdfast.cluster import Cluster
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, PeerError, SaveFailedError
 from holdfast.format.names import StepName
@@ -40,7 +39,7 @@ def note(results: list[bool], act: Callable[[], bool]) -> None:
 
 
 def check_all_whole(storage: MemoryStorage, where: str) -> None:
-    for name in read_catalog(storage).committed:
+    for name in StoredRun(storage).look().committed:
         damages = verify_data(storage, open_step(storage, name.directory, name))
         assert damages == [], f"{where}: {damages}"
 
@@ -94,7 +93,7 @@ def run_prune_in_save(at: int) -> tuple[bool, bool, Sequence[Removed]]:
     was_interrupted = storage.was_interrupted
     storage.interrupt(0, lambda: None)
     if is_committed:
-        assert StepName(3, 1) in read_catalog(storage).committed
+        assert StepName(3, 1) in StoredRun(storage).look().committed
     check_end(storage, manager, arrays, f"pruned before call {at} of the save")
     return was_interrupted, is_committed, done
 
@@ -178,7 +177,10 @@ def go_back(storage: Interrupted, newest: int) -> bool:
             return False
         arrays["often"][:] = newest
         manager.save(newest).wait_committed(60)
-    assert {reference.step for reference in read_manifest(storage, StepName(newest, 2)).references} <= {1, 2}
+    assert {reference.step for reference in StoredRun(storage).step(StepName(newest, 2)).manifest().references} <= {
+        1,
+        2,
+    }
     return True
 
 
@@ -196,7 +198,7 @@ def test_a_new_job_at_any_moment_of_a_zombies_save() -> None:
         outcomes.add(went_back[0])
         check_all_whole(storage, f"a new job before call {at} of the zombie's save")
         if went_back[0]:
-            assert read_catalog(storage).newest == StepName(9, 2)
+            assert StoredRun(storage).look().newest == StepName(9, 2)
         at += 1
     assert at > 20
     assert outcomes == {True, False}
@@ -216,7 +218,7 @@ def test_a_zombies_save_at_any_moment_of_a_new_job() -> None:
             break
         check_all_whole(storage, f"a zombie before call {at} of the new job")
         if committed:
-            assert read_catalog(storage).newest == StepName(9, 2), at
+            assert StoredRun(storage).look().newest == StepName(9, 2), at
         at += 1
     assert at > 20
 

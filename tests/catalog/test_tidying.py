@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.cluster import Cluster
 from holdfast.errors import DeadlineError, SaveFailedError, StorageError, StorageFullError, UsageError
 from holdfast.events import Committed, Event, Retained, Skipped
@@ -459,5 +459,5 @@ def test_all_workers_copy_the_next_state_while_the_leader_tidies_up(tmp_path: Pa
         [(), (1,), (2,)],
         [],
     ]
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).committed] == [3]
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path)).look().committed] == [3]
     check_whole(tmp_path)

@@ -25,7 +25,8 @@ from command_line import (
     run_program,
 )
 from faulty import Fault, FaultyStorage
-from holdfast.catalog.deletion import remove_own_files, withdraw
+from holdfast.catalog import StoredRun
+from holdfast.catalog.stored_step import remove_own_files
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.target import choose_step
 from holdfast.cli.verbs.verify import CheckOutcome, judge_step
@@ -342,7 +343,7 @@ class PrunedStorage(LocalStorage):
             # As prune does, whose look at the run was before the job's.
             name = parse_step_directory(path)
             assert name is not None
-            withdraw(LocalStorage(self.url), name)
+            StoredRun(LocalStorage(self.url)).step(name).withdraw()
             assert remove_own_files(LocalStorage(self.url), path)
 
 
@@ -354,7 +355,7 @@ def test_a_step_that_is_pruned_while_a_job_removes_it_is_no_failure(run: Path, m
         manager.save(400)
         manager.wait()
         # As prune leaves it between the two: the next save of the job takes it for the remains of a save.
-        withdraw(LocalStorage(run), withdrawn)
+        StoredRun(LocalStorage(run)).step(withdrawn).withdraw()
         manager.save(500)
         manager.wait()
     assert storage.pruned

@@ -30,7 +30,7 @@ from command_line import (
     run_program,
     show_on_terminal,
 )
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.screen import parse_seconds, parse_size
 from holdfast.cli.verbs.doctor import PREFIX
@@ -203,9 +203,9 @@ def test_a_run_that_is_being_saved_to_is_not_disturbed(run: Path) -> None:
         manager.restore()
         manager.save(400)
         manager.wait()
-        generation = read_catalog(LocalStorage(run)).generation
+        generation = StoredRun(LocalStorage(run)).look().generation
         assert call("doctor", run).exit_code == 0
-        assert read_catalog(LocalStorage(run)).generation == generation
+        assert StoredRun(LocalStorage(run)).look().generation == generation
         manager.save(500)
     assert call_json("list", run)["newest_step"] == 500
     assert call("verify", run, "--all").exit_code == ExitCode.OK

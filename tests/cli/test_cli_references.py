@@ -12,10 +12,10 @@ import pytest
 
 import holdfast as hf
 from command_line import DATA, INDEX, call, call_json, complaint, flip_bit, lines_of, show_on_terminal
-from holdfast.catalog import read_manifest
+from holdfast.catalog import StoredRun
+from holdfast.catalog.removal import Wishes, check_unchanged, plan_removals
+from holdfast.catalog.survey import survey_run
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.survey import survey_run
-from holdfast.cli.verbs.prune import Wishes, check_unchanged, plan_removals
 from holdfast.errors import StorageError
 from holdfast.format.digests import seal
 from holdfast.format.names import StepName
@@ -180,10 +180,10 @@ def test_prune_keeps_what_became_needed_while_it_asked(run: Path) -> None:
     with hf.CheckpointManager(run, hf.Checkpoint(), incremental=True) as manager:
         manager.save(4)
     survey = survey_run(storage)
-    plan = plan_removals(survey, Wishes(off_line=False, unfinished=False, lost=False, job_is_dead=False, steps=("3",)))
+    plan = plan_removals(survey, Wishes(directories=frozenset({THREE})), 0.0)
     assert [one.directory for one in plan.remove] == [THREE]
     check_unchanged(storage, plan, survey.catalog)
-    manifest = read_manifest(storage, StepName(4, 2))
+    manifest = StoredRun(storage).step(StepName(4, 2)).manifest()
     reference = Reference(3, 1, 1, leaves=1, size_bytes=320)
     (run / "step-000000004.g0002" / "manifest.json").write_bytes(
         seal(msgspec.structs.replace(manifest, features=("references",), references=(reference,)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
 from holdfast.testing.processes import Workers, python
@@ -130,7 +130,7 @@ def test_a_link_that_is_cut_in_the_middle_of_a_commit(tmp_path: Path) -> None:
         leader, other = job.wait_ended()
         assert leader["failed"] is not None
         check_errors(leader, other)
-        assert [name.step for name in read_catalog(LocalStorage(job.run)).committed] == promised
+        assert [name.step for name in StoredRun(LocalStorage(job.run)).look().committed] == promised
         hosts.heal()
         check_well()
         # When all has been decided, and the leader is about to publish.
@@ -155,7 +155,7 @@ def test_a_link_that_is_cut_in_the_middle_of_a_commit(tmp_path: Path) -> None:
             check_well()
         job.end()
     storage = LocalStorage(job.run)
-    catalog = read_catalog(storage)
+    catalog = StoredRun(storage).look()
     assert [name.step for name in catalog.committed] == promised
     for name in catalog.committed:
         assert not verify_data(storage, open_step(storage, name.directory, name))

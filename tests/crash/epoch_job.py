@@ -28,7 +28,7 @@ from crash.command import WrongStateError, check_whole, run_command, show_progre
 from crash.forked import ForkedJob
 from crash.joint import LIMIT_SECONDS
 from file_engine import join_in_directory
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.errors import HoldfastError
 from holdfast.jobs import (
     Job,
@@ -210,7 +210,7 @@ def _kill(job: ForkedJob, dice: random.Random, tally: Tally) -> None:
 
 def _check_epochs(directory: Path, saved: int, tally: Tally, *, ended: bool) -> None:
     storage = LocalStorage(directory)
-    catalog = read_catalog(storage)
+    catalog = StoredRun(storage).look()
     tally.in_save += bool(catalog.unfinished)
     epochs = [name.step for name in catalog.living]
     # While it runs there are the one that it has gone on from, and one that has just been committed.

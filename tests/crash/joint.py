@@ -29,7 +29,7 @@ from crash.command import WrongStateError, check_whole, run_command, show_progre
 from crash.forked import ForkedJob
 from crash.toy_worker import LIVENESS_SECONDS, PATIENCE_SECONDS, ToyWorker
 from file_engine import join_in_directory
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.cluster.protocol import Cluster
 from holdfast.errors import FencedError, HoldfastError, PeerError, SaveFailedError
 from holdfast.storage import LocalStorage
@@ -190,7 +190,7 @@ def play_round(directory: Path, join: Join, newest: int, dice: random.Random, st
         promised = max([newest, *job.numbers("promise")])
         begun = max([promised, *job.numbers("begin")])
         tally.promised += len(job.numbers("promise"))
-        tally.unfinished += bool(read_catalog(LocalStorage(directory)).unfinished)
+        tally.unfinished += bool(StoredRun(LocalStorage(directory)).look().unfinished)
         newest = _check_next_job(directory, join, dice.choice((1, world_size, world_size, 3)), promised, begun, tally)
         if stopped is not None:
             job.send(stopped, signal.SIGCONT)
@@ -235,7 +235,7 @@ def _check_next_job(directory: Path, join: Join, world_size: int, promised: int,
 def _check_line(directory: Path, newest: int) -> None:
     """Makes sure that a step is the newest, and that all that are there are whole."""
     storage = LocalStorage(directory)
-    catalog = read_catalog(storage)
+    catalog = StoredRun(storage).look()
     if catalog.newest is None or catalog.newest.step != newest:
         raise WrongStateError(f"step {newest} was promised, the newest is {catalog.newest}")
     check_whole(storage, catalog)

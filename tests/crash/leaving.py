@@ -28,7 +28,7 @@ import holdfast as hf
 from crash.command import WrongStateError, run_command, show_progress
 from crash.forked import ForkedJob
 from file_engine import join_in_directory
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.errors import PeerError
 from holdfast.events import Committed, Event, Leaving
 from holdfast.preemption.config import EXIT_RESTART
@@ -215,7 +215,7 @@ def run(directory: Path, faults: int, seed: int) -> Counter[str]:
     for number in range(faults + 1):
         way = None if number == faults else WAYS[number] if number < len(WAYS) else dice.choice(WAYS)
         job = play_life(directory / "run", directory / f"store-{number // 5}", total, way, dice, newest)
-        catalog = read_catalog(LocalStorage(directory / "run"))
+        catalog = StoredRun(LocalStorage(directory / "run")).look()
         newest = catalog.newest.step if catalog.newest is not None else 0
         if newest < max([0, *job.numbers("promise")]):
             raise WrongStateError(f"step {max(job.numbers('promise'))} was promised, and the newest is {newest}")

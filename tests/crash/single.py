@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from crash.command import WrongStateError, check_whole, run_command, show_progress
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.checkpoint import Checkpoint
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
@@ -169,7 +169,7 @@ def check_after(directory: Path, promised: int, begun: int, tally: Tally, *, inc
     Raises:
         WrongStateError: If something is not as it must be.
     """
-    catalog = read_catalog(LocalStorage(directory))
+    catalog = StoredRun(LocalStorage(directory)).look()
     tally.in_save += bool(catalog.unfinished)
     tally.spares += catalog.spare_bytes is not None
     toy = Toy()
@@ -187,7 +187,7 @@ def check_after(directory: Path, promised: int, begun: int, tally: Tally, *, inc
         toy.train(step + 1)
         manager.save(step + 1).wait_committed(60)
         manager.wait(60)
-    catalog = read_catalog(LocalStorage(directory))
+    catalog = StoredRun(LocalStorage(directory)).look()
     if catalog.newest is None or catalog.newest.step != step + 1:
         raise WrongStateError(f"step {step + 1} was promised, the newest is {catalog.newest}")
     if catalog.unfinished or catalog.trash or catalog.spare_bytes is not None:

@@ -25,7 +25,7 @@ from demo.process import DemoError, Process
 from demo.reports import Evidence, PairEnded, PairLeft, PairReport, PairStep, Settings, StepDone
 from demo.supervise import plan_kills
 from demo.verdict import compare_evidence, compare_steps
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.storage import LocalStorage
 from patience import PATIENCE_SECONDS, killed_after
 from places import EXAMPLES
@@ -77,7 +77,7 @@ def test_a_run_that_is_killed_ends_bit_identical(
     assert "DIFFERS" not in done.stdout
     assert done.stdout.count("killed (SIGKILL)") >= kills
     assert "in the middle of writing the checkpoint" in done.stdout
-    catalog = read_catalog(LocalStorage(place / "run"))
+    catalog = StoredRun(LocalStorage(place / "run")).look()
     assert catalog.newest is not None
     assert catalog.newest.step == steps
     assert not catalog.unfinished, "what a kill left is swept away"

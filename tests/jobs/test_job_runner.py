@@ -19,7 +19,7 @@ import pytest
 import holdfast as hf
 import preloaded
 from epoch_jobs import TOTALS, FullStorage, Rows, count_threads, make_job, totals_of, wait_for_threads
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.errors import (
     DamageError,
     FencedError,
@@ -389,7 +389,7 @@ def test_a_handler_may_say_to_begin_from_nothing(tmp_path: Path) -> None:
     texts = [event.text for event in events if isinstance(event, Warned)]
     assert texts == ["the metadata handler says to start from the beginning: epochs 0, 1, 2, 3, 4 are not used"]
     assert epochs_of(tmp_path) == (0, 1, 2, 3, 4)
-    assert len(read_catalog(LocalStorage(tmp_path)).committed) == 10
+    assert len(StoredRun(LocalStorage(tmp_path)).look().committed) == 10
     # No task has run if the user asked for an epoch all the same.
     log: list[str] = []
     runner = hf.JobRunner(log_job(log, 3), hf.MultiNodeCheckpointManager(tmp_path, **options), 2)

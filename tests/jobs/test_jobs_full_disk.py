@@ -10,7 +10,7 @@ import pytest
 
 import holdfast as hf
 from epoch_jobs import make_job, totals_of
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.errors import SaveFailedError, StorageFullError
 from holdfast.events import Event, Failed
 from holdfast.jobs import Workspace
@@ -24,7 +24,7 @@ ROOM = ("-t", "tmpfs", "-o", "size=4m", "tmpfs")
 
 def check_whole(place: Path) -> list[int]:
     """Makes sure that all checkpoints are whole, and nothing else lies there; gives their steps."""
-    catalog = read_catalog(LocalStorage(place))
+    catalog = StoredRun(LocalStorage(place)).look()
     for name in catalog.committed:
         assert verify_data(LocalStorage(place), open_step(LocalStorage(place), name.directory, name)) == []
     assert {path.name for path in place.glob("step-*")} == {name.directory for name in catalog.committed}

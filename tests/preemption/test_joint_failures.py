@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.catalog import open_generation
+from holdfast.catalog import StoredRun
 from holdfast.cluster import Cluster
 from holdfast.errors import (
     ClusterError,
@@ -405,7 +405,7 @@ def test_save_takes_for_seen_what_was_there_before_restore_chose(tmp_path: Path)
         def read(self, path: str, limit_bytes: int) -> bytes:
             if path.startswith("step-") and self.is_armed:
                 self.is_armed = False
-                open_generation(LocalStorage(tmp_path))
+                StoredRun(LocalStorage(tmp_path)).open_generation()
             return super().read(path, limit_bytes)
 
     storage = Overtaken(tmp_path)

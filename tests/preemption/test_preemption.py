@@ -22,7 +22,7 @@ import pytest
 import holdfast as hf
 import preloaded
 from command_line import run_file
-from holdfast.catalog import read_catalog, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.errors import ClosedError, DeadlineError, HoldfastError, MismatchError, UsageError
 from holdfast.events import AnyEvent, Committed, Event, Leaving, NoticeHeard, Staged, Warned, read_events
 from holdfast.preemption import Demand, Notice, PolledSource, Signals
@@ -59,7 +59,7 @@ def jobs() -> Iterator[list[Job]]:
 
 
 def steps_of(directory: Path) -> list[int]:
-    return [name.step for name in read_catalog(LocalStorage(directory)).living]
+    return [name.step for name in StoredRun(LocalStorage(directory)).look().living]
 
 
 def events_of(directory: Path) -> list[AnyEvent]:
@@ -986,7 +986,9 @@ def test_figures_go_with_the_last_save(tmp_path: Path) -> None:
                 if step == 3:
                     source.say()
     storage = LocalStorage(tmp_path)
-    assert [read_manifest(storage, name).metrics for name in read_catalog(storage).living] == [{"loss": 3.0}]
+    assert [StoredRun(storage).step(name).manifest().metrics for name in StoredRun(storage).look().living] == [
+        {"loss": 3.0}
+    ]
 
 
 def test_figures_of_a_handler_go_with_saves_by_policy_too(tmp_path: Path) -> None:
@@ -994,7 +996,10 @@ def test_figures_of_a_handler_go_with_saves_by_policy_too(tmp_path: Path) -> Non
     with manager, hf.PreemptionCheckpointHandler(manager) as handler:
         for step in range(4):
             handler.save_checkpoint_if_preempted(metrics={"loss": float(step)}, metadata={"step": step})
-    manifests = [read_manifest(LocalStorage(tmp_path), name) for name in read_catalog(LocalStorage(tmp_path)).living]
+    manifests = [
+        StoredRun(LocalStorage(tmp_path)).step(name).manifest()
+        for name in StoredRun(LocalStorage(tmp_path)).look().living
+    ]
     assert [(one.metrics, one.metadata) for one in manifests] == [({"loss": n}, {"step": n}) for n in (1, 3)]
 
 

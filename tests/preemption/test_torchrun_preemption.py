@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import preloaded
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.storage import LocalStorage
 from holdfast.testing.processes import Workers, python
 from places import PROGRAMS
@@ -45,7 +45,7 @@ def found(records: list[dict[str, Any]], key: str) -> dict[int, Any]:
 
 
 def steps_of(directory: Path) -> list[int]:
-    return [name.step for name in read_catalog(LocalStorage(directory)).living]
+    return [name.step for name in StoredRun(LocalStorage(directory)).look().living]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import holdfast as hf
 from holdfast import errors
-from holdfast.catalog import open_generation, read_index
+from holdfast.catalog import StoredRun, StoredStep
 from holdfast.cluster.protocol import Cluster
 from holdfast.format.names import StepName
 from holdfast.format.records import Worker
@@ -202,7 +202,7 @@ def test_another_number_of_workers_may_be_refused(tmp_path: Path, way: str) -> N
             assert restored is not None
             assert restored.workers == 2
             assert restored.path == str(tmp_path / "step-000000030.g0001")
-            assert read_index(LocalStorage(restored.path), "", restored.manifest, 1).rank == 1
+            assert StoredStep(LocalStorage(restored.path), "").index(restored.manifest, 1).rank == 1
 
     def restore(on_resize: Any) -> None:
         if way == "manager":
@@ -231,7 +231,7 @@ def test_random_generators_are_each_workers_own() -> None:
     storage = MemoryStorage()
     drawn = []
     jobs = [{"rng": hf.RNG()} for _ in range(2)]
-    name = StepName(1, open_generation(storage))
+    name = StepName(1, StoredRun(storage).open_generation())
     receipts = []
     for rank, objects in enumerate(jobs):
         random.seed(rank)

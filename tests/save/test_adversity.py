@@ -18,7 +18,7 @@ import pytest
 import holdfast as hf
 import preloaded
 from command_line import run_file
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.errors import FencedError, SaveFailedError, StorageError, StorageFullError, UsageError
 from holdfast.events import Committed, Event, Failed, Staged
 from holdfast.storage import LocalStorage, MemoryStorage
@@ -228,7 +228,7 @@ def test_a_save_tried_again_after_a_failure_saves() -> None:
                     handle.wait_committed(60)
                 storage.full = False
                 assert run.save() is not None
-    assert [name.step for name in read_catalog(storage).living] == [10]
+    assert [name.step for name in StoredRun(storage).look().living] == [10]
 
 
 def test_a_save_that_reports_an_earlier_failure_counts() -> None:
@@ -244,7 +244,7 @@ def test_a_save_that_reports_an_earlier_failure_counts() -> None:
                 with pytest.raises(SaveFailedError) as caught:
                     run.save()
                 caught.value.next_save.wait_committed(60)
-    assert [name.step for name in read_catalog(storage).living] == [10]
+    assert [name.step for name in StoredRun(storage).look().living] == [10]
 
 
 @pytest.mark.parametrize("begin_anew", [False, True])
@@ -277,7 +277,7 @@ def test_a_warm_start_from_a_part_leaves_the_policy_alone(tmp_path: Path) -> Non
     ) as manager:
         manager.restore(1000, only="model")
         assert [step for step in range(1, 31) if manager.save_if_due(step)] == [10, 20, 30]
-    assert 1000 in {name.step for name in read_catalog(LocalStorage(tmp_path)).committed}
+    assert 1000 in {name.step for name in StoredRun(LocalStorage(tmp_path)).look().committed}
 
 
 def test_an_odd_old_manifest_troubles_no_save(tmp_path: Path) -> None:
@@ -492,7 +492,7 @@ def test_a_program_on_a_stuck_disk_waits_once_at_its_end(mode: str, waits: int) 
 def test_a_forked_child_with_a_manager_of_its_own_drains(tmp_path: Path, mode: str) -> None:
     done = run_file("forked_children", mode, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).living] == [1]
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path)).look().living] == [1]
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_save() -> None:
@@ -504,7 +504,7 @@ def test_a_forked_child_leaves_its_parents_run_alone(tmp_path: Path) -> None:
     done = run_file("forked_children", "fork in loop", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "belongs to process" in done.stdout
-    assert read_catalog(LocalStorage(tmp_path)).living[-1].step == 3
+    assert StoredRun(LocalStorage(tmp_path)).look().living[-1].step == 3
 
 
 def test_ctrl_c_after_the_loop_ends_what_goes_on_there(tmp_path: Path) -> None:
@@ -519,4 +519,4 @@ def test_ctrl_c_after_the_loop_ends_what_goes_on_there(tmp_path: Path) -> None:
     _, errors = program.communicate(timeout=60)
     assert program.returncode in (130, -signal.SIGINT)
     assert "KeyboardInterrupt" in errors
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).living][-1] == 3
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path)).look().living][-1] == 3

@@ -15,7 +15,7 @@ import pytest
 
 import holdfast as hf
 from faulty import Fault, FaultyStorage
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.errors import HoldfastError, SaveFailedError
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
 from whole_runs import check_whole
@@ -166,7 +166,7 @@ def test_the_old_checkpoint_or_the_new_one_is_whole_and_the_truth_is_told(
             manager.save(10)
         check_whole(inner)
         assert restored_value(inner) == (10, 10.0), where
-        catalog = read_catalog(inner)
+        catalog = StoredRun(inner).look()
         assert (catalog.unfinished, catalog.trash) == ((), ()), where
         assert not [entry for entry in inner.list("generations") if entry.name.endswith(".tmp")], where
     assert outcomes == {2, 3}, "faults before and after the commit were both met"
@@ -202,4 +202,4 @@ def test_after_an_error_the_same_manager_saves_on(incremental: bool) -> None:
         assert failures <= 1, "each failure is told once"
         check_whole(inner)
         assert restored_value(inner) == (5, 5.0)
-        assert read_catalog(inner).unfinished == ()
+        assert StoredRun(inner).look().unfinished == ()

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import holdfast as hf
-from holdfast.catalog import read_catalog, read_index, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.errors import (
     DamageError,
     FormatError,
@@ -81,19 +81,21 @@ def check_restored(place: Any, step: int) -> hf.Restoration:
 
 def references_of(storage: Storage, step: int, generation: int = 1, attempt: int = 1) -> dict[int, int]:
     """For each step that a step refers to, how many leaves of it lie there."""
-    manifest = read_manifest(storage, StepName(step, generation, attempt))
+    manifest = StoredRun(storage).step(StepName(step, generation, attempt)).manifest()
     return {reference.step: reference.leaves for reference in manifest.references}
 
 
 def sizes_of(storage: Storage) -> dict[int, int]:
-    return {name.step: read_manifest(storage, name).data_bytes for name in read_catalog(storage).committed}
+    return {
+        name.step: StoredRun(storage).step(name).manifest().data_bytes for name in StoredRun(storage).look().committed
+    }
 
 
 def damages_of(storage: Storage) -> dict[int, list[DamageError]]:
     """What is damaged in each committed step."""
     return {
         name.step: verify_data(storage, open_step(storage, name.directory, name))
-        for name in read_catalog(storage).committed
+        for name in StoredRun(storage).look().committed
     }
 
 
@@ -187,8 +189,8 @@ def test_what_is_not_quite_the_same_is_written() -> None:
         checkpoint.renamed = checkpoint.named
         del checkpoint.named
         manager.save(2)
-    manifest = read_manifest(storage, StepName(2, 1))
-    index = read_index(storage, StepName(2, 1).directory, manifest, 0)
+    manifest = StoredRun(storage).step(StepName(2, 1)).manifest()
+    index = StoredRun(storage).step(StepName(2, 1)).index(manifest, 0)
     assert [leaf.name for leaf in index.referred] == ["kept"]
     assert {leaf.name for leaf in index.leaves} == {"typed", "shaped", "renamed", "empty"}
     assert damages_of(storage) == {1: [], 2: []}
@@ -220,7 +222,7 @@ def test_resumable_saves_incrementally(tmp_path: Path) -> None:
         with hf.resumable(tmp_path, frozen=frozen, save_every=hf.Steps(1), keep=hf.Latest(2), incremental=True) as run:
             list(run.steps(total))
     storage = LocalStorage(tmp_path)
-    assert [name.step for name in read_catalog(storage).living] == [1, 4, 5], "they refer to 1; 3 went at the end"
+    assert [name.step for name in StoredRun(storage).look().living] == [1, 4, 5], "they refer to 1; 3 went at the end"
     assert references_of(storage, 5, 2) == {1: 1}
 
 
@@ -237,7 +239,7 @@ def test_what_is_referred_to_is_kept_and_the_reason_is_told() -> None:
     storage = MemoryStorage()
     events: list[Event] = []
     save_steps(storage, *range(1, 6), keep=hf.Latest(1), sinks=[events.append])
-    assert [name.step for name in read_catalog(storage).committed] == [1, 5]
+    assert [name.step for name in StoredRun(storage).look().committed] == [1, 5]
     retained = [event for event in events if isinstance(event, Retained)]
     assert retained[-1].kept[1] == "step 5 refers to it"
     assert retained[-1].removed == (4,)
@@ -267,7 +269,7 @@ def test_steps_off_the_living_line_keep_what_they_refer_to() -> None:
         for array in (*objects["frozen"].values(), *objects["trained"].values()):
             array += 1
         manager.save(4)
-    catalog = read_catalog(storage)
+    catalog = StoredRun(storage).look()
     assert [name.step for name in catalog.committed] == [1, 2, 3, 4]
     assert [name.step for name in catalog.living] == [1, 2, 4]
     assert damages_of(storage) == {1: [], 2: [], 3: [], 4: []}
@@ -283,12 +285,12 @@ def test_a_replaced_step_stays_while_it_is_referred_to() -> None:
         manager.save(1, replace=True)
         manager.wait()
         assert references_of(storage, 1, 1, attempt=2) == {1: 2}
-        assert [name.attempt for name in read_catalog(storage).committed] == [1, 2]
+        assert [name.attempt for name in StoredRun(storage).look().committed] == [1, 2]
         for array in objects["frozen"].values():
             array += 1
         train(objects, 8)
         manager.save(2)
-    assert [name.step for name in read_catalog(storage).committed] == [2]
+    assert [name.step for name in StoredRun(storage).look().committed] == [2]
     assert damages_of(storage) == {2: []}
 
 
@@ -318,7 +320,7 @@ def test_the_sources_of_a_step_are_few_and_so_is_what_is_kept_for_them(keep: Any
             arrays[f"a{step % 40}"][:] = step
             manager.save(step).wait_ended(60)
             assert len(references_of(storage, step)) <= MAX_KEPT_STEPS
-    committed = read_catalog(storage).committed
+    committed = StoredRun(storage).look().committed
     assert len(committed) == 100 if keep == hf.All() else len(committed) <= 3 * (1 + MAX_KEPT_STEPS)
     assert sum(sizes_of(storage).values()) < 0.3 * 100 * 40 * 500 * 8
     objects = {"arrays": {name: np.zeros(500) for name in arrays}}
@@ -338,7 +340,7 @@ def test_a_large_step_is_not_kept_for_the_sake_of_a_small_array(keep: Any, is_re
             manager.save(step)
     assert (references_of(storage, 3) == {1: 1}) is is_referred_to
     if not is_referred_to:
-        assert [name.step for name in read_catalog(storage).committed] == [3]
+        assert [name.step for name in StoredRun(storage).look().committed] == [3]
 
 
 def test_a_policy_that_fails_does_not_fail_the_save(caplog: pytest.LogCaptureFixture) -> None:
@@ -365,7 +367,7 @@ def test_a_source_that_lost_its_manifest_is_not_swept_away(tmp_path: Path) -> No
     save_steps(tmp_path, 3)
     storage = LocalStorage(tmp_path)
     assert references_of(storage, 3, 2) == {}, "what is not committed is not referred to anew"
-    assert [name.step for name in read_catalog(storage).lost] == [1]
+    assert [name.step for name in StoredRun(storage).look().lost] == [1]
     assert damages_of(storage) == {2: [], 3: []}
 
 
@@ -373,7 +375,7 @@ def test_what_a_step_of_a_newer_holdfast_needs_is_kept(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     path = tmp_path / "step-000000002.g0001" / "manifest.json"
     storage = LocalStorage(tmp_path)
-    manifest = read_manifest(storage, StepName(2, 1))
+    manifest = StoredRun(storage).step(StepName(2, 1)).manifest()
     path.write_bytes(seal(msgspec.structs.replace(manifest, features=("references", "holograms"))))
     with pytest.raises(FormatError, match="'holograms'") as refused:
         open_step(storage, StepName(2, 1).directory, StepName(2, 1))
@@ -385,7 +387,7 @@ def test_what_a_step_of_a_newer_holdfast_needs_is_kept(tmp_path: Path) -> None:
     with manager_of(tmp_path, objects, keep=hf.Latest(1)) as manager:
         manager.save(6)
         manager.wait()
-    assert [name.step for name in read_catalog(storage).committed] == [1, 2, 5, 6]
+    assert [name.step for name in StoredRun(storage).look().committed] == [1, 2, 5, 6]
 
 
 # What is missing or damaged.
@@ -394,7 +396,7 @@ def test_what_a_step_of_a_newer_holdfast_needs_is_kept(tmp_path: Path) -> None:
 def table_offset(run: Path, step: int = 1) -> int:
     storage = LocalStorage(run)
     name = StepName(step, 1)
-    index = read_index(storage, name.directory, read_manifest(storage, name), 0)
+    index = StoredRun(storage).step(name).index(StoredRun(storage).step(name).manifest(), 0)
     return next(leaf.begin for leaf in index.leaves if leaf.name == "frozen/table")
 
 
@@ -491,7 +493,7 @@ def test_a_directory_removed_by_hand_is_not_taken_for_what_replaces_it(tmp_path:
         table -= 1
         train(objects, newest + 1)
         manager.save(newest + 1)
-    assert [name.attempt for name in read_catalog(LocalStorage(tmp_path)).committed if name.step == 5] == [2]
+    assert [name.attempt for name in StoredRun(LocalStorage(tmp_path)).look().committed if name.step == 5] == [2]
     check_restored(tmp_path, newest + 1)
     assert damages_of(LocalStorage(tmp_path))[newest + 1] == []
 
@@ -511,8 +513,8 @@ def test_a_base_with_other_spans_is_not_compared(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     name = StepName(1, 1)
     storage = LocalStorage(tmp_path)
-    manifest = read_manifest(storage, name)
-    index = read_index(storage, name.directory, manifest, 0)
+    manifest = StoredRun(storage).step(name).manifest()
+    index = StoredRun(storage).step(name).index(manifest, 0)
     small = [leaf for leaf in index.leaves if leaf.end - leaf.begin <= MIB]
     assert small, "their digests are the same, whatever the length of a span"
     rewrite(

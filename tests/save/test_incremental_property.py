@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.catalog import read_catalog, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.format.names import StepName
 from holdfast.policies import RetentionPolicy
 from holdfast.restore.verify import open_step, verify_data
@@ -68,7 +68,7 @@ def shared_steps(usual: World, incremental: World) -> list[int]:
     What the usual world has, the other one has too. But a step that another one replaced may be on the line again when
     that one has been removed; and here it may have stayed, since something refers to it.
     """
-    catalogs = [read_catalog(world.storage) for world in (usual, incremental)]
+    catalogs = [StoredRun(world.storage).look() for world in (usual, incremental)]
     assert set(catalogs[0].committed) <= set(catalogs[1].committed)
     assert catalogs[0].newest == catalogs[1].newest
     return [name.step for name in catalogs[0].living if name in catalogs[1].living]
@@ -135,9 +135,9 @@ def test_an_incremental_run_restores_what_a_usual_one_restores(
             assert (array.dtype, array.shape) == (found[name].dtype, found[name].shape)
             np.testing.assert_array_equal(array, found[name])
     storage = incremental.storage
-    for committed in read_catalog(storage).committed:
+    for committed in StoredRun(storage).look().committed:
         assert verify_data(storage, open_step(storage, committed.directory, committed)) == []
-        sources = [reference.name for reference in read_manifest(storage, committed).references]
+        sources = [reference.name for reference in StoredRun(storage).step(committed).manifest().references]
         assert all(source < committed for source in sources)
 
 

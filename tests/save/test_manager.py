@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import holdfast as hf
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.errors import (
     ClosedError,
     DamageError,
@@ -179,7 +179,7 @@ def test_each_manager_that_saves_opens_a_generation_with_its_base(tmp_path: Path
     events: list[Event] = []
     save_steps(tmp_path, 1, 2)
     save_steps(tmp_path, 3, sinks=[events.append])
-    assert [name.directory for name in read_catalog(LocalStorage(tmp_path)).living] == [
+    assert [name.directory for name in StoredRun(LocalStorage(tmp_path)).look().living] == [
         "step-000000001.g0001",
         "step-000000002.g0001",
         "step-000000003.g0002",
@@ -210,7 +210,7 @@ def test_going_back_makes_the_older_line_the_living_one(tmp_path: Path) -> None:
         manager.save(120)
         manager.wait(60)
         assert manager.steps() == (100, 120), "going back within a process counts as well"
-    off_line = {name.step for name in read_catalog(LocalStorage(tmp_path)).committed}
+    off_line = {name.step for name in StoredRun(LocalStorage(tmp_path)).look().committed}
     assert off_line == {100, 120, 150, 200, 300}, "what lies off the line stays until a person prunes it"
 
 
@@ -221,7 +221,7 @@ def test_beginning_anew_leaves_the_old_line_alone(tmp_path: Path) -> None:
         manager.save(100)
         manager.wait(60)
         assert manager.steps() == (100,)
-    assert len(read_catalog(LocalStorage(tmp_path)).committed) == 2
+    assert len(StoredRun(LocalStorage(tmp_path)).look().committed) == 2
 
 
 def test_a_manager_that_begins_anew_restores_what_it_has_saved_itself(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_committed_step_is_refused_or_replaced(tmp_path: Path) -> None:
         set_value(objects, 3)
         manager.restore()
         assert objects["counter"]["seen"] == 2
-    assert [name.attempt for name in read_catalog(LocalStorage(tmp_path)).committed] == [2]
+    assert [name.attempt for name in StoredRun(LocalStorage(tmp_path)).look().committed] == [2]
     with manager_of(tmp_path, objects) as manager, pytest.raises(StepExistsError):
         manager.save(5)
 
@@ -354,7 +354,7 @@ def test_failure_is_an_event_at_once_and_raised_once_by_the_next_save() -> None:
     first = manager.save(1)
     first.wait_ended(60)
     assert [event.step for event in events if isinstance(event, Failed)] == [1]
-    assert read_catalog(storage).unfinished == (), "a failed save leaves no debris"
+    assert StoredRun(storage).look().unfinished == (), "a failed save leaves no debris"
     storage.full = False
     with pytest.raises(SaveFailedError, match="step 1 was not saved: no room") as caught:
         manager.save(2)
@@ -363,7 +363,7 @@ def test_failure_is_an_event_at_once_and_raised_once_by_the_next_save() -> None:
     caught.value.next_save.wait_committed(60)
     manager.save(3)
     manager.close(60)
-    assert [name.step for name in read_catalog(storage).living] == [2, 3]
+    assert [name.step for name in StoredRun(storage).look().living] == [2, 3]
 
 
 @pytest.mark.parametrize("way", ["wait", "close", "handle", "with"])
@@ -425,7 +425,7 @@ def test_a_job_whose_directory_was_taken_over_is_fenced(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, FencedError)
     with manager_of(tmp_path) as manager:
         assert manager.steps() == (1, 2)
-    assert read_catalog(LocalStorage(tmp_path)).unfinished == ()
+    assert StoredRun(LocalStorage(tmp_path)).look().unfinished == ()
 
 
 def test_a_job_whose_files_were_swept_away_says_who_has_taken_over(tmp_path: Path) -> None:
@@ -668,10 +668,10 @@ def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_program_that_ends_without_closing_still_saves(tmp_path: Path) -> None:
     done = run_program(str(tmp_path), "ok")
     assert (done.returncode, done.stderr) == (0, "")
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).living] == [1]
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path)).look().living] == [1]
     done = run_program(str(tmp_path / "second"), "ok", "error")
     assert done.returncode == 1
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path / "second")).living] == [1]
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path / "second")).look().living] == [1]
 
 
 def test_a_failed_last_save_is_never_an_exit_code_of_0(tmp_path: Path) -> None:
@@ -707,7 +707,7 @@ def test_a_full_disk_is_told_with_what_is_needed(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.splitlines() == ["StorageFullError", "(1, 3)"], done.stderr
-    assert read_catalog(LocalStorage(tmp_path)).unfinished == ()
+    assert StoredRun(LocalStorage(tmp_path)).look().unfinished == ()
 
 
 def test_sink_that_saves_or_waits_is_refused_at_once(tmp_path: Path) -> None:

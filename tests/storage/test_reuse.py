@@ -17,7 +17,7 @@ import holdfast as hf
 import preloaded
 from command_line import call, call_json, complaint
 from faulty import FaultyStorage
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.errors import FencedError, SaveFailedError, UsageError
 from holdfast.format.names import SPARE_NAME
 from holdfast.policies import RetentionPolicy
@@ -50,7 +50,7 @@ def has_spare(run: Path) -> bool:
 
 
 def check_all_whole(storage: Storage) -> None:
-    for name in read_catalog(storage).committed:
+    for name in StoredRun(storage).look().committed:
         assert verify_data(storage, open_step(storage, name.directory, name)) == [], name
 
 
@@ -151,7 +151,7 @@ def test_other_storages_do_without(run: Path, place: str) -> None:
     array = np.zeros(LENGTH)
     with hf.CheckpointManager(storage, hf.Checkpoint(a=array), keep=hf.Latest(1)) as manager:
         save_steps(manager, array, range(1, 5))
-        assert read_catalog(storage).spare_bytes is None
+        assert StoredRun(storage).look().spare_bytes is None
     assert restored_value(storage) == (4, 4.0)
 
 
@@ -417,7 +417,7 @@ def test_death_at_any_call_leaves_a_whole_checkpoint(run: Path, tmp_path: Path, 
             save_steps(manager, array, range(20, 23))
         check_all_whole(LocalStorage(run))
         assert restored_value(run) == (22, 22.0), where
-        catalog = read_catalog(LocalStorage(run))
+        catalog = StoredRun(LocalStorage(run)).look()
         assert (catalog.unfinished, catalog.trash, catalog.spare_bytes) == ((), (), None), where
     assert done.returncode == 0, done.stderr
     assert faults > 0, "the save makes that call"

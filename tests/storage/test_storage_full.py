@@ -17,7 +17,7 @@ import pytest
 import holdfast as hf
 import preloaded
 from crash.forked import ForkedJob
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.events import Event, Written
 from holdfast.storage import LocalStorage
@@ -187,10 +187,10 @@ def test_job_killed_in_its_first_save_again_and_again_fills_no_disk(tmp_path: Pa
             job = ForkedJob(1, die)
             job.wait({0}, 60.0, "a job that kills itself in its first save")
             assert job.codes == {0: -signal.SIGKILL}, job.told
-        catalog = read_catalog(LocalStorage(disk))
+        catalog = StoredRun(LocalStorage(disk)).look()
         assert ([name.step for name in catalog.living], len(catalog.unfinished)) == ([1], 1)
         start(disk)
-        catalog = read_catalog(LocalStorage(disk))
+        catalog = StoredRun(LocalStorage(disk)).look()
         assert ([name.step for name in catalog.living][-1], catalog.unfinished) == (2, ())
 
 

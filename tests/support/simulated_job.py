@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from holdfast.catalog import open_generation, read_opening
+from holdfast.catalog import StoredRun
 from holdfast.catalog.publish import Receipts, commit
 from holdfast.events import Event
 from holdfast.format.names import StepName
@@ -31,13 +31,13 @@ def commit_parts(storage: Storage, receipts: Sequence[Receipts], name: StepName)
     """What the leader does."""
     workers = tuple(record for one in receipts for record in one.workers)
     together = Receipts(workers, features=tuple({name for one in receipts for name in one.features}))
-    token = read_opening(storage, name.generation).token
-    return commit(together, storage, name, token=token, metrics={}, metadata={})
+    token = StoredRun(storage).opening(name.generation).token
+    return commit(StoredRun(storage), together, name, token=token, metrics={}, metadata={})
 
 
 def save_job(storage: Storage, jobs: Sequence[Mapping[str, object]], step: int = 1) -> Manifest:
     """Saves the objects of all workers."""
-    name = StepName(step, open_generation(storage))
+    name = StepName(step, StoredRun(storage).open_generation())
     receipts = [save_part(storage, objects, name, Worker(rank, len(jobs))) for rank, objects in enumerate(jobs)]
     return commit_parts(storage, receipts, name)
 

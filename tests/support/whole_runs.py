@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import Storage, open_storage
 
@@ -12,7 +12,7 @@ from holdfast.storage import Storage, open_storage
 def check_whole(location: Path | Storage) -> list[int]:
     """Reads every byte of every checkpoint of a run; gives the steps of its current lineage."""
     storage = open_storage(location)
-    catalog = read_catalog(storage)
+    catalog = StoredRun(storage).look()
     for name in catalog.committed:
         assert verify_data(storage, open_step(storage, name.directory, name)) == [], name
     return [name.step for name in catalog.living]

@@ -25,7 +25,7 @@ import torch
 import holdfast as hf
 import preloaded
 from command_line import run_file, run_python
-from holdfast.catalog import read_catalog, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.errors import (
     MismatchError,
     SaveFailedError,
@@ -70,7 +70,7 @@ def train(place: Any, total: int, *, fail_at: int | None = None, break_at: int |
 
 def steps_of(place: Any) -> list[int]:
     storage = LocalStorage(place) if isinstance(place, Path) else place
-    return [name.step for name in read_catalog(storage).living]
+    return [name.step for name in StoredRun(storage).look().living]
 
 
 def test_a_run_saves_by_policy_and_at_the_end(tmp_path: Path) -> None:
@@ -154,8 +154,12 @@ def test_figures_are_kept_with_the_save_that_follows_them(tmp_path: Path) -> Non
                 run.report(loss=float(step))
         storage = LocalStorage(tmp_path)
         run.manager.wait(60)
-        names = read_catalog(storage).living
-        assert [read_manifest(storage, name).metrics for name in names] == [{"loss": 1.0}, {}, {"loss": 4.0}]
+        names = StoredRun(storage).look().living
+        assert [StoredRun(storage).step(name).manifest().metrics for name in names] == [
+            {"loss": 1.0},
+            {},
+            {"loss": 4.0},
+        ]
 
 
 def test_a_save_by_hand_within_a_step_counts_it_as_complete(tmp_path: Path) -> None:
@@ -1167,7 +1171,7 @@ def test_a_metric_that_is_no_number_is_refused_where_it_is_given(tmp_path: Path)
         for _ in run.steps(1):
             run.report(loss=loss, lr=np.float32(0.5), acc=np.array(2), nan=float("nan"), seen=True)
     storage = LocalStorage(tmp_path / "run")
-    manifest = read_manifest(storage, read_catalog(storage).living[-1])
+    manifest = StoredRun(storage).step(StoredRun(storage).look().living[-1]).manifest()
     assert manifest.metrics == {"loss": 1.0, "lr": 0.5, "acc": 2.0, "seen": 1.0}
 
 
@@ -1205,7 +1209,9 @@ def test_what_a_program_prints_says_how_far_it_is(tmp_path: Path) -> None:
 def metrics_of(directory: Path) -> list[tuple[int, dict[str, float]]]:
     """Returns the steps of the current lineage, with their metrics."""
     storage = LocalStorage(directory)
-    return [(name.step, dict(read_manifest(storage, name).metrics)) for name in read_catalog(storage).living]
+    return [
+        (name.step, dict(StoredRun(storage).step(name).manifest().metrics)) for name in StoredRun(storage).look().living
+    ]
 
 
 def test_metrics_reported_after_the_last_save_are_stored_at_the_end(tmp_path: Path) -> None:

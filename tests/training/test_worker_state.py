@@ -18,7 +18,7 @@ import pytest
 import holdfast as hf
 import preloaded
 from command_line import run_file
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.errors import (
     FencedError,
     MismatchError,
@@ -68,7 +68,7 @@ def train(place: Any, epochs: int, *, fail_in: int | None = None, **options: Any
 
 
 def steps_of(place: Path) -> list[int]:
-    return [name.step for name in read_catalog(LocalStorage(place)).living]
+    return [name.step for name in StoredRun(LocalStorage(place)).look().living]
 
 
 def test_a_training_that_failed_goes_on_with_the_epoch_that_failed(tmp_path: Path) -> None:
@@ -188,9 +188,9 @@ def test_a_death_after_the_last_backup_leaves_one_fit_that_trains_nothing(tmp_pa
     assert printed == "True [] 3"
     assert "no epoch was trained: the backup of epoch 2 was the last one of an earlier run" in log
     # Not even then is anything lost, since that run might have had more epochs: the files stay until the next end.
-    assert len(read_catalog(LocalStorage(tmp_path)).committed) == 2
+    assert len(StoredRun(LocalStorage(tmp_path)).look().committed) == 2
     assert fit(tmp_path, 3, "deletes")[0] == "True [0, 1, 2] 3"
-    assert read_catalog(LocalStorage(tmp_path)).committed == ()
+    assert StoredRun(LocalStorage(tmp_path)).look().committed == ()
     assert fit(tmp_path, 3, "deletes") == ("True [0, 1, 2] 3", "")
 
 

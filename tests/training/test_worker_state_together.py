@@ -14,7 +14,7 @@ import pytest
 import holdfast as hf
 import preloaded
 from epoch_jobs import FullStorage, count_threads, wait_for_threads
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.cluster import Cluster
 from holdfast.errors import AbsentError, ClosedError, FencedError, HoldfastError, PeerError, UsageError
 from holdfast.events import Event, Warned
@@ -69,7 +69,7 @@ def run_three(work: Callable[[Training], Any], place: Any, **options: Any) -> li
 
 
 def epochs_of(place: Path) -> list[int]:
-    return [name.step for name in read_catalog(LocalStorage(place)).living]
+    return [name.step for name in StoredRun(LocalStorage(place)).look().living]
 
 
 def back_up_four(training: Training) -> None:
@@ -146,9 +146,8 @@ def test_a_backup_that_is_kept_is_kept_by_all(tmp_path: Path) -> None:
 
 ANOTHER_JOB = """
 import sys
-from holdfast.catalog import open_generation
 from holdfast.storage import LocalStorage
-open_generation(LocalStorage(sys.argv[1]))
+StoredRun(LocalStorage(sys.argv[1])).open_generation()
 """
 
 

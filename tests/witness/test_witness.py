@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import holdfast as hf
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.cli.main import holdfast
 from holdfast.events import Event, WitnessAgreed, WitnessDiffers
 from holdfast.storage import LocalStorage
@@ -213,7 +213,7 @@ def test_a_full_or_read_only_disk_ends_the_witness_alone(tmp_path: Path) -> None
 
 def test_the_records_go_with_the_run(tmp_path: Path) -> None:
     train(tmp_path / "run", 17)
-    assert read_catalog(LocalStorage(tmp_path / "run")).newest is not None
+    assert StoredRun(LocalStorage(tmp_path / "run")).look().newest is not None
     # A fresh start repeats nothing, though it counts the same steps.
     events: list[Event] = []
     train(tmp_path / "run", 17, events=events, begin_anew=True)

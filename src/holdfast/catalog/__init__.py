@@ -2,56 +2,19 @@
 
 from __future__ import annotations
 
-from holdfast.catalog.late_metrics import add_late_metrics
-from holdfast.catalog.listing import (
-    Catalog,
-    History,
-    check_fence,
-    check_in_place,
-    check_unpassed,
-    describe_lost,
-    describe_steps,
-    exists,
-    is_committed,
-    make_lost_error,
-    open_generation,
-    read_catalog,
-    read_generations,
-    read_index,
-    read_manifest,
-    read_opening,
-    read_references,
-    record_base,
-    try_summary,
-)
-from holdfast.catalog.lost import check_nothing_lost, find_journaled, find_lost
+from holdfast.catalog.listing import Catalog, describe_lost, describe_steps, make_lost_error
 from holdfast.catalog.openers import RunLock, find_owner, is_own
+from holdfast.catalog.stored_run import StoredRun
+from holdfast.catalog.stored_step import StoredStep
 
 __all__ = [
     "Catalog",
-    "History",
     "RunLock",
-    "add_late_metrics",
-    "check_fence",
-    "check_in_place",
-    "check_nothing_lost",
-    "check_unpassed",
+    "StoredRun",
+    "StoredStep",
     "describe_lost",
     "describe_steps",
-    "exists",
-    "find_journaled",
-    "find_lost",
     "find_owner",
-    "is_committed",
     "is_own",
     "make_lost_error",
-    "open_generation",
-    "read_catalog",
-    "read_generations",
-    "read_index",
-    "read_manifest",
-    "read_opening",
-    "read_references",
-    "record_base",
-    "try_summary",
 ]

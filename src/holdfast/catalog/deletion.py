@@ -13,19 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from holdfast.catalog import (
-    Catalog,
-    RunLock,
-    check_fence,
-    is_own,
-    open_generation,
-    read_catalog,
-    read_generations,
-    record_base,
-)
-from holdfast.catalog.listing import name_opener, try_opening
-from holdfast.catalog.summary import drop_summaries
-from holdfast.errors import FencedError, HoldfastError, NotFoundError
+from holdfast.catalog.listing import Catalog
+from holdfast.catalog.openers import RunLock, is_own
+from holdfast.catalog.stored_run import StoredRun, name_opener
+from holdfast.catalog.stored_step import remove_own_files
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.format.names import (
     DATA_SUFFIX,
     GENERATIONS_DIRECTORY,
@@ -41,50 +33,8 @@ from holdfast.storage.protocol import SparingStorage, Storage
 from holdfast.witness.ring import remove_rings
 
 
-def withdraw(storage: Storage, name: StepName) -> None:
-    """**Blocks.** Removes a committed step's manifest. Its data stays, because a save in progress may refer to it.
-
-    After this, the caller checks again whether another step may have come to refer to it, and only then removes the
-    data. A job that has committed a step checks again whether those that it refers to still have their manifests. So of
-    two that do this at the same time, at least one sees the other.
-
-    A crash after this leaves a directory without a manifest, which the next sweep removes.
-    """
-    # First: a step without a manifest that has this file is one that has lost it, and is kept.
-    storage.remove(name.committed_path)
-    storage.remove(name.manifest_path)
-    # The manifest must be gone for good before the data goes: the other order would leave half a checkpoint.
-    with suppress(NotFoundError):  # Another process has removed it all, as `holdfast prune` may.
-        storage.sync_directory(name.directory)
-
-
-def discard_unfinished(storage: Storage, name: StepName) -> bool:
-    """**Blocks.** Removes the directory of a step that was never committed, or that a person gives up.
-
-    It is moved aside first, so that a writer that is still alive finds its directory gone and fails, rather than
-    publishing a manifest next to removed data. If foreign files keep the directory, it gets its name back, and the
-    result is False.
-    """
-    if any(not is_own_file(entry.name) for entry in storage.list(name.directory)):
-        return remove_own_files(storage, name.directory)
-    try:
-        aside = storage.set_aside(name.directory)
-    except NotFoundError:
-        return True  # Another process has removed it, as `holdfast prune` may.
-    return remove_own_files(storage, aside)
-
-
-def remove_own_files(storage: Storage, directory: str) -> bool:
-    """**Blocks.** Removes holdfast's own files from a directory, and it if nothing else is there; returns True if all
-    went."""
-    for entry in storage.list(directory):
-        if not entry.is_directory and is_own_file(entry.name):
-            storage.remove(f"{directory}/{entry.name}")
-    return storage.remove_directory(directory)
-
-
 def sweep(
-    storage: Storage, unfinished: Iterable[StepName], trash: Iterable[str], generation: int
+    run: StoredRun, unfinished: Iterable[StepName], trash: Iterable[str], generation: int
 ) -> tuple[list[str], list[HoldfastError]]:
     """**Blocks.** Removes the remains of dead saves; returns the paths, and what could not be removed.
 
@@ -93,16 +43,14 @@ def sweep(
     """
     swept: list[str] = []
     problems: list[HoldfastError] = []
-    work: list[tuple[str, Callable[[], object]]] = [
-        (name.directory, partial(discard_unfinished, storage, name)) for name in unfinished
-    ]
-    work += [(directory, partial(remove_own_files, storage, directory)) for directory in trash]
+    work: list[tuple[str, Callable[[], object]]] = [(name.directory, run.step(name).discard) for name in unfinished]
+    work += [(directory, partial(remove_own_files, run.storage, directory)) for directory in trash]
     try:
-        for entry in storage.list(GENERATIONS_DIRECTORY):
+        for entry in run.storage.list(GENERATIONS_DIRECTORY):
             number = parse_generation_temporary(entry.name)
             if number is not None and number <= generation and not entry.is_directory:
                 path = f"{GENERATIONS_DIRECTORY}/{entry.name}"
-                work.append((path, partial(storage.remove, path)))
+                work.append((path, partial(run.storage.remove, path)))
     except HoldfastError as error:
         problems.append(error)
     for path, remove in work:
@@ -171,7 +119,7 @@ class FileRecycler:
         """
         if self._end() and self._spare is not None:
             with suppress(FencedError):
-                check_fence(self._storage, self._generation)
+                StoredRun(self._storage).check_fence(self._generation)
                 self._spare.remove()
 
     def abandon(self) -> None:
@@ -208,7 +156,7 @@ class Clearing:
     problems: tuple[HoldfastError, ...] = ()
 
 
-def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = False) -> Clearing:
+def clear_run(run: StoredRun, known_generation: int, *, keeps_files: bool = False) -> Clearing:
     """**Blocks.** Removes all checkpoints of a run, and the remains of unfinished saves; nothing of a user's own.
 
     First a generation without a base is opened. From then on nothing can be restored, even after a crash, and jobs that
@@ -219,52 +167,50 @@ def clear_run(storage: Storage, known_generation: int, *, keeps_files: bool = Fa
         FencedError: If another job has opened a newer one than `known_generation`; nothing has been removed.
         UsageError: If another process of this machine has the run open; likewise.
     """
-    lock = RunLock(storage)
+    lock = RunLock(run.storage)
     lock.take()
-    before = read_catalog(storage, closely=True)
-    for generation in read_generations(storage):
-        opening = try_opening(storage, generation) if generation > known_generation else None
+    before = run.look(closely=True)
+    for generation in run.list_generations():
+        opening = run.try_opening(generation) if generation > known_generation else None
         if generation > known_generation and not (opening and is_own(opening)):
             raise FencedError(
-                f"{storage.url}: generation {generation} was opened{name_opener(opening)} since this job began; "
+                f"{run.url}: generation {generation} was opened{name_opener(opening)} since this job began; "
                 "nothing was removed",
                 hint="Another job saves there. Stop this job, or give it its own directory.",
             )
     if not (before.committed or before.unfinished or before.lost or before.trash):
         return Clearing()
-    generation = open_generation(storage)
-    record_base(storage, make_base(generation, None))
+    generation = run.open_generation()
+    run.record_base(make_base(generation, None))
     if keeps_files:
         return Clearing(generation=generation)
     # Looked at again: what was committed meanwhile is fenced now, and goes as well.
-    catalog = read_catalog(storage, closely=True)
-    removed, problems = _remove_committed(storage, catalog, generation)
+    catalog = run.look(closely=True)
+    removed, problems = _remove_committed(run, catalog, generation)
     older = [name for name in (*catalog.unfinished, *catalog.lost) if name.generation < generation]
-    problems += sweep(storage, older, catalog.trash, generation)[1]
+    problems += sweep(run, older, catalog.trash, generation)[1]
     # The newest record fences all older generations by itself.
-    for other in read_generations(storage):
+    for other in run.list_generations():
         if other < generation:
             for path in (base_path(other), generation_path(other)):
                 try:
-                    storage.remove(path)
+                    run.storage.remove(path)
                 except HoldfastError as error:
                     problems.append(error)
     with suppress(HoldfastError):  # They say nothing about the newest generation.
-        drop_summaries(storage)
-    remove_rings(storage)
+        run.history.drop_summaries()
+    remove_rings(run.storage)
     return Clearing(tuple(removed), generation, tuple(problems))
 
 
-def _remove_committed(
-    storage: Storage, catalog: Catalog, generation: int
-) -> tuple[list[StepName], list[HoldfastError]]:
+def _remove_committed(run: StoredRun, catalog: Catalog, generation: int) -> tuple[list[StepName], list[HoldfastError]]:
     """Removes the newest first: steps go before those that they refer to. All manifests go before any data does."""
     problems: list[HoldfastError] = []
     withdrawn: list[StepName] = []
     for name in sorted(catalog.committed, reverse=True):
         if name.generation < generation:
             try:
-                withdraw(storage, name)
+                run.step(name).withdraw()
                 withdrawn.append(name)
             except HoldfastError as error:
                 problems.append(error)
@@ -272,7 +218,7 @@ def _remove_committed(
     removed: list[StepName] = []
     for name in withdrawn:
         try:
-            remove_own_files(storage, name.directory)
+            remove_own_files(run.storage, name.directory)
             removed.append(name)
         except HoldfastError as error:
             problems.append(error)

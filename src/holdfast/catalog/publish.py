@@ -5,27 +5,24 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
 
 import msgspec
 
-from holdfast.catalog import check_fence, check_in_place
-from holdfast.catalog.deletion import remove_own_files, withdraw
-from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError
+from holdfast.catalog.stored_run import StoredRun
+from holdfast.catalog.stored_step import remove_own_files
+from holdfast.errors import StorageError
 from holdfast.format.digests import seal
-from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, join
+from holdfast.format.names import MANIFEST_NAME, StepName
 from holdfast.format.records import (
-    MAX_MANIFEST_BYTES,
     REFERENCES,
     SHARDS,
     Manifest,
     Reference,
     WorkerRecord,
-    decode_manifest,
 )
-from holdfast.storage.protocol import Storage
 
 
 class Receipts(msgspec.Struct, frozen=True):
@@ -58,8 +55,8 @@ _NAMED_LIBRARIES: Final = ("torch", "numpy", "jax", "keras")
 
 
 def commit(
+    run: StoredRun,
     receipts: Receipts,
-    storage: Storage,
     name: StepName,
     *,
     token: str,
@@ -92,56 +89,30 @@ def commit(
         features=tuple(sorted(features)),
         references=receipts.references,
     )
-    if not storage.publish(name.manifest_path, seal(manifest)):
+    if not run.storage.publish(name.manifest_path, seal(manifest)):
         raise StorageError(
-            f"{storage.url}: {name.directory} has a manifest that this save did not write",
+            f"{run.url}: {name.directory} has a manifest that this save did not write",
             path=name.manifest_path,
             hint="Two jobs act as the same job; give each its own directory.",
         )
-    check_fence(storage, name.generation)
-    check_in_place(storage, name.generation, token)
+    run.check_fence(name.generation)
+    run.check_in_place(name.generation, token)
     if manifest.references:
-        _check_references(storage, manifest)
+        _check_references(run, manifest)
     return manifest
 
 
-def renew_copies(storage: Storage, names: Iterable[StepName]) -> list[HoldfastError]:
-    """**Blocks.** Writes copies of the manifests of committed steps that are missing or damaged; returns problems."""
-    problems: list[HoldfastError] = []
-    for name in names:
-        try:
-            if not has_copy(storage, name.directory):
-                data = storage.read(name.manifest_path, MAX_MANIFEST_BYTES)
-                decode_manifest(data, path=name.manifest_path, expected=name, is_read=False)
-                storage.remove(name.committed_path)
-                storage.write(name.committed_path, data)
-        except HoldfastError as error:
-            problems.append(error)
-    return problems
-
-
-def has_copy(storage: Storage, directory: str) -> bool:
-    """**Blocks.** Returns True if a committed step has a whole copy of its manifest, or its manifest is gone."""
-    try:
-        manifest = storage.read(join(directory, MANIFEST_NAME), MAX_MANIFEST_BYTES)
-        return storage.read(join(directory, COMMITTED_NAME), MAX_MANIFEST_BYTES) == manifest
-    except NotFoundError as error:
-        return error.path.endswith(MANIFEST_NAME)
-    except DamageError:
-        return False
-
-
-def _check_references(storage: Storage, manifest: Manifest) -> None:
+def _check_references(run: StoredRun, manifest: Manifest) -> None:
     """**Blocks.** Checks that the steps to which a step refers are still committed; else takes it back.
 
     A crash in here leaves a step that no caller knows of, and that a restore may find damaged and skip.
     """
     for reference in manifest.references:
-        if MANIFEST_NAME not in {entry.name for entry in storage.list(reference.name.directory)}:
-            withdraw(storage, manifest.name)
-            remove_own_files(storage, manifest.name.directory)
+        if MANIFEST_NAME not in run.step(reference.name).list_names():
+            run.step(manifest.name).withdraw()
+            remove_own_files(run.storage, manifest.name.directory)
             raise StorageError(
-                f"{storage.url}: {reference.name.directory} was removed while step {manifest.step}, which refers "
+                f"{run.url}: {reference.name.directory} was removed while step {manifest.step}, which refers "
                 "to it, was being saved",
                 path=reference.name.directory,
                 hint="The next save writes everything that was stored there.",
@@ -156,8 +127,8 @@ def _name_versions() -> dict[str, str]:
 
 @cache
 def _version_of(library: str) -> str:
-    if told := getattr(sys.modules.get(library), "__version__", None):
-        return str(told)
+    if known := getattr(sys.modules.get(library), "__version__", None):
+        return str(known)
     # Imported here: it brings the parsers of e-mail along, which few saves need.
     from importlib.metadata import PackageNotFoundError, version
 

@@ -12,17 +12,16 @@ from typing import Final
 
 import msgspec
 
-from holdfast.catalog import Catalog, History, check_fence, is_committed, try_summary
+from holdfast.catalog.history import try_summary
+from holdfast.catalog.listing import Catalog
+from holdfast.catalog.stored_run import StoredRun
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.digests import seal
 from holdfast.format.names import (
-    GENERATIONS_DIRECTORY,
     StepName,
-    parse_summary_file,
     summary_path,
 )
 from holdfast.format.records import MAX_SUMMARY_BYTES, Summary
-from holdfast.storage.protocol import Storage
 
 FEW: Final = 16
 """A run with no more steps, and no more generations, gets no summary."""
@@ -45,9 +44,9 @@ class Summarizer:
     If anything but `release` fails, the run is unchanged: without a summary, each directory is looked into.
     """
 
-    def __init__(self, storage: Storage, history: History, token: str) -> None:
-        self._storage = storage
-        self._history = history
+    def __init__(self, run: StoredRun, token: str) -> None:
+        self._run = run
+        self._history = run.history
         self._token = token
         # What was left out of the last summary on purpose, and whether steps are removed again and again.
         self._left_out: frozenset[StepName] = frozenset()
@@ -66,7 +65,7 @@ class Summarizer:
         history.look()
         before = max((opened for opened in history.opened if opened < generation), default=0)
         numbers = [number for owner, number in history.summaries if owner == before]
-        summary = try_summary(self._storage, before, max(numbers)) if numbers else None
+        summary = try_summary(self._run.storage, before, max(numbers)) if numbers else None
         if summary is not None and history.opened[-1] == generation:
             with suppress(HoldfastError):
                 self._write(msgspec.structs.replace(summary, generation=generation, number=1, token=self._token))
@@ -86,14 +85,13 @@ class Summarizer:
         if not believed:
             return names
         self._removes = True
-        lost = {name for name in believed if not is_committed(self._storage, name)}
+        lost = {name for name in believed if not self._run.step(name).is_committed()}
         try:
             self._sum_up(catalog, generation, names)
         except HoldfastError:
             # It may be there or not. Without any, each directory is looked into; and a full disk has room for that.
-            drop_summaries(self._storage)
-            history.believe(None)
-        check_fence(self._storage, generation)
+            history.drop_summaries()
+        self._run.check_fence(generation)
         return tuple(name for name in names if name not in lost)
 
     def update(self, catalog: Catalog, going: Collection[StepName], generation: int) -> None:
@@ -104,8 +102,8 @@ class Summarizer:
         history = self._history
         with suppress(HoldfastError):
             new = self._list_old(catalog, going).difference(history.believed, self._left_out)
-            told = {base.generation for base in (history.summary.bases if history.summary else ())}
-            if len(new) >= _BATCH or len(catalog.bases.keys() - told) > FEW:
+            summed_up = {base.generation for base in (history.summary.bases if history.summary else ())}
+            if len(new) >= _BATCH or len(catalog.bases.keys() - summed_up) > FEW:
                 self._sum_up(catalog, generation, going)
             self._look_at_some(catalog)
 
@@ -113,10 +111,10 @@ class Summarizer:
         for _ in range(_LOOKED_AT):
             self._turn = (self._turn + 1) % len(catalog.committed)
             name = catalog.committed[self._turn]
-            if name in self._history.believed and not is_committed(self._storage, name):
+            if name in self._history.believed and not self._run.step(name).is_committed():
                 # Where one is wrong, more may be: the next look is a close one.
                 self._history.believe(None)
-                drop_summaries(self._storage)
+                self._history.drop_summaries()
 
     def _list_old(self, catalog: Catalog, left_out: Collection[StepName]) -> set[StepName]:
         """Returns the steps that a summary may list: they are committed, or listed as committed by the last summary."""
@@ -125,8 +123,8 @@ class Summarizer:
     def _sum_up(self, catalog: Catalog, generation: int, left_out: Collection[StepName]) -> None:
         history = self._history
         old = sorted(self._list_old(catalog, left_out))
-        apart = frozenset(old[:_BATCH] if self._removes else ())
-        facts = {name: known for name in old if name not in apart and (known := history.facts(name)) is not None}
+        left = frozenset(old[:_BATCH] if self._removes else ())
+        facts = {name: known for name in old if name not in left and (known := history.facts(name)) is not None}
         numbers = [number for owner, number in history.summaries if owner == generation]
         self._write(
             Summary(
@@ -138,7 +136,7 @@ class Summarizer:
                 bases=tuple(catalog.bases.values()),
             )
         )
-        self._left_out = apart
+        self._left_out = left
 
     def _write(self, summary: Summary) -> None:
         """**Blocks.** Publishes a summary, and removes those before the last one.
@@ -148,24 +146,11 @@ class Summarizer:
         """
         data = seal(summary)
         path = summary_path(summary.generation, summary.number)
-        if len(data) > MAX_SUMMARY_BYTES or not self._storage.publish(path, data):
-            raise StorageError(f"{self._storage.url}: {path} cannot be written", path=path)
+        if len(data) > MAX_SUMMARY_BYTES or not self._run.storage.publish(path, data):
+            raise StorageError(f"{self._run.storage.url}: {path} cannot be written", path=path)
         own = (summary.generation, summary.number)
         before = [one for one in self._history.summaries if one < own]
         self._history.summaries = [*before[-1:], own]
         self._history.believe(summary)
         for owner, number in before[:-1]:
-            self._storage.remove(summary_path(owner, number))
-
-
-def drop_summaries(storage: Storage) -> None:
-    """**Blocks.** Removes all summaries for good, so that each directory is looked into until there is a new one.
-
-    Raises:
-        StorageError: If one may still exist.
-    """
-    # The last one goes last, and is the only one by then: an older one may vouch for what has been removed since.
-    files = [entry.name for entry in storage.list(GENERATIONS_DIRECTORY) if not entry.is_directory]
-    for summary in sorted(filter(None, map(parse_summary_file, files))):
-        storage.remove(summary_path(*summary))
-        storage.sync_directory(GENERATIONS_DIRECTORY)
+            self._run.storage.remove(summary_path(owner, number))

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 from msgspec import structs
 
-from holdfast.catalog import Catalog, is_committed, read_catalog
+from holdfast.catalog import Catalog, StoredRun
 from holdfast.convert.dcp import write_dcp
 from holdfast.convert.leaf_stream import LeafReader
 from holdfast.convert.leaf_tree import KeyPath, LeftOut, ObjectState, join_objects, list_arrays, list_values, make_tree
@@ -166,7 +166,7 @@ def export_chosen(
     attempts, gone = 0, None
     while True:
         try:
-            name = choose(read_catalog(storage))
+            name = choose(StoredRun(storage).look())
         except NoCheckpointError as error:
             if gone is None:
                 raise
@@ -178,7 +178,7 @@ def export_chosen(
             return export_step(storage, name.directory, name, storage, out, options)
         except (StorageError, DamageError, NoCheckpointError):
             # A running job has removed it, and committed a newer one before: that is not damage.
-            if attempts == _MOST_ATTEMPTS or is_committed(storage, name):
+            if attempts == _MOST_ATTEMPTS or StoredRun(storage).step(name).is_committed():
                 raise
         attempts, gone = attempts + 1, name
 

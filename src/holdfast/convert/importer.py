@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from holdfast.catalog import read_catalog, read_generations
+from holdfast.catalog import StoredRun
 from holdfast.convert.detect import ImportSource
 from holdfast.convert.exporter import ProgressWatcher
 from holdfast.convert.frameworks.orbax import MOST_TIMES as MOST_TIMES_COMPRESSED
@@ -148,7 +148,7 @@ def import_checkpoint(
             f"{name!r} cannot be the name of an object", hint="A name must be text that can be encoded as UTF-8."
         )
     storage = open_storage(run)
-    committed = read_catalog(storage).committed
+    committed = StoredRun(storage).look().committed
     if committed:
         raise UsageError(
             f"{storage.url} already contains checkpoints, the newest of step {committed[-1].step}",
@@ -452,7 +452,7 @@ def _commit(
     line = RunWriter(storage, All(), reuse_space=False)
     root = local_directory(storage)
     is_new = root is not None and not root.exists()
-    name, _ = line.open(Origin(seen_generation=read_catalog(storage).generation), step)
+    name, _ = line.open(Origin(seen_generation=StoredRun(storage).look().generation), step)
     try:
         leaves = _write(storage, name, layout, arrays, watcher)
         _tie_equal(ties, {leaf.name: leaf for leaf in leaves}, arrays)
@@ -488,7 +488,7 @@ def _commit(
 
 def _take_back(storage: Storage, generation: int) -> None:
     """**Blocks.** Removes the records of a generation in which nothing was saved, unless another has begun since."""
-    if max(read_generations(storage), default=0) == generation:
+    if max(StoredRun(storage).list_generations(), default=0) == generation:
         # In this order: a crash in between leaves a generation that saved nothing.
         storage.remove(base_path(generation))
         storage.remove(generation_path(generation))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, runtime_checkable
 
-from holdfast.catalog import check_nothing_lost, find_lost, read_catalog, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS
 from holdfast.errors import (
     DamageError,
@@ -115,7 +115,7 @@ class ManifestMetadataHandler:
         """**Blocks.** Returns the epoch that the user asked for; else the newest committed one."""
         if user_epoch is not None:
             return user_epoch
-        newest = read_catalog(self._place()).newest
+        newest = StoredRun(self._place()).look().newest
         return newest.step if newest is not None else None
 
     def write(self, epoch: int) -> None:
@@ -124,7 +124,7 @@ class ManifestMetadataHandler:
         Raises:
             NoCheckpointError: If it is not.
         """
-        read_catalog(self._place()).find(epoch)
+        StoredRun(self._place()).look().find(epoch)
 
     def report(self, action: str, stats: NodeDurations) -> None:
         """Stores the times."""
@@ -133,7 +133,7 @@ class ManifestMetadataHandler:
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """**Blocks.** Returns True if the storage can be read, and the records of an epoch are whole."""
         try:
-            catalog = read_catalog(self._place())
+            catalog = StoredRun(self._place()).look()
             if epoch is not None:
                 name = catalog.find(epoch)
                 open_step(self._place(), name.directory, name)
@@ -302,7 +302,7 @@ class MultiNodeCheckpointManager:
                     f"epoch {asked} was requested, but the metadata handler says to start from the beginning",
                     hint="Its last_epoch(user_epoch) must return the requested epoch, or another one.",
                 )
-            check_nothing_lost(self.storage)
+            StoredRun(self.storage).check_nothing_lost()
             if left:
                 listed = ", ".join(map(str, left))
                 self._warn(f"the metadata handler says to start from the beginning: epochs {listed} are not used")
@@ -310,7 +310,7 @@ class MultiNodeCheckpointManager:
             return None
         name = self._find(check_step(epoch))
         if user_epoch is None and session.is_master:
-            for lost in find_lost(self.storage, read_catalog(self.storage)):
+            for lost in StoredRun(self.storage).find_lost(StoredRun(self.storage).look()):
                 if lost > name:
                     path = lost.manifest_path
                     missing = f"{path} is missing"
@@ -337,7 +337,7 @@ class MultiNodeCheckpointManager:
             StorageError: If the storage fails.
         """
         newest = self._find(check_step(epoch))
-        older = [name for name in read_catalog(self.storage).living if name < newest] if or_older else []
+        older = [name for name in StoredRun(self.storage).look().living if name < newest] if or_older else []
         damages: list[DamageError] = []
         for name in (newest, *reversed(older)):
             try:
@@ -420,7 +420,7 @@ class MultiNodeCheckpointManager:
 
     def epochs(self) -> tuple[int, ...]:
         """**Blocks.** Returns the epochs that can be resumed from, oldest first."""
-        return tuple(name.step for name in read_catalog(self.storage).living)
+        return tuple(name.step for name in StoredRun(self.storage).look().living)
 
     def get_ckpt_db_name(self, node: str, epoch: int) -> str | None:
         """**Blocks.** Returns the path of the data file with the state of a node; None for an unknown node.
@@ -448,7 +448,7 @@ class MultiNodeCheckpointManager:
             return
         begun_at = time.monotonic()
         try:
-            newest = read_catalog(self.storage).newest
+            newest = StoredRun(self.storage).look().newest
             if newest is None:
                 return
             line = RunWriter(self.storage, self._options.keep, reuse_space=False)
@@ -482,13 +482,13 @@ class MultiNodeCheckpointManager:
         return self._session, self._store
 
     def _find(self, epoch: int) -> StepName:
-        catalog = read_catalog(self.storage)
+        catalog = StoredRun(self.storage).look()
         try:
             return catalog.find(epoch)
         except NoWholeCheckpointError:
             raise
         except NoCheckpointError:
-            check_nothing_lost(self.storage)
+            StoredRun(self.storage).check_nothing_lost()
             known = ", ".join(map(str, sorted({name.step for name in catalog.committed}))) or "none"
             text, hint = f"epoch {epoch} was not saved in {self.url}", f"Epochs that exist: {known}."
             raise NoCheckpointError(text, hint=hint) from None
@@ -497,7 +497,7 @@ class MultiNodeCheckpointManager:
         _, store = self._ready()
         try:
             stored = stored_nodes(self.storage, name)
-            metadata = read_manifest(self.storage, name).metadata
+            metadata = StoredRun(self.storage).step(name).manifest().metadata
         except DamageError as damage:
             raise NoWholeCheckpointError(damage.message, damages=(damage,)) from damage
         new, gone = self._compare_nodes(name, stored)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
-from holdfast.catalog import read_index, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.deadlines import LIVENESS_SECONDS
@@ -319,12 +319,12 @@ def data_path(name: StepName, place: NodePlace) -> str:
 
 def _share_by_bytes(seconds: float, storage: Storage, name: StepName, nodes: Sequence[str]) -> NodeDurations:
     """**Blocks.** Splits a time that nodes spent together by the bytes that each has in a checkpoint."""
-    manifest = read_manifest(storage, name)
+    manifest = StoredRun(storage).step(name).manifest()
     begins = {f"{escape(node)}/": node for node in nodes}
     # Values other than arrays count too, or a node without any would seem to have taken no time.
     node_bytes = dict.fromkeys(nodes, 1)
     for rank in range(manifest.world_size):
-        for leaf in read_index(storage, name.directory, manifest, rank).all_leaves():
+        for leaf in StoredRun(storage).step(name).index(manifest, rank).all_leaves():
             node = begins.get(leaf.name.partition("/")[0] + "/")
             if node is not None:
                 node_bytes[node] += leaf.end - leaf.begin
@@ -334,7 +334,7 @@ def _share_by_bytes(seconds: float, storage: Storage, name: StepName, nodes: Seq
 
 def _read(storage: Storage, name: StepName) -> Manifest:
     try:
-        return read_manifest(storage, name)
+        return StoredRun(storage).step(name).manifest()
     except NotFoundError as error:
         raise DamageError(f"{error.path} is missing", step=name.step, path=error.path) from error
 

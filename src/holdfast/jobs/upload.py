@@ -7,8 +7,7 @@ import os
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
-from holdfast.catalog import read_catalog
-from holdfast.catalog.deletion import discard_unfinished
+from holdfast.catalog import StoredRun
 from holdfast.errors import StorageError
 from holdfast.format.index import MAX_INDEX_BYTES
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name
@@ -63,7 +62,7 @@ class UploadTo(UploadTaskGroupBuilder):
 
         def upload(workspace: Workspace) -> str:
             source, destination = open_storage(here), open_storage(there)
-            name = read_catalog(source).find(epoch)
+            name = StoredRun(source).look().find(epoch)
             copy_step(source, destination, name)
             return f"{destination.url}/{name.directory}"
 
@@ -88,7 +87,7 @@ def copy_step(source: Storage, destination: Storage, name: StepName) -> None:
     there = {entry.name for entry in destination.list(name.directory)}
     if MANIFEST_NAME not in there:
         if there:
-            discard_unfinished(destination, name)
+            StoredRun(destination).step(name).discard()
         destination.make_directory(name.directory)
         for rank, index in enumerate(opened.indexes):
             _copy_data(source, destination, opened.data_path(rank), index.data_bytes)

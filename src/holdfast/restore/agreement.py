@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.catalog import is_committed
+from holdfast.catalog import StoredRun
 from holdfast.errors import DamageError
 from holdfast.format.names import StepName
 from holdfast.storage.protocol import Storage
@@ -22,7 +22,7 @@ class Agreement:
 
     def is_gone(self, storage: Storage, name: StepName) -> bool:
         """**Blocks.** Returns True if a checkpoint with damage has been removed, so that it was not damage."""
-        return not is_committed(storage, name)
+        return not StoredRun(storage).step(name).is_committed()
 
     def run(self, stage: Callable[[], None]) -> DamageError | None:
         """**Blocks.** Runs a stage; returns damage that was found here or elsewhere. All raise any other error."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from msgspec.structs import replace
 
 from holdfast.advice.hyperparameters import Keeping
-from holdfast.catalog import Catalog, describe_steps, find_lost, read_catalog, read_index
+from holdfast.catalog import Catalog, StoredRun, StoredStep, describe_steps
 from holdfast.errors import (
     AbsentError,
     ApplyError,
@@ -178,7 +178,7 @@ class _Candidates:
 
         def find() -> tuple[StepName, ...]:
             # The look is in here, since errors in here reach the others.
-            catalogs.append(catalog := read_catalog(self._storage))
+            catalogs.append(catalog := StoredRun(self._storage).look())
             for fault in catalog.faults:
                 text = f"the record of a generation is damaged, so steps are compared by number only: {fault.message}"
                 self._emit(Warned(text=text, by_each=True))
@@ -223,13 +223,13 @@ class _Candidates:
     def _look_again(self, name: StepName) -> tuple[StepName, ...]:
         if not self._agreement.is_gone(self._storage, name):
             return ()
-        found = self._agreement.choose(self._asked, lambda: self._choose(read_catalog(self._storage, closely=True)))
+        found = self._agreement.choose(self._asked, lambda: self._choose(StoredRun(self._storage).look(closely=True)))
         return () if name in found else found
 
     def _choose(self, catalog: Catalog) -> tuple[StepName, ...]:
         if self._start_from is not None:
             self.step = None if catalog.start_from == self._start_from else self._start_from
-        return choose_candidates(catalog, find_lost(self._storage, catalog), self.step, self._storage.url)
+        return choose_candidates(catalog, StoredRun(self._storage).find_lost(catalog), self.step, self._storage.url)
 
 
 def _describe_start(catalog: Catalog, start_from: int, step: int | None, url: str) -> str:
@@ -504,7 +504,7 @@ def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: S
         for rank in {0, *range(worker.rank, manifest.world_size, worker.world_size)}:
             stored = known.get(rank)
             if stored is None:
-                stored = list_positions(read_index(storage, opened.directory, manifest, rank).objects)
+                stored = list_positions(StoredStep(storage, opened.directory).index(manifest, rank).objects)
             positions[rank] = stored
     except (DamageError, StorageError) as error:
         # Nothing else of it was needed here, and what was is restored.

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.catalog import is_committed
+from holdfast.catalog import StoredRun
 from holdfast.cluster.barrier import LEADER
 from holdfast.cluster.peers import Failure, Peers, make_sendable
 from holdfast.cluster.polling import ELSEWHERE_HINT, FILES, find_patience, poll
@@ -113,7 +113,7 @@ class JointAgreement(Agreement):
         """See `Agreement`; the leader's look counts for all."""
 
         def look() -> _Report:
-            return _Report(is_gone=self._peers.is_leader and not is_committed(storage, name))
+            return _Report(is_gone=self._peers.is_leader and not StoredRun(storage).step(name).is_committed())
 
         return self._ask(_Report(), look, operator.itemgetter(LEADER)).is_gone
 

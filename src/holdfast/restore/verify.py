@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TypeAlias
 
-from holdfast.catalog import add_late_metrics, read_index
+from holdfast.catalog import StoredStep
 from holdfast.errors import DamageError, FormatError, HoldfastError, NotFoundError
 from holdfast.format.digests import digest
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import find_cover_problem, find_name_problem
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name, join
-from holdfast.format.records import MAX_MANIFEST_BYTES, SHARDS, Manifest, Worker, decode_manifest, list_features
+from holdfast.format.records import SHARDS, Manifest, Worker, list_features
 from holdfast.restore.files import Part, list_parts, open_part
 from holdfast.restore.read import ScratchParts, find_damages, plan_pieces, read_pieces
 from holdfast.restore.records import OpenedStep, Parts, Piece
@@ -29,8 +29,7 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
     step = expected.step if expected else None
     path = join(directory, MANIFEST_NAME)
     try:
-        manifest = decode_manifest(storage.read(path, MAX_MANIFEST_BYTES), path=path, expected=expected)
-        manifest = add_late_metrics(storage, directory, manifest)
+        manifest = StoredStep(storage, directory, expected).manifest()
     except NotFoundError as error:
         text = f"{error.path} is missing; a step without its manifest is not restored"
         raise DamageError(text, step=step, path=error.path) from error
@@ -55,7 +54,7 @@ def find_rank(manifest: Manifest, worker: Worker) -> int:
 def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
     """**Blocks.** Returns the index of one worker; raises `DamageError` if it is missing, damaged, or another."""
     try:
-        index = read_index(storage, directory, manifest, rank)
+        index = StoredStep(storage, directory).index(manifest, rank)
     except NotFoundError as error:
         raise DamageError(f"{error.path} is missing", step=manifest.step, path=error.path) from error
     missing = set(list_features(index)).difference(manifest.features)

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.catalog import History, read_index, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.catalog.publish import Receipts
 from holdfast.errors import DamageError, NotFoundError
 from holdfast.format.digests import SPAN_BYTES
@@ -17,7 +17,6 @@ from holdfast.format.records import Worker
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.records import Snapshot
 from holdfast.save.writer import Segment, make_index, plan_segments, take_digests, write_index, write_segments
-from holdfast.storage.protocol import Storage
 
 MAX_KEPT_STEPS: Final = 16
 """How many steps a step may refer to, and how many may be kept because of it."""
@@ -125,9 +124,9 @@ class Incremental:
     retention nor a person can remove these as long as no newer step is committed.
     """
 
-    def __init__(self, storage: Storage, history: History) -> None:
-        self._storage = storage
-        self._history = history
+    def __init__(self, run: StoredRun) -> None:
+        self._run = run
+        self._storage = run.storage
         self._newest: StepName | None = None
         # What is known of that step; it is read when it is first needed, and never holds more than its arrays' records.
         self._index: Index | None = None
@@ -143,7 +142,7 @@ class Incremental:
         They are known by their names. If a person has removed one, its name must never be used again: arrays of the
         same place and size would be confused with those that were there.
         """
-        return () if self._newest is None else {self._newest, *self._history.references(self._newest)}
+        return () if self._newest is None else {self._newest, *self._run.history.references(self._newest)}
 
     def write(self, snapshot: Snapshot, name: StepName, pool: WorkerPool, wanted: Collection[StepName]) -> Receipts:
         """**Blocks.** Writes what has changed into a new directory and makes it durable.
@@ -186,10 +185,11 @@ class Incremental:
             return {}
         if self._index is None:
             try:
-                manifest = read_manifest(self._storage, self._newest)
+                newest = self._run.step(self._newest)
+                manifest = newest.manifest()
                 if manifest.world_size != worker.world_size:
                     return {}
-                index = read_index(self._storage, self._newest.directory, manifest, worker.rank)
+                index = newest.index(manifest, worker.rank)
             except (DamageError, NotFoundError):
                 return {}
             self._index = msgspec.structs.replace(index, objects={})
@@ -206,7 +206,7 @@ class Incremental:
         ]
 
     def _list_kept(self, name: StepName) -> dict[StepName, int]:
-        kept = {other: self._history.facts(other) for other in self._history.kept_with(name)}
+        kept = {other: self._run.history.facts(other) for other in self._run.history.kept_with(name)}
         return {other: facts.data_bytes if facts else 0 for other, facts in kept.items()}
 
     def _is_there(self, source: Source) -> bool:

@@ -10,26 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from holdfast.catalog import (
-    Catalog,
-    History,
-    check_fence,
-    check_in_place,
-    check_unpassed,
-    find_lost,
-    open_generation,
-    read_catalog,
-    read_manifest,
-    read_opening,
-    record_base,
-)
-from holdfast.catalog.deletion import (
-    FileRecycler,
-    discard_unfinished,
-    sweep,
-    withdraw,
-)
-from holdfast.catalog.publish import Receipts, commit, renew_copies
+from holdfast.catalog import Catalog, StoredRun
+from holdfast.catalog.deletion import FileRecycler, sweep
+from holdfast.catalog.publish import Receipts, commit
 from holdfast.catalog.summary import FEW, Summarizer
 from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError
 from holdfast.events import Warned
@@ -184,14 +167,14 @@ class RunWriter(CheckpointWriter):
         self.base: Base | None = None
         # By this it knows an opening of its own that has failed half-way.
         self._token = os.urandom(16).hex()
-        self._history = History(storage)
-        self._summarizer = Summarizer(storage, self._history, self._token)
+        self._run = StoredRun(storage)
+        self._summarizer = Summarizer(self._run, self._token)
         # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
         self._attempts: tuple[StepName, ...] = ()
         # Whether what older generations had left has been removed, as far as it was there when this one began.
         self._has_swept = False
         self.recycler = FileRecycler(storage, reuse=reuse_space)
-        self._incremental = Incremental(storage, self._history) if incremental else None
+        self._incremental = Incremental(self._run) if incremental else None
         # What refers to earlier steps has to know which of them stay, and all that has changed.
         self.writes_early = not incremental
 
@@ -217,13 +200,13 @@ class RunWriter(CheckpointWriter):
         base = None
         if self.generation is None:
             self.recycler.lock.take(inform)
-            check_unpassed(self._storage, origin.seen_generation, self._token)
+            self._run.check_unpassed(origin.seen_generation, self._token)
             before = self._keep_lost()
-            generation = open_generation(self._storage, self._token, seen_generation=origin.seen_generation)
-            if self._history.summary is not None:
+            generation = self._run.open_generation(self._token, seen_generation=origin.seen_generation)
+            if self._run.history.summary is not None:
                 self._summarizer.carry_over(generation)
             base = make_base(generation, origin.base, origin.start_from)
-            record_base(self._storage, base)
+            self._run.record_base(base)
             self.generation, self.base, self._has_swept = generation, base, False
             self.recycler.begin(generation)
             self.recycler.lock.take(inform)  # A new run has its directory now.
@@ -236,8 +219,8 @@ class RunWriter(CheckpointWriter):
 
     def _keep_lost(self) -> Catalog:
         """Marks steps of older runs that have lost their manifests: later saves would take them for unfinished."""
-        catalog = read_catalog(self._storage, self._history)
-        for name in find_lost(self._storage, catalog):
+        catalog = self._run.look()
+        for name in self._run.find_lost(catalog):
             if name not in catalog.lost:
                 self._storage.write(name.committed_path, b"")
                 self._storage.sync_directory(name.directory)
@@ -251,14 +234,14 @@ class RunWriter(CheckpointWriter):
         """
         with suppress(HoldfastError):
             # Looked at again: an older job may have committed a step while this generation was opened.
-            catalog = read_catalog(self._storage, self._history)
-            referrers = self._history.referrers((*catalog.committed, *catalog.lost))
+            catalog = self._run.look()
+            referrers = self._run.history.referrers((*catalog.committed, *catalog.lost))
             referred = {name for referrer in referrers for name in referrer.refers_to}
             self._sweep(catalog, referred.union(busy))
 
     def follow(self, generation: int, origin: StepName | None) -> None:
         """Continues with a generation that the leader of the job has opened from that step, or from the beginning."""
-        self.generation, self._token = generation, read_opening(self._storage, generation).token
+        self.generation, self._token = generation, self._run.opening(generation).token
         if self._incremental is not None:
             self._incremental.begin(origin)
 
@@ -290,7 +273,7 @@ class RunWriter(CheckpointWriter):
     ) -> Manifest:
         """See `CheckpointWriter`."""
         try:
-            manifest = commit(receipts, self._storage, name, token=self._token, metrics=metrics, metadata=metadata)
+            manifest = commit(self._run, receipts, name, token=self._token, metrics=metrics, metadata=metadata)
         except NotFoundError:
             self.check_standing()
             raise
@@ -304,25 +287,25 @@ class RunWriter(CheckpointWriter):
 
     def add_metrics(self, name: StepName, metrics: Mapping[str, float], seen_generation: int) -> None:
         """See `CheckpointWriter`. A newer job may have removed the step."""
-        check_fence(self._storage, self.generation or seen_generation)
-        manifest = read_manifest(self._storage, name)
+        self._run.check_fence(self.generation or seen_generation)
+        manifest = self._run.step(name).manifest()
         record = seal(LateMetrics(manifest.token, dict(metrics)))
         paths = (f"{name.directory}/{metrics_name(number)}" for number in range(MAX_LATE_METRICS))
         if not any(self._storage.publish(path, record) for path in paths):
             raise StorageError(f"{name.directory} has too many records of metrics", path=name.directory)
-        self._history.known[name] = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts
+        self._run.history.known[name] = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts
 
     def check_standing(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""
         if self.generation is not None:
-            check_fence(self._storage, self.generation)
-            check_in_place(self._storage, self.generation, self._token)
+            self._run.check_fence(self.generation)
+            self._run.check_in_place(self.generation, self._token)
 
     def give_up(self, name: StepName) -> None:
         """See `CheckpointWriter`; if this fails, the next save removes it."""
         # Not with the history, which `clean` may be using.
-        if name in read_catalog(self._storage).unfinished:
-            discard_unfinished(self._storage, name)
+        if name in StoredRun(self._storage).look().unfinished:
+            self._run.step(name).discard()
 
     def clean(
         self,
@@ -339,9 +322,9 @@ class RunWriter(CheckpointWriter):
         """
         if manifest is not None:
             # Unless it was given metrics since, which are known already.
-            self._history.known.setdefault(newest, manifest.facts)
-        catalog = read_catalog(self._storage, self._history)
-        check_fence(self._storage, newest.generation, self._history.opened)
+            self._run.history.known.setdefault(newest, manifest.facts)
+        catalog = self._run.look()
+        self._run.check_fence(newest.generation, self._run.history.opened)
         # Looked at after that: an attempt is named before it has a directory.
         in_use = {*busy, *self._attempts}
         # A step that is being published may be seen before it survives a power cut: it replaces none yet.
@@ -349,7 +332,7 @@ class RunWriter(CheckpointWriter):
         problems: list[HoldfastError] = []
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
         reported = tuple(sorted({metric for each in candidates for metric in each.metrics})) if absent else ()
-        referrers = self._history.referrers((*catalog.committed, *catalog.lost))
+        referrers = self._run.history.referrers((*catalog.committed, *catalog.lost))
         own = {(name.step, name.generation) for name in catalog.living if name.generation == newest.generation}
         replaced = [
             name
@@ -365,7 +348,7 @@ class RunWriter(CheckpointWriter):
                 self._storage.write(newest.committed_path, seal(manifest))
             except HoldfastError:
                 self._has_swept = False  # It is tried again below, when something is removed, and after each save.
-        is_long = self._history.summary or len(catalog.committed) > FEW or len(self._history.opened) > FEW
+        is_long = self._run.history.summary or len(catalog.committed) > FEW or len(self._run.history.opened) > FEW
         removed: list[StepName] = []
         try:
             going = plan.remove
@@ -388,14 +371,18 @@ class RunWriter(CheckpointWriter):
             swept, left = self._sweep(catalog, referred | in_use)
             if not self._has_swept:
                 # Those of a summary are not looked into: there may be thousands.
-                stay = set(catalog.committed).difference(removed, self._history.believed, in_use - {newest})
-                left += renew_copies(self._storage, sorted(stay))
+                stay = set(catalog.committed).difference(removed, self._run.history.believed, in_use - {newest})
+                for name in sorted(stay):
+                    try:
+                        self._run.step(name).renew_copy()
+                    except HoldfastError as error:
+                        left.append(error)
             problems += left
             self._has_swept = not left
         if is_long:
             # Whether or not they are gone: some may be half removed.
             self._summarizer.update(catalog, plan.remove, newest.generation)
-        self._history.forget_all_but(set(catalog.committed) - set(removed))
+        self._run.history.forget_all_but(set(catalog.committed) - set(removed))
         return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, reported, catalog.lost)
 
     def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
@@ -404,13 +391,13 @@ class RunWriter(CheckpointWriter):
         return [
             KeptCandidate(name, name.step, facts.committed_at_unix_seconds, facts.metrics)
             for name in catalog.living
-            if (facts := self._history.known.get(name) or self._history.facts(name)) is not None
+            if (facts := self._run.history.known.get(name) or self._run.history.facts(name)) is not None
         ]
 
     def _find_wanted(self, name: StepName, metrics: Mapping[str, float]) -> Collection[StepName]:
         """Returns the steps that the policy will keep for their own sake when a save is committed."""
         now_seconds = time.time()
-        catalog = read_catalog(self._storage, self._history)
+        catalog = self._run.look()
         before = [known for known in self._list_candidates(catalog) if known.step < name.step]
         try:
             return self._keep.choose_kept([*before, KeptCandidate(name, name.step, now_seconds, metrics)], now_seconds)
@@ -425,14 +412,14 @@ class RunWriter(CheckpointWriter):
         for name in sorted(set(names), reverse=True):
             if name not in needed:
                 try:
-                    withdraw(self._storage, name)
+                    self._run.step(name).withdraw()
                     withdrawn.append(name)
                 except HoldfastError as error:
                     problems.append(error)
-                    needed |= self._history.kept_with(name)
+                    needed |= self._run.history.kept_with(name)
         if withdrawn and self.generation is not None:
             # A newer job may have begun since, and refer to them: it sees that they are gone, or is seen here.
-            check_fence(self._storage, self.generation)
+            self._run.check_fence(self.generation)
         removed: list[StepName] = []
         for name in reversed(withdrawn):
             try:
@@ -448,7 +435,7 @@ class RunWriter(CheckpointWriter):
         unfinished = [
             name for name in catalog.unfinished if newest is not None and name.generation <= newest and name not in kept
         ]
-        return sweep(self._storage, unfinished, catalog.trash, newest or 0)
+        return sweep(self._run, unfinished, catalog.trash, newest or 0)
 
 
 def make_debris_warning(name: StepName, error: HoldfastError) -> Warned:

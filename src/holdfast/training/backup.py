@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from holdfast.catalog import read_catalog, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.errors import DamageError, NotFoundError, SaveFailedError, UsageError
 from holdfast.format.records import Manifest
 from holdfast.restore.records import Restoration
@@ -59,10 +59,10 @@ def read_note(manifest: Manifest, url: str) -> tuple[int, int | None]:
 
 def check_newest(storage: Storage) -> None:
     """**Blocks.** Raises `UsageError` if the newest checkpoint is not a backup, before anything is restored from it."""
-    newest = read_catalog(storage).newest
+    newest = StoredRun(storage).look().newest
     if newest is not None:
         try:
-            manifest = read_manifest(storage, newest)
+            manifest = StoredRun(storage).step(newest).manifest()
         except (DamageError, NotFoundError):
             return  # Restoring passes it over, or fails with more to say.
         read_note(manifest, storage.url)

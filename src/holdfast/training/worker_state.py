@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 
 from holdfast.advice.hyperparameters import check_kept
 from holdfast.advice.resumption import EpochWatch
-from holdfast.catalog import find_lost, read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.checkpoint import Checkpoint, check_order, note_backup
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
@@ -136,8 +136,8 @@ class WorkerTrainingState:
         self._backups, self._listens = RecentBackups(), False
         try:
             loop = self._loop = self._make_loop(begin_anew=begin_anew)
-            catalog = read_catalog(self._storage)
-            is_empty = begin_anew or not (catalog.living or find_lost(self._storage, catalog))
+            catalog = StoredRun(self._storage).look()
+            is_empty = begin_anew or not (catalog.living or StoredRun(self._storage).find_lost(catalog))
         except BaseException as error:
             if self._loop is not None:
                 if self._loop.manager.participant is not None:

@@ -26,7 +26,7 @@ import holdfast as hf  # noqa: E402
 import preloaded  # noqa: E402
 from command_line import call, flip_bit  # noqa: E402
 from holdfast import errors  # noqa: E402
-from holdfast.catalog import read_catalog  # noqa: E402
+from holdfast.catalog import StoredRun  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.storage import LocalStorage  # noqa: E402
 from holdfast.testing.processes import Workers, python  # noqa: E402
@@ -93,7 +93,7 @@ def load(run: Any, state: dict[str, Any], **options: Any) -> hf.dcp.StorageReade
 
 
 def steps_of(run: Path) -> list[int]:
-    return [name.step for name in read_catalog(LocalStorage(run)).living]
+    return [name.step for name in StoredRun(LocalStorage(run)).look().living]
 
 
 def cause_of(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
@@ -232,7 +232,7 @@ def test_planners_that_cache_their_plans_write_each_step_anew(tmp_path: Path) ->
         back = {name: torch.zeros_like(value) if name != "step" else 0 for name, value in state.items()}
         load(tmp_path, back, step=number)
         assert str(back) == str(state)
-    assert load(tmp_path / read_catalog(LocalStorage(tmp_path)).living[0].directory, {"step": 0}).latest_step() == 0
+    assert load(tmp_path / StoredRun(LocalStorage(tmp_path)).look().living[0].directory, {"step": 0}).latest_step() == 0
 
 
 def test_the_newest_step_is_known_before_it_is_loaded(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_the_newest_step_is_known_before_it_is_loaded(tmp_path: Path) -> None:
     assert reader.latest_step() is None
     save(tmp_path, {"x": 1}, step=7)
     assert reader.latest_step() == 7
-    (tmp_path / read_catalog(LocalStorage(tmp_path)).living[0].manifest_path).unlink()
+    (tmp_path / StoredRun(LocalStorage(tmp_path)).look().living[0].manifest_path).unlink()
     with pytest.raises(errors.NoWholeCheckpointError):
         reader.latest_step()
 
@@ -341,7 +341,7 @@ def test_a_flipped_bit_is_named_and_an_older_step_is_loaded(tmp_path: Path) -> N
     writer = hf.dcp.StorageWriter(tmp_path)
     for number in (1.0, 2.0):
         dcp.save({"net": {"weight": torch.full((5000,), number)}}, storage_writer=writer)
-    newest = read_catalog(LocalStorage(tmp_path)).living[-1]
+    newest = StoredRun(LocalStorage(tmp_path)).look().living[-1]
     flip_bit(tmp_path / newest.directory / DATA, 4096 + 7000)
     back = {"net": {"weight": torch.zeros(5000)}}
     with pytest.raises(CheckpointException, match=rf"{DATA}.*tree/net/weight") as caught:
@@ -355,7 +355,7 @@ def test_a_step_with_damaged_records_is_passed_over(tmp_path: Path) -> None:
     writer = hf.dcp.StorageWriter(tmp_path)
     for number in (1, 2):
         dcp.save({"x": number}, storage_writer=writer)
-    newest = read_catalog(LocalStorage(tmp_path)).living[-1]
+    newest = StoredRun(LocalStorage(tmp_path)).look().living[-1]
     (tmp_path / newest.directory / "index-00000-of-00001.json").unlink()
     back = {"x": 0}
     with pytest.warns(UserWarning, match="step 1 is damaged and was skipped"):
@@ -420,6 +420,6 @@ def test_workers_are_killed_in_saves_and_others_load_them(tmp_path: Path) -> Non
     assert steps_of(tmp_path / "run") == [0, 1, 2]
     for run in ("run", "second"):
         storage = LocalStorage(tmp_path / run)
-        for name in read_catalog(storage).committed:
+        for name in StoredRun(storage).look().committed:
             assert not verify_data(storage, open_step(storage, name.directory, name))
     assert sorted(hf.load(tmp_path / "run")["app"]) == ["model", "name", "optimizer", "seen"]

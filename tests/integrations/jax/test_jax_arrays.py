@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 import holdfast as hf  # noqa: E402
 import preloaded  # noqa: E402
 from holdfast import errors  # noqa: E402
-from holdfast.catalog import read_catalog  # noqa: E402
+from holdfast.catalog import StoredRun  # noqa: E402
 from holdfast.format.records import ALONE, Worker  # noqa: E402
 from holdfast.integrations.jax.arrays import DTYPES, JaxSharder, fetch  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
@@ -420,7 +420,7 @@ def run_processes(count: int, mode: str, directory: Path) -> None:
 def test_two_processes_save_and_three_or_one_restore(tmp_path: Path) -> None:
     run_processes(2, "save", tmp_path)
     storage = LocalStorage(tmp_path / "run")
-    first, second = read_catalog(storage).living
+    first, second = StoredRun(storage).look().living
     opened = [open_step(storage, name.directory, name) for name in (first, second)]
     assert not any(verify_data(storage, step) for step in opened)
     # Of the second step nothing was written but what had changed.
@@ -437,7 +437,7 @@ def test_two_processes_save_and_three_or_one_restore(tmp_path: Path) -> None:
     assert checkpoint["host"].tolist() == [7] * 5
     assert checkpoint["free"]["rate"] == 7
     run_processes(3, "restore", tmp_path)
-    assert read_catalog(storage).living[-1].step == 3
+    assert StoredRun(storage).look().living[-1].step == 3
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 import preloaded
 from command_line import run_python
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.storage import LocalStorage
 
 pytest.importorskip("torch")
@@ -72,7 +72,7 @@ def test_a_signal_to_the_whole_group(tmp_path: Path, number: signal.Signals, met
         start_new_session=True,
     )
     assert ended.returncode == (130 if number is signal.SIGINT else 42), ended.stderr
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path / "run")).living] == [6]
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path / "run")).look().living] == [6]
     assert (tmp_path / "run-0").exists()
     assert (tmp_path / "run-1").exists()
 

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 import holdfast as hf  # noqa: E402
 import old_versions  # noqa: E402
 from holdfast import errors  # noqa: E402
-from holdfast.catalog import open_generation  # noqa: E402
+from holdfast.catalog import StoredRun  # noqa: E402
 from holdfast.format.names import StepName  # noqa: E402
 from holdfast.format.records import ALONE, Worker  # noqa: E402
 from holdfast.integrations.torch.meshes import find_boxes  # noqa: E402
@@ -121,7 +121,7 @@ def distribute(whole: Any, mesh: DeviceMesh, placements: Any) -> DTensor:
 
 def save_on_mesh(storage: Any, mesh_shape: tuple[int, ...], placements: Any, wholes: dict[str, Any]) -> None:
     world_size = math.prod(mesh_shape)
-    name = StepName(1, open_generation(storage))
+    name = StepName(1, StoredRun(storage).open_generation())
     receipts = []
     for rank in range(world_size):
         worker = Worker(rank, world_size)
@@ -171,7 +171,7 @@ def test_parts_on_a_mesh_that_are_made_anew_lie_as_they_lay() -> None:
         return DTensor.from_local(local, mesh, (Shard(0),), run_check=False, shape=shape, stride=strides)
 
     storage = MemoryStorage()
-    name, receipts = StepName(1, open_generation(storage)), []
+    name, receipts = StepName(1, StoredRun(storage).open_generation()), []
     for rank in range(2):
         with being(Worker(rank, 2)):
             receipts.append(save_part(storage, {"w": part_of(whole, rank, 2)}, name, Worker(rank, 2)))
@@ -265,7 +265,7 @@ def test_optimizer_state_has_the_names_of_a_module_left_gathered(
 ) -> None:
     old_versions.skip_without_fsdp_on_cpu()
     storage = MemoryStorage()
-    name = StepName(1, open_generation(storage))
+    name = StepName(1, StoredRun(storage).open_generation())
     with being(ALONE):
         objects = {"model": (model := divided()), "optimizer": (optimizer := torch.optim.AdamW(model.parameters()))}
         for parameter in model.parameters():

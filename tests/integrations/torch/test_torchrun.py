@@ -15,7 +15,7 @@ from safetensors.torch import load_file  # noqa: E402
 import holdfast as hf  # noqa: E402
 import old_versions  # noqa: E402
 import preloaded  # noqa: E402
-from holdfast.catalog import read_catalog  # noqa: E402
+from holdfast.catalog import StoredRun  # noqa: E402
 from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.storage import LocalStorage  # noqa: E402
 from holdfast.testing.processes import Workers, python  # noqa: E402
@@ -57,7 +57,7 @@ def test_a_job_is_killed_and_goes_on_as_any_other(job: str, tmp_path: Path) -> N
         begun = {record["begun"] for record in records if record.get("start") == "1"}
         assert begun in ({3}, {6})
     storage = LocalStorage(tmp_path / "run")
-    for name in read_catalog(storage).committed:
+    for name in StoredRun(storage).look().committed:
         assert not verify_data(storage, open_step(storage, name.directory, name))
     check_alone(tmp_path)
 

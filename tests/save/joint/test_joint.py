@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.cluster import AloneCluster, Cluster
 from holdfast.cluster.store import JoinedCluster
 from holdfast.errors import (
@@ -153,7 +153,7 @@ def test_what_all_have_saved_comes_back_to_all(tmp_path: Path, world_size: int, 
         assert manager.latest_step() == 6
 
     run_workers(world_size, restore)
-    assert read_catalog(storage).generation == 2
+    assert StoredRun(storage).look().generation == 2
     check_whole(tmp_path)
 
 
@@ -170,7 +170,7 @@ def test_another_number_of_workers_goes_on(tmp_path: Path) -> None:
 
     for world_size in (2, 3, 1, 4):
         run_workers(world_size, work)
-    assert read_catalog(LocalStorage(tmp_path)).living[-1].step == 4
+    assert StoredRun(LocalStorage(tmp_path)).look().living[-1].step == 4
     check_whole(tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_a_restored_step_is_an_older_one_on_all_alike(tmp_path: Path) -> None:
             assert manager.steps() == (1, 2, 3, 4)
 
     run_workers(3, work)
-    assert [str(name) for name in read_catalog(LocalStorage(tmp_path)).living][1:3] == [
+    assert [str(name) for name in StoredRun(LocalStorage(tmp_path)).look().living][1:3] == [
         "step 2 (generation 1)",
         "step 3 (generation 2)",
     ]
@@ -348,7 +348,7 @@ def test_a_dead_worker_ends_the_save_of_the_others(tmp_path: Path, victim: int) 
         manager.close()
 
     run_workers(3, work)
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).committed] == [1]
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path)).look().committed] == [1]
 
 
 def test_a_worker_that_leaves_is_not_waited_for(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_one_that_has_done_its_part_is_not_missed(tmp_path: Path) -> None:
     run_workers(2, work, engine)
     assert part_is_there.is_set()
     check_whole(tmp_path)
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).committed] == [1]
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path)).look().committed] == [1]
 
 
 class Link(MemoryEngine):
@@ -855,7 +855,7 @@ def test_an_older_job_can_commit_no_more(tmp_path: Path) -> None:
         manager.abandon()
 
     run_workers(2, older)
-    assert read_catalog(LocalStorage(tmp_path)).living[-1].step == 2
+    assert StoredRun(LocalStorage(tmp_path)).look().living[-1].step == 2
 
 
 # When to save.
@@ -990,7 +990,7 @@ def test_resumable_on_several_workers(tmp_path: Path, caplog: pytest.LogCaptureF
         return run.restored.step if run.restored else 0
 
     assert run_workers(2, work) == [0, 0]
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).living] == [4, 8, 10]
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path)).look().living] == [4, 8, 10]
     caplog.clear()
     assert run_workers(2, work) == [10, 10]
     check_whole(tmp_path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.cluster.protocol import Cluster
 from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.events import Diverged
@@ -188,7 +188,7 @@ def test_values_that_differ_from_the_beginning_fail_the_save_on_all(
             fail(manager, 5)
 
     run_workers(4, work, engine)
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).committed] == [3, 4]
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path)).look().committed] == [3, 4]
     assert not [key for key in engine.keys if "/save/" in key]
 
 
@@ -372,7 +372,7 @@ def test_leaves_that_differ_fail_the_save_on_all(
         manager.close()
 
     run_workers(4, work, engine)
-    catalog = read_catalog(LocalStorage(tmp_path))
+    catalog = StoredRun(LocalStorage(tmp_path)).look()
     assert [name.step for name in catalog.committed] == [2]
     assert not catalog.unfinished
     assert not [key for key in engine.keys if "/save/" in key]
@@ -478,7 +478,7 @@ def test_an_object_that_only_some_have_fails_the_save_on_all(
         manager.close()
 
     run_workers(4, work, engine)
-    assert [name.step for name in read_catalog(LocalStorage(tmp_path)).committed] == [2]
+    assert [name.step for name in StoredRun(LocalStorage(tmp_path)).look().committed] == [2]
     assert not [key for key in engine.keys if "/save/" in key]
 
 
@@ -555,7 +555,7 @@ def test_stages_of_a_pipeline_are_plain_arrays_with_own_names(tmp_path: Path, st
 
     run_workers(4, save)
     storage = LocalStorage(tmp_path)
-    name = read_catalog(storage).committed[-1]
+    name = StoredRun(storage).look().committed[-1]
     opened = open_step(storage, name.directory, name)
     assert not verify_data(storage, opened)
     run_workers(len(stages), restore)

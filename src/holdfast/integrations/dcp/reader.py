@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from holdfast.catalog import check_nothing_lost, exists, find_lost, read_catalog
+from holdfast.catalog import StoredRun, StoredStep
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NoWholeCheckpointError, UsageError
 from holdfast.format.codecs import Codec
 from holdfast.format.decoding import UNFILLED, Decoder, malformed
@@ -119,10 +119,10 @@ class StorageReader(dcp.StorageReader):
             StorageError: If the storage fails.
         """
         storage = self._locate()
-        if exists(storage, MANIFEST_NAME):
+        if StoredStep(storage, "").has(MANIFEST_NAME):
             return open_step(storage, "", None).name.step
-        check_nothing_lost(storage)
-        newest = read_catalog(storage).newest
+        StoredRun(storage).check_nothing_lost()
+        newest = StoredRun(storage).look().newest
         return None if newest is None else newest.step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -223,11 +223,11 @@ class StorageReader(dcp.StorageReader):
 
     def _open(self) -> _Opened:
         storage = self._locate()
-        if exists(storage, MANIFEST_NAME):
+        if StoredStep(storage, "").has(MANIFEST_NAME):
             return _Opened(storage, open_step(storage, "", None))
-        catalog = read_catalog(storage)
+        catalog = StoredRun(storage).look()
         damages: list[DamageError] = []
-        for name in choose_candidates(catalog, find_lost(storage, catalog), self.step, storage.url):
+        for name in choose_candidates(catalog, StoredRun(storage).find_lost(catalog), self.step, storage.url):
             try:
                 return _Opened(storage, open_step(storage, name.directory, name))
             except DamageError as damage:

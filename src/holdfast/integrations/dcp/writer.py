@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.futures import Future
 
-from holdfast.catalog import Catalog, read_catalog
+from holdfast.catalog import Catalog, StoredRun
 from holdfast.catalog.publish import Receipts
 from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.format.encoding import MAX_DEPTH, Encoder, unsupported
@@ -191,7 +191,7 @@ class StorageWriter(dcp.StorageWriter):
             StorageError: If the storage fails.
         """
         storage = self._open()
-        catalog = read_catalog(storage)
+        catalog = StoredRun(storage).look()
         if self._line is None:
             _check_no_run(storage, catalog)
             self._line = RunWriter(storage, self._keep, reuse_space=False)

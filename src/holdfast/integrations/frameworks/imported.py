@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.catalog import read_catalog, read_manifest
+from holdfast.catalog import StoredRun
 from holdfast.errors import DamageError, NotFoundError, UsageError
 from holdfast.events import Warned
 from holdfast.format.names import IMPORTED, IMPORTED_FROM
@@ -53,9 +53,9 @@ def find_import(
         UsageError: If it has a step, but no progress of that framework.
     """
     storage = open_storage(directory)
-    name = None if options.get("begin_anew") else max(read_catalog(storage).living, default=None)
+    name = None if options.get("begin_anew") else max(StoredRun(storage).look().living, default=None)
     try:
-        metadata = {} if name is None else read_manifest(storage, name).metadata
+        metadata = {} if name is None else StoredRun(storage).step(name).manifest().metadata
     except (DamageError, NotFoundError):
         return None  # The restore says so.
     kept = metadata.get(IMPORTED)

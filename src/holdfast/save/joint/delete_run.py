@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from holdfast.catalog import StoredRun
 from holdfast.catalog.deletion import Clearing, clear_run
 from holdfast.cluster import Cluster, open_cluster
 from holdfast.cluster.discover import Choice
@@ -64,7 +65,7 @@ class JointDelete:
                 raise peers.failures.make_error(msgspec.json.decode(told, type=Failure))
             return Clearing()
         try:
-            clearing = clear_run(storage, known_generation, keeps_files=keeps_files)
+            clearing = clear_run(StoredRun(storage), known_generation, keeps_files=keeps_files)
         except HoldfastError as error:
             self._tell(error)
             raise

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from holdfast.catalog import check_fence
+from holdfast.catalog import StoredRun
 from holdfast.catalog.publish import Receipts
 from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.polling import SOME_KEYS, poll
@@ -208,7 +208,7 @@ class JointRunWriter(CheckpointWriter):
         unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             # Another job that has begun to save meanwhile has removed it, for what a dead one had left.
-            check_fence(self._storage, name.generation)
+            StoredRun(self._storage).check_fence(name.generation)
             raise self._peers.failures.make_error(unseen)
         self._coverage.check(self._storage, name, [part.shards for part in parts], [part.values for part in parts])
         # Who has given up by now has said so, and who has not will wait for the result.

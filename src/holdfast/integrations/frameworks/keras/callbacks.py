@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import keras
 
-from holdfast.catalog import read_catalog
+from holdfast.catalog import StoredRun
 from holdfast.catalog.deletion import clear_run
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UsageError
@@ -121,7 +121,7 @@ class Resumable(keras.callbacks.Callback):
     def _keep_logs(self, callbacks: Any) -> None:
         """Keeps a log that would be started over, if training resumes."""
         loggers = [one for one in callbacks.callbacks if isinstance(one, keras.callbacks.CSVLogger) and not one.append]
-        if loggers and not self._options.get("begin_anew") and read_catalog(open_storage(self._directory)).living:
+        if loggers and not self._options.get("begin_anew") and StoredRun(open_storage(self._directory)).look().living:
             for logger in loggers:
                 logger.append = True
 
@@ -194,7 +194,7 @@ def _end(directory: str | os.PathLike[str], deletes: bool) -> None:
     if not deletes:
         return
     storage = open_storage(directory)
-    clearing = clear_run(storage, read_catalog(storage).generation)
+    clearing = clear_run(StoredRun(storage), StoredRun(storage).look().generation)
     for problem in clearing.problems:
         raise problem
 

@@ -19,7 +19,7 @@ from transformers import trainer as trainer_module
 
 import holdfast.training.run
 from holdfast.advice.hyperparameters import list_kept
-from holdfast.catalog import read_index
+from holdfast.catalog import StoredRun
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
@@ -196,7 +196,7 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         with CheckpointManager(self._directory, Checkpoint(trainer=progress), **given) as manager:
             if (found := manager.restore(step, only="trainer")) is None:
                 return None
-            self._stored = read_index(manager._storage, found.name.directory, found.manifest, 0).objects.keys()
+            self._stored = StoredRun(manager._storage).step(found.name).index(found.manifest, 0).objects.keys()
             return progress
 
     def _open_run(self, objects: dict[str, Any], imported: ImportedStart | None = None) -> Run:

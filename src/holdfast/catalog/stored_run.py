@@ -1,0 +1,350 @@
+"""A run on its storage: its generations, its steps, and who may add to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from holdfast.catalog.history import History, read_opening
+from holdfast.catalog.listing import Catalog, make_lost_error
+from holdfast.catalog.openers import describe_process, make_gone_error
+from holdfast.catalog.stored_step import StoredStep
+from holdfast.errors import DamageError, FencedError, FormatError, HoldfastError, NotFoundError, StorageError
+from holdfast.events.kinds import Committed, Retained
+from holdfast.events.sinks import JOURNAL_NAMES, decode_event
+from holdfast.format.digests import seal
+from holdfast.format.names import (
+    COMMITTED_NAME,
+    GENERATIONS_DIRECTORY,
+    MAX_GENERATION,
+    SPARE_NAME,
+    TRASH_PREFIX,
+    StepName,
+    base_path,
+    generation_path,
+    is_part,
+    parse_generation_file,
+    parse_step_directory,
+)
+from holdfast.format.records import Base, Opening, choose_living
+from holdfast.storage.protocol import Entry, Storage
+
+_MOST_LOOKS: Final = 30
+_MOST_JOURNAL_BYTES: Final = 64 << 20
+_FENCED_HINT: Final = "Only one job may save to a run. Stop this job, or give it its own directory."
+
+
+class StoredRun:
+    """A run on one storage. Not thread-safe: it remembers what it has read, as far as that never changes.
+
+    Each method that blocks raises `StorageError` if the storage fails.
+
+    Attributes:
+        storage: The storage.
+        history: What this object knows of the run from earlier looks.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.history = History(storage)
+
+    @property
+    def url(self) -> str:
+        """The location, as a person would write it."""
+        return self.storage.url
+
+    def step(self, name: StepName) -> StoredStep:
+        """**Pure.** Returns a step, which need not exist."""
+        return StoredStep(self.storage, name.directory, name)
+
+    def opening(self, generation: int) -> Opening:
+        """**Blocks.** Returns the record of the process that opened a generation; see `read_opening`."""
+        return read_opening(self.storage, generation)
+
+    def try_opening(self, generation: int) -> Opening | None:
+        """**Blocks.** Returns the record of the process that opened a generation; None if it cannot be read."""
+        try:
+            return self.opening(generation)
+        except HoldfastError:
+            return None
+
+    def look(self, *, closely: bool = False) -> Catalog:
+        """**Blocks.** Reads the run's root.
+
+        A step is committed if its directory contains a manifest; whether it is whole is for a reader to verify. To
+        avoid looking into thousands of directories, the newest generation's summary is trusted about old steps. Reading
+        such a step shows whether its manifest still exists.
+
+        A running job may commit a step that is not in the list of directories yet, and then remove one that is, before
+        that one is looked into. So if a directory has no manifest, and others have come since, all are looked at again.
+
+        Args:
+            closely: True to look into each directory, regardless of a summary.
+
+        Raises:
+            StorageError: If the storage cannot be read.
+        """
+        history, entries = self.history, self.storage.list("")
+        bases, faults = history.look(closely=closely)
+        for _ in range(_MOST_LOOKS):
+            committed, lost, unfinished = self._sort_steps(entries)
+            if not (lost or unfinished):
+                break
+            known, entries = {entry.name for entry in entries}, self.storage.list("")
+            if not any(entry.name not in known and parse_step_directory(entry.name) for entry in entries):
+                break
+        trash: list[str] = []
+        spare_bytes = None
+        for entry in entries:
+            if not entry.is_directory:
+                if entry.name == SPARE_NAME:
+                    spare_bytes = entry.size_bytes
+                continue
+            if entry.name.startswith(TRASH_PREFIX):
+                trash.append(entry.name)
+        living = choose_living(committed, bases)
+        if living and living[-1] in history.believed and not self.step(living[-1]).is_committed():
+            # No summary vouches for the newest step when it is written, so that others have been removed since.
+            return self.look(closely=True)
+        return Catalog(
+            committed=tuple(committed),
+            living=living,
+            unfinished=tuple(unfinished),
+            lost=tuple(lost),
+            trash=tuple(trash),
+            generation=max(
+                [*history.opened, *[name.generation for name in (*committed, *lost, *unfinished)]], default=0
+            ),
+            faults=tuple(faults),
+            spare_bytes=spare_bytes,
+            bases=bases,
+        )
+
+    def list_generations(self) -> list[int]:
+        """**Blocks.** Returns the numbers of all opened generations, in order."""
+        parsed = (parse_generation_file(entry.name) for entry in self.storage.list(GENERATIONS_DIRECTORY))
+        return sorted(generation for generation in parsed if generation is not None)
+
+    def open_generation(self, token: str = "", *, seen_generation: int | None = None) -> int:
+        """**Blocks.** Opens the next generation of the run and returns its number; from now on older ones are fenced.
+
+        A crash after this leaves a generation without a base, which saved nothing and does not change the lineage.
+
+        Args:
+            token: Random text that identifies the opener; empty for one made here.
+            seen_generation: The newest generation when this job chose where to resume from: no other job may have
+                opened a newer one since. None to open one regardless.
+
+        Raises:
+            FencedError: If another job has opened a newer one since. Then this job opens none, and fences no other.
+            StorageError: If the storage fails, or the run is gone.
+        """
+        names = filter(
+            None, (parse_step_directory(entry.name) for entry in self.storage.list("") if entry.is_directory)
+        )
+        generation = max([*self.list_generations(), *(name.generation for name in names)], default=0) + 1
+        if seen_generation is not None and generation <= seen_generation:
+            raise make_gone_error(self.url, seen_generation)
+        self.storage.make_directory(GENERATIONS_DIRECTORY)
+        for _ in range(1000):
+            # Looked at after the number was chosen: a job that opens one later than this look takes the same number,
+            # and then only one of the two gets it. So a job that slept here for hours cannot pass one that began
+            # meanwhile.
+            if seen_generation is not None:
+                self.check_unpassed(seen_generation, token)
+            if generation > MAX_GENERATION:
+                raise StorageError(
+                    f"{self.url}: no generation can follow {MAX_GENERATION}",
+                    path=GENERATIONS_DIRECTORY,
+                    hint="A file or directory there has a number that no job gave it; remove it.",
+                )
+            opening = Opening(generation=generation, **describe_process(token or os.urandom(16).hex()))
+            if self.storage.publish(generation_path(generation), seal(opening)):
+                return generation
+            generation += 1  # Another job took the number in the same moment.
+        raise StorageError(
+            f"{self.url}: other jobs took a thousand generations while this job tried to open one",
+            path=GENERATIONS_DIRECTORY,
+            hint="Many jobs write to this directory; give each run its own directory.",
+        )
+
+    def record_base(self, base: Base) -> None:
+        """**Blocks.** Records the checkpoint that a generation begins from.
+
+        Raises:
+            StorageError: If the storage fails, or the base of this generation was recorded before.
+        """
+        path = base_path(base.generation)
+        if not self.storage.publish(path, seal(base)):
+            raise StorageError(
+                f"{self.url}: generation {base.generation} already has a base",
+                path=path,
+                hint="The directory was changed by hand, or two jobs act as the same job.",
+            )
+
+    def check_fence(self, generation: int, opened: Sequence[int] | None = None) -> None:
+        """**Blocks.** Checks that no newer generation has been opened; `opened` are all of them, if they were just
+        listed.
+
+        Raises:
+            FencedError: If one has; the error names its opener.
+        """
+        newest = max(self.list_generations() if opened is None else opened, default=0)
+        if newest > generation:
+            by = name_opener(self.try_opening(newest))
+            raise FencedError(
+                f"{self.url}: generation {newest} was opened{by}; this job has generation {generation} and "
+                "can no longer save",
+                hint=_FENCED_HINT,
+            )
+
+    def check_in_place(self, generation: int, token: str) -> None:
+        """**Blocks.** Checks that the run is where this job has opened a generation of it, by the record of that.
+
+        A run that was moved, removed or unmounted is never made again: what is saved in its place would be found by no
+        one.
+
+        Raises:
+            StorageError: If the record is gone.
+            FencedError: If another job has begun a new run in its place.
+        """
+        try:
+            opening = self.opening(generation)
+        except NotFoundError as error:
+            raise make_gone_error(self.url, generation) from error
+        except DamageError:
+            return  # Of this job's or not: `check_fence` decides by the numbers.
+        if opening.token != token:
+            raise FencedError(
+                f"{self.url}: generation {generation} of this job was replaced by one that was opened"
+                f"{name_opener(opening)}",
+                hint=_FENCED_HINT,
+            )
+
+    def check_unpassed(self, seen_generation: int, token: str) -> None:
+        """**Blocks.** Checks that no other job has begun to save since this manager chose where to resume from.
+
+        Args:
+            seen_generation: The newest generation at that time.
+            token: The token of this manager's own generations, which do not count.
+
+        Raises:
+            FencedError: If one has; the error names it.
+        """
+        for newer in sorted(self.list_generations(), reverse=True):
+            if newer <= seen_generation:
+                return
+            opening = self.try_opening(newer)
+            if opening is None or opening.token != token:
+                raise FencedError(
+                    f"{self.url}: generation {newer} was opened{name_opener(opening)} after this job chose the "
+                    "step to continue from; the steps saved there would be lost",
+                    hint=_FENCED_HINT,
+                )
+
+    def find_lost(self, catalog: Catalog) -> tuple[StepName, ...]:
+        """**Blocks.** Returns the committed steps of the current lineage that have lost their manifests, in order of
+        step.
+
+        The file `committed` in a step's directory proves that it was committed. Older runs have no such file. There, a
+        step newer than all others with a manifest was committed if a generation began from it, or if the run's journal
+        of events says so: retention never removes the newest one.
+
+        Raises:
+            StorageError: If the storage cannot be read.
+        """
+        if not (catalog.lost or catalog.unfinished):
+            return ()
+        lost = set(choose_living((*catalog.committed, *catalog.lost), catalog.bases)) & set(catalog.lost)
+        newest_step = -1 if catalog.newest is None else catalog.newest.step
+        line = choose_living((*catalog.committed, *catalog.unfinished), catalog.bases)
+        newer = [name for name in line if name.step > newest_step and name in catalog.unfinished]
+        if newer:
+            known = {base.name for base in catalog.bases.values()}
+            journal = self._read_journal()
+            lost.update(
+                name
+                for name in newer
+                if (name in known or (name.step, name.generation) in journal)
+                and self.step(name).has_data()
+                and not self.step(name).is_committed()
+            )
+        return tuple(sorted(lost))
+
+    def find_journaled(self, catalog: Catalog) -> tuple[StepName, ...]:
+        """**Blocks.** Returns unfinished steps that the run's journal of events lists as committed, in order of step.
+
+        Most have lost their manifest and the file `committed` by hand. An interrupted removal leaves the same, so jobs
+        remove such steps, and the listing shows a person what they are.
+
+        Raises:
+            StorageError: If the storage cannot be read.
+        """
+        there = {(name.step, name.generation) for name in (*catalog.committed, *catalog.lost)}
+        unfinished = [name for name in catalog.unfinished if (name.step, name.generation) not in there]
+        journal = self._read_journal() if unfinished else ()
+        return tuple(
+            name
+            for name in sorted(unfinished)
+            if (name.step, name.generation) in journal and self.step(name).has_data()
+        )
+
+    def check_nothing_lost(self) -> None:
+        """**Blocks.** Checks that a run without any checkpoint to resume from has none because none was saved.
+
+        Raises:
+            NoWholeCheckpointError: If checkpoints were committed, but have lost their manifests.
+            StorageError: If the storage cannot be read.
+        """
+        catalog = self.look()
+        lost = () if catalog.living else self.find_lost(catalog)
+        if lost:
+            raise make_lost_error(lost, self.url)
+
+    def _read_journal(self) -> set[tuple[int, int]]:
+        """Returns the steps and generations in the run's journal, without those that were removed later.
+
+        Unreadable parts of it are ignored.
+        """
+        found: set[tuple[int, int]] = set()
+        for name in JOURNAL_NAMES:
+            with suppress(NotFoundError, DamageError):
+                for line in self.storage.read(name, _MOST_JOURNAL_BYTES).splitlines():
+                    if b'"committed"' not in line and b'"retained"' not in line:
+                        continue  # To decode them all would take long.
+                    with suppress(FormatError):
+                        event = decode_event(line)
+                        if isinstance(event, Committed):
+                            found.add((event.step, event.generation))
+                        elif isinstance(event, Retained):
+                            found = {one for one in found if one[0] not in event.removed}
+        return found
+
+    def _sort_steps(self, entries: Iterable[Entry]) -> tuple[list[StepName], list[StepName], list[StepName]]:
+        """Returns the steps of a run, in order: with a manifest, with a lost one, and those that never had one."""
+        committed: list[StepName] = []
+        lost: list[StepName] = []
+        unfinished: list[StepName] = []
+        # Older ones first: where one of two is removed once the other is committed, the other is seen.
+        for name in sorted(
+            name for entry in entries if entry.is_directory and (name := parse_step_directory(entry.name))
+        ):
+            step = self.step(name)
+            if name in self.history.believed or step.is_committed():
+                committed.append(name)
+            elif not step.has(COMMITTED_NAME):
+                unfinished.append(name)
+            elif step.is_committed():  # Since the first look.
+                committed.append(name)
+            else:
+                # A removal takes this file before the manifest. So if it is still there, the step is not being removed.
+                names = step.list_names()
+                (lost if COMMITTED_NAME in names and any(map(is_part, names)) else unfinished).append(name)
+        return committed, lost, unfinished
+
+
+def name_opener(opening: Opening | None) -> str:
+    """**Pure.** Names the opener of a generation, to follow "opened"; empty if it is not known."""
+    return "" if opening is None else f" by process {opening.process} on {opening.host}"
