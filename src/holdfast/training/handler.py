@@ -14,7 +14,7 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 from holdfast.advice.hyperparameters import check_kept
 from holdfast.advice.oversights import TrainingWatch
 from holdfast.advice.resumption import describe_resumption
-from holdfast.checkpoint import Checkpoint, backup_url, own_objects
+from holdfast.checkpoint import Checkpoint, objects_of
 from holdfast.errors import ClosedError, UsageError
 from holdfast.format.names import RUN_CALLS
 from holdfast.manager import CheckpointManager
@@ -106,7 +106,7 @@ class PreemptionCheckpointHandler:
         kept = check_kept(keep_current, manager.checkpoint.objects)
         self._has_save_fn = termination.save_fn is not None
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
-        if RUN_CALLS not in own_objects(manager.checkpoint):
+        if RUN_CALLS not in objects_of(manager.checkpoint).own:
             # Where there is a count already, something may have been trained that is not saved.
             self._guard.pause(None)
         self._guard.open()
@@ -426,7 +426,7 @@ def _restore(
     manager: CheckpointManager, strict: bool, keep_current: Iterable[str]
 ) -> tuple[RunCalls, Restoration | None]:
     """Adds the count to the saved objects, and restores unless the manager's objects are already live."""
-    own, earlier = own_objects(manager.checkpoint), manager.restored
+    own, earlier = objects_of(manager.checkpoint).own, manager.restored
     known = own.get(RUN_CALLS)
     if known is not None and not known.is_torn and (earlier is not None or known.counts_for(manager)):
         # Another handler of the same checkpoint has seen to it.
@@ -444,7 +444,7 @@ def _restore(
         return calls, earlier
     if manager.begin_anew:
         return calls, None
-    if url := backup_url(manager.checkpoint):
+    if url := objects_of(manager.checkpoint).backup_url:
         raise UsageError(
             f"the WorkerTrainingState of {url} has already restored these objects; the handler would overwrite "
             f"them with the newest step of {manager.url}",

@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from holdfast.advice.hyperparameters import check_kept
 from holdfast.advice.resumption import EpochWatch
 from holdfast.catalog import StoredRun
-from holdfast.checkpoint import Checkpoint, check_order, note_backup
+from holdfast.checkpoint import Checkpoint, check_order, objects_of
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, ClusterError, DeadlineError, SaveFailedError, StorageError, UsageError
@@ -260,7 +260,7 @@ class WorkerTrainingState:
         if damage is not None:
             raise damage
         restoration = None if self._begins_anew else manager.restore(strict=strict, keep_current=self._keep_current)
-        note_backup(self.checkpoint, self._storage.url)
+        objects_of(self.checkpoint).backup_url = self._storage.url
         self._begin_watch(may_predict=True)
         self._in_flight = None
         self._saved = self._began_from = None
