@@ -39,7 +39,6 @@ FOR_HOLDFAST: Final[dict[str, set[str]]] = {
     },
     "HoldfastCheckpointIO": {"save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"},
     **dict.fromkeys(("StorageWriter", "StorageReader"), DCP),
-    "storage": {"find_location", "local_directory", "pass_on_warnings"},
     "CheckpointManager": {"mark", "abandon"},
     "Job": {"freeze", "named_nodes", "stop_outputs", "stop_group", "has_stop_condition"},
     "MultiNodeCheckpointManager": {
@@ -110,7 +109,7 @@ def public_paths() -> dict[str, str]:
         # What `hf.jobs` has is shown as `hf.Job` where it is there too; `hf.accelerate.resumable` is another.
         names = set(hf.jobs.__all__) - set(hf.__all__) if module == "jobs" else exported(home)
         paths |= {f"hf.{module}.{name}": find(home, name) for name in names}
-    names = set(holdfast.storage.__all__) - FOR_HOLDFAST["storage"]
+    names = set(holdfast.storage.__all__)
     return paths | {f"holdfast.storage.{name}": find("holdfast.storage", name) for name in names}
 
 
