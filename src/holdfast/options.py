@@ -264,8 +264,7 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
 
 def look_into(storage: Storage) -> Catalog:
     """**Blocks.** Returns the content of a run's directory, which need not exist; `UsageError` if it is a file."""
-    place = storage.location
-    if place is not None and os.path.lexists(place) and not os.path.isdir(place):  # noqa: PTH112  It may not be readable.
+    if (place := storage.location) and os.path.lexists(place) and not os.path.isdir(place):  # noqa: PTH112
         raise UsageError(f"{storage.url} exists but is not a directory", hint="Pass the path of the run's directory.")
     return StoredRun(storage).look()
 

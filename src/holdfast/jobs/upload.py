@@ -57,9 +57,9 @@ class UploadTo(UploadTaskGroupBuilder):
     def build(self, epoch: int, checkpoint_manager: MultiNodeCheckpointManager) -> TaskGroup:
         """Returns one task, which copies."""
         group = TaskGroup("upload")
-        # A URL can be sent to another process; a storage that only this process has stays in it.
-        stores = (checkpoint_manager.storage, self._destination)
-        here, there = (one.url if one.traits.is_shared else one for one in stores)
+        # URLs can be sent to another process; a storage that only this process has stays in it.
+        ends = (checkpoint_manager.storage, self._destination)
+        here, there = (end.url if end.traits.is_shared else end for end in ends)
 
         def upload(workspace: Workspace) -> str:
             source, destination = open_storage(here), open_storage(there)

@@ -29,7 +29,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """What others have to know of a storage: it is asked of the storage, never of its class.
+    """The properties of a storage on which others depend: they are asked of the storage, never of its class.
 
     The defaults are those of a storage that promises nothing.
 
@@ -121,7 +121,7 @@ class Storage(Protocol):
 
     @property
     def traits(self) -> Traits:
-        """What others have to know of the storage; `hindrance` may be found later."""
+        """The properties on which others depend; the hindrance may be found later."""
 
     @property
     def location(self) -> Path | None:
