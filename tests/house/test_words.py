@@ -29,9 +29,15 @@ QUESTION = re.compile(
 CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`|\]\([^)]*\)|<!--.*?-->", re.DOTALL | re.MULTILINE)
 
 
+ANY = re.compile("|".join(f"(?:{pattern})" for pattern, _ in (*PRIVATE_WORDS, *BRITISH)), re.IGNORECASE)
+"""Most texts have none, which one pass shows."""
+
+
 def find_private_words(text: str) -> Iterator[str]:
     """Each offence with its line, and what to write instead."""
     plain = CODE.sub(lambda code: re.sub(r"[^\n]+", " ", code[0]), text)
+    if not ANY.search(plain):
+        return
     for pattern, better in (*PRIVATE_WORDS, *BRITISH):
         for match in re.finditer(pattern, plain, re.IGNORECASE):
             yield f"line {plain.count(chr(10), 0, match.start()) + 1}: {match[0]!r}: write: {better}"
