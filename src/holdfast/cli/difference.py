@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import zip_longest
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -37,7 +38,13 @@ class Norms:
     largest: float = 0.0
     nonfinite: int = 0
 
-    def add(self, numbers: Numbers) -> None:
+    def add(self, data: Bytes, dtype: str) -> Numbers:
+        """Adds the numbers of an array, and returns them."""
+        numbers = to_numbers(data, dtype)
+        self.add_numbers(numbers)
+        return numbers
+
+    def add_numbers(self, numbers: Numbers) -> None:
         """Adds numbers. Infinities and NaN are counted, and left out of the norm."""
         magnitudes = np.abs(numbers)
         finite = np.isfinite(magnitudes)
@@ -107,16 +114,13 @@ class LeafChange:
 def find_changed(a: Contents, b: Contents, select: Callable[[str], bool] | None) -> tuple[list[LeafChange], int]:
     """**Pure.** Compares arrays by their records alone. Returns those that differ, and the number of equal ones."""
     before, after = _signatures(a), _signatures(b)
+    leaves_a, leaves_b = a.leaves(), b.leaves()
     changes: list[LeafChange] = []
-    same = 0
-    for name in sorted(before.keys() | after.keys()):
-        if select is not None and not select(name):
+    names = [name for name in sorted(before.keys() | after.keys()) if select is None or select(name)]
+    for name in names:
+        if before.get(name) == after.get(name):
             continue
-        old, new = before.get(name), after.get(name)
-        if old == new:
-            same += 1
-            continue
-        leaf_a, leaf_b = old and old[0], new and new[0]
+        leaf_a, leaf_b = leaves_a.get(name), leaves_b.get(name)
         kind: ChangeKind = "changed"
         if leaf_a is None or leaf_b is None:
             kind = "added" if leaf_a is None else "removed"
@@ -125,22 +129,17 @@ def find_changed(a: Contents, b: Contents, select: Callable[[str], bool] | None)
         elif leaf_a.dtype != leaf_b.dtype:
             kind = "dtype"
         changes.append(LeafChange(name, kind, leaf_a, leaf_b))
-    return changes, same
+    return changes, len(names) - len(changes)
 
 
-_Signature: TypeAlias = tuple[StoredLeaf, frozenset[tuple[object, ...]]]
-
-
-def _signatures(contents: Contents) -> dict[str, _Signature]:
-    """Returns the type and shape of each leaf, and the digests of its boxes with the offsets of each box."""
-    spans: dict[str, set[tuple[object, ...]]] = {}
-    forms: dict[str, StoredLeaf] = {}
+def _signatures(contents: Contents) -> dict[str, set[tuple[object, ...]]]:
+    """Returns for each leaf its type and shape, and of each of its boxes the offsets and the digests."""
+    signatures: dict[str, set[tuple[object, ...]]] = {}
     for index in contents.opened.indexes:
         for stored in index.stored_boxes():
-            forms[stored.leaf] = StoredLeaf(stored.dtype, stored.global_shape)
-            box = (stored.box.offsets, stored.box.shape, index.span_bytes, stored.record.spans)
-            spans.setdefault(stored.leaf, set()).add(box)
-    return {name: (form, frozenset(spans[name])) for name, form in forms.items()}
+            form = (stored.dtype, stored.global_shape, stored.box.offsets, stored.box.shape)
+            signatures.setdefault(stored.leaf, set()).add((*form, index.span_bytes, stored.record.spans))
+    return signatures
 
 
 def measure(changes: Sequence[LeafChange], a: LeafReader, b: LeafReader) -> Iterator[LeafChange | None]:
@@ -152,18 +151,14 @@ def measure(changes: Sequence[LeafChange], a: LeafReader, b: LeafReader) -> Iter
         DamageError: If bytes are not what was written.
         StorageError: If a place fails.
     """
-    pieces_a = a.stream(_cut([one.name for one in changes if one.a is not None], a))
-    pieces_b = b.stream(_cut([one.name for one in changes if one.b is not None], b))
+    pieces_a = a.stream(extent for one in changes for extent in _cut(one.name, one.a))
+    pieces_b = b.stream(extent for one in changes for extent in _cut(one.name, one.b))
     for change in changes:
         yield _measure_one(change, pieces_a, pieces_b)
 
 
-def _cut(names: Sequence[str], reader: LeafReader) -> Iterator[Extent]:
-    for name in names:
-        yield from _chunks(name, reader.leaves[name].elements)
-
-
-def _chunks(name: str, elements: int) -> Iterator[Extent]:
+def _cut(name: str, leaf: StoredLeaf | None) -> Iterator[Extent]:
+    elements = leaf.elements if leaf is not None else 0
     for begin in range(0, elements, _CHUNK_ELEMENTS):
         yield Extent(name, begin, min(begin + _CHUNK_ELEMENTS, elements))
 
@@ -173,32 +168,23 @@ def _measure_one(
 ) -> LeafChange | None:
     norm_a = Norms() if change.a is not None and is_numeric(change.a.dtype) else None
     norm_b = Norms() if change.b is not None and is_numeric(change.b.dtype) else None
-    if change.a is None or change.b is None or change.kind == "shape":
-        for leaf, pieces, norms in ((change.a, pieces_a, norm_a), (change.b, pieces_b, norm_b)):
-            for _ in _chunks(change.name, leaf.elements) if leaf is not None else ():
-                data = np.frombuffer(next(pieces), np.uint8)
-                if norms is not None and leaf is not None:
-                    norms.add(to_numbers(data, leaf.dtype))
-        return LeafChange(change.name, change.kind, change.a, change.b, None, norm_a, norm_b)
+    have_same_shape = change.kind in ("changed", "dtype")
+    difference = Norms() if have_same_shape and norm_a is not None and norm_b is not None else None
     changed = 0
-    difference = Norms() if norm_a is not None and norm_b is not None else None
-    for _ in _chunks(change.name, change.a.elements):
-        data_a, data_b = np.frombuffer(next(pieces_a), np.uint8), np.frombuffer(next(pieces_b), np.uint8)
-        if change.kind == "changed":
+    for extent_a, extent_b in zip_longest(_cut(change.name, change.a), _cut(change.name, change.b)):
+        data_a = np.frombuffer(next(pieces_a) if extent_a else b"", np.uint8)
+        data_b = np.frombuffer(next(pieces_b) if extent_b else b"", np.uint8)
+        if change.kind == "changed" and change.a is not None:
             changed += _count_changed(data_a, data_b, ITEM_BYTES[change.a.dtype])
-        numbers_a = to_numbers(data_a, change.a.dtype) if norm_a is not None else None
-        numbers_b = to_numbers(data_b, change.b.dtype) if norm_b is not None else None
-        if norm_a is not None and numbers_a is not None:
-            norm_a.add(numbers_a)
-        if norm_b is not None and numbers_b is not None:
-            norm_b.add(numbers_b)
+        numbers_a = norm_a.add(data_a, change.a.dtype) if norm_a is not None and change.a is not None else None
+        numbers_b = norm_b.add(data_b, change.b.dtype) if norm_b is not None and change.b is not None else None
         if difference is not None and numbers_a is not None and numbers_b is not None:
             with np.errstate(invalid="ignore", over="ignore"):
-                difference.add(numbers_b - numbers_a)
+                difference.add_numbers(numbers_b - numbers_a)
     if change.kind == "changed" and changed == 0:
         return None
     count = changed if change.kind == "changed" else None
-    return LeafChange(change.name, change.kind, change.a, change.b, count, norm_a, norm_b, difference)
+    return replace(change, changed_elements=count, norm_a=norm_a, norm_b=norm_b, norm_difference=difference)
 
 
 def _count_changed(a: Bytes, b: Bytes, item_bytes: int) -> int:

@@ -126,7 +126,7 @@ class Report:
         self._verb = verb
         self.is_json = as_json
         self._screen = Screen(sys.stdout)
-        self._notes = Screen(sys.stderr)
+        self._notes = Screen(sys.stderr) if sys.stderr is not None else None
         self.is_page = self._screen.is_terminal and not as_json
         self.has_symbols = self._screen.has_symbols
         self.fields: dict[str, Any] = {}
@@ -145,8 +145,8 @@ class Report:
 
     def note(self, *words: Words) -> None:
         """Writes a line to the error stream, so that a pipe gets the facts alone."""
-        if not self.is_json:
-            sys.stdout.flush()
+        sys.stdout.flush()
+        if self._notes is not None and not self.is_json:
             self._notes.say(*words)
 
     def facts(self, facts: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from holdfast.catalog import Catalog, StoredRun, StoredStep, make_lost_error
 from holdfast.catalog.survey import State, checkpoint_bytes
+from holdfast.convert.leaf_stream import StoredLeaf
 from holdfast.errors import (
     DamageError,
     NoCheckpointError,
@@ -18,7 +19,6 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.format.dtypes import array_bytes
 from holdfast.format.index import StoredBox
 from holdfast.format.names import (
     COMMITTED_NAME,
@@ -315,13 +315,9 @@ class Contents:
             arrays += (Array(stored, *place) for stored, place in zip(index.stored_boxes(), places, strict=True))
         return [array for array in arrays if select is None or select(array.stored.leaf)]
 
-    def leaves(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """Returns the type, shape and size of each leaf, in the order in which the files list them."""
-        leaves: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        for stored, _, _ in self.arrays():
-            dtype, shape = stored.dtype, stored.global_shape
-            leaves.setdefault(stored.leaf, (dtype, shape, array_bytes(dtype, shape)))
-        return leaves
+    def leaves(self) -> dict[str, StoredLeaf]:
+        """Returns the type and shape of each leaf, in the order in which the files list them."""
+        return {stored.leaf: StoredLeaf(stored.dtype, stored.global_shape) for stored, _, _ in self.arrays()}
 
     def values(self, select: Callable[[str], bool] | None = None) -> dict[str, Node]:
         """The selected nodes, by their path; all objects by default."""
@@ -330,8 +326,8 @@ class Contents:
     def sizes(self) -> dict[str, dict[str, int]]:
         """For each object the size of each of its leaves."""
         sizes: dict[str, dict[str, int]] = {name: {} for name in self.objects}
-        for leaf, (_, _, size_bytes) in self.leaves().items():
-            sizes.setdefault(leaf.partition("/")[0], {})[leaf] = size_bytes
+        for name, leaf in self.leaves().items():
+            sizes.setdefault(name.partition("/")[0], {})[name] = leaf.size_bytes
         return sizes
 
 

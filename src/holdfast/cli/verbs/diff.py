@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -14,7 +13,7 @@ from holdfast.catalog import StoredRun
 from holdfast.cli.difference import WINDOW_BYTES, LeafChange, ValueChange, compare_values, find_changed, measure
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import COUNT, NAME, SIZE, TIME, Column, Kind, Report, name_fields, time_fields, verb
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, byte_progress, counted, shape_text, share_text
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, counted, shape_text, share_text, show_progress
 from holdfast.cli.target import Contents, Heading, RunTarget, find_target, read_checkpoint
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.errors import DamageError, NoCheckpointError, StorageError, UsageError
@@ -116,12 +115,10 @@ def _open(place: str) -> _Side:
 
 def _measure(sides: Sequence[_Side], changes: Sequence[LeafChange]) -> Iterator[LeafChange | None]:
     size_bytes = sum(leaf.size_bytes for one in changes for leaf in (one.a, one.b) if leaf is not None)
-    with byte_progress(sys.stderr, "comparing") as bar:
-        if bar is not None:
-            bar.expect(size_bytes)
-        advance = bar.advance if bar is not None else None
+    with show_progress("comparing") as bar:
+        bar.expect(size_bytes)
         readers = [
-            LeafReader(target.storage, contents.opened, target.beside, window_bytes=WINDOW_BYTES, advance=advance)
+            LeafReader(target.storage, contents.opened, target.beside, window_bytes=WINDOW_BYTES, advance=bar.advance)
             for target, _, contents in sides
         ]
         with closing(readers[0]), closing(readers[1]):

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from holdfast.catalog.survey import checkpoint_bytes
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli.exit_codes import ExitCode, ending_on
 from holdfast.cli.report import Column, Report, verb
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, STRONG, figure_text, parse_seconds, parse_size
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, STRONG, figure_text, parse_seconds, parse_size, show_progress
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.events.kinds import size_text, span_text, time_text
 from holdfast.manager import CheckpointManager
@@ -108,12 +107,16 @@ def command(report: Report, directory: str | None, size: int | None, mtbf: float
     step, size_bytes, has_checkpoint = _find_size(storage, size)
     # The trial's own saves are no business of the person's: what ends them comes back as an error.
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
-    with ending_on(signal.SIGTERM, signal.SIGHUP), _progress() as label, _scratch(Path(storage.url)) as scratch:
+    with (
+        ending_on(signal.SIGTERM, signal.SIGHUP),
+        show_progress("", counts_bytes=False) as bar,
+        _scratch(Path(storage.url)) as scratch,
+    ):
         examined = Examination(LocalStorage(scratch), size_bytes)
-        label("looking at the file system")
+        bar.label("looking at the file system")
         examined.look(has_checkpoint=has_checkpoint)
         if examined.can_commit:
-            examined.measure(label)
+            examined.measure(bar.label)
             examined.advise(mtbf or DEFAULT_MTBF_SECONDS)
     is_fit = are_fit(examined.findings)
     report.fields = {
@@ -464,18 +467,3 @@ def _show_costs(report: Report, examined: Examination, step: int | None) -> None
     report.line("  ", _WHY[examined.bound].format(young=time_text(figures["young_seconds"])))
     lost, failure = f"{100 * figures['lost_share']:.2g} %", time_text(figures["per_failure_seconds"])
     report.line(f"  Saves and failures then take {lost} of the time, and one failure costs {failure}.")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows on the error stream what is being done, if that is a terminal; gone afterwards."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn
-
-    columns = (SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("")
-        yield lambda text: progress.update(task, description=text, refresh=True)

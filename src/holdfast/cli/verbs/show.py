@@ -31,6 +31,7 @@ from holdfast.cli.screen import (
     shortened,
 )
 from holdfast.cli.target import Array, Contents, Heading, RunTarget, find_target, read_checkpoint
+from holdfast.convert.leaf_stream import StoredLeaf
 from holdfast.errors import DamageError, UsageError
 from holdfast.events import WitnessAgreed, WitnessDiffers, read_events
 from holdfast.format.names import data_name, index_name, join
@@ -183,9 +184,11 @@ _FIGURE_TEXT: Final = Kind(str, str, True)
 
 def _show_tree(report: Report, contents: Contents, depth: int) -> None:
     """Shows where the bytes are: the objects as a tree."""
-    objects, sizes, forms = contents.objects, contents.sizes(), contents.leaves()
-    total_bytes = sum(sum(leaves.values()) for leaves in sizes.values())
-    lines = [line for name, leaves in sizes.items() for line in list_tree(grow_tree(name, leaves.items()), depth)]
+    objects, leaves = contents.objects, contents.leaves()
+    total_bytes = sum(leaf.size_bytes for leaf in leaves.values())
+    lines = [
+        line for name, sizes in contents.sizes().items() for line in list_tree(grow_tree(name, sizes.items()), depth)
+    ]
 
     def label(line: Line) -> Words:
         style = STRONG if line.depth == 0 else FAINT if line.label.startswith("(") else PLAIN
@@ -196,8 +199,8 @@ def _show_tree(report: Report, contents: Contents, depth: int) -> None:
         Column("arrays", lambda line: line.leaves or None, COUNT),
         Column("size", lambda line: line.size_bytes if line.leaves else None, SIZE),
         Column("share", lambda line: share_text(line.size_bytes, total_bytes), _FIGURE_TEXT, style=FAINT),
-        Column("dtype", lambda line: (found := forms.get(line.leaf)) and found[0], style=FAINT),
-        Column("shape", lambda line: (found := forms.get(line.leaf)) and shape_text(found[1]), style=FAINT),
+        Column("dtype", lambda line: leaves[line.leaf].dtype if line.leaf else None, style=FAINT),
+        Column("shape", lambda line: shape_text(leaves[line.leaf].shape) if line.leaf else None, style=FAINT),
         Column(
             "other values",
             lambda line: _values_text(objects.get(line.label), line.leaves > 0) if line.depth == 0 else "",
@@ -210,15 +213,15 @@ def _show_tree(report: Report, contents: Contents, depth: int) -> None:
 
 
 def _show_largest(report: Report, contents: Contents, largest: int) -> None:
-    leaves = sorted(contents.leaves().items(), key=lambda leaf: -leaf[1][2])
+    leaves = sorted(contents.leaves().items(), key=lambda leaf: -leaf[1].size_bytes)
     if not largest or not leaves:
         return
     title = "array" if len(leaves) <= largest else f"largest of {len(leaves)} arrays"
-    columns: list[Column[tuple[str, tuple[str, tuple[int, ...], int]]]] = [
+    columns: list[Column[tuple[str, StoredLeaf]]] = [
         Column(title, lambda leaf: leaf[0], plain=title.upper()),
-        Column("dtype", lambda leaf: leaf[1][0]),
-        Column("shape", lambda leaf: shape_text(leaf[1][1])),
-        Column("size", lambda leaf: leaf[1][2], SIZE),
+        Column("dtype", lambda leaf: leaf[1].dtype),
+        Column("shape", lambda leaf: shape_text(leaf[1].shape)),
+        Column("size", lambda leaf: leaf[1].size_bytes, SIZE),
     ]
     report.line()
     report.table(columns, leaves[:largest])
