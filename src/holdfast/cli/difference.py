@@ -8,23 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import zip_longest
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.cli.target import Contents
 from holdfast.convert.leaf_stream import Extent, LeafReader, StoredLeaf
-from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.dtypes import ITEM_BYTES, is_numeric, to_numbers
 from holdfast.format.encoding import MAX_DEPTH
 from holdfast.format.nodes import SHOWN_ELEMENTS, describe, find_array, is_sequence, list_children
 from holdfast.format.scalars import Node
 
+if TYPE_CHECKING:
+    from holdfast.format.dtypes import Bytes, Numbers
+
 ChangeKind: TypeAlias = Literal["changed", "added", "removed", "dtype", "shape"]
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-Numbers: TypeAlias = npt.NDArray[np.float64] | npt.NDArray[np.complex128]
 
 WINDOW_BYTES: Final = 8 << 20
 _CHUNK_ELEMENTS: Final = WINDOW_BYTES // max(ITEM_BYTES.values())
@@ -92,23 +91,6 @@ class LeafChange:
         before = self.norm_a.norm if self.norm_a else None
         difference = self.norm_difference.norm if self.norm_difference else None
         return difference / before if before and difference is not None else None
-
-    def fields(self) -> dict[str, Any]:
-        """**Pure.** The change in a JSON document."""
-        return {
-            "name": self.name,
-            "change": self.kind,
-            "a": None if self.a is None else {"dtype": self.a.dtype, "shape": list(self.a.shape)},
-            "b": None if self.b is None else {"dtype": self.b.dtype, "shape": list(self.b.shape)},
-            "changed_elements": self.changed_elements,
-            "norm_a": self.norm_a.norm if self.norm_a else None,
-            "norm_b": self.norm_b.norm if self.norm_b else None,
-            "norm_difference": self.norm_difference.norm if self.norm_difference else None,
-            "relative_difference": self.relative,
-            "largest_difference": self.norm_difference.largest if self.norm_difference else None,
-            "nonfinite_a": self.norm_a.nonfinite if self.norm_a else None,
-            "nonfinite_b": self.norm_b.nonfinite if self.norm_b else None,
-        }
 
 
 def find_changed(a: Contents, b: Contents, select: Callable[[str], bool] | None) -> tuple[list[LeafChange], int]:
@@ -192,68 +174,6 @@ def _count_changed(a: Bytes, b: Bytes, item_bytes: int) -> int:
         whole = np.dtype(f"u{item_bytes}")
         return int(np.count_nonzero(a.view(whole) != b.view(whole)))
     return int(np.count_nonzero((a != b).reshape(-1, item_bytes).any(axis=1)))
-
-
-_PLAIN: Final = {
-    "BOOL": "u1",
-    "U8": "u1",
-    "I8": "i1",
-    "I16": "i2",
-    "U16": "u2",
-    "F16": "f2",
-    "I32": "i4",
-    "U32": "u4",
-    "F32": "f4",
-    "F64": "f8",
-    "I64": "i8",
-    "U64": "u8",
-}
-_COMPLEX: Final = {"C64": "c8", "complex128": "c16"}
-_EIGHT_BITS: Final = {
-    # Bits of the exponent, bits of the fraction, the exponent's bias, and the codes of NaN and of infinity.
-    "F8_E5M2": (5, 2, 15, range(0x7D, 0x80), 0x7C),
-    "F8_E4M3": (4, 3, 7, range(0x7F, 0x80), None),
-    "F8_E5M2FNUZ": (5, 2, 16, range(0), None),
-    "F8_E4M3FNUZ": (4, 3, 8, range(0), None),
-    "F8_E8M0": (8, 0, 127, range(0), None),
-}
-
-
-def is_numeric(dtype: str) -> bool:
-    """**Pure.** True if `to_numbers` can convert elements of this type."""
-    return dtype in _PLAIN or dtype in _COMPLEX or dtype in _EIGHT_BITS or dtype == "BF16"
-
-
-def to_numbers(data: Bytes, dtype: str) -> Numbers:
-    """**Pure.** Converts bytes to float64 or complex128; `is_numeric(dtype)` must be true."""
-    with np.errstate(invalid="ignore"):  # A NaN that signals is a NaN.
-        if dtype in _COMPLEX:
-            return data.view(np.dtype(_COMPLEX[dtype])).astype(np.complex128)
-        if dtype == "BF16":
-            wide = data.view(np.uint16).astype(np.uint32) << np.uint32(16)
-            return wide.view(np.float32).astype(np.float64)
-        if dtype in _EIGHT_BITS:
-            return _eight_bit_table(dtype)[data]
-        return data.view(np.dtype(_PLAIN[dtype])).astype(np.float64)
-
-
-@cache
-def _eight_bit_table(dtype: str) -> npt.NDArray[np.float64]:
-    exponent_bits, fraction_bits, bias, nans, infinity = _EIGHT_BITS[dtype]
-    table = np.zeros(256)
-    for code in range(256):
-        sign = -1.0 if code >> (exponent_bits + fraction_bits) else 1.0
-        magnitude = code & ((1 << (exponent_bits + fraction_bits)) - 1)
-        exponent, fraction = magnitude >> fraction_bits, magnitude & ((1 << fraction_bits) - 1)
-        # Without bits of a fraction there is no number below the smallest exponent, nor a sign.
-        is_normal = exponent > 0 or fraction_bits == 0
-        value = (is_normal + fraction / (1 << fraction_bits)) * 2.0 ** (max(exponent, int(not is_normal)) - bias)
-        if magnitude in nans or (dtype.endswith("FNUZ") and code == 0x80) or (dtype == "F8_E8M0" and code == 0xFF):
-            value = math.nan
-        elif infinity is not None and magnitude == infinity:
-            value = math.inf
-        table[code] = sign * value
-    return table
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -47,8 +47,9 @@ TEXT: Final = Kind(str, str)
 NAME: Final = Kind(str, unspaced)
 """Text that may hold spaces: other programs split the lines of a table at spaces."""
 COUNT: Final = Kind(str, str, True)
+SHARE: Final = Kind(str, str, True)
 SIZE: Final = Kind(size_text, str, True)
-TIME: Final = Kind(lambda seconds: when_text(seconds, time.time()), lambda seconds: iso_text(seconds) or "-")
+TIME: Final = Kind(when_text, lambda unix_seconds: iso_text(unix_seconds) or "-")
 FIGURE: Final = Kind(figure_text, figure_text, True)
 
 
@@ -96,6 +97,11 @@ class Column(Generic[Row]):
         if self.mark and on_page:
             text = f"{text} {self.mark(row) or ' '}"
         return text, style
+
+
+def text_columns(*titles: str) -> list[Column[Sequence[Words]]]:
+    """**Pure.** The columns of rows that are texts already."""
+    return [Column(title, operator.itemgetter(place)) for place, title in enumerate(titles)]
 
 
 def split_style(fact: Any, style: str = PLAIN) -> tuple[Any, str]:
@@ -151,11 +157,8 @@ class Report:
 
     def facts(self, facts: Mapping[str, str]) -> None:
         """Writes each text after its label, without those that are empty."""
-        columns: list[Column[tuple[str, str]]] = [
-            Column("", lambda fact: fact[0], style=FAINT),
-            Column("", lambda fact: fact[1]),
-        ]
-        self.table(columns, [fact for fact in facts.items() if fact[1]], indent=2)
+        rows: list[list[Words]] = [[(label, FAINT), text] for label, text in facts.items() if text]
+        self.table(text_columns("", ""), rows, indent=2)
 
     def table(self, columns: Sequence[Column[Row]], rows: Sequence[Row], *, indent: int = 0) -> None:
         """Writes a table. A page names the columns that it has no room for below it."""

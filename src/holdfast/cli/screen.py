@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -77,7 +78,7 @@ class Screen:
 
         A row is always one line: its path stays in one piece and can be copied, and the terminal goes on below it.
         """
-        measure = terminal_width if self.is_terminal else _length
+        measure = terminal_width if self.is_terminal else lambda words: len(_text(words))
         lines = [*([[(title, FAINT) for title in titles]] if any(titles) else []), *rows]
         widths = [max((measure(line[place]) for line in lines), default=0) for place in range(len(titles))]
         for line in lines:
@@ -93,10 +94,6 @@ def terminal_width(words: Words) -> int:
     from rich.cells import cell_len
 
     return cell_len(_text(words))
-
-
-def _length(words: Words) -> int:
-    return len(_text(words))
 
 
 def write_json(stream: TextIO, verb: str | None, fields: dict[str, Any]) -> None:
@@ -195,11 +192,6 @@ def unspaced(text: str) -> str:
     return text.replace(" ", "_")
 
 
-def shortened(text: str, limit: int) -> str:
-    """**Pure.** Text of at most so many characters; what was cut is an ellipsis."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
 def age_text(age_seconds: float) -> str:
     """**Pure.** How long ago something was, such as `3 min ago`."""
     if age_seconds < -60:
@@ -210,11 +202,9 @@ def age_text(age_seconds: float) -> str:
 _LONG_AGO_SECONDS: Final = 2 * 86400
 
 
-def when_text(unix_seconds: float | None, now_unix_seconds: float) -> str:
-    """How long ago it was if that is less than two days, else the day and the minute; `-` where there is no time."""
-    if unix_seconds is None:
-        return "-"
-    age_seconds = now_unix_seconds - unix_seconds
+def when_text(unix_seconds: float) -> str:
+    """How long ago it was if that is less than two days, else the day and the minute."""
+    age_seconds = time.time() - unix_seconds
     if -60 <= age_seconds < _LONG_AGO_SECONDS:
         return age_text(age_seconds)
     return local_time_text(unix_seconds)[:16]

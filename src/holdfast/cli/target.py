@@ -30,7 +30,6 @@ from holdfast.format.names import (
     is_own_file,
     parse_step_directory,
 )
-from holdfast.format.nodes import find_nodes
 from holdfast.format.records import Manifest
 from holdfast.format.scalars import Node
 from holdfast.restore.records import OpenedStep
@@ -148,13 +147,10 @@ def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
 
 def _split(text: str) -> tuple[str, int | None]:
     location, at, step = text.rpartition("@")
-    if not at or not location or not _is_step(step) or _exists(text):
+    is_step = step.isascii() and step.isdigit() and len(step) <= _MAX_STEP_DIGITS
+    if not at or not location or not is_step or _exists(text):
         return text, None
     return location, int(step)
-
-
-def _is_step(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _MAX_STEP_DIGITS
 
 
 def _exists(location: str) -> bool:
@@ -293,7 +289,6 @@ def _read_heading(target: RunTarget) -> Heading | None:
 class Contents:
     """The records of one checkpoint."""
 
-    heading: Heading
     opened: OpenedStep
 
     @property
@@ -319,10 +314,6 @@ class Contents:
         """Returns the type and shape of each leaf, in the order in which the files list them."""
         return {stored.leaf: StoredLeaf(stored.dtype, stored.global_shape) for stored, _, _ in self.arrays()}
 
-    def values(self, select: Callable[[str], bool] | None = None) -> dict[str, Node]:
-        """The selected nodes, by their path; all objects by default."""
-        return dict(find_nodes(self.objects, select))
-
     def sizes(self) -> dict[str, dict[str, int]]:
         """For each object the size of each of its leaves."""
         sizes: dict[str, dict[str, int]] = {name: {} for name in self.objects}
@@ -343,7 +334,7 @@ def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]
         if heading is None:
             continue
         try:
-            return heading, Contents(heading, open_step(target.storage, heading.directory, heading.expected))
+            return heading, Contents(open_step(target.storage, heading.directory, heading.expected))
         except DamageError as damage:
             if heading.expected is None or StoredRun(target.storage).step(heading.expected).is_committed():
                 return heading, damage

@@ -10,7 +10,6 @@ from typing import Final
 import click
 from msgspec import structs
 
-from holdfast.cli.exit_codes import ending_on
 from holdfast.cli.report import Report, name_fields, verb
 from holdfast.cli.screen import FAINT, counted, parse_size, show_progress
 from holdfast.cli.target import choose_step, find_target
@@ -18,6 +17,7 @@ from holdfast.convert.exporter import FILE_BYTES, ExportOptions, export_chosen, 
 from holdfast.convert.importer import import_checkpoint
 from holdfast.errors import DamageError, UsageError
 from holdfast.events.kinds import time_text
+from holdfast.process.exit import ending_on
 
 _SHOWN: Final = 20
 
