@@ -112,7 +112,7 @@ BUDGETS = {
     # Modules, optimizers, tensors, meshes, loaders.
     "integrations/torch": 3526,
     # Jobs of several tasks, and those of torchrun.
-    "jobs": 3415,
+    "jobs": 3416,
     # Saving and retention, as pure functions.
     "policies": 623,
     # Notices, the agreement of workers, the last save.
@@ -122,13 +122,13 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2196,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5636,
+    "save": 5650,
     # A tree of objects taken apart, captured, and matched.
     "state": 5843,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 2256,
+    "storage": 2300,
     # Contracts for storages and clusters of others.
-    "testing": 1065,
+    "testing": 1067,
     # The run, its loop, the handler, the state of workers.
     "training": 2449,
     # The ring of repeated steps.

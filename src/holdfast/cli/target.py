@@ -34,7 +34,7 @@ from holdfast.format.records import Manifest
 from holdfast.format.scalars import Node
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
-from holdfast.storage import Entry, LocalStorage, Storage, local_directory, open_storage
+from holdfast.storage import Entry, LocalStorage, Storage, open_storage
 
 MOST_LOOKS: Final = 30
 """Most tries at finding the newest checkpoint: a running job may remove the one that was found."""
@@ -69,7 +69,8 @@ class RunTarget:
         if not self.is_step:
             return self.storage
         # If it is a link to a step's directory, the parent of its target.
-        return LocalStorage(Path(self.storage.url).resolve().parent) if isinstance(self.storage, LocalStorage) else None
+        place = self.storage.location
+        return None if place is None else LocalStorage(place.resolve().parent)
 
 
 def find_target(
@@ -155,7 +156,7 @@ def _split(text: str) -> tuple[str, int | None]:
 
 def _exists(location: str) -> bool:
     storage = open_storage(location)
-    return os.path.lexists(storage.url) if isinstance(storage, LocalStorage) else bool(storage.list(""))
+    return bool(storage.list("")) if storage.location is None else os.path.lexists(storage.location)
 
 
 def belongs_to_run(entry: Entry) -> bool:
@@ -193,15 +194,15 @@ def find_runs(directory: Path) -> Iterator[Path]:
 
 def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: str) -> NoCheckpointError:
     if entries:
-        root = local_directory(storage)
+        root = storage.location
         place = location.rstrip("/")
         runs = [] if root is None else [f"{place}/{path.relative_to(root)}" for path in find_runs(root)]
         if runs:
             more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
             hint = f"It holds runs: {', '.join(runs[:_NAMED_RUNS])}{more}. Name one of them."
         return NoCheckpointError(f"{location} is not a run: it has no checkpoints", hint=hint)
-    if isinstance(storage, LocalStorage) and not os.path.isdir(storage.url):  # noqa: PTH112
-        if os.path.lexists(storage.url):
+    if storage.location is not None and not os.path.isdir(storage.location):  # noqa: PTH112
+        if os.path.lexists(storage.location):
             return NoCheckpointError(
                 f"{location} is not a directory", hint="Name the directory that the job saves into."
             )

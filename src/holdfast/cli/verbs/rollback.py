@@ -12,7 +12,6 @@ from holdfast.errors import DamageError, UsageError
 from holdfast.format.names import parse_step_directory
 from holdfast.format.records import choose_living, make_base
 from holdfast.restore.verify import CheckOutcome, judge_step
-from holdfast.storage import local_directory
 from holdfast.witness.ring import remove_rings
 
 
@@ -30,7 +29,7 @@ def command(report: Report, checkpoint: str) -> None:
     storage, location = target.storage, target.location
     catalog = StoredRun(storage).look(closely=True)
     if target.is_step:
-        directory = local_directory(storage)
+        directory = storage.location
         name = None if directory is None else parse_step_directory(directory.resolve().name)
         if name is None or target.beside is None:
             raise UsageError(f"{location} is not in a run", hint="Name RUN@STEP.")

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import click
@@ -83,10 +82,11 @@ def command(report: Report, run: str, names: tuple[str, ...], depth: int, larges
 
 def _read_witness(target: RunTarget) -> dict[str, Any] | None:
     """Returns the records of the last steps of a run, and how the last repeated ones compared; None without records."""
+    place = target.storage.location
     records = {} if target.is_step else read_ring(target.storage, 0)
-    if not records:
+    if not records or place is None:
         return None
-    events = read_events(Path(target.storage.url) / "events.jsonl")
+    events = read_events(place / "events.jsonl")
     compared = [event for event in events if isinstance(event, WitnessAgreed | WitnessDiffers)]
     last = {**to_builtins(compared[-1]), "text": str(compared[-1])} if compared else None
     return {"first_step": min(records), "last_step": max(records), "last_comparison": last}
