@@ -88,9 +88,9 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1315,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2170,
+    "catalog": 2176,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 3518,
+    "cli": 3497,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2354,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
