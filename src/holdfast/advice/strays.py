@@ -173,7 +173,7 @@ class StrayOptimizers:
     def take_apart(self) -> list[str]:
         """Returns a warning about each optimizer that trains what no saved object has, once; called at a save.
 
-        One that has stepped within a single step only may be made anew in each, on a copy say.
+        One that has stepped within a single step only may be made again in each, on a copy say.
         """
         texts = []
         for optimizer, (first, newest) in list(self._apart.items()):
@@ -184,7 +184,7 @@ class StrayOptimizers:
                     texts.append(
                         f"{type(optimizer).__name__} updates {number} {'parameter' if number == 1 else 'parameters'} "
                         "that no saved object holds, so a restart begins with new values: pass the module and the "
-                        "optimizer too. If they are no part of this training, ignore this"
+                        "optimizer too. If this training does not need them, ignore this"
                     )
         return texts
 
