@@ -86,7 +86,7 @@ BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
     ".": 2055,
     # A table of rules and four moments.
-    "advice": 1315,
+    "advice": 1380,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2176,
     # Ten verbs, each with one report for a page, a pipe and JSON.
@@ -108,7 +108,7 @@ BUDGETS = {
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 643,
     # Sessions of Ray.
-    "integrations/ray": 555,
+    "integrations/ray": 554,
     # Modules, optimizers, tensors, meshes, loaders.
     "integrations/torch": 3526,
     # Jobs of several tasks, and those of torchrun.
@@ -126,11 +126,11 @@ BUDGETS = {
     # A tree of objects taken apart, captured, and matched.
     "state": 5843,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 2300,
+    "storage": 2298,
     # Contracts for storages and clusters of others.
     "testing": 1067,
     # The run, its loop, the handler, the state of workers.
-    "training": 2449,
+    "training": 2452,
     # The ring of repeated steps.
     "witness": 577,
 }
