@@ -156,7 +156,6 @@ MORE_ATTRIBUTES = {
     "Run": 21,
     "Saver": 25,
     "ShardOwnership": 16,
-    "StopCoordinator": 28,
     "TrainingWatch": 23,
     "Witness": 17,
     "WorkerTrainingState": 25,
