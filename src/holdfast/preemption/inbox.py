@@ -158,7 +158,7 @@ class NoticeInbox:
             self._bell.ring()
 
     def take_no_more(self) -> None:
-        """Stops receiving: the process is exiting, with a code that tells if the state is saved. No signal changes
+        """Stops receiving: the process is exiting, with a code that says if the state is saved. No signal changes
         that.
 
         Launchers send several signals, one at the notice and one at the end. But a person who repeats Ctrl-C won't

@@ -296,7 +296,7 @@ class Run:
         count, figures = self._count, check_metrics(metrics)
         is_late = not self._loop.is_in_step and count.is_begun(count.done)
         if is_late and self._counts_own:
-            # A batch begins the next step. Where no saved loader counts them, `save` tells.
+            # A batch begins the next step. Where no saved loader counts them, `save` says so.
             is_late = bool(count.taken) and count.taken == count_taken(self.checkpoint.objects)
         (count.late_metrics if is_late else self._loop.metrics).update(figures)
         if "loss" in figures:

@@ -133,7 +133,7 @@ class WorkerTrainingState:
         self._together = JointDelete(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._loop: TrainingLoop | None = None
         self._begins_anew, self._closed = begin_anew, False
-        # The backups that are remembered, and whether it hears that the job is to be taken away.
+        # The backups that are remembered, and whether it handles notices.
         self._backups, self._listens = RecentBackups(), False
         try:
             loop = self._loop = self._make_loop(begin_anew=begin_anew)
@@ -436,7 +436,7 @@ class WorkerTrainingState:
         with self._ending(error):
             if self._loop is not None:
                 if error is not None:
-                    self._tell_others(error)
+                    self._explain_to_others(error)
                 self._loop.manager.__exit__(kind, error, trace)
 
     @contextmanager
@@ -550,8 +550,8 @@ class WorkerTrainingState:
                 loop.guard.pass_boundary(loop.count.done)
                 raise
 
-    def _tell_others(self, error: BaseException) -> None:
-        """Tells the other workers why this one ends."""
+    def _explain_to_others(self, error: BaseException) -> None:
+        """Explains to the other workers why this one ends."""
         if self._loop is not None and self._loop.manager.participant is not None:
             self._loop.manager.participant.peers.failures.explain(error)
 
@@ -596,5 +596,5 @@ class WorkerTrainingState:
         manager = CheckpointManager(self._storage, self.checkpoint, **options)
         config = self._termination or TerminationConfig(sources=[])
         return TrainingLoop(
-            manager, lambda _: EpochGuard(manager, config, self._keep, self._backups.name, self._tell_others)
+            manager, lambda _: EpochGuard(manager, config, self._keep, self._backups.name, self._explain_to_others)
         )

@@ -38,8 +38,8 @@ class FailureReport(msgspec.Struct, frozen=True):
 
     Attributes:
         cause: The error of another worker from which it results; None if it is this worker's own.
-        blamed: The error that tells which worker is missing; None if none does.
-        loss: The message, if it only tells that a worker is missing or a save has failed; else empty.
+        blamed: The error that names the worker that is missing; None if none does.
+        loss: The message, if it only says that a worker is missing or a save has failed; else empty.
     """
 
     cause: ClusterError | None
