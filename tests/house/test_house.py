@@ -153,7 +153,6 @@ MORE_ATTRIBUTES = {
     "JointRunWriter": 21,
     "PeerFailures": 22,
     "ResumableSampler": 17,
-    "Run": 21,
     "Saver": 25,
     "ShardOwnership": 16,
     "TrainingWatch": 23,
