@@ -116,7 +116,7 @@ BUDGETS = {
     # Saving and retention, as pure functions.
     "policies": 623,
     # Notices, the agreement of workers, the last save.
-    "preemption": 4867,
+    "preemption": 4896,
     # Threads, terminal, interrupts, end of the process.
     "process": 758,
     # Candidates, one plan of pieces, resharding.
@@ -130,7 +130,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1065,
     # The run, its loop, the handler, the state of workers.
-    "training": 2449,
+    "training": 2470,
     # The ring of repeated steps.
     "witness": 577,
 }
@@ -157,7 +157,7 @@ MORE_ATTRIBUTES = {
     "ShardOwnership": 16,
     "TrainingWatch": 23,
     "Witness": 17,
-    "WorkerTrainingState": 25,
+    "WorkerTrainingState": 20,
     "_Session": 22,
 }
 """Classes that have more, and how many: none of them may grow, and there are to be no others."""
