@@ -90,7 +90,7 @@ BUDGETS = {
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2170,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 3748,
+    "cli": 3518,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2354,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
@@ -98,7 +98,7 @@ BUDGETS = {
     # Each event with its text, and what takes events.
     "events": 946,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
-    "format": 3483,
+    "format": 3547,
     # The package.
     "integrations": 1,
     # The reader and the writer of DCP.
@@ -112,23 +112,23 @@ BUDGETS = {
     # Modules, optimizers, tensors, meshes, loaders.
     "integrations/torch": 3526,
     # Jobs of several tasks, and those of torchrun.
-    "jobs": 3415,
+    "jobs": 3416,
     # Saving and retention, as pure functions.
     "policies": 623,
     # Notices, the agreement of workers, the last save.
     "preemption": 4896,
     # Threads, terminal, interrupts, end of the process.
-    "process": 758,
-    # Candidates, one plan of pieces, resharding.
-    "restore": 2108,
+    "process": 780,
+    # Candidates, one plan of pieces, resharding, verification.
+    "restore": 2196,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5636,
+    "save": 5650,
     # A tree of objects taken apart, captured, and matched.
     "state": 5843,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 2256,
+    "storage": 2300,
     # Contracts for storages and clusters of others.
-    "testing": 1065,
+    "testing": 1067,
     # The run, its loop, the handler, the state of workers.
     "training": 2470,
     # The ring of repeated steps.

@@ -15,7 +15,7 @@ import pytest
 
 import holdfast as hf
 import preloaded
-from epoch_jobs import FullStorage, count_threads, make_job, totals_of, wait_for_threads
+from epoch_jobs import FullForSteps, count_threads, epochs_of, make_job, totals_of, wait_for_threads
 from holdfast.cluster import Cluster
 from holdfast.errors import (
     AbsentError,
@@ -45,10 +45,6 @@ def start(workers: Workers, tmp_path: Path, *arguments: str | Path) -> None:
     for rank in range(3):
         environment = {"RANK": str(rank), "WORLD_SIZE": "3", "JOB_STORE": str(store)}
         workers.start(python(PROGRAM, *arguments), environment, preloaded.Popen)
-
-
-def epochs_of(place: Any) -> tuple[int, ...]:
-    return hf.MultiNodeCheckpointManager(place).epochs()
 
 
 def check_nothing_partial(directory: Path) -> None:
@@ -213,7 +209,7 @@ def test_the_canonical_job_is_kept_and_goes_on_from_each_epoch(tmp_path: Path) -
 
 
 def test_a_disk_that_is_full_for_one_worker_loses_that_epoch_for_all() -> None:
-    storage = FullStorage("full for one")
+    storage = FullForSteps("full for one")
     storage.full, storage.file = frozenset({3}), "data-00001"
 
     def work(session: TorchrunSession) -> Any:
@@ -225,7 +221,7 @@ def test_a_disk_that_is_full_for_one_worker_loses_that_epoch_for_all() -> None:
 
 
 def test_a_disk_that_is_always_full_for_one_worker_ends_the_job_on_all() -> None:
-    storage = FullStorage("always full for one")
+    storage = FullForSteps("always full for one")
     storage.full, storage.file = None, "data-00001"
     runners: dict[str, hf.JobRunner] = {}
 

@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError, StorageError, StorageFullError
 from holdfast.storage.checks import flat, temporary_name
-from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage
+from holdfast.storage.memory import MemoryStorage, MemoryWriter
+from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage, Traits
 
 _T = TypeVar("_T")
 
@@ -67,6 +68,20 @@ class Fault:
         )
 
 
+class FullStorage(MemoryStorage):
+    """A storage that has no room for a data file as long as it is full."""
+
+    def __init__(self, *, is_full: bool = True) -> None:
+        super().__init__("full")
+        self.is_full = is_full
+
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        """See `Storage`."""
+        if self.is_full:
+            raise StorageFullError("no room", path=path, hint="make room")
+        return super().open_writer(path, size_bytes)
+
+
 class FaultyStorage:
     """**Thread-safe.** Another storage, whose calls are counted and fail where a plan says so.
 
@@ -89,6 +104,15 @@ class FaultyStorage:
     def url(self) -> str:
         """The inner storage's URL."""
         return self._inner.url
+
+    @property
+    def traits(self) -> Traits:
+        """The inner storage's traits."""
+        return self._inner.traits
+
+    @property
+    def location(self) -> None:
+        """None: what does not come through here would not be counted."""
 
     @property
     def calls(self) -> tuple[Call, ...]:

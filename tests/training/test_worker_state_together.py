@@ -13,7 +13,7 @@ import pytest
 
 import holdfast as hf
 import preloaded
-from epoch_jobs import FullStorage, count_threads, wait_for_threads
+from epoch_jobs import FullForSteps, count_threads, wait_for_threads
 from holdfast.catalog import StoredRun
 from holdfast.cluster import Cluster
 from holdfast.errors import AbsentError, ClosedError, FencedError, HoldfastError, PeerError, UsageError
@@ -172,7 +172,7 @@ def test_what_the_leader_meets_with_is_told_to_the_others(tmp_path: Path) -> Non
 
 
 def test_full_disk_of_one_worker_loses_that_backup_for_all() -> None:
-    storage = FullStorage("full for one worker")
+    storage = FullForSteps("full for one worker")
     storage.full, storage.file = frozenset({3, 4}), "data-00002"
 
     def work(training: Training) -> int | None:

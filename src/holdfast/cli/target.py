@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from holdfast.catalog import Catalog, StoredRun, StoredStep, make_lost_error
 from holdfast.catalog.survey import State, checkpoint_bytes
+from holdfast.convert.leaf_stream import StoredLeaf
 from holdfast.errors import (
     DamageError,
     NoCheckpointError,
@@ -18,7 +19,6 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.format.dtypes import array_bytes
 from holdfast.format.index import StoredBox
 from holdfast.format.names import (
     COMMITTED_NAME,
@@ -30,12 +30,11 @@ from holdfast.format.names import (
     is_own_file,
     parse_step_directory,
 )
-from holdfast.format.nodes import find_nodes
 from holdfast.format.records import Manifest
 from holdfast.format.scalars import Node
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
-from holdfast.storage import Entry, LocalStorage, Storage, local_directory, open_storage
+from holdfast.storage import Entry, LocalStorage, Storage, open_storage
 
 MOST_LOOKS: Final = 30
 """Most tries at finding the newest checkpoint: a running job may remove the one that was found."""
@@ -70,7 +69,8 @@ class RunTarget:
         if not self.is_step:
             return self.storage
         # If it is a link to a step's directory, the parent of its target.
-        return LocalStorage(Path(self.storage.url).resolve().parent) if isinstance(self.storage, LocalStorage) else None
+        place = self.storage.location
+        return None if place is None else LocalStorage(place.resolve().parent)
 
 
 def find_target(
@@ -148,18 +148,15 @@ def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
 
 def _split(text: str) -> tuple[str, int | None]:
     location, at, step = text.rpartition("@")
-    if not at or not location or not _is_step(step) or _exists(text):
+    is_step = step.isascii() and step.isdigit() and len(step) <= _MAX_STEP_DIGITS
+    if not at or not location or not is_step or _exists(text):
         return text, None
     return location, int(step)
 
 
-def _is_step(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _MAX_STEP_DIGITS
-
-
 def _exists(location: str) -> bool:
     storage = open_storage(location)
-    return os.path.lexists(storage.url) if isinstance(storage, LocalStorage) else bool(storage.list(""))
+    return bool(storage.list("")) if storage.location is None else os.path.lexists(storage.location)
 
 
 def belongs_to_run(entry: Entry) -> bool:
@@ -197,15 +194,15 @@ def find_runs(directory: Path) -> Iterator[Path]:
 
 def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: str) -> NoCheckpointError:
     if entries:
-        root = local_directory(storage)
+        root = storage.location
         place = location.rstrip("/")
         runs = [] if root is None else [f"{place}/{path.relative_to(root)}" for path in find_runs(root)]
         if runs:
             more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
             hint = f"It holds runs: {', '.join(runs[:_NAMED_RUNS])}{more}. Name one of them."
         return NoCheckpointError(f"{location} is not a run: it has no checkpoints", hint=hint)
-    if isinstance(storage, LocalStorage) and not os.path.isdir(storage.url):  # noqa: PTH112
-        if os.path.lexists(storage.url):
+    if storage.location is not None and not os.path.isdir(storage.location):  # noqa: PTH112
+        if os.path.lexists(storage.location):
             return NoCheckpointError(
                 f"{location} is not a directory", hint="Name the directory that the job saves into."
             )
@@ -293,7 +290,6 @@ def _read_heading(target: RunTarget) -> Heading | None:
 class Contents:
     """The records of one checkpoint."""
 
-    heading: Heading
     opened: OpenedStep
 
     @property
@@ -315,23 +311,15 @@ class Contents:
             arrays += (Array(stored, *place) for stored, place in zip(index.stored_boxes(), places, strict=True))
         return [array for array in arrays if select is None or select(array.stored.leaf)]
 
-    def leaves(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """Returns the type, shape and size of each leaf, in the order in which the files list them."""
-        leaves: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        for stored, _, _ in self.arrays():
-            dtype, shape = stored.dtype, stored.global_shape
-            leaves.setdefault(stored.leaf, (dtype, shape, array_bytes(dtype, shape)))
-        return leaves
-
-    def values(self, select: Callable[[str], bool] | None = None) -> dict[str, Node]:
-        """The selected nodes, by their path; all objects by default."""
-        return dict(find_nodes(self.objects, select))
+    def leaves(self) -> dict[str, StoredLeaf]:
+        """Returns the type and shape of each leaf, in the order in which the files list them."""
+        return {stored.leaf: StoredLeaf(stored.dtype, stored.global_shape) for stored, _, _ in self.arrays()}
 
     def sizes(self) -> dict[str, dict[str, int]]:
         """For each object the size of each of its leaves."""
         sizes: dict[str, dict[str, int]] = {name: {} for name in self.objects}
-        for leaf, (_, _, size_bytes) in self.leaves().items():
-            sizes.setdefault(leaf.partition("/")[0], {})[leaf] = size_bytes
+        for name, leaf in self.leaves().items():
+            sizes.setdefault(name.partition("/")[0], {})[name] = leaf.size_bytes
         return sizes
 
 
@@ -347,7 +335,7 @@ def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]
         if heading is None:
             continue
         try:
-            return heading, Contents(heading, open_step(target.storage, heading.directory, heading.expected))
+            return heading, Contents(open_step(target.storage, heading.directory, heading.expected))
         except DamageError as damage:
             if heading.expected is None or StoredRun(target.storage).step(heading.expected).is_committed():
                 return heading, damage

@@ -40,7 +40,7 @@ from holdfast.cli.target import find_run, find_runs, no_living
 from holdfast.errors import NoCheckpointError
 from holdfast.events.kinds import size_text
 from holdfast.format.names import StepName
-from holdfast.storage import LocalStorage, local_directory, open_storage
+from holdfast.storage import LocalStorage, open_storage
 
 LOWEST: Final = "▼"
 HIGHEST: Final = "▲"
@@ -69,7 +69,7 @@ def command(report: Report, places: tuple[str, ...], show_all: bool) -> None:
         target = find_run(places[0]) if len(places) == 1 else None
     except NoCheckpointError as error:
         storage = open_storage(places[0])
-        root = local_directory(storage)
+        root = storage.location
         if root is None or next(find_runs(root), None) is None:
             report.fields, report.error = _make_document(storage.url, NOTHING, []), error
             return
@@ -222,12 +222,7 @@ def _make_document(url: str, survey: Survey, columns: Sequence[Column[Found]]) -
             metric: {"lowest_step": lowest.step if lowest else None, "highest_step": highest.step if highest else None}
             for metric, (lowest, highest) in find_extremes(living).items()
         },
-        "steps": list_fields(State.LIVING),
-        "off_line": list_fields(State.OFF_LINE),
-        "unfinished": list_fields(State.UNFINISHED),
-        "lost": list_fields(State.LOST),
-        "set_aside": list_fields(State.SET_ASIDE),
-        "spare": list_fields(State.SPARE),
+        **{"steps" if state is State.LIVING else state.value: list_fields(state) for state in State},
         "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],
     }
 
@@ -245,7 +240,7 @@ _RUN_STYLES: Final[dict[RunState, str]] = {
 def _list_runs(report: Report, places: Sequence[str]) -> None:
     found: dict[str, RunSummary] = {}
     for place in places:
-        root = local_directory(open_storage(place))
+        root = open_storage(place).location
         for path in find_runs(root) if root is not None else ():
             location = os.path.normpath(os.path.join(place, os.path.relpath(path, root)))  # noqa: PTH118
             found.setdefault(str(path), summarize_run(LocalStorage(path), location))
