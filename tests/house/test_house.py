@@ -116,7 +116,7 @@ BUDGETS = {
     # Saving and retention, as pure functions.
     "policies": 623,
     # Notices, the agreement of workers, the last save.
-    "preemption": 4896,
+    "preemption": 4919,
     # Threads, terminal, interrupts, end of the process.
     "process": 780,
     # Candidates, one plan of pieces, resharding, verification.
@@ -130,7 +130,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1067,
     # The run, its loop, the handler, the state of workers.
-    "training": 2470,
+    "training": 2473,
     # The ring of repeated steps.
     "witness": 577,
 }

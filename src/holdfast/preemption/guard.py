@@ -18,7 +18,7 @@ from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerErro
 from holdfast.events import Warned
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import describe_early_exit, is_cause, is_of_save, name_dead
-from holdfast.preemption.consensus.single import Listener, SingleConsensus
+from holdfast.preemption.consensus.single import GuardCalls, SingleConsensus
 from holdfast.preemption.decide import NEXT, GuardState, Turning, Verdict, make_plan
 from holdfast.preemption.final_save import FinalSave, Saves, end_by
 from holdfast.preemption.grace import Action, Outlook, Plan, allow_for_others, decide, is_by_hand
@@ -128,7 +128,7 @@ class Guard:
             self.close()
             raise
         left = lambda: None if self._closed else self.inbox.demand().left_seconds  # noqa: E731
-        self._consensus.open(Listener(self.inbox.receive, self.inbox.ring, left))
+        self._consensus.open(GuardCalls(self.inbox.receive, self.inbox.ring, left))
 
     def close(self) -> None:
         """**Blocks** for a moment. Stops listening, and restores signal handlers; a second call does nothing."""

@@ -166,7 +166,7 @@ def _find_checkpoint(directory: object, given: tuple[object, ...], objects: Mapp
 
 
 class _Resumption(NamedTuple):
-    """How a run is resumed; see `resumable`."""
+    """The options of a restore at the beginning of a run; see `resumable`."""
 
     strict: bool
     keep_current: list[str]
@@ -174,7 +174,7 @@ class _Resumption(NamedTuple):
 
 
 class _Phase(enum.IntEnum):
-    """How far a run has come: a run can be entered once."""
+    """The phases of a run, in order: a run can be entered once."""
 
     NEW = 0
     ENTERING = 1

@@ -33,7 +33,7 @@ from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, Warned
 from holdfast.preemption.consensus.peer_failures import PeerFailures
-from holdfast.preemption.consensus.single import Listener, SaveOutcome
+from holdfast.preemption.consensus.single import GuardCalls, SaveOutcome
 from holdfast.preemption.consensus.stop_step import (
     Deed,
     Pledge,
@@ -61,7 +61,7 @@ _WARN_SECONDS: Final = 10.0
 
 @dataclass
 class _Round:
-    """What is known of the round in progress. Another one takes its place once this worker has done its part.
+    """The knowledge of the round in progress. Another one takes its place once this worker has done its part.
 
     Attributes:
         asked: What this worker asks for, and since when; it goes over to the next round if this one does not bring it.
@@ -100,7 +100,7 @@ class StopCoordinator:
         self.failures = PeerFailures(peers, self._records, emit, url)
         self._watch = Watch(self._look, is_urgent=self._is_urgent, on_silence=self._note_silence)
         self._timeout = ConsensusTimeout(peers, emit)
-        self._listener = Listener(lambda notice: True, lambda: None, lambda: None)
+        self._listener = GuardCalls(lambda notice: True, lambda: None, lambda: None)
         # Guards what is agreed on, as far as this worker knows.
         self._lock = threading.Lock()
         self._agreement = StopStepAgreement(peers.rank, peers.world_size)
@@ -113,7 +113,7 @@ class StopCoordinator:
 
     @property
     def call(self) -> Plan | None:
-        """What was called for in this round; None before a call."""
+        """The plan that was called for in this round; None before a call."""
         return self._round.call
 
     @property
@@ -126,7 +126,7 @@ class StopCoordinator:
         """True if there was no time to wait until all had reported the result of the last save."""
         return self._round.is_cut_short
 
-    def open(self, listener: Listener) -> None:
+    def open(self, listener: GuardCalls) -> None:
         """Starts, as in `SingleConsensus`."""
         self._listener = listener
         self._peers.set_end_of_job(lambda: to_spare(listener.find_left()))

@@ -47,7 +47,7 @@ class FailureReport(msgspec.Struct, frozen=True):
     loss: str
 
 
-class Listener(NamedTuple):
+class GuardCalls(NamedTuple):
     """The part of a guard that a consensus calls, in its own thread.
 
     Attributes:
@@ -130,7 +130,7 @@ class SingleConsensus:
         self.call: Plan | None = None
         self.changed = Latch()
 
-    def open(self, listener: Listener) -> None:
+    def open(self, listener: GuardCalls) -> None:
         """Starts communicating with the others; waits for nothing."""
 
     def close(self) -> None:
