@@ -458,6 +458,14 @@ def test_names_of_tests_have_at_most_seventy_characters() -> None:
     assert [name for name in names if len(name) > 70] == []
 
 
+def test_tests_are_in_folders_and_import_no_other_tests() -> None:
+    assert [module.name for module in TESTS.glob("*.py")] == ["conftest.py"]
+    modules = sorted(TESTS.rglob("test_*.py"))
+    assert [name for name, count in Counter(module.name for module in modules).items() if count > 1] == []
+    names = {module.stem for module in modules}
+    assert [module for module in modules if names.intersection(imported_names(parse(module)))] == []
+
+
 def test_no_text_speaks_of_where_it_was_made() -> None:
     texts = [*MODULES, *TESTS.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     for text in texts:

@@ -1240,7 +1240,7 @@ def test_an_evaluation_that_is_left_in_its_block_is_done_again(order: str, tmp_p
     """And whatever else follows the last step of the epoch, once; unless that changes arrays before the block."""
 
     def train(directory: Path, stop_in: int) -> tuple[int, str]:
-        done = run_file("evaluated_epochs", directory, order, "3", str(stop_in))
+        done = run_file("evaluated_epochs", directory, order, "3", str(stop_in), preload=preloaded.TRAINING)
         return done.returncode, done.stdout or done.stderr
 
     code, whole = train(tmp_path / "whole", -1)
