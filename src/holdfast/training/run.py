@@ -416,7 +416,7 @@ class Run:
         base, say = None if self._restored is None else step, self._announcements.say
         witness, objects = self.manager.witness, self.checkpoint.objects
         witness.begin(objects, base, say, same_loss=is_same, strict=self._resumption.strict_resume)
-        self._phase, self.manager.is_in_run = _Phase.ENTERED, True
+        self._phase, self.manager.find_steps = _Phase.ENTERED, lambda: (step, self._loop.count.done)
         atexit.register(self._leave_at_exit)
         return self
 
