@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -21,11 +20,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader
 
-from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UsageError
-from holdfast.events import Warned
 from holdfast.integrations.frameworks.evaluation import Evaluation
-from holdfast.integrations.frameworks.imported import ImportedStart, find_import
+from holdfast.integrations.frameworks.fit import Directory, Fit, ImportedStart, find_import
 from holdfast.integrations.frameworks.lightning.metrics import load_logged, load_metrics, read_logged, read_metrics
 from holdfast.integrations.frameworks.lightning.trainer_state import (
     end_restart,
@@ -49,27 +46,24 @@ from holdfast.integrations.torch.draws import (
 from holdfast.integrations.torch.loader import describe_loader
 from holdfast.state import RNG
 from holdfast.state.data.sampler import ResumableSampler
-from holdfast.storage import Storage
-from holdfast.training.run import Run, resumable
 
 # Older versions average no weights.
 _AVERAGING: Final[Any] = getattr(lightning_callbacks, "WeightAveraging", ())
 
 
-class Fit:
+class LightningFit(Fit):
     """Follows one fit from its setup to its end.
 
     Lightning's hooks come too late for the data and the random generators, and before the end of a step. So some
     methods of this Trainer's loops and connectors are replaced until the fit ends.
 
     Attributes:
-        run: The run that saves, once training is about to begin; None before.
         has_validated: True if validation has logged metrics that no save has stored yet.
     """
 
-    def __init__(self, trainer: Any, directory: str | os.PathLike[str] | Storage, options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Any, directory: Directory, options: dict[str, Any]) -> None:
         """Replaces the methods."""
-        self.run: Run | None = None
+        super().__init__()
         self.has_validated = False
         self._trainer, self._directory, self._options = trainer, directory, options
         self._is_in_epoch = False
@@ -95,61 +89,34 @@ class Fit:
         self._cut: tuple[dict[str, Any], dict[str, Any], Evaluation] | None = None
         self._ended: dict[str, Any] | None = None
         self._is_counted = self._is_to_validate = False
-        self._undo: list[Callable[[], object]] = []
         self._is_trial_restored = False
-        self._replace(trainer._checkpoint_connector, "restore", self._restore_trial)
-        self._replace(trainer._checkpoint_connector, "restore_training_state", self._restore)
-        self._replace(trainer._signal_connector, "register_signal_handlers", lambda _: None)
+        self.replaced.method(trainer._checkpoint_connector, "restore", self._restore_trial)
+        self.replaced.method(trainer._checkpoint_connector, "restore_training_state", self._restore)
+        self.replaced.method(trainer._signal_connector, "register_signal_handlers", lambda _: None)
 
     def _follow_loops(self) -> None:
         """Replaces methods when the fit begins, after what trains for a trial (`LearningRateFinder`, say)."""
-        loop = self._trainer.fit_loop
-        loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None  # A trial leaves loaders, begun.
-        self._replace(loop, "_load_combined_loader_states", self._watch_loaders)
-        self._replace(loop, "run", self._run_fit)
-        self._replace(loop, "on_run_start", self._begin_fit)
-        self._replace(loop, "on_run_end", self._end_fit)
-        self._replace(loop.epoch_loop, "reset", self._reset_epoch)
-        self._replace(loop.epoch_loop, "on_run_start", self._begin_epoch)
-        self._replace(loop.epoch_loop, "on_advance_end", self._end_batch)
-        self._replace(loop.epoch_loop.val_loop, "run", self._validate)
-        self._replace(self._trainer.precision_plugin, "convert_input", self._see_batch)
-        self._replace(loop.epoch_loop.val_loop, "setup_data", self._note_validation)
-        self._replace(loop._data_source, "dataloader", partial(self._make_loaders, "training"))
-        self._replace(loop.epoch_loop.val_loop._data_source, "dataloader", partial(self._make_loaders, "validation"))
+        loop, replace = self._trainer.fit_loop, self.replaced.method
+        validation = loop.epoch_loop.val_loop
+        loop._combined_loader = validation._combined_loader = None  # A trial leaves loaders, begun.
+        replace(loop, "_load_combined_loader_states", self._watch_loaders)
+        replace(loop, "run", self._run_fit)
+        replace(loop, "on_run_start", self._begin_fit)
+        replace(loop, "on_run_end", self._end_fit)
+        replace(loop.epoch_loop, "reset", self._reset_epoch)
+        replace(loop.epoch_loop, "on_run_start", self._begin_epoch)
+        replace(loop.epoch_loop, "on_advance_end", self._end_batch)
+        replace(validation, "run", self._validate)
+        replace(self._trainer.precision_plugin, "convert_input", self._see_batch)
+        replace(validation, "setup_data", self._note_validation)
+        replace(loop._data_source, "dataloader", partial(self._make_loaders, "training"))
+        replace(validation._data_source, "dataloader", partial(self._make_loaders, "validation"))
 
-    def end(self, error: BaseException | None) -> None:
-        """**Blocks.** Leaves the run, unless training has left it already, and restores Lightning's methods.
-
-        Raises:
-            HoldfastError: If the last save has failed.
-        """
-        self.forget()
+    def end(self, error: BaseException | None = None) -> None:
+        """See `Fit`; also ends the loaders' persistent workers."""
+        self.replaced.undo()
         self._close_loaders()
-        run, self.run = self.run, None
-        if run is not None:
-            run.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
-
-    def forget(self) -> None:
-        """Restores Lightning's methods."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Replaces a method by `call`, which gets that method before all other arguments."""
-        original, before = getattr(owner, name), vars(owner).get(name)
-        ours = MethodType(lambda _, *args, **options: call(original, *args, **options), owner)
-        setattr(owner, name, ours)
-
-        def undo() -> None:
-            if vars(owner).get(name) is not ours:
-                return  # The program has put something else there since.
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        self._undo.append(undo)
+        self.leave(error)
 
     # The restore, when model, optimizers and schedulers are there, and no data is.
 
@@ -175,10 +142,8 @@ class Fit:
         if (imported := find_import(self._directory, self._options, "lightning")) is not None:
             self._begin_imported(imported, objects)
             return
-        run = resumable(self._directory, Checkpoint(**objects), **self._options)
-        run.__enter__()
+        run = self.enter(self._directory, self._options, objects)
         run.manager.witness.follow("the training loader", self._follow_batches, self._describe_loaders)
-        self.run = run
         if self._trained.loaded is None:
             if trainer.global_step and trainer.lightning_module.automatic_optimization:
                 run.begin_at(trainer.global_step)
@@ -198,15 +163,12 @@ class Fit:
         """Begins from a `.ckpt` file that was imported, as Lightning does with `ckpt_path`."""
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scalers = {} if scaler is None else {"scaler": scaler}
-        options = {**self._options, "on_resize": "allow"}  # An import has been written by one process.
-        run = resumable(self._directory, Checkpoint(**imported.pick(objects | scalers)), **options)
-        run.__enter__()
-        self.run = run
+        if scaler is not None and "scaler" in imported.objects:
+            objects = {**objects, "scaler": scaler}
+        run = self.enter(self._directory, self._options, objects, imported)
         _ = run.step  # The loops of the trainer begin there.
         if "scaler" in run.checkpoint:
             del run.checkpoint["scaler"]  # It is part of the trainer's state.
-        imported.add_rest(run, objects)
         if imported.progress:
             connector._loaded_checkpoint = {**imported.progress, "state_dict": {}}
             connector.restore_loops()
@@ -334,11 +296,11 @@ class Fit:
             # The process before has left in the validation that ends this step, and has counted it.
             self._is_to_validate, self._is_counted = False, True
             loop = self._trainer.fit_loop.epoch_loop
-            self._replace(loop, "_should_check_val_fx", lambda _, __: True)
+            self.replaced.method(loop, "_should_check_val_fx", lambda _, __: True)
             try:
                 loop.on_advance_end(fetcher)
             finally:
-                self._undo.pop()()
+                self.replaced.undo_last()
 
     def _settle(self) -> None:
         """Restores what hooks, loaders and Lightning's own restart may have changed; the generators last."""
@@ -400,7 +362,7 @@ class Fit:
         loop = trainer.fit_loop.epoch_loop
         if loop.done and not loop.batch_progress.is_last_batch:
             # The fit ends here, within its epoch: a longer one goes on with the rest of it.
-            run._loop.save_last()
+            run.save_last()
             self._cut = (*self._note_state(), Evaluation(run, trainer.lightning_module, trainer.strategy.root_device))
 
     def _note_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -431,50 +393,36 @@ class Fit:
         Raises:
             SystemExit: When the job exits.
         """
-        evaluation, run, trainer = self._evaluation, self.run, self._trainer
-        if evaluation is None or run is None or not evaluation.is_to_leave():
-            return
-        self._evaluation = None
-        averages = [callback for callback in trainer.callbacks if isinstance(callback, _AVERAGING)]
-        self._exchange(averages, "end")
-        if evaluation.has_own_weights():
-            with evaluation.stepped_back():
-                run.finish_step()
+        if self._evaluation is not None and self._evaluation.leave_if_asked(self._exchanged()):
             self._is_counted = True
-        else:
-            run._loop.warn(
-                "the job was asked to stop, but waits until the validation ends: the validation has changed the "
-                "weights (to average them, for example) and restores them itself"
-            )
-        # The job stays.
-        self._exchange(averages, "start")
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        """In the block, callbacks that average the weights have put back those of training."""
+        averages = [callback for callback in self._trainer.callbacks if isinstance(callback, _AVERAGING)]
+        self._exchange(averages, "end")
+        yield
+        self._exchange(averages, "start")  # The job stays.
 
     def _exchange(self, averages: list[Any], moment: str) -> None:
-        """Lets callbacks swap the weights with the averaged ones, or swap them back."""
         for callback in averages:
             getattr(callback, f"on_validation_epoch_{moment}")(self._trainer, self._trainer.lightning_module)
 
     def _end_fit(self, original: Callable[[], None]) -> None:
         has_ended_epoch = self._is_in_epoch and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         self._is_in_epoch = False
-        if self.run is not None:
+        if (run := self.run) is not None:
             # What callbacks do at the end, such as averaging the weights, is not part of the training.
-            step = self.run._loop.count.done
-            if step and has_ended_epoch and self.run._loop.is_safe(step):
-                # That save was made before the epoch ended, and the next start would end it once more.
-                self.run._loop.save(step, replace=True)
-            elif self._cut is not None and self._cut[2].has_own_weights():
+            if self._cut is not None and not has_ended_epoch and self._cut[2].has_own_weights():
                 # A longer fit goes on within the epoch. One that is as long calls the epoch's hooks no more.
                 shared, own, evaluation = self._cut
                 self._before = {**shared, "ended": self._read_shared()}, own
-                with evaluation.stepped_back():
-                    self.run._loop.save(step, replace=True)
+                evaluation.step_back(partial(run.save_last, again=True))
                 self._before = None
-            self.run._loop.save_last()
+            # A save that was made before the epoch ended would have the next start end it once more.
+            run.save_last(again=has_ended_epoch)
         original()
-        run, self.run = self.run, None
-        if run is not None:
-            run.__exit__(None, None, None)
+        self.leave()
 
     # What is kept beside model, optimizers, schedulers and generators.
 
@@ -532,7 +480,7 @@ class Fit:
 
     def _warn(self, text: str) -> None:
         if self.run is not None:
-            self.run.manager.emit(Warned(text=text))
+            self.run.warn(text)
 
 
 def _write_epoch(number: float) -> float | None:
