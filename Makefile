@@ -40,8 +40,9 @@ GPU ?=
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
 
+# With OUTCOME=FILE it writes there what has failed; tests/support/second_run.py runs that once more.
 test: .venv/ready
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=15
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=15 $(if $(OUTCOME),--outcome-to $(OUTCOME))
 
 # Ray is large, and starts slowly: these tests have an environment of their own.
 test-ray: $(RAY_VENV)/ready

@@ -10,7 +10,7 @@ import pytest
 from places import SUPPORT
 from repetitions import repeated
 
-pytest_plugins = ("command_line", "last_words", "left_open")
+pytest_plugins = ("command_line", "last_words", "left_open", "second_run")
 
 # How long an example takes says nothing but how busy the machine is. The gate tries the same examples each time, so
 # that what fails there is what was changed; `make crash` looks for others.
@@ -46,11 +46,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what is marked as long, unless that is asked for; and puts the slowest files first.
+    """Leaves out what is marked as long, unless that is asked for; and orders the files.
 
-    Several processes of pytest take turns at the tests: one slow test that begins last keeps the others waiting.
+    Several processes of pytest take turns at the tests: one slow test that begins last keeps the others waiting, so
+    slow files come first. Those of benchmarks, the demo and the examples come last: the others tell more, and sooner.
     """
-    _put_slow_files_first(items)
+    _order_files(items)
     _skip_without_cuda([item for item in items if item.get_closest_marker("cuda") is not None])
     if IS_LONG:
         return
@@ -80,18 +81,21 @@ def pytest_collection_finish() -> None:
     gc.collect()  # Python looks through all again when a quarter has been added to what it saw last: to nothing, now.
 
 
-def _put_slow_files_first(items: list[pytest.Item]) -> None:
+def _order_files(items: list[pytest.Item]) -> None:
     """In each of the equal shares that processes begin with. A file stays whole: its tests share set-ups."""
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes == 1:
         return
-    slow_files = sorted({item.path for item in items if item.get_closest_marker("slow") is not None})
-    shares = [[item for item in items if item.path in slow_files[first::processes]] for first in range(processes)]
-    others = [item for item in items if item.path not in slow_files]
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    last = {item.path for item in items if item.path.parent.name in ("benchmarks", "examples")}
+    first_files, last_files = sorted(slow - last), [*sorted(last & slow), *sorted(last - slow)]
+    others = [item for item in items if item.path not in slow | last]
     size = -(-len(items) // processes)
-    items.clear()
-    for share in shares:
-        count = max(size - len(share), 0)
-        items += [*share, *others[:count]]
+    shares = []
+    for number in range(processes):
+        first = [item for item in items if item.path in first_files[number::processes]]
+        end = [item for file in last_files[number::processes] for item in items if item.path == file]
+        count = max(size - len(first) - len(end), 0)
+        shares.append([*first, *others[:count], *end])
         del others[:count]
-    items += others
+    items[:] = [*(item for share in shares for item in share), *others]

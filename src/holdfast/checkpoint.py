@@ -12,6 +12,61 @@ from holdfast.format.scalars import ENCODERS
 from holdfast.tracebacks import short_traceback
 
 
+class NamedObjects:
+    """Holds a checkpoint's objects, and what holdfast itself keeps with them: their names are the user's.
+
+    Attributes:
+        objects: The user's objects by name, in the order in which they were added.
+        own: Those of holdfast itself, by their reserved names.
+        assigned: The names that were assigned another object after their first one, by a restore or by the program.
+        backup_url: The location of the backup that the objects were to be restored from by a `WorkerTrainingState`;
+            empty if there was no such restore.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}
+        self.assigned: set[str] = set()
+        self.backup_url = ""
+        # What a restore has put here, and nothing has read since; True if the program held another object before.
+        self._unread: dict[str, bool] = {}
+
+    def all(self) -> dict[str, Any]:
+        """Returns everything that is saved and restored."""
+        return {**self.objects, **self.own}
+
+    def assign(self, name: str, obj: Any) -> None:
+        """Adds an object, or replaces the one of that name."""
+        if name in self.objects:
+            self.assigned.add(name)
+        self.objects[name] = obj
+        self._unread.pop(name, None)
+
+    def put_restored(self, values: Mapping[str, Any]) -> None:
+        """Replaces objects that could not be changed by the restored ones."""
+        for name, value in values.items():
+            live = self.objects.get(name)
+            self.assign(name, value)
+            is_held = type(live) not in ENCODERS
+            if is_held or type(live) is not type(value) or live != value:
+                self._unread[name] = is_held
+
+    def note_read(self, name: str) -> None:
+        """Called when the program reads or removes an object."""
+        self._unread.pop(name, None)
+
+    def take_unread(self, *, only_held: bool) -> list[str]:
+        """Returns the names of restored objects that nothing has read since, each once.
+
+        Args:
+            only_held: True to leave out those that the program began with as a number, text or None.
+        """
+        names = [name for name, is_held in self._unread.items() if is_held or not only_held]
+        for name in names:
+            del self._unread[name]
+        return names
+
+
 @short_traceback
 class Checkpoint:
     """Names the objects whose state is saved together. It does no I/O; a manager saves and restores it.
@@ -28,15 +83,8 @@ class Checkpoint:
     attribute of this class (`objects`), only brackets can read and set it.
     """
 
-    __slots__ = ("_assigned", "_backup_url", "_objects", "_own", "_unread")
-    _objects: dict[str, Any]
-    # What holdfast itself keeps with the user's objects, which never see it.
-    _own: dict[str, Any]
-    _assigned: set[str]
-    # What a restore has put here, and nothing has read since; True if the program held another object before.
-    _unread: dict[str, bool]
-    # The location of the backup that a `WorkerTrainingState` should restore these objects from; empty if none.
-    _backup_url: str
+    __slots__ = ("_named",)
+    _named: NamedObjects
 
     def __init__(self, /, *unnamed: object, **objects: Any) -> None:
         """Creates a checkpoint of the given objects, by name.
@@ -51,25 +99,21 @@ class Checkpoint:
                 f"objects must be given by name, got {given} without a name",
                 hint=("Write Checkpoint(model=model, optimizer=optimizer): the keyword is its stored name."),
             )
-        self._objects = {}
-        self._own = {}
-        self._backup_url = ""
-        self._assigned = set()
-        self._unread = {}
+        self._named = NamedObjects()
         for name, obj in objects.items():
             self[name] = obj
 
     @property
     def objects(self) -> Mapping[str, Any]:
         """The objects by name, in the order in which they were added; a read-only view."""
-        return MappingProxyType(self._objects)
+        return MappingProxyType(self._named.objects)
 
     def __getitem__(self, name: str) -> Any:
-        self._unread.pop(name, None)
+        self._named.note_read(name)
         try:
-            return self._objects[name]
+            return self._named.objects[name]
         except KeyError:
-            raise KeyError(f"no object {name!r}; the names are: {', '.join(self._objects) or 'none'}") from None
+            raise KeyError(f"no object {name!r}; the names are: {', '.join(self) or 'none'}") from None
 
     def __setitem__(self, name: str, obj: Any) -> None:
         """Adds an object, or replaces the one of that name.
@@ -84,27 +128,24 @@ class Checkpoint:
                 f"{name!r} cannot be the name of an object",
                 hint="A name must not contain '/', begin with '$' or be '__metadata__'.",
             )
-        if name in self._objects:
-            self._assigned.add(name)
-        self._objects[name] = obj
-        self._unread.pop(name, None)
+        self._named.assign(name, obj)
 
     def __delitem__(self, name: str) -> None:
-        self._unread.pop(name, None)
-        del self._objects[name]
+        self._named.note_read(name)
+        del self._named.objects[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._objects
+        return name in self._named.objects
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._objects)
+        return iter(self._named.objects)
 
     def __len__(self) -> int:
-        return len(self._objects)
+        return len(self._named.objects)
 
     def __getattr__(self, name: str) -> Any:
         # Copying asks for attributes before there are any.
-        if name in Checkpoint.__slots__ or name not in self._objects:
+        if name in Checkpoint.__slots__ or name not in self._named.objects:
             raise AttributeError(f"the checkpoint has no object {name!r}", name=name, obj=self)
         return self[name]
 
@@ -117,17 +158,17 @@ class Checkpoint:
         self[name] = obj
 
     def __delattr__(self, name: str) -> None:
-        if name not in self._objects:
+        if name not in self._named.objects:
             raise AttributeError(f"the checkpoint has no object {name!r}", name=name, obj=self)
         del self[name]
 
     def __copy__(self) -> Checkpoint:
-        copied = Checkpoint(**self._objects)
-        copied._own.update(self._own)
+        copied = Checkpoint(**self._named.objects)
+        copied._named.own.update(self._named.own)
         return copied
 
     def __repr__(self) -> str:
-        return f"Checkpoint({', '.join(f'{name}={_show(obj)}' for name, obj in tuple(self._objects.items()))})"
+        return f"Checkpoint({', '.join(f'{name}={_show(obj)}' for name, obj in tuple(self._named.objects.items()))})"
 
 
 def _show(obj: object) -> str:
@@ -139,37 +180,9 @@ def _show(obj: object) -> str:
     return type(obj).__name__
 
 
-def list_assigned(checkpoint: Checkpoint) -> frozenset[str]:
-    """Returns the names that were assigned another object after their first one, by a restore or by the program."""
-    return frozenset(checkpoint._assigned)
-
-
-def put_restored(checkpoint: Checkpoint, values: Mapping[str, Any]) -> None:
-    """Replaces objects that could not be changed by the restored ones."""
-    for name, value in values.items():
-        live = checkpoint._objects.get(name)
-        checkpoint[name] = value
-        is_held = type(live) not in ENCODERS
-        if is_held or type(live) is not type(value) or live != value:
-            checkpoint._unread[name] = is_held
-
-
-def take_unread(checkpoint: Checkpoint, *, only_held: bool) -> list[str]:
-    """Returns the names of restored objects that nothing has read since, each once.
-
-    Args:
-        checkpoint: The checkpoint.
-        only_held: True to leave out those that the program began with as a number, text or None.
-    """
-    names = [name for name, is_held in checkpoint._unread.items() if is_held or not only_held]
-    for name in names:
-        del checkpoint._unread[name]
-    return names
-
-
-def all_objects(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns everything that is saved and restored: the user's objects and those that holdfast added."""
-    return {**checkpoint._objects, **checkpoint._own}
+def objects_of(checkpoint: Checkpoint) -> NamedObjects:
+    """Returns the objects: no attribute of a checkpoint itself, as each name there is one that a user may give."""
+    return checkpoint._named
 
 
 def check_order(maker: str, directory: object, checkpoint: object) -> None:
@@ -187,18 +200,3 @@ def check_order(maker: str, directory: object, checkpoint: object) -> None:
         raise UsageError(
             f"expected a Checkpoint, got {checkpoint!r}", hint="Name the objects to save: Checkpoint(model=model, ...)."
         )
-
-
-def own_objects(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the objects that holdfast itself keeps in a checkpoint, by their reserved names; may be added to."""
-    return checkpoint._own
-
-
-def note_backup(checkpoint: Checkpoint, url: str) -> None:
-    """Notes that the objects are as a backup left them, or as training begins without a backup."""
-    checkpoint._backup_url = url
-
-
-def backup_url(checkpoint: Checkpoint) -> str:
-    """Returns the URL of the backup that the objects were to be restored from; empty if there was no such restore."""
-    return checkpoint._backup_url

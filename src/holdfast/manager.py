@@ -18,12 +18,8 @@ from holdfast.advice.oversights import describe_unread
 from holdfast.catalog import StoredRun
 from holdfast.checkpoint import (
     Checkpoint,
-    all_objects,
     check_order,
-    list_assigned,
-    own_objects,
-    put_restored,
-    take_unread,
+    objects_of,
 )
 from holdfast.cluster import Cluster
 from holdfast.cluster.discover import describe_lone_task
@@ -157,7 +153,7 @@ class CheckpointManager:
         check_order("CheckpointManager", directory, checkpoint)
         self._options = options = SaveOptions.pick(locals(), keep=All())
         check_objects(checkpoint.objects)
-        note_script(checkpoint.objects, own_objects(checkpoint))
+        note_script(checkpoint.objects, objects_of(checkpoint).own)
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
         self.url = self._storage.url
         self.save_every, self.timeout_seconds, self._totals = save_every, timeout_seconds, Totals()
@@ -178,7 +174,7 @@ class CheckpointManager:
             )
             # If this is dropped without `close`, its threads go on to know the lock.
             weakref.finalize(self, saver.lock.release).atexit = False
-            saver.take_unread = partial(take_unread, checkpoint, only_held=True)
+            saver.take_unread = partial(objects_of(checkpoint).take_unread, only_held=True)
             went_back = None if begin_anew else catalog.start_from
             self._origin = Origin(living[-1] if living else None, catalog.generation, start_from=went_back)
             self._living, self.newest_asked = {name.step for name in living}, -1
@@ -192,7 +188,7 @@ class CheckpointManager:
             self.check_ready: Callable[[], None] = make_readiness_check(
                 self._storage,
                 saver.lock,
-                lambda: saver.check_capture(all_objects(checkpoint)),
+                lambda: saver.check_capture(objects_of(checkpoint).all()),
                 make_agreement(None if self.participant is None else self.participant.peers, self.url).run,
                 is_leader=self.worker.is_leader,
                 failures_allowed=failures_allowed,
@@ -224,7 +220,7 @@ class CheckpointManager:
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
-        state, figures = self._saver.capture(all_objects(self.checkpoint)), dict(metrics or {})
+        state, figures = self._saver.capture(objects_of(self.checkpoint).all()), dict(metrics or {})
         save = lambda step, taken, replace: self._save(step, figures, None, replace=replace, captured=taken)  # noqa: E731
         return Mark(state, trace_arrays(state), save)
 
@@ -278,7 +274,7 @@ class CheckpointManager:
             return None
         reason = try_plan_save(self.save_every, self._pace.moment(step, *self._saver.costs), self.participant)
         if reason is None or step in self._living:
-            self._saver.look_ahead(all_objects(self.checkpoint))
+            self._saver.look_ahead(objects_of(self.checkpoint).all())
             return None
         return self._save(step, metrics, metadata, reason=reason)
 
@@ -348,11 +344,11 @@ class CheckpointManager:
         self._saver.fresh_look.note(self.checkpoint.objects)
         is_first = step is None and self.restored is None and self.newest_asked < 0
         start_from = self._options.start_from if is_first else None
-        script = note_script(self.checkpoint.objects, own_objects(self.checkpoint))
+        script = note_script(self.checkpoint.objects, objects_of(self.checkpoint).own)
         made_anew = check_like(like)
         restoration = restore_objects(
             self._storage,
-            {**all_objects(self.checkpoint), **made_anew},
+            {**objects_of(self.checkpoint).all(), **made_anew},
             made_anew=made_anew.keys(),
             step=None if step is None else check_step(step),
             begins_anew=self.begin_anew and only is None and not self._living,
@@ -370,7 +366,7 @@ class CheckpointManager:
         if restoration is None:
             self._saver.start_from(0)
             return None
-        put_restored(self.checkpoint, restoration.replaced)
+        objects_of(self.checkpoint).put_restored(restoration.replaced)
         if only is None:
             self.restored = restoration
             # A job that has begun since then is detected by the next save.
@@ -459,11 +455,11 @@ class CheckpointManager:
         if error is not None:
             self.closing.clear()  # The state may be that of half a step.
         has_trained = error is None and self.restored is None and len(self._living) > 1
-        objects, assigned = self.checkpoint.objects, list_assigned(self.checkpoint)
+        objects, assigned = self.checkpoint.objects, frozenset(objects_of(self.checkpoint).assigned)
         if has_trained and (text := self._saver.kept_epoch.look_at_end(objects, assigned)):
             self.emit(Warned(text=text))
         has_trained = error is None and self._saver.engine.newest is not None
-        if has_trained and (text := describe_unread(take_unread(self.checkpoint, only_held=False))):
+        if has_trained and (text := describe_unread(objects_of(self.checkpoint).take_unread(only_held=False))):
             self.emit(Warned(text=text))
         self._failures.close_behind(error, partial(self._close, None, has_ended_well=error is None))
 
@@ -522,7 +518,7 @@ class CheckpointManager:
         before = self._in_flight
         request.waited_seconds = time.monotonic() - request.asked_at
         check_place(step, self.url, self._living, self.newest_asked, replace=handle.replaces)
-        captured = captured or self._saver.capture(all_objects(self.checkpoint))
+        captured = captured or self._saver.capture(objects_of(self.checkpoint).all())
         untold = self._failures.take(last=False)
         try:
             self._in_flight = request

@@ -22,7 +22,7 @@ from holdfast.numbers import check_seconds, check_whole
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.state.data.sampler import BatchIterator
 from holdfast.state.leaves import alias_of
-from holdfast.storage import Storage, local_directory
+from holdfast.storage import Storage
 
 LEAST_LIVENESS_SECONDS: Final = 1.0
 
@@ -264,7 +264,7 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
 
 def look_into(storage: Storage) -> Catalog:
     """**Blocks.** Returns the content of a run's directory, which need not exist; `UsageError` if it is a file."""
-    if local_directory(storage) is not None and os.path.lexists(storage.url) and not os.path.isdir(storage.url):  # noqa: PTH112
+    if (place := storage.location) and os.path.lexists(place) and not os.path.isdir(place):  # noqa: PTH112
         raise UsageError(f"{storage.url} exists but is not a directory", hint="Pass the path of the run's directory.")
     return StoredRun(storage).look()
 

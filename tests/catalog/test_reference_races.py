@@ -17,10 +17,9 @@ import pytest
 
 import holdfast as hf
 from holdfast.catalog import StoredRun
-from holdfast.cli.contents import Contents, read_checkpoint
-from holdfast.cli.survey import survey_run
-from holdfast.cli.target import RunTarget
-from holdfast.cli.verbs.prune import RemovalPlan, Removed, carry_out
+from holdfast.catalog.removal import RemovalPlan, Removed, carry_out
+from holdfast.catalog.survey import survey_run
+from holdfast.cli.target import Contents, RunTarget, read_checkpoint
 from holdfast.cluster import Cluster
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, PeerError, SaveFailedError
 from holdfast.format.names import StepName

@@ -13,9 +13,9 @@ import pytest
 import holdfast as hf
 from command_line import DATA, INDEX, call, call_json, complaint, flip_bit, lines_of, show_on_terminal
 from holdfast.catalog import StoredRun
+from holdfast.catalog.removal import Wishes, check_unchanged, plan_removals
+from holdfast.catalog.survey import survey_run
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.survey import survey_run
-from holdfast.cli.verbs.prune import Wishes, check_unchanged, plan_removals
 from holdfast.errors import StorageError
 from holdfast.format.digests import seal
 from holdfast.format.names import StepName
@@ -180,7 +180,7 @@ def test_prune_keeps_what_became_needed_while_it_asked(run: Path) -> None:
     with hf.CheckpointManager(run, hf.Checkpoint(), incremental=True) as manager:
         manager.save(4)
     survey = survey_run(storage)
-    plan = plan_removals(survey, Wishes(off_line=False, unfinished=False, lost=False, job_is_dead=False, steps=("3",)))
+    plan = plan_removals(survey, Wishes(directories=frozenset({THREE})), 0.0)
     assert [one.directory for one in plan.remove] == [THREE]
     check_unchanged(storage, plan, survey.catalog)
     manifest = StoredRun(storage).step(StepName(4, 2)).manifest()

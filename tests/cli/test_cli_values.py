@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command_line import call, call_json
-from holdfast.cli.contents import count_values, describe, find_nodes, list_values
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.screen import age_text, iso_text, legible
 from holdfast.cli.verbs.show import grow_tree, list_tree
@@ -24,6 +23,7 @@ from holdfast.format.digests import digest, seal
 from holdfast.format.encoding import Encoder
 from holdfast.format.index import Index, LeafRecord, plan_layout
 from holdfast.format.names import data_name, index_name
+from holdfast.format.nodes import count_values, describe, find_nodes, list_values
 from holdfast.format.records import Manifest, WorkerRecord
 from places import DATA
 

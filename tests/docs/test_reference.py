@@ -39,7 +39,6 @@ FOR_HOLDFAST: Final[dict[str, set[str]]] = {
     },
     "HoldfastCheckpointIO": {"save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"},
     **dict.fromkeys(("StorageWriter", "StorageReader"), DCP),
-    "storage": {"find_location", "local_directory", "pass_on_warnings"},
     "CheckpointManager": {"mark", "abandon"},
     "Job": {"freeze", "named_nodes", "stop_outputs", "stop_group", "has_stop_condition"},
     "MultiNodeCheckpointManager": {
@@ -110,7 +109,7 @@ def public_paths() -> dict[str, str]:
         # What `hf.jobs` has is shown as `hf.Job` where it is there too; `hf.accelerate.resumable` is another.
         names = set(hf.jobs.__all__) - set(hf.__all__) if module == "jobs" else exported(home)
         paths |= {f"hf.{module}.{name}": find(home, name) for name in names}
-    names = set(holdfast.storage.__all__) - FOR_HOLDFAST["storage"]
+    names = set(holdfast.storage.__all__)
     return paths | {f"holdfast.storage.{name}": find("holdfast.storage", name) for name in names}
 
 
@@ -149,5 +148,4 @@ def test_how_an_object_is_made_is_shown_where_users_make_it() -> None:
 
 def test_what_is_for_holdfast_alone_is_there() -> None:
     shown = {one.path.rpartition(".")[2]: one.path for one in list_shown()}
-    assert set(FOR_HOLDFAST) <= {*shown, "storage"}
-    assert set(holdfast.storage.__all__) >= FOR_HOLDFAST["storage"]
+    assert set(FOR_HOLDFAST) <= set(shown)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.catalog import StoredRun
-from holdfast.cli.survey import survey_run
+from holdfast.catalog.survey import survey_run
 from holdfast.errors import FormatError, HoldfastError, NoWholeCheckpointError
 from holdfast.format.digests import SPAN_BYTES, digest, seal
 from holdfast.format.index import MAX_SOURCES, Index, LeafRecord, ReferredRecord, Source

@@ -259,28 +259,14 @@ def test_save_fn_failing_in_grace_period_ends_that_save_on_all(tmp_path: Path) -
             assert sum(line.startswith("event Failed") for line in worker.said) <= 1, jobs.report()
 
 
-def test_last_of_several_handlers_leaves_and_others_take_part(tmp_path: Path) -> None:
-    """One worker takes its time for that."""
+def test_worker_slow_to_leave_its_block_is_waited_for(tmp_path: Path) -> None:
     each = {0: {"finally_seconds": 3.0}, 1: {"pause": [3]}}
-    with Jobs(tmp_path / "run", each=each, loop="run", handlers=2, **LOCKSTEP) as jobs:
+    with Jobs(tmp_path / "run", each=each, loop="run", **LOCKSTEP) as jobs:
         jobs.workers[1].wait_for("paused")
         jobs.workers[1].send(signal.SIGTERM)
         jobs.workers[0].wait_for("event NoticeHeard")
         jobs.workers[1].go_on()
         check_left(jobs, [4])
-
-
-def test_what_one_of_several_handlers_has_dealt_with_is_dealt_with_for_all(tmp_path: Path) -> None:
-    """An outer one would say at its end that nothing was trained, and leave."""
-    each = {1: {"pause": [3]}}
-    with Jobs(tmp_path / "run", each=each, loop="run", handlers=2, returns=1, **LOCKSTEP) as jobs:
-        jobs.workers[1].wait_for("paused")
-        jobs.workers[1].send(signal.SIGTERM)
-        jobs.workers[0].wait_for("event NoticeHeard")
-        jobs.workers[1].go_on()
-        assert jobs.end() == [0, 0], jobs.report()
-        assert check_whole(tmp_path / "run") == [4, TOTAL]
-        assert [worker.said.count("exit_fn") for worker in jobs.workers] == [1, 1]
 
 
 def test_exit_fn_that_returns_lets_training_go_on_to_a_later_notice(tmp_path: Path) -> None:

@@ -283,12 +283,7 @@ def with_handler(storage: Any, learned: Learned, cluster: Cluster) -> None:
         liveness_seconds=OPTIONS.get("liveness", 15.0),
         timeout_seconds=OPTIONS.get("timeout", 1800.0),
     ) as manager:
-        with contextlib.ExitStack() as stack:
-            # The outer ones take no steps.
-            for _ in range(OPTIONS.get("handlers", 1)):
-                handler = stack.enter_context(
-                    hf.PreemptionCheckpointHandler(manager, termination_config=make_termination())
-                )
+        with hf.PreemptionCheckpointHandler(manager, termination_config=make_termination()) as handler:
             say("calls", handler.total_run_calls)
             SAVE.append(lambda: manager.save(handler.total_run_calls))
             pause("before")

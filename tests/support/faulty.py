@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.checks import flat, temporary_name
-from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage
+from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage, Traits
 
 _T = TypeVar("_T")
 
@@ -89,6 +89,15 @@ class FaultyStorage:
     def url(self) -> str:
         """The inner storage's URL."""
         return self._inner.url
+
+    @property
+    def traits(self) -> Traits:
+        """The inner storage's traits."""
+        return self._inner.traits
+
+    @property
+    def location(self) -> None:
+        """None: what does not come through here would not be counted."""
 
     @property
     def calls(self) -> tuple[Call, ...]:

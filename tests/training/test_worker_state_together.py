@@ -146,6 +146,7 @@ def test_a_backup_that_is_kept_is_kept_by_all(tmp_path: Path) -> None:
 
 ANOTHER_JOB = """
 import sys
+from holdfast.catalog import StoredRun
 from holdfast.storage import LocalStorage
 StoredRun(LocalStorage(sys.argv[1])).open_generation()
 """

@@ -21,7 +21,7 @@ from holdfast.events.sinks import JOURNAL_NAME
 from holdfast.format.digests import unseal
 from holdfast.format.names import GENERATIONS_DIRECTORY, generation_path, parse_generation_file
 from holdfast.format.records import MAX_GENERATION_BYTES, Opener, Opening
-from holdfast.storage import Storage, local_directory
+from holdfast.storage import Storage
 
 _PROC: Final = Path("/proc")
 
@@ -131,8 +131,8 @@ def _wait_free(storage: Storage, descriptor: int, say: Callable[[str], object] |
 
 def _open_directory(storage: Storage) -> int | None:
     with suppress(OSError):
-        if (directory := local_directory(storage)) is not None:
-            return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if storage.location is not None:
+            return os.open(storage.location, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     return None
 
 

@@ -211,7 +211,7 @@ class StoredRun:
             FencedError: If another job has begun a new run in its place.
         """
         try:
-            opening = self.opening(generation)
+            opening = read_opening(self.storage, generation)
         except NotFoundError as error:
             raise make_gone_error(self.url, generation) from error
         except DamageError:

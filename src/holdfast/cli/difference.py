@@ -14,10 +14,11 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.cli.contents import SHOWN_ELEMENTS, Contents, array_of, describe, is_sequence, parts_of
+from holdfast.cli.target import Contents
 from holdfast.convert.leaf_stream import Extent, LeafReader, StoredLeaf
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.encoding import MAX_DEPTH
+from holdfast.format.nodes import SHOWN_ELEMENTS, describe, find_array, is_sequence, list_children
 from holdfast.format.scalars import Node
 
 ChangeKind: TypeAlias = Literal["changed", "added", "removed", "dtype", "shape"]
@@ -294,13 +295,13 @@ _NOTHING: Final = object()
 def _compare(path: str, a: Node, b: Node, depth: int) -> Iterator[ValueChange]:
     if a == b and type(a) is type(b):
         return
-    array_a, array_b = array_of(a), array_of(b)
+    array_a, array_b = find_array(a), find_array(b)
     if array_a is not None and array_b is not None and (array_a == array_b or path in (array_a, array_b)):
         return  # Arrays are compared as such.
     if (array_a == path and b is _NOTHING) or (array_b == path and a is _NOTHING):
         return
-    parts_a = parts_of(a) if depth <= MAX_DEPTH and a is not _NOTHING else None
-    parts_b = parts_of(b) if depth <= MAX_DEPTH and b is not _NOTHING else None
+    parts_a = list_children(a) if depth <= MAX_DEPTH and a is not _NOTHING else None
+    parts_b = list_children(b) if depth <= MAX_DEPTH and b is not _NOTHING else None
     if _are_alike(a, b, parts_a, parts_b):
         before, after = dict(parts_a or ()), dict(parts_b or ())
         for part in dict.fromkeys((*before, *after)):
@@ -323,7 +324,7 @@ _Parts: TypeAlias = list[tuple[str, Node]] | None
 
 def _are_alike(a: Node, b: Node, parts_a: _Parts, parts_b: _Parts) -> bool:
     """True if two containers are to be compared part by part, or one container that the other checkpoint lacks."""
-    is_deep = any(parts_of(part) or array_of(part) for parts in (parts_a, parts_b) for _, part in parts or ())
+    is_deep = any(list_children(part) or find_array(part) for parts in (parts_a, parts_b) for _, part in parts or ())
     if a is _NOTHING or b is _NOTHING:
         return is_deep
     if parts_a is None or parts_b is None or type(a) is not type(b):

@@ -28,8 +28,8 @@ VERBS: Final = {
 """Each verb with its line of help. The module of a verb has the same name, and is imported only when the verb is
 called: help is quick, and no verb imports libraries that only another one needs."""
 
-_MODULES: Final = {"import": "importing"}
-"""Modules of verbs whose names are keywords of Python."""
+_MODULES: Final = {"export": "conversion", "import": "conversion"}
+"""Modules of verbs that are not named for one verb."""
 
 _VERB: Final = "holdfast.verb"
 _AS_JSON: Final = "holdfast.as_json"
@@ -42,9 +42,9 @@ class Verbs(click.Group):
         """The verb of that name, or None."""
         if cmd_name not in VERBS:
             return None
-        found = importlib.import_module(f"holdfast.cli.verbs.{_MODULES.get(cmd_name, cmd_name)}").command
-        assert isinstance(found, click.Command)
-        return found
+        module = importlib.import_module(f"holdfast.cli.verbs.{_MODULES.get(cmd_name, cmd_name)}")
+        commands = (thing for thing in vars(module).values() if isinstance(thing, click.Command))
+        return next(command for command in commands if command.name == cmd_name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of all verbs, in the order of the help."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeAlias
 
 import click
 
-from holdfast.events.kinds import size_text, span_text
+from holdfast.events.kinds import span_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -20,9 +20,8 @@ DOCUMENT_VERSION: Final = 1
 """Of all JSON documents. Fields may be added to them without a new version; none changes its meaning or goes."""
 
 _HAS_DOCUMENT: Final = "holdfast.has_document"
-_ANY_WIDTH: Final = 1_000_000
-_GAP: Final = 2
-"""Spaces between the columns of a table."""
+_GAP: Final = "  "
+"""Between the columns of a table."""
 
 PLAIN: Final = ""
 STRONG: Final = "bold"
@@ -59,10 +58,6 @@ class Screen:
             self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
             self.width = self._console.width
 
-    def size(self, size_bytes: int, unit: str = " bytes") -> str:
-        """A size as a person reads it on a terminal; elsewhere all of its digits, and the unit."""
-        return size_text(size_bytes) if self.is_terminal else f"{size_bytes}{unit}"
-
     def say(self, *words: Words) -> None:
         """Writes one line."""
         if not self.is_terminal:
@@ -75,43 +70,21 @@ class Screen:
         self._console.print(line, soft_wrap=True)
 
     def table(
-        self,
-        titles: Sequence[str],
-        rows: Sequence[Sequence[Words]],
-        *,
-        figures: Collection[str] = (),
-        indent: int = 0,
+        self, titles: Sequence[str], rows: Sequence[Sequence[Words]], *, are_figures: Sequence[bool], indent: int = 0
     ) -> None:
-        """Writes a table: a line of titles, unless all are empty, and each row; in a pipe a row is always one line."""
-        if not self.is_terminal:
-            lines = [*([titles] if any(titles) else []), *rows]
-            widths = [max((len(_text(line[place])) for line in lines), default=0) for place in range(len(titles))]
-            for line in lines:
-                cells = zip(titles, map(_text, line), widths, strict=True)
-                self.say(
-                    " " * indent,
-                    (" " * _GAP).join(
-                        text.rjust(width) if title in figures else text.ljust(width) for title, text, width in cells
-                    ),
-                )
-            return
-        from rich.table import Table
-        from rich.text import Text
+        """Writes a table: a line of titles, unless all are empty, and each row; figures are right-aligned.
 
-        # The columns are as wide as their cells, so that a path stays in one piece and can be copied; the terminal goes
-        # on in the next line.
-        options = self._console.options.update(max_width=_ANY_WIDTH)
-        margin = " " * indent
-        table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, show_header=any(titles), header_style=FAINT)
-        for title in titles:
-            justify: Any = "right" if title in figures else "left"
-            table.add_column(Text(legible(title)), justify=justify, no_wrap=True)
-        for first, *others in rows:
-            table.add_row(Text.assemble(margin, _legible(first)), *(Text.assemble(_legible(cell)) for cell in others))
-        for segments in self._console.render_lines(table, options, pad=False):
-            row = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
-            row.rstrip()
-            self._console.print(row, soft_wrap=True)
+        A row is always one line: its path stays in one piece and can be copied, and the terminal goes on below it.
+        """
+        measure = terminal_width if self.is_terminal else _length
+        lines = [*([[(title, FAINT) for title in titles]] if any(titles) else []), *rows]
+        widths = [max((measure(line[place]) for line in lines), default=0) for place in range(len(titles))]
+        for line in lines:
+            words: list[Words] = [" " * indent]
+            for cell, width, is_figure in zip(line, widths, are_figures, strict=True):
+                padding = " " * (width - measure(cell))
+                words += [padding, cell, _GAP] if is_figure else [cell, padding, _GAP]
+            self.say(*words)
 
 
 def terminal_width(words: Words) -> int:
@@ -119,6 +92,10 @@ def terminal_width(words: Words) -> int:
     from rich.cells import cell_len
 
     return cell_len(_text(words))
+
+
+def _length(words: Words) -> int:
+    return len(_text(words))
 
 
 def write_json(stream: TextIO, verb: str | None, fields: dict[str, Any]) -> None:
@@ -251,6 +228,17 @@ def _moment(unix_seconds: float) -> datetime | None:
 def figure_text(figure: float) -> str:
     """**Pure.** A metric, to six digits."""
     return f"{figure:.6g}"
+
+
+def shape_text(numbers: Sequence[int]) -> str:
+    """**Pure.** A shape or offsets, such as `[3,4]`."""
+    return "[" + ",".join(map(str, numbers)) + "]"
+
+
+def share_text(part: int | None, whole: int) -> str:
+    """**Pure.** A part of a whole in percent; `-` if there is none."""
+    percent = 100 * part / whole if part and whole else 0.0
+    return "-" if percent == 0 else f"{percent:.0f}%" if percent >= 1 else "<1%"
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:

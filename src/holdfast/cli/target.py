@@ -1,24 +1,41 @@
-"""Finds the run or step that `RUN` or `RUN@STEP` on the command line names."""
+"""Finds the run or step that `RUN` or `RUN@STEP` on the command line names, and reads its records."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from holdfast.catalog import Catalog, StoredRun, make_lost_error
-from holdfast.errors import NoCheckpointError, StorageError, UsageError
+from holdfast.catalog import Catalog, StoredRun, StoredStep, make_lost_error
+from holdfast.catalog.survey import State, checkpoint_bytes
+from holdfast.errors import (
+    DamageError,
+    NoCheckpointError,
+    NotFoundError,
+    NoWholeCheckpointError,
+    StorageError,
+    UsageError,
+)
+from holdfast.format.dtypes import array_bytes
+from holdfast.format.index import StoredBox
 from holdfast.format.names import (
+    COMMITTED_NAME,
     GENERATIONS_DIRECTORY,
     MANIFEST_NAME,
     TRASH_PREFIX,
     StepName,
+    data_name,
     is_own_file,
     parse_step_directory,
 )
-from holdfast.storage import Entry, LocalStorage, Storage, local_directory, open_storage
+from holdfast.format.nodes import find_nodes
+from holdfast.format.records import Manifest
+from holdfast.format.scalars import Node
+from holdfast.restore.records import OpenedStep
+from holdfast.restore.verify import open_step
+from holdfast.storage import Entry, LocalStorage, Storage, open_storage
 
 MOST_LOOKS: Final = 30
 """Most tries at finding the newest checkpoint: a running job may remove the one that was found."""
@@ -53,7 +70,8 @@ class RunTarget:
         if not self.is_step:
             return self.storage
         # If it is a link to a step's directory, the parent of its target.
-        return LocalStorage(Path(self.storage.url).resolve().parent) if isinstance(self.storage, LocalStorage) else None
+        place = self.storage.location
+        return None if place is None else LocalStorage(place.resolve().parent)
 
 
 def find_target(
@@ -142,7 +160,7 @@ def _is_step(text: str) -> bool:
 
 def _exists(location: str) -> bool:
     storage = open_storage(location)
-    return os.path.lexists(storage.url) if isinstance(storage, LocalStorage) else bool(storage.list(""))
+    return bool(storage.list("")) if storage.location is None else os.path.lexists(storage.location)
 
 
 def belongs_to_run(entry: Entry) -> bool:
@@ -180,15 +198,15 @@ def find_runs(directory: Path) -> Iterator[Path]:
 
 def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: str) -> NoCheckpointError:
     if entries:
-        root = local_directory(storage)
+        root = storage.location
         place = location.rstrip("/")
         runs = [] if root is None else [f"{place}/{path.relative_to(root)}" for path in find_runs(root)]
         if runs:
             more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
             hint = f"It holds runs: {', '.join(runs[:_NAMED_RUNS])}{more}. Name one of them."
         return NoCheckpointError(f"{location} is not a run: it has no checkpoints", hint=hint)
-    if isinstance(storage, LocalStorage) and not os.path.isdir(storage.url):  # noqa: PTH112
-        if os.path.lexists(storage.url):
+    if storage.location is not None and not os.path.isdir(storage.location):  # noqa: PTH112
+        if os.path.lexists(storage.location):
             return NoCheckpointError(
                 f"{location} is not a directory", hint="Name the directory that the job saves into."
             )
@@ -198,3 +216,143 @@ def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: 
             hint = f"{before} exists, but {after!r} is not a step. A step is a number, as in {before}@500."
         return NoCheckpointError(f"there is no directory {location}", hint=hint)
     return NoCheckpointError(f"{location} is empty", hint="No job has saved there yet.")
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """Identity of one checkpoint, and its manifest.
+
+    Attributes:
+        location: The run, or the directory of the step, as it was written on the command line.
+        url: The full path of `location`.
+        directory: The name of the step's directory in the run; empty where the step's directory itself was named.
+        expected: The step that the directory's name gives; None if the directory may have any name.
+        state: Its state in its run; None if it was named by its own directory.
+        is_newest: Whether it is the newest of the current lineage.
+        manifest: Its manifest.
+    """
+
+    location: str
+    url: str
+    directory: str
+    expected: StepName | None
+    state: State | None
+    is_newest: bool
+    manifest: Manifest
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its data files and indexes."""
+        return checkpoint_bytes(self.manifest)
+
+
+class Array(NamedTuple):
+    """One array, a leaf or a box of one, with the name of its data file.
+
+    `source` is the directory of the step with that file, if it is another step.
+    """
+
+    stored: StoredBox
+    file: str
+    source: str
+
+
+def _read_heading(target: RunTarget) -> Heading | None:
+    """**Blocks.** Finds the checkpoint that is meant and reads its manifest; None if it has been removed meanwhile.
+
+    Raises as `read_checkpoint`.
+    """
+    name, state, is_newest = None, None, False
+    if not target.is_step:
+        catalog = StoredRun(target.storage).look()
+        name = choose_step(catalog, target)
+        state = State.LIVING if name in catalog.living else State.OFF_LINE
+        is_newest = name == catalog.newest
+    directory = name.directory if name else ""
+    step = StoredStep(target.storage, directory, name)
+    try:
+        manifest = step.manifest()
+    except NotFoundError:
+        if name is not None:
+            return None
+        if step.has(COMMITTED_NAME):
+            raise NoWholeCheckpointError(
+                f"{target.location} was committed, and its manifest is gone; the data files are still there",
+                damages=(DamageError("the manifest is gone", path=MANIFEST_NAME),),
+                hint=f"Bring it back: `{COMMITTED_NAME}` in that directory is a copy of `{MANIFEST_NAME}`, "
+                "unless it is empty.",
+            ) from None
+        raise NoCheckpointError(
+            f"{target.location} is not a checkpoint: it has no {MANIFEST_NAME}",
+            hint="It is being saved or removed, or that was interrupted, or its manifest is lost: "
+            "`holdfast list --all` on the run says which.",
+        ) from None
+    return Heading(target.location, target.storage.url, directory, name, state, is_newest, manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The records of one checkpoint."""
+
+    heading: Heading
+    opened: OpenedStep
+
+    @property
+    def objects(self) -> dict[str, Node]:
+        """For each named object its state, with references in place of arrays."""
+        objects: dict[str, Node] = {}
+        for index in self.opened.indexes:
+            for name, node in index.objects.items():
+                objects.setdefault(name, node)
+        return objects
+
+    def arrays(self, select: Callable[[str], bool] | None = None) -> list[Array]:
+        """The selected arrays, in the order of the files; all of them by default."""
+        arrays: list[Array] = []
+        for index in self.opened.indexes:
+            own = data_name(index.rank, index.world_size)
+            sources = [(source.file_name, source.name.directory) for source in index.sources]
+            places = [(own, "")] * len(index.leaves) + [sources[record.source] for record in index.referred]
+            arrays += (Array(stored, *place) for stored, place in zip(index.stored_boxes(), places, strict=True))
+        return [array for array in arrays if select is None or select(array.stored.leaf)]
+
+    def leaves(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """Returns the type, shape and size of each leaf, in the order in which the files list them."""
+        leaves: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        for stored, _, _ in self.arrays():
+            dtype, shape = stored.dtype, stored.global_shape
+            leaves.setdefault(stored.leaf, (dtype, shape, array_bytes(dtype, shape)))
+        return leaves
+
+    def values(self, select: Callable[[str], bool] | None = None) -> dict[str, Node]:
+        """The selected nodes, by their path; all objects by default."""
+        return dict(find_nodes(self.objects, select))
+
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """For each object the size of each of its leaves."""
+        sizes: dict[str, dict[str, int]] = {name: {} for name in self.objects}
+        for leaf, (_, _, size_bytes) in self.leaves().items():
+            sizes.setdefault(leaf.partition("/")[0], {})[leaf] = size_bytes
+        return sizes
+
+
+def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]:
+    """**Blocks.** Finds the checkpoint that a target names, and reads its manifest and its indexes.
+
+    If a running job removes the checkpoint meanwhile, it is looked for again. Returns its heading, and its contents or
+    the damage of its indexes. Raises `NoCheckpointError` if there is none, and `DamageError` or
+    `NoWholeCheckpointError` if its manifest is damaged or lost.
+    """
+    for _ in range(MOST_LOOKS):
+        heading = _read_heading(target)
+        if heading is None:
+            continue
+        try:
+            return heading, Contents(heading, open_step(target.storage, heading.directory, heading.expected))
+        except DamageError as damage:
+            if heading.expected is None or StoredRun(target.storage).step(heading.expected).is_committed():
+                return heading, damage
+    raise NoCheckpointError(
+        f"{target.location}: every checkpoint was removed before it could be read",
+        hint="A running job removes them quickly. Try again, or let it keep more.",
+    )

@@ -25,7 +25,7 @@ from holdfast.format.names import MAX_STEP, StepName, is_own
 from holdfast.numbers import check_whole
 from holdfast.restore.candidates import Selection, make_selection
 from holdfast.restore.verify import open_step
-from holdfast.storage import Storage, local_directory, open_storage
+from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 
 FORMATS: Final = ("safetensors", "transformers", "torch", "dcp")
@@ -157,7 +157,7 @@ def export_chosen(
         StorageError: If the storage fails.
     """
     _check(options)
-    run = local_directory(storage)
+    run = storage.location
     if run is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
         raise UsageError(
             f"{out} is inside the run {storage.url}, where an export could damage checkpoints",

@@ -49,7 +49,7 @@ from holdfast.restore.candidates import Selection, make_selection
 from holdfast.save.records import Origin
 from holdfast.save.run_writer import RunWriter
 from holdfast.save.writer import write_index
-from holdfast.storage import Storage, local_directory, open_storage
+from holdfast.storage import Storage, open_storage
 from holdfast.storage.buffers import take_pages
 from holdfast.storage.digesting import PIECE_BYTES
 from holdfast.tracebacks import short_traceback
@@ -450,7 +450,7 @@ def _commit(
     if watcher is not None:
         watcher.expect(layout.size_bytes)
     line = RunWriter(storage, All(), reuse_space=False)
-    root = local_directory(storage)
+    root = storage.location
     is_new = root is not None and not root.exists()
     name, _ = line.open(Origin(seen_generation=StoredRun(storage).look().generation), step)
     try:

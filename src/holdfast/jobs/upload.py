@@ -16,7 +16,7 @@ from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.workspace import Workspace
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.storage import Storage, find_location, open_storage
+from holdfast.storage import Storage, open_storage
 
 if TYPE_CHECKING:
     from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
@@ -57,8 +57,9 @@ class UploadTo(UploadTaskGroupBuilder):
     def build(self, epoch: int, checkpoint_manager: MultiNodeCheckpointManager) -> TaskGroup:
         """Returns one task, which copies."""
         group = TaskGroup("upload")
-        # Locations can be sent to another process; a storage that has none stays in this one.
-        here, there = (find_location(one) or one for one in (checkpoint_manager.storage, self._destination))
+        # URLs can be sent to another process; a storage that only this process has stays in it.
+        ends = (checkpoint_manager.storage, self._destination)
+        here, there = (end.url if end.traits.is_shared else end for end in ends)
 
         def upload(workspace: Workspace) -> str:
             source, destination = open_storage(here), open_storage(there)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
@@ -14,9 +14,11 @@ from holdfast.errors import DeadlineError, HoldfastError, PeerError, SaveFailedE
 from holdfast.events import Event, Leaving, Warned
 from holdfast.format.records import Worker
 from holdfast.preemption.config import TerminationConfig
-from holdfast.preemption.grace import is_by_hand
-from holdfast.preemption.notice_inbox import NoticeInbox
-from holdfast.preemption.progress import ATTEMPTS
+from holdfast.preemption.consensus.single import SaveOutcome, SingleConsensus
+from holdfast.preemption.decide import Verdict
+from holdfast.preemption.grace import Outlook, has_time_to_save, is_by_hand
+from holdfast.preemption.inbox import NoticeInbox
+from holdfast.preemption.progress import ATTEMPTS, LoopProgress, PausedState, end_at_of
 from holdfast.process.exit import (
     EXIT_INTERRUPTED,
     EXIT_SAVE_FAILED,
@@ -30,6 +32,7 @@ from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, fin
 from holdfast.save.mark import Mark
 
 if TYPE_CHECKING:
+    from holdfast.preemption.consensus.coordinator import StopCoordinator
     from holdfast.save.joint.participant import JointParticipant
 
 _LOOK_SECONDS: Final = 0.25
@@ -83,7 +86,6 @@ class FinalSave:
         arguments: Positional arguments of `save_fn`.
         options: Keyword arguments of `save_fn`.
         tried: All attempts of the last save.
-        has_left: True if it has raised the exception that ends the program, or the person's cell.
         name: The name of a step for people.
         nothing: The message if nothing is saved and there was no error.
     """
@@ -94,9 +96,12 @@ class FinalSave:
         config: TerminationConfig,
         keep: Callable[[int], SaveHandle | None],
         inbox: NoticeInbox,
+        consensus: SingleConsensus | StopCoordinator,
+        progress: LoopProgress,
+        look: Callable[[], Outlook],
     ) -> None:
+        """Stores its arguments: those of the guard, and what that knows; `look` returns the outlook now."""
         self.mistake = self.missing = ""
-        self.has_left = False
         self.arguments: tuple[Any, ...] = ()
         self.options: dict[str, Any] = {}
         self.tried: list[SaveHandle] = []
@@ -106,6 +111,9 @@ class FinalSave:
         self._config = config
         self._keep = keep
         self._inbox = inbox
+        self._consensus = consensus
+        self._progress = progress
+        self._look = look
         # The last announcement: the step that is saved, the exit code, and the problem, if any.
         self._end: tuple[int | None, int, str] | None = None
 
@@ -129,11 +137,94 @@ class FinalSave:
             return None
         return saved if isinstance(saved, SaveHandle) else None
 
-    def find_number(self, step: int | None) -> int | None:
-        """Returns the number under which the last save saved a step: a program may use larger numbers of its own."""
-        return self.tried[-1].step if self.tried and step is not None else step
+    def save_together(
+        self, step: int | None, verdict: Verdict, pause: PausedState | None
+    ) -> tuple[int | None, str, SaveOutcome | None]:
+        """**Blocks.** Saves the step at which all stop, and shares the result with all workers.
 
-    def save_last(self, step: int, end_at: float | None) -> str:
+        Args:
+            step: How many steps are complete here; None if that is not known.
+            verdict: What all do.
+            pause: The state of the training thread, if that is paused.
+
+        Returns:
+            The step that is saved, or should have been; the error here; and the result on all workers, or None if a
+            worker is dead, so that nothing can be saved together.
+
+        Raises:
+            PeerError: If another worker has failed.
+        """
+        begun_at, end_at = time.monotonic(), end_at_of(self._look())
+        if verdict.absent:
+            self._raise_cause()
+            return step, "", None
+        step, problem = self._save_at_stop(step, verdict, pause, end_at)
+        limit_seconds = self._manager.timeout_seconds
+        if not self._consensus.has_peers:
+            limit_seconds -= time.monotonic() - begun_at
+        loss = self._wait_decided(step, problem, self._find_saves(step, pause), limit_seconds)
+        if loss:
+            self._raise_cause()
+        return step, problem, self._share_outcome(loss, "" if pause is None else pause.changed, end_at)
+
+    def _save_at_stop(
+        self, step: int | None, verdict: Verdict, pause: PausedState | None, end_at: float | None
+    ) -> tuple[int | None, str]:
+        """**Blocks.** Saves, or waits for an earlier save; returns the saved step, and the error."""
+        stop = verdict.stop
+        if stop is not None and step is not None and step > stop.step:
+            # If nothing could be lost, it is a first step whose begin was not known.
+            is_first = step == self._progress.safe_step + 1 == stop.step + 1
+            return stop.step, "" if is_first else f"the loop had passed step {stop.step} when it should have been saved"
+        early, early_step = self._progress.early, self._progress.early_step
+        if early is not None and not self._may_save_again(verdict):
+            return step if early_step is None else early_step, self._try_wait(early, end_at)
+        if pause is not None:
+            return step, pause.save_surely(self._wait_committed, end_at)
+        problem = self._save_last(step or 0, end_at)
+        # A program may use larger numbers of its own.
+        return self.tried[-1].step if self.tried else step, problem
+
+    def _may_save_again(self, verdict: Verdict) -> bool:
+        """Returns True if there is time for another save than the one after the notice; the same on all."""
+        if self._consensus.has_peers:
+            return verdict.plan is None or verdict.plan.saves
+        outlook = self._look()
+        if outlook.saving_seconds is not None and outlook.left_seconds is not None:
+            # How long that one takes says whether there is time for another.
+            self._try_wait(self._progress.early, end_at_of(outlook))
+            outlook = self._look()
+        return has_time_to_save(outlook)
+
+    def _raise_cause(self) -> None:
+        """Raises the error of the worker because of which nothing can be saved together any more, if any."""
+        cause = self._consensus.failures.find_cause()
+        if cause is not None:
+            raise cause
+
+    def _find_saves(self, step: int | None, pause: PausedState | None) -> list[SaveHandle]:
+        """Returns the saves that may be of the step."""
+        saves = (*self.tried, self._progress.early, None if pause is None else pause.saved)
+        return [saved for saved in saves if saved is not None and saved.step == step]
+
+    def _share_outcome(self, error: str, changed: str, end_at: float | None) -> SaveOutcome:
+        """Shares the result of the last save with all workers, in this worker's words if it failed here.
+
+        `changed` names the objects that have changed in a pause, so that they could not be saved.
+        """
+        mistake = self.mistake or (changed and f"ChangedError: {changed}")
+        save_fn = self._config.save_fn
+        is_proof = not error and save_fn is None
+        own = SaveOutcome(mistake or error, is_by_hand(self._inbox.pending), is_proof, is_cause=bool(mistake))
+        # The others may be in a save of theirs that this worker takes no part in.
+        abandon = self._manager.abandon if error and (changed or save_fn) else None
+        together = self._consensus.share_outcome(own, end_at, abandon)
+        # What failed here says more than what the others have seen of it, unless it results from what failed there.
+        is_theirs = not error or (together.is_cause and not mistake)
+        shown = together.error and (together.error if is_theirs else error)
+        return SaveOutcome(shown, together.by_hand, together.is_proof)
+
+    def _save_last(self, step: int, end_at: float | None) -> str:
         """**Blocks.** Saves the step and waits until it is committed; retries if that fails and time remains.
 
         The process must be gone at `end_at`, by the monotonic clock. Returns the error; empty if there is none.
@@ -150,7 +241,7 @@ class FinalSave:
                 saved = self._keep(step) if save_fn is None else save_fn(*self.arguments, **self.options)
                 if isinstance(saved, SaveHandle):
                     self.tried.append(saved)
-                self.wait_committed(saved, end_at)
+                self._wait_committed(saved, end_at)
             except PeerError:
                 raise  # The training thread was interrupted: no worker can save any more.
             except DeadlineError as late:
@@ -166,7 +257,7 @@ class FinalSave:
                 return ""
         return error
 
-    def wait_committed(self, saved: object, end_at: float | None) -> None:
+    def _wait_committed(self, saved: object, end_at: float | None) -> None:
         """**Blocks.** Waits for a save, if it can be waited for.
 
         Raises:
@@ -177,10 +268,10 @@ class FinalSave:
         if callable(wait):
             wait(_until(end_at))
 
-    def try_wait(self, saved: SaveHandle | None, end_at: float | None) -> str:
+    def _try_wait(self, saved: SaveHandle | None, end_at: float | None) -> str:
         """**Blocks.** Like `wait_committed`; returns the error, or an empty string."""
         try:
-            self.wait_committed(saved, end_at)
+            self._wait_committed(saved, end_at)
         except HoldfastError as failure:
             return failure.message
         return ""
@@ -209,14 +300,7 @@ class FinalSave:
             with suppress(DeadlineError):
                 return self._manager.wait(_LOOK_SECONDS)
 
-    def wait_decided(
-        self,
-        step: int | None,
-        error: str,
-        saves: Iterable[SaveHandle],
-        limit_seconds: float,
-        try_end: Callable[[Callable[[HoldfastError], bool], HoldfastError], bool],
-    ) -> str:
+    def _wait_decided(self, step: int | None, error: str, saves: Sequence[SaveHandle], limit_seconds: float) -> str:
         """**Blocks.** Returns what remains of an error in saving a step once it is certain whether that is committed.
 
         A late save of several workers is ended on all of them. If they have agreed to commit it, that is waited for: a
@@ -228,22 +312,17 @@ class FinalSave:
             error: Why it seems not to be saved, for example because it was late; empty if it is.
             saves: Those that may be of that step.
             limit_seconds: How long to wait.
-            try_end: Ends a save on all workers, unless they have agreed to commit it.
         """
-        saves = tuple(saves)
         end_at = time.monotonic() + limit_seconds
-        late = (
-            [saved for saved in saves if saved.step == step and not (saved.ended or saved.committed)] if error else []
-        )
-        for saved in late:
+        for saved in [saved for saved in saves if error and not (saved.ended or saved.committed)]:
             end = find_canceller(saved)
             if end is not None:
-                if try_end(end, DeadlineError(f"the job's remaining time was over: {error}")):
+                if self._consensus.try_end(end, DeadlineError(f"the job's remaining time was over: {error}")):
                     continue
             elif limit_seconds <= 0:
                 continue
             say(f"holdfast: {self.name(step or 0)} is not saved yet: {error}. Its save continues; waiting for it.")
-            while time.monotonic() < end_at and self.check_landed(step, error, saves):
+            while time.monotonic() < end_at and self._find_loss(step, error, saves):
                 try:
                     saved.wait_committed(_LOOK_SECONDS)
                 except DeadlineError:
@@ -251,20 +330,23 @@ class FinalSave:
                 except HoldfastError as failure:
                     error = failure.message
                     break
-        return self.check_landed(step, error, saves)
+        return self._find_loss(step, error, saves)
 
-    def check_landed(self, step: int | None, error: str, saves: Iterable[SaveHandle]) -> str:
+    def check_landed(self, step: int | None, error: str, pause: PausedState | None) -> str:
         """**Blocks** for a moment. Returns what is still to be reported about an error in saving a step.
 
-        That is nothing if the step is committed after all, for all workers. The arguments are those of `wait_decided`.
+        That is nothing if the step is committed after all, for all workers.
         """
-        of_step = [saved for saved in saves if saved.step == step]
+        return self._find_loss(step, error, self._find_saves(step, pause))
+
+    def _find_loss(self, step: int | None, error: str, saves: Sequence[SaveHandle]) -> str:
+        """Does the work of `check_landed`; `saves` are those that may be of the step."""
         # What was to be replaced is there in any case.
-        of_step = [saved for saved in of_step if saved.replaces] or of_step
-        if not error or any(saved.committed for saved in of_step):
+        saves = [saved for saved in saves if saved.replaces] or saves
+        if not error or any(saved.committed for saved in saves):
             return ""
         # Without a place, a step of that number may be one that was there before this job went back.
-        is_placed = any(saved.has_place and not saved.replaces for saved in of_step)
+        is_placed = any(saved.has_place and not saved.replaces for saved in saves)
         return "" if is_placed and self._newest() == step else error
 
     def leave(
@@ -293,15 +375,14 @@ class FinalSave:
         exit_fn = None if error else self._config.exit_fn
         # In another thread an interrupt would not be caught.
         interrupts = by_hand and is_interactive() and threading.current_thread() is threading.main_thread()
-        self.has_left = interrupts
         if not interrupts and exit_fn is None:
             self._inbox.take_no_more()
         end = None if exit_fn else (step, code, error)
         # A program that catches the exit within the block comes here again at its end.
         if end is None or end != self._end:
             self._end = end
-            self._inbox.tell()
-            self._tell(step, code, reason, error, blocked_seconds, interrupts=interrupts)
+            self._inbox.report()
+            self._announce(step, code, reason, error, blocked_seconds, interrupts=interrupts)
         if interrupts and error:
             raise SaveFailedError(self._say_lost(step, error), step=step or 0)
         if interrupts and exit_fn is None:
@@ -314,7 +395,6 @@ class FinalSave:
             exit_fn()
         except SystemExit:
             self._inbox.take_no_more()
-            self.has_left = True
             raise
 
     def _exit(self, code: int, gone_at: float | None) -> NoReturn:
@@ -327,7 +407,7 @@ class FinalSave:
         leave_with_thread(leaving)
         raise leaving
 
-    def _tell(
+    def _announce(
         self,
         step: int | None,
         code: int,

@@ -36,11 +36,28 @@ class Action(enum.Enum):
     LEAVE = "save and leave"
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """An action, with the reason."""
+class Plan(msgspec.Struct, frozen=True):
+    """An action that one worker asks for, with the reason.
+
+    Attributes:
+        action: The action.
+        reason: Why now.
+        text: The notice.
+        demand: What it asks for.
+        left_seconds: The remaining time then; None if it is not known.
+        by_hand: True if a person at a terminal asked for it, and no other source.
+        saves: True if there is time to save, if a save was made since the notice.
+        rank: The worker.
+    """
 
     action: Action
     reason: str
+    text: str = ""
+    demand: Demand = Demand.SAVE
+    left_seconds: float | None = None
+    by_hand: bool = False
+    saves: bool = True
+    rank: int = 0
 
 
 class ReceivedNotice(msgspec.Struct, frozen=True):
@@ -133,26 +150,26 @@ def to_spare(left_seconds: float | None) -> float | None:
     return None if left_seconds is None else left_seconds - MARGIN_SECONDS
 
 
-def decide(outlook: Outlook) -> Verdict:
+def decide(outlook: Outlook) -> Plan:
     """**Pure.** Returns what to do between two steps."""
     if outlook.demand is Demand.SAVE:
         if outlook.is_saved:
-            return Verdict(Action.TRAIN, "the state is saved, and nothing asks the job to stop")
-        return Verdict(Action.SAVE, "the machine may be taken away")
+            return Plan(Action.TRAIN, "the state is saved, and nothing asks the job to stop")
+        return Plan(Action.SAVE, "the machine may be taken away")
     if outlook.demand is Demand.LEAVE or outlook.left_seconds is None:
-        return Verdict(Action.LEAVE, "at once: no grace period is set, or a second signal ended it")
+        return Plan(Action.LEAVE, "at once: no grace period is set, or a second signal ended it")
     left, needed = outlook.left_seconds, outlook.needed_seconds
     if not outlook.is_saved:
         # The save that is begun now, and the one before the end.
         needed += outlook.next_save_seconds
         if left <= needed:
-            return Verdict(Action.LEAVE, f"{left:.3g} s remain, and a step with two saves may take {needed:.3g} s")
-        return Verdict(Action.SAVE, f"{left:.3g} s remain, and training continues")
+            return Plan(Action.LEAVE, f"{left:.3g} s remain, and a step with two saves may take {needed:.3g} s")
+        return Plan(Action.SAVE, f"{left:.3g} s remain, and training continues")
     if outlook.step_seconds is None:
-        return Verdict(Action.LEAVE, "no step was measured yet, so the duration of the next one is unknown")
+        return Plan(Action.LEAVE, "no step was measured yet, so the duration of the next one is unknown")
     if left <= needed:
-        return Verdict(Action.LEAVE, f"{left:.3g} s remain, and a step with a save may take {needed:.3g} s")
-    return Verdict(Action.TRAIN, f"{left:.3g} s remain, and a step with a save takes at most {needed:.3g} s")
+        return Plan(Action.LEAVE, f"{left:.3g} s remain, and a step with a save may take {needed:.3g} s")
+    return Plan(Action.TRAIN, f"{left:.3g} s remain, and a step with a save takes at most {needed:.3g} s")
 
 
 def has_time_to_save(outlook: Outlook) -> bool:

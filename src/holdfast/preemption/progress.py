@@ -31,10 +31,11 @@ class LoopProgress:
         early: The save that was begun after a notice, in the grace period.
         early_step: Its step.
         is_left_out: True if a save at this step was skipped, because another was in progress.
+        safe_step: The last step at which nothing could be lost.
     """
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step = self.safe_step = 0
         self.passed_at: float | None = None
         self.early: SaveHandle | None = None
         self.early_step: int | None = None

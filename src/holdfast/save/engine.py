@@ -451,6 +451,8 @@ class Engine:
         ]
         if cleaning.lost:
             warnings.append(f"{describe_lost(cleaning.lost)}, and are kept until `holdfast prune --lost`")
+        if cleaning.hindrance:
+            warnings.append(cleaning.hindrance)
         for text in warnings:
             if text not in self._told:
                 self._told.add(text)

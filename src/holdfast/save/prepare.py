@@ -14,7 +14,7 @@ from holdfast.format.names import GENERATIONS_DIRECTORY, MANIFEST_NAME, TRASH_PR
 from holdfast.state import Captured, capture_objects
 from holdfast.state.leaves import DeviceCopier
 from holdfast.state.registry import find_stateful, may_change_when_read
-from holdfast.storage import Storage, local_directory, pass_on_warnings
+from holdfast.storage import Storage
 
 
 def make_readiness_check(
@@ -120,8 +120,6 @@ def _header_bytes(captured: Captured) -> int:
 
 
 def open_event_sinks(storage: Storage, sinks: Iterable[Sink], *, is_leader: bool) -> Fanout:
-    """Returns the log, the sinks, and on a local disk the run's journal; they also receive warnings of the storage."""
-    journal = [RunJournal(storage.url)] if is_leader and local_directory(storage) is not None else []
-    fanout = Fanout([LoggingSink(is_leader=is_leader), *journal, *sinks])
-    pass_on_warnings(storage, lambda text: fanout(Warned(text=text)))
-    return fanout
+    """Returns the log, the sinks, and the run's journal if files of the storage can be appended to."""
+    journal = [RunJournal(storage.location)] if is_leader and storage.location is not None else []
+    return Fanout([LoggingSink(is_leader=is_leader), *journal, *sinks])

@@ -43,6 +43,7 @@ class Cleaning(msgspec.Struct, frozen=True):
         absent: Metrics that the policy needs and none of several checkpoints has.
         reported: The metrics that the checkpoints have.
         lost: Committed steps that have lost their manifests. Their data is kept.
+        hindrance: What makes saves slower than they could be; see `Traits`.
     """
 
     kept: dict[StepName, str]
@@ -52,6 +53,7 @@ class Cleaning(msgspec.Struct, frozen=True):
     absent: tuple[str, ...]
     reported: tuple[str, ...]
     lost: tuple[StepName, ...] = ()
+    hindrance: str = ""
 
 
 class StepFiles(Protocol):
@@ -383,7 +385,16 @@ class RunWriter(CheckpointWriter):
             # Whether or not they are gone: some may be half removed.
             self._summarizer.update(catalog, plan.remove, newest.generation)
         self._run.history.forget_all_but(set(catalog.committed) - set(removed))
-        return Cleaning(dict(plan.keep), tuple(removed), tuple(swept), tuple(problems), absent, reported, catalog.lost)
+        return Cleaning(
+            dict(plan.keep),
+            tuple(removed),
+            tuple(swept),
+            tuple(problems),
+            absent,
+            reported,
+            catalog.lost,
+            self._storage.traits.hindrance,
+        )
 
     def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
         """Returns the steps of the current lineage. Steps that cannot be judged stay; a restore or `verify` reports the

@@ -1,9 +1,9 @@
 """Storage of bytes: a directory, or memory; and the interface of a storage."""
 
 from holdfast.storage.local import LocalStorage
-from holdfast.storage.locations import find_location, local_directory, open_storage, pass_on_warnings
 from holdfast.storage.memory import MemoryStorage
-from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage
+from holdfast.storage.open import open_storage, register_scheme
+from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage, Traits
 
 __all__ = [
     "Entry",
@@ -12,8 +12,7 @@ __all__ = [
     "LocalStorage",
     "MemoryStorage",
     "Storage",
-    "find_location",
-    "local_directory",
+    "Traits",
     "open_storage",
-    "pass_on_warnings",
+    "register_scheme",
 ]

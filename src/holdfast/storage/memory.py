@@ -20,7 +20,7 @@ from holdfast.storage.checks import (
     too_short_error,
     trash_name,
 )
-from holdfast.storage.protocol import Entry
+from holdfast.storage.protocol import Entry, Traits
 
 Parts: TypeAlias = tuple[str, ...]
 
@@ -35,7 +35,12 @@ class MemoryStorage:
 
     Attributes:
         url: `memory://` and the name.
+        traits: See `Storage`.
+        location: None.
     """
+
+    traits = Traits(names_are_consistent=True)
+    location = None
 
     def __init__(self, name: str = "") -> None:
         self._name = name

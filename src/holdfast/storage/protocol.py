@@ -8,6 +8,7 @@ thread-safe unless they say otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -25,6 +26,23 @@ class Entry(msgspec.Struct, frozen=True):
     name: str
     is_directory: bool
     size_bytes: int
+
+
+class Traits(msgspec.Struct, frozen=True):
+    """The properties of a storage on which others depend: they are asked of the storage, never of its class.
+
+    The defaults are those of a storage that promises nothing.
+
+    Attributes:
+        is_shared: True if another process that opens the storage's URL finds the same files.
+        names_are_consistent: True if what one worker has written every other one finds at once. If not, as on some
+            network file systems, it is looked for again for a while.
+        hindrance: What makes saves slower than they could be, in words for a person; empty if nothing is known of.
+    """
+
+    is_shared: bool = False
+    names_are_consistent: bool = False
+    hindrance: str = ""
 
 
 class FileWriter(Protocol):
@@ -94,13 +112,20 @@ class FileReader(Protocol):
         """Closes the file; may be repeated."""
 
 
-@runtime_checkable
 class Storage(Protocol):
     """A tree of files with a create-only publish."""
 
     @property
     def url(self) -> str:
         """The URL, as a person would write it."""
+
+    @property
+    def traits(self) -> Traits:
+        """The properties on which others depend; the hindrance may be found later."""
+
+    @property
+    def location(self) -> Path | None:
+        """The directory of this machine in which the files are; None if they are elsewhere."""
 
     def make_directory(self, path: str) -> None:
         """Creates a directory, and those above it, durably. An existing one is fine."""

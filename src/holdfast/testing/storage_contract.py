@@ -16,6 +16,7 @@ import pytest
 
 from holdfast.errors import DamageError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import digest
+from holdfast.storage.open import open_storage
 from holdfast.storage.protocol import Entry, Storage
 
 PAGE_BYTES = 4096
@@ -39,8 +40,9 @@ class StorageContract:
 
     def test_it_is_a_storage(self, storage: Storage) -> None:
         """It has all the methods."""
-        assert isinstance(storage, Storage)
+        assert open_storage(storage) is storage
         assert storage.url
+        assert storage.location is None or str(storage.location) == storage.url
 
     def test_empty(self, storage: Storage) -> None:
         """It is empty, and looking does no harm."""

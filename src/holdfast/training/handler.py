@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 from holdfast.advice.hyperparameters import check_kept
 from holdfast.advice.oversights import TrainingWatch
 from holdfast.advice.resumption import describe_resumption
-from holdfast.checkpoint import Checkpoint, backup_url, own_objects
+from holdfast.checkpoint import Checkpoint, objects_of
 from holdfast.errors import ClosedError, UsageError
 from holdfast.format.names import RUN_CALLS
 from holdfast.manager import CheckpointManager
@@ -22,16 +21,15 @@ from holdfast.numbers import check_whole
 from holdfast.options import check_metrics, check_notes, check_switches
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.guard import make_guard
-from holdfast.process.exit import LeavingExit, end_interrupted, end_process
 from holdfast.restore.records import Restoration
 from holdfast.state.adapters import Adapter
 from holdfast.state.capture import capture_objects
 from holdfast.state.data.position import step_break
 from holdfast.state.registry import list_members
 from holdfast.state.rng import RNG
-from holdfast.tracebacks import find_inside, short_traceback
+from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements
-from holdfast.training.loop import StepCount, StepNumbers, TrainingLoop, count_to, no_turn
+from holdfast.training.loop import StepCount, StepNumbers, TrainingLoop, count_to, leave_at_exit, no_turn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,7 +104,7 @@ class PreemptionCheckpointHandler:
         kept = check_kept(keep_current, manager.checkpoint.objects)
         self._has_save_fn = termination.save_fn is not None
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
-        if RUN_CALLS not in own_objects(manager.checkpoint):
+        if RUN_CALLS not in objects_of(manager.checkpoint).own:
             # Where there is a count already, something may have been trained that is not saved.
             self._guard.pause(None)
         self._guard.open()
@@ -118,8 +116,7 @@ class PreemptionCheckpointHandler:
             manager.check_ready()
             count.is_torn = False
             count.join(manager)
-            if not self._guard.is_beside_training:
-                loop.pause(count.done)
+            loop.pause(count.done)
             if self.restored is not earlier or not count.done:
                 self._announcements.begin(manager, self.restored, count.done)
             if self.restored is not earlier or not manager.witness.process:
@@ -178,7 +175,7 @@ class PreemptionCheckpointHandler:
         self._loop.pass_boundary()
         step_break.end()
         self._loop.watch.note_own_step()
-        self._count.turn, self._has_failed = lambda: self, False
+        self._loop.turn, self._has_failed = lambda: self, False
         try:
             result = fn(*args, **kwargs)
         except StopIteration:
@@ -192,7 +189,7 @@ class PreemptionCheckpointHandler:
                 raise cause from error
             raise
         finally:
-            self._count.turn = no_turn
+            self._loop.turn = no_turn
         count_to(self._loop, self._count.done + 1)
         step_break.begin()
         if self._watch is None:
@@ -292,10 +289,8 @@ class PreemptionCheckpointHandler:
                 self._save_anew()
                 # What comes while the last save is written is heard here still; afterwards a signal would kill.
                 self._guard.wait_saved()
-                # Within a step of another handler's loop the state is that of no step; that one hears of it too.
-                if not self._count.unfinished:
-                    self._guard.pass_last(self._count.done, is_over=True)
-                    self._announcements.end(self._manager, self._count.done)
+                self._guard.pass_last(self._count.done, is_over=True)
+                self._announcements.end(self._manager, self._count.done)
         finally:
             self._end()
 
@@ -310,11 +305,8 @@ class PreemptionCheckpointHandler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_exit = isinstance(error, SystemExit | GeneratorExit) and not isinstance(error, LeavingExit)
-        if error is None or (
-            is_exit and not self._guard.has_left and not find_inside(error, trace, self._guard.exit_code)
-        ):
-            self.close()  # An exit of the program's own code ends the block as `return` does.
+        if error is None or self._loop.find_exit(error, trace) is None:
+            self.close()
         elif os.getpid() == self._process:
             self._end_badly(error)
 
@@ -339,7 +331,7 @@ class PreemptionCheckpointHandler:
     def _check_between_steps(self, name: str, numbers: StepNumbers | None = None) -> None:
         """Checks that no step is running, except for the turn of that loop."""
         self._check_open()
-        if self._count.turn() not in (None, numbers):
+        if self._loop.turn() not in (None, numbers):
             hint = "Each turn of `for step in handler.steps(...)` is one step, and so is each call of handler.run."
             raise UsageError(f"{name} would count a step inside of another step", hint=hint)
 
@@ -352,13 +344,13 @@ class PreemptionCheckpointHandler:
 
         The manager asks for it if it is closed before the handler.
         """
-        if not self._count.unfinished and self._count.turn() is None and not self._has_failed:
+        if not self._loop.is_in_step and self._loop.turn() is None and not self._has_failed:
             with suppress(ClosedError):  # The manager was closed before, by an error.
                 self._loop.save_if_due()
 
     def _save_anew(self) -> None:
         """Saves again: a save made in the middle of the last step does not contain what came after it."""
-        if self._guard.provisional == self._count.done and not self._count.unfinished:
+        if self._guard.provisional == self._count.done and not self._loop.is_in_step:
             self._loop.save_last()
 
     def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
@@ -379,7 +371,7 @@ class PreemptionCheckpointHandler:
         self._loop.watch.end()
         if self._watch is not None:
             step_break.close()
-        self._count.unfinished.discard(self._loop)
+        self._loop.is_in_step = False
         if self._guard.inbox.gave_up:
             self._manager.abandon()  # A second Ctrl-C exits at once, without waiting for the save in progress.
         self._guard.close()
@@ -387,17 +379,10 @@ class PreemptionCheckpointHandler:
 
     def _close_at_exit(self) -> None:
         """Closes a handler that the program did not close: a notice after its last step must not be lost."""
-        # What the interpreter has printed as the program's end, before it called this.
-        error = getattr(sys, "last_value", None)
-        try:
-            if error is not None and not self._closed and os.getpid() == self._process:
-                self._end_badly(error)
-            else:
-                self.close()
-        except KeyboardInterrupt:
-            end_interrupted(f"step {self._count.done} may not be saved")
-        except SystemExit as leaving:
-            end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+        leave_at_exit(
+            lambda error: self.__exit__(None if error is None else type(error), error, None),
+            lambda: f"step {self._count.done} may not be saved",
+        )
 
 
 class RunCalls(StepCount):
@@ -426,7 +411,7 @@ def _restore(
     manager: CheckpointManager, strict: bool, keep_current: Iterable[str]
 ) -> tuple[RunCalls, Restoration | None]:
     """Adds the count to the saved objects, and restores unless the manager's objects are already live."""
-    own, earlier = own_objects(manager.checkpoint), manager.restored
+    own, earlier = objects_of(manager.checkpoint).own, manager.restored
     known = own.get(RUN_CALLS)
     if known is not None and not known.is_torn and (earlier is not None or known.counts_for(manager)):
         # Another handler of the same checkpoint has seen to it.
@@ -444,7 +429,7 @@ def _restore(
         return calls, earlier
     if manager.begin_anew:
         return calls, None
-    if url := backup_url(manager.checkpoint):
+    if url := objects_of(manager.checkpoint).backup_url:
         raise UsageError(
             f"the WorkerTrainingState of {url} has already restored these objects; the handler would overwrite "
             f"them with the newest step of {manager.url}",

@@ -6,23 +6,24 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.advice.oversights import TrainingWatch, count_taken
 from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
 from holdfast.events import Warned
-from holdfast.preemption.config import TerminationConfig
-from holdfast.preemption.consensus.single import SingleConsensus
-from holdfast.preemption.final_save import Saves
 from holdfast.preemption.guard import Guard
 from holdfast.preemption.sources.protocol import Demand
+from holdfast.process.exit import EXIT_SAVE_FAILED, LeavingExit, end_interrupted, end_process
+from holdfast.process.terminal import say
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 from holdfast.state.data.position import step_break
-from holdfast.tracebacks import short_traceback
+from holdfast.tracebacks import find_inside, short_traceback
 
 if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
@@ -30,12 +31,10 @@ if TYPE_CHECKING:
 
 
 class StepCount:
-    """How many steps are complete, and which of them was saved last. All handlers of a checkpoint share one.
+    """How many steps are complete, and which of them was saved last. Each handler of a checkpoint goes on with it.
 
     Attributes:
         done: How many steps are complete.
-        unfinished: The loops that are inside a step that does not count yet.
-        turn: Returns what runs a step now, such as a loop of `steps`; None if nothing does, or it was dropped.
         saved_step: The step that was saved last; None if nothing is saved.
         saved: Its save; None if it was restored, or saved by other code.
         late_metrics: Its metrics that were reported since.
@@ -44,8 +43,6 @@ class StepCount:
 
     def __init__(self) -> None:
         self.done = 0
-        self.unfinished: set[TrainingLoop] = set()
-        self.turn: Callable[[], object] = no_turn
         self.saved_step: int | None = None
         self.saved: SaveHandle | None = None
         self.late_metrics: dict[str, Any] = {}
@@ -130,6 +127,8 @@ class TrainingLoop:
         metrics: Metrics for the next save.
         metadata: Other data to store with it.
         is_stopped: True if a loop of `steps` ends before all of them are done.
+        is_in_step: True inside a step of a loop of `steps` that does not count yet.
+        turn: Returns what runs a step now, such as a loop of `steps`; None if nothing does, or it was dropped.
     """
 
     def __init__(
@@ -142,7 +141,8 @@ class TrainingLoop:
         self.watch = TrainingWatch(objects={}, warn=self.warn, advice="", warn_else=self.warn)
         self.metrics: dict[str, Any] = {}
         self.metadata: Mapping[str, Any] | None = None
-        self.is_stopped = False
+        self.is_stopped = self.is_in_step = self._is_in_block = False
+        self.turn: Callable[[], object] = no_turn
         self._saved_notes: tuple[Mapping[str, Any], Mapping[str, Any] | None] = ({}, None)
         self._epoch_end: _EpochEnd | None = None
 
@@ -154,12 +154,12 @@ class TrainingLoop:
 
     def count_with_open_step(self) -> int:
         """Returns how many steps are complete if the one in progress in a loop of `steps` counts."""
-        return self.count.done + (self in self.count.unfinished and not self.watch.is_step_empty())
+        return self.count.done + (self.is_in_step and not self.watch.is_step_empty())
 
     def finish_step(self) -> None:
         """Counts the step in progress as complete."""
         done = self.count_with_open_step()
-        self.count.unfinished.discard(self)
+        self.is_in_step = False
         count_to(self, done)
 
     def count_own_step(self, *arguments: Any, **options: Any) -> None:
@@ -191,6 +191,19 @@ class TrainingLoop:
         self.guard.pass_boundary(self.count.done, *arguments, **options)
         self.save_if_due()
 
+    def find_exit(self, error: BaseException | None, trace: TracebackType | None) -> str | None:
+        """Returns None if a block ends as by `return`; else how an exit came, or an empty string for other errors.
+
+        An exit of the program's own code ends the block as `return` does, unless its code says that the program has
+        failed, and so does the end of a generator.
+        """
+        if error is None:
+            return None
+        is_own = isinstance(error, SystemExit | GeneratorExit) and not isinstance(error, LeavingExit)
+        if not is_own or self.guard.has_left:
+            return ""
+        return find_inside(error, trace, self.guard.config.exit_code) or None
+
     @contextmanager
     def checkpointable(self, step: int) -> Iterator[None]:
         """A block in which the process may be saved and exit at any moment, because it changes no saved object.
@@ -198,16 +211,16 @@ class TrainingLoop:
         Args:
             step: How many steps are complete.
         """
-        if self.guard.in_block:
+        if self._is_in_block:
             # Within another block that one's promise holds, for all that comes until its end.
             yield
             return
         self.pause(step)
-        self.guard.in_block = True
+        self._is_in_block = True
         try:
             yield
         finally:
-            self.guard.in_block = False
+            self._is_in_block = False
             self.begin_steps()
 
     def pause(self, step: int) -> None:
@@ -348,6 +361,24 @@ class TrainingLoop:
             self.guard.provisional = None
 
 
+def leave_at_exit(leave: Callable[[BaseException | None], object], find_loss: Callable[[], str]) -> None:
+    """**Blocks.** Leaves a block when the program ends within it; called by the interpreter, after all else.
+
+    Args:
+        leave: Leaves the block, by the error that the interpreter has printed as the program's end, if any.
+        find_loss: Returns what may be lost if a person no longer waits.
+    """
+    try:
+        leave(getattr(sys, "last_value", None))
+    except KeyboardInterrupt:
+        end_interrupted(find_loss())
+    except SystemExit as leaving:
+        end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+    except HoldfastError as failure:
+        say(f"holdfast: {type(failure).__name__}: {failure}")
+        end_process(EXIT_SAVE_FAILED)
+
+
 def count_to(loop: TrainingLoop, done: int) -> None:
     """Sets the number of complete steps.
 
@@ -414,14 +445,13 @@ class StepNumbers(Iterator[int]):
             self._taken = None
         loop = self._loop
         self._begin_turn(self)
-        loop.count.turn = no_turn
+        loop.turn = no_turn
         loop.finish_step()
         if not loop.is_stopped and loop.count.done < self._total:
             loop.pass_boundary()
             step_break.end()
             loop.watch.begin_step()
-            loop.count.unfinished.add(loop)
-            loop.count.turn = weakref.ref(self)
+            loop.is_in_step, loop.turn = True, weakref.ref(self)
             return loop.count.done
         loop.begin_steps()
         loop.guard.pass_last(loop.count.done)
@@ -444,47 +474,3 @@ class StepNumbers(Iterator[int]):
                     "skip a batch",
                     hint=f"Write batches = loader.stream(), then for step in {self._name}: batch = next(batches).",
                 )
-
-
-class EpochGuard(Guard):
-    """Exits as soon as the save in progress has ended, even in the middle of an epoch: that epoch is trained again.
-
-    If another run or handler handles notices in the same thread, that one exits, and this guard does nothing.
-    """
-
-    def __init__(
-        self,
-        manager: Saves,
-        config: TerminationConfig,
-        keep: Callable[[int], SaveHandle | None],
-        name: Callable[[int], str],
-        tell_exit: Callable[[SystemExit], object],
-    ) -> None:
-        """Stores its arguments, as `Guard` does.
-
-        Args:
-            manager: As there.
-            config: As there.
-            keep: As there.
-            name: Returns the name of a step, for people.
-            tell_exit: Tells the other workers, if there are any, of the exit that is about to end this one.
-        """
-        super().__init__(manager, config, keep, SingleConsensus(), yields=True)
-        self._tell_exit = tell_exit
-        self._final_save.name = name
-        self._final_save.nothing = "no epoch is saved yet, and the one in progress will be trained again"
-
-    def hold(self) -> None:
-        """Called when the training thread saves, and nothing is done beside it. Ctrl-C has its usual effect."""
-        self.begin_steps()
-        self.inbox.patient = False
-
-    def _leave(self, *arguments: Any, **options: Any) -> None:
-        try:
-            super()._leave(*arguments, **options)
-        except SystemExit as leaving:
-            self._tell_exit(leaving)
-            raise
-
-    def _tell_if_late(self) -> None:
-        """Does nothing: a save may take long, and so may a batch."""

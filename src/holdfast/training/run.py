@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -29,16 +28,16 @@ from holdfast.options import SaveOptions, check_kept_objects, check_metrics, che
 from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
 from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.guard import make_guard
-from holdfast.preemption.notice_inbox import EarlyNotices
-from holdfast.process.exit import EXIT_SAVE_FAILED, LeavingExit, end_process
+from holdfast.preemption.inbox import EarlyNotices
+from holdfast.process.exit import EXIT_SAVE_FAILED
 from holdfast.process.terminal import say
 from holdfast.restore.records import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.setup import explaining
 from holdfast.storage import Storage
-from holdfast.tracebacks import find_inside, short_traceback
+from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements, warn_never_entered
-from holdfast.training.loop import StepNumbers, TrainingLoop, must_save_metrics
+from holdfast.training.loop import StepNumbers, TrainingLoop, leave_at_exit, must_save_metrics
 
 _ADVICE: Final = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
 
@@ -138,7 +137,7 @@ def resumable(
         manager = CheckpointManager(directory, kept, **asdict(options))
         with explaining(manager.participant):
             run = Run(manager, termination, strict=strict, keep_current=names, strict_resume=strict_resume, quiet=quiet)
-            early.hand_over(run._guard.inbox.hear)
+            early.hand_over(run._guard.inbox.receive)
     return run
 
 
@@ -252,7 +251,7 @@ class Run:
             SystemExit: When the job was asked to stop; the step is saved by then.
         """
         self._check_entered()
-        if self._count.turn() is not None:
+        if self._loop.turn() is not None:
             raise UsageError(
                 "finish_step would count a step of run.steps a second time",
                 hint=(
@@ -295,7 +294,7 @@ class Run:
                 hint="Write run.report(loss=loss), or run.report(**metrics) for a dict.",
             )
         count, figures = self._count, check_metrics(metrics)
-        is_late = self._loop not in count.unfinished and count.is_begun(count.done)
+        is_late = not self._loop.is_in_step and count.is_begun(count.done)
         if is_late and self._counts_own:
             # A batch begins the next step. Where no saved loader counts them, `save` tells.
             is_late = bool(count.taken) and count.taken == count_taken(self.checkpoint.objects)
@@ -436,7 +435,7 @@ class Run:
     ) -> None:
         if os.getpid() != self._process or self._has_ended:
             return  # A forked child that leaves the block: the run is its parent's. Or the program's end has ended it.
-        self._has_ended, place = True, self._find_place(error, trace)
+        self._has_ended, place = True, self._loop.find_exit(error, trace)
         atexit.unregister(self._leave_at_exit)
         is_exit, error = isinstance(error, SystemExit), None if place is None else error
         inbox, watch = self._guard.inbox, self._loop.watch
@@ -475,25 +474,10 @@ class Run:
 
     def _leave_at_exit(self) -> None:
         """Leaves the block when the program ends within it: a generator that was not closed may still be in it."""
-        # What the interpreter has printed as the program's end, before it called this.
-        error = getattr(sys, "last_value", None)
-        try:
-            self.__exit__(None if error is None else type(error), error, None)
-        except SystemExit as leaving:
-            end_process(leaving.code if isinstance(leaving.code, int) else 1)
-        except HoldfastError as failure:
-            say(f"holdfast: {type(failure).__name__}: {failure}")
-            end_process(EXIT_SAVE_FAILED)
-
-    def _find_place(self, error: BaseException | None, trace: TracebackType | None) -> str | None:
-        """Returns None if the block ends as by `return`: an exit of the program's own code does, unless its code says
-        that the program has failed, and so does the end of a generator. Else returns how another exit came; empty for
-        other errors."""
-        if error is None:
-            return None
-        if not isinstance(error, SystemExit | GeneratorExit) or isinstance(error, LeavingExit) or self._guard.has_left:
-            return ""
-        return find_inside(error, trace, self._guard.exit_code) or None
+        leave_at_exit(
+            lambda error: self.__exit__(None if error is None else type(error), error, None),
+            lambda: f"step {self._count.done} may not be saved",
+        )
 
     def _warn_of_loss(self, place: str | None) -> None:
         """Says which steps are lost by an exit; nothing if that was not raised by the program, or no step is lost."""
@@ -552,7 +536,7 @@ class Run:
             self._newest_loop = loop
         self._total = total
         is_in_step = self._loop.count_with_open_step() > self._count.done
-        if is_in_step and self._count.turn() is None:
+        if is_in_step and self._loop.turn() is None:
             # A loop was left within a step, and a new one begins.
             self._left += 1
             if self._left == 2:

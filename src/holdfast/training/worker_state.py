@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from holdfast.advice.hyperparameters import check_kept
 from holdfast.advice.resumption import EpochWatch
 from holdfast.catalog import StoredRun
-from holdfast.checkpoint import Checkpoint, check_order, note_backup
+from holdfast.checkpoint import Checkpoint, check_order, objects_of
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, ClusterError, DeadlineError, SaveFailedError, StorageError, UsageError
@@ -27,6 +27,7 @@ from holdfast.numbers import check_whole
 from holdfast.options import SaveOptions, check_metrics, check_switches
 from holdfast.policies import Latest, RetentionPolicy
 from holdfast.preemption.config import TerminationConfig, make_termination
+from holdfast.preemption.guard import EpochGuard
 from holdfast.restore.engine import make_agreement
 from holdfast.save.handle import SaveHandle, name_state
 from holdfast.save.joint.delete_run import JointDelete
@@ -34,7 +35,7 @@ from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements
 from holdfast.training.backup import Backup, RecentBackups, check_newest, make_note, read_note
-from holdfast.training.loop import EpochGuard, TrainingLoop
+from holdfast.training.loop import TrainingLoop
 
 Mode: TypeAlias = Literal["train", "test", "predict"]
 
@@ -260,7 +261,7 @@ class WorkerTrainingState:
         if damage is not None:
             raise damage
         restoration = None if self._begins_anew else manager.restore(strict=strict, keep_current=self._keep_current)
-        note_backup(self.checkpoint, self._storage.url)
+        objects_of(self.checkpoint).backup_url = self._storage.url
         self._begin_watch(may_predict=True)
         self._in_flight = None
         self._saved = self._began_from = None

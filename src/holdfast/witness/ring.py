@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from holdfast.storage import Storage, local_directory
+from holdfast.storage import Storage
 
 SLOTS: Final = 4096
 FOLDER: Final = "witness"
@@ -92,7 +92,8 @@ def try_open_ring(storage: Storage, rank: int) -> int | None:
     Raises:
         FileNotFoundError: If the run's directory does not exist. It is not created here.
     """
-    if (directory := local_directory(storage)) is not None:
+    directory = storage.location
+    if directory is not None:
         directory.stat()
     for path in list_rings(storage, rank):
         with suppress(OSError):
@@ -128,10 +129,9 @@ def remove_rings(storage: Storage) -> None:
 
 def list_rings(storage: Storage, rank: int) -> list[Path]:
     """Returns where the file of a worker may be, the better place first."""
-    if storage.url.startswith("memory:"):
+    if not storage.traits.is_shared:
         return []  # It ends with this process.
-    directory = local_directory(storage)
-    paths = [] if directory is None else [directory / FOLDER / f"{rank:05d}.ring"]
+    paths = [] if storage.location is None else [storage.location / FOLDER / f"{rank:05d}.ring"]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111  It never fails.
     name = xxhash.xxh3_128_hexdigest(storage.url.encode(errors="surrogateescape"))
     return [*paths, cache / "holdfast" / FOLDER / f"{name}-{rank:05d}.ring"]

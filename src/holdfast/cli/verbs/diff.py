@@ -4,53 +4,41 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, Final
 
 import click
 
 from holdfast.catalog import StoredRun
-from holdfast.cli.contents import Contents, Heading, compare_witnesses, read_checkpoint
 from holdfast.cli.difference import WINDOW_BYTES, LeafChange, ValueChange, compare_values, find_changed, measure
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.screen import (
-    BAD,
-    FAINT,
-    GOOD,
-    NOTABLE,
-    STRONG,
-    Screen,
-    Words,
-    byte_progress,
-    counted,
-    iso_text,
-    unspaced,
-    when_text,
-    write_json,
-)
-from holdfast.cli.survey import name_fields, time_fields
-from holdfast.cli.target import RunTarget, find_target
+from holdfast.cli.report import COUNT, NAME, SIZE, TIME, Column, Kind, Report, name_fields, time_fields, verb
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, byte_progress, counted, shape_text, share_text
+from holdfast.cli.target import Contents, Heading, RunTarget, find_target, read_checkpoint
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.errors import DamageError, NoCheckpointError, StorageError, UsageError
 from holdfast.restore.candidates import make_selection
+from holdfast.witness.ring import DATA, LOSS, differs, read_ring
 
 _SHOWN: Final = 20
 _SIGNS: Final = {"changed": "~", "added": "+", "removed": "-", "dtype": "!", "shape": "!"}
-_STYLES: Final = {"changed": "", "added": GOOD, "removed": BAD, "dtype": NOTABLE, "shape": NOTABLE}
+_STYLES: Final = {"changed": PLAIN, "added": GOOD, "removed": BAD, "dtype": NOTABLE, "shape": NOTABLE}
+_CHANGE_KIND: Final = Kind(_SIGNS.__getitem__, str)
+_NUMBER: Final = Kind("{:.4g}".format, "{:.4g}".format, True)
+_CHANGE: Final = Kind("{:+.4g}".format, "{:+.4g}".format, True)
+_SHARE: Final = Kind(str, str, True)
 
 
-@click.command()
+@verb("diff")
 @click.argument("a", metavar="A", type=click.Path())
 @click.argument("b", metavar="B", type=click.Path())
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--quick", is_flag=True, help="Compare digests only: read no arrays and compute no norms.")
 @click.option("--all", "show_all", is_flag=True, help=f"Show every change on a terminal, not the {_SHOWN} largest.")
 @click.option("--exit-code", "with_code", is_flag=True, help="End with exit code 6 if the checkpoints differ.")
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
 def command(
-    a: str, b: str, names: tuple[str, ...], quick: bool, show_all: bool, with_code: bool, as_json: bool
+    report: Report, a: str, b: str, names: tuple[str, ...], quick: bool, show_all: bool, with_code: bool
 ) -> None:
     """Show what changed from checkpoint A to checkpoint B.
 
@@ -66,7 +54,7 @@ def command(
     begun_at = time.monotonic()
     sides = [_open(place) for place in (a, b)]
     selection = make_selection(names) if names else None
-    (_, heading_a, contents_a), (_, heading_b, contents_b) = sides
+    (target_a, heading_a, contents_a), (target_b, heading_b, contents_b) = sides
     changes, same = find_changed(contents_a, contents_b, selection)
     values = compare_values(contents_a.objects, contents_b.objects, selection)
     if selection is not None and selection.unmatched:
@@ -80,21 +68,39 @@ def command(
         measured = list(_measure(sides, changes))
         same += measured.count(None)
         changes = [one for one in measured if one is not None]
-    found = CheckpointDifference(
-        heading_a, heading_b, tuple(changes), same, tuple(values), not quick, tuple(contents_a.objects)
-    )
-    witness = compare_witnesses(sides[0][0], sides[1][0])
-    if as_json:
-        write_json(sys.stdout, "diff", {**found.fields(), "witness": witness, "seconds": time.monotonic() - begun_at})
+    witness = _compare_witnesses(target_a, target_b)
+    # Metrics may differ: they are not restored.
+    is_same = not changes and not values
+    metrics = _list_metrics(heading_a, heading_b)
+    report.fields = {
+        "a": _heading_fields(heading_a),
+        "b": _heading_fields(heading_b),
+        "is_same": is_same,
+        "is_measured": not quick,
+        "metrics": {metric: {"a": before, "b": after, "change": change} for metric, before, after, change in metrics},
+        "same_arrays": same,
+        "arrays": [change.fields() for change in changes],
+        "values": [{"path": one.path, "a": one.a, "b": one.b} for one in values],
+        "witness": witness,
+        "seconds": time.monotonic() - begun_at,
+    }
+    _show_headings(report, heading_a, heading_b, metrics)
+    report.line()
+    if is_same:
+        report.line((f"the same: {counted(same, 'array')}, and all other values", GOOD))
     else:
-        screen = Screen(sys.stdout)
-        _show(screen, found, None if show_all else _SHOWN)
-        for what, one in (witness or {}).items():
-            at = one["differs_at"]
-            how = "is the same" if at is None else f"first differs at step {at}"
-            screen.say(f"{what} of steps {one['first_step']} to {one['last_step']}: {how}")
-    if with_code and not found.is_same:
-        raise click.exceptions.Exit(ExitCode.DIFFERENT)
+        arrays, others = counted(len(changes), "array"), counted(len(values), "other value")
+        report.line(f"{arrays} and {others} changed; {counted(same, 'array')} did not")
+        limit = _SHOWN if report.is_page and not show_all else None
+        objects = list(dict.fromkeys((*contents_a.objects, *(one.name.partition("/")[0] for one in changes))))
+        _show_changes(report, _sort_changes(changes, objects), limit, is_measured=not quick)
+        _show_values(report, values, limit)
+    for what, one in (witness or {}).items():
+        at = one["differs_at"]
+        how = "is the same" if at is None else f"first differs at step {at}"
+        report.line(f"{what} of steps {one['first_step']} to {one['last_step']}: {how}")
+    if with_code and not is_same:
+        report.exit_code = ExitCode.DIFFERENT
 
 
 _Side = tuple[RunTarget, Heading, Contents]
@@ -134,58 +140,37 @@ def _measure(sides: Sequence[_Side], changes: Sequence[LeafChange]) -> Iterator[
                 raise
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointDifference:
-    """The differences of two checkpoints.
-
-    Attributes:
-        a: The first checkpoint.
-        b: The second.
-        changes: The arrays that are not the same.
-        same: Number of arrays that are the same.
-        values: The other values that are not the same.
-        is_measured: Whether the arrays that changed were read.
-        objects: The objects of the first, in their order.
-    """
-
-    a: Heading
-    b: Heading
-    changes: tuple[LeafChange, ...]
-    same: int
-    values: tuple[ValueChange, ...]
-    is_measured: bool
-    objects: tuple[str, ...]
-
-    @property
-    def is_same(self) -> bool:
-        """True if arrays and values are the same. Metrics may differ: they are not restored."""
-        return not self.changes and not self.values
-
-    def fields(self) -> dict[str, Any]:
-        """**Pure.** The JSON document."""
-        return {
-            "a": _heading_fields(self.a),
-            "b": _heading_fields(self.b),
-            "is_same": self.is_same,
-            "is_measured": self.is_measured,
-            "metrics": {
-                metric: {"a": before, "b": after, "change": _change(before, after)}
-                for metric, before, after in self.metrics()
-            },
-            "same_arrays": self.same,
-            "arrays": [change.fields() for change in self.changes],
-            "values": [{"path": one.path, "a": one.a, "b": one.b} for one in self.values],
-        }
-
-    def metrics(self) -> Iterator[tuple[str, float | None, float | None]]:
-        """**Pure.** Yields each metric with its value in both."""
-        before, after = self.a.manifest.metrics, self.b.manifest.metrics
-        for metric in dict.fromkeys((*before, *after)):
-            yield metric, before.get(metric), after.get(metric)
+def _compare_witnesses(a: RunTarget, b: RunTarget) -> dict[str, Any] | None:
+    """Returns the first steps of two runs with other data, or another loss; None if no step can be compared."""
+    if a.is_step or b.is_step or a.storage.url == b.storage.url:
+        return None
+    before, now = read_ring(a.storage, 0), read_ring(b.storage, 0)
+    found: dict[str, Any] = {}
+    for name, bit in (("data", DATA), ("loss", LOSS)):
+        pairs = [(before[step], now[step]) for step in sorted(before.keys() & now.keys())]
+        pairs = [(one, two) for one, two in pairs if one.known & two.known & bit]
+        pairs = [(one, two) for one, two in pairs if bit == LOSS or not (one.data ^ two.data) & 1]
+        if pairs:
+            differs_at = next((one.step for one, two in pairs if differs(one, two) & bit), None)
+            found[name] = {"first_step": pairs[0][0].step, "last_step": pairs[-1][0].step, "differs_at": differs_at}
+    return found or None
 
 
-def _change(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else after - before
+_Metric = tuple[str, float | None, float | None, float | None]
+
+
+def _list_metrics(a: Heading, b: Heading) -> list[_Metric]:
+    """Lists each metric with its value in both, and the change."""
+    before, after = a.manifest.metrics, b.manifest.metrics
+    return [
+        (
+            metric,
+            before.get(metric),
+            after.get(metric),
+            after[metric] - before[metric] if metric in before and metric in after else None,
+        )
+        for metric in dict.fromkeys((*before, *after))
+    ]
 
 
 def _heading_fields(heading: Heading) -> dict[str, Any]:
@@ -201,116 +186,85 @@ def _heading_fields(heading: Heading) -> dict[str, Any]:
     }
 
 
-def _show(screen: Screen, found: CheckpointDifference, limit: int | None) -> None:
-    now = time.time()
-    rows: list[list[Words]] = []
-    for label, heading in (("A", found.a), ("B", found.b)):
-        manifest = heading.manifest
-        at = manifest.committed_at_unix_seconds
-        when = when_text(at, now) if screen.is_terminal else iso_text(at) or "-"
-        place = heading.location if screen.is_terminal else unspaced(heading.location)
-        size = screen.size(heading.size_bytes, unit="")
-        rows.append([label, (place, STRONG), str(manifest.step), when, size, str(manifest.world_size)])
-    _table(screen, ["", "checkpoint", "step", "saved", "size", "workers"], rows, {"step", "size", "workers"})
-    versions_a, versions_b = found.a.manifest.versions, found.b.manifest.versions
-    metrics: list[list[Words]] = [
-        [metric, _figure(before), _figure(after), _figure(_change(before, after), sign=True)]
-        for metric, before, after in found.metrics()
+def _show_headings(report: Report, a: Heading, b: Heading, metrics: Sequence[_Metric]) -> None:
+    columns: list[Column[tuple[str, Heading]]] = [
+        Column("", lambda side: side[0], plain="SIDE"),
+        Column("checkpoint", lambda side: side[1].location, NAME, style=STRONG),
+        Column("step", lambda side: side[1].manifest.step, COUNT),
+        Column("saved", lambda side: side[1].manifest.committed_at_unix_seconds, TIME),
+        Column("size", lambda side: side[1].size_bytes, SIZE),
+        Column("workers", lambda side: side[1].manifest.world_size, COUNT),
     ]
+    report.table(columns, [("A", a), ("B", b)])
     if metrics:
-        screen.say()
-        _table(screen, ["metric", "A", "B", "change"], metrics, {"A", "B", "change"})
-    changed_versions = [
-        (library, versions_a.get(library, "-"), versions_b.get(library, "-"))
-        for library in dict.fromkeys((*versions_a, *versions_b))
-        if versions_a.get(library) != versions_b.get(library)
+        figures: list[Column[_Metric]] = [
+            Column("metric", lambda row: row[0]),
+            Column("A", lambda row: row[1], _NUMBER),
+            Column("B", lambda row: row[2], _NUMBER),
+            Column("change", lambda row: row[3], _CHANGE),
+        ]
+        report.line()
+        report.table(figures, metrics)
+    before, after = a.manifest.versions, b.manifest.versions
+    libraries = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
+    if libraries:
+        versions: list[Column[str]] = [Column("written by", str), Column("A", before.get), Column("B", after.get)]
+        report.line()
+        report.table(versions, libraries)
+
+
+def _sort_changes(changes: Sequence[LeafChange], objects: Sequence[str]) -> list[LeafChange]:
+    """Puts arrays that cannot be compared first, then those of each object, the largest change first."""
+
+    def key(one: LeafChange) -> tuple[bool, int, float]:
+        return one.kind == "changed", objects.index(one.name.partition("/")[0]), -(one.relative or 0.0)
+
+    return sorted(changes, key=key)
+
+
+def _show_changes(report: Report, changes: Sequence[LeafChange], limit: int | None, *, is_measured: bool) -> None:
+    if not changes:
+        return
+    columns: list[Column[LeafChange]] = [
+        Column("", lambda one: (one.kind, _STYLES[one.kind]), _CHANGE_KIND, plain="CHANGE"),
+        Column("array", lambda one: (one.name, _STYLES[one.kind]), NAME),
+        Column("dtype", lambda one: _both(one, lambda leaf: leaf.dtype)),
+        Column("shape", lambda one: _both(one, lambda leaf: shape_text(leaf.shape))),
     ]
-    if changed_versions:
-        screen.say()
-        _table(screen, ["written by", "A", "B"], [list(row) for row in changed_versions], set())
-    screen.say()
-    if found.is_same:
-        screen.say((f"the same: {counted(found.same, 'array')}, and all other values", GOOD))
-        return
-    arrays, values = counted(len(found.changes), "array"), counted(len(found.values), "other value")
-    screen.say(f"{arrays} and {values} changed; {counted(found.same, 'array')} did not")
-    _show_changes(screen, found, limit)
-    _show_values(screen, found, limit)
-
-
-def _show_changes(screen: Screen, found: CheckpointDifference, limit: int | None) -> None:
-    objects = list(dict.fromkeys((*found.objects, *(one.name.partition("/")[0] for one in found.changes))))
-    changes = sorted(
-        found.changes,
-        key=lambda one: (one.kind == "changed", objects.index(one.name.partition("/")[0]), -(one.relative or 0.0)),
-    )
-    shown = changes[:limit] if screen.is_terminal else changes
-    if not shown:
-        return
-    titles = ["", "array", "dtype", "shape"]
-    if found.is_measured:
-        titles += ["changed", "norm A", "norm B", "norm B-A", "relative"]
-    rows: list[list[Words]] = []
-    for one in shown:
-        sign = _SIGNS[one.kind] if screen.is_terminal else one.kind
-        name = one.name if screen.is_terminal else unspaced(one.name)
-        dtype = _both(one.a.dtype if one.a else None, one.b.dtype if one.b else None)
-        row: list[Words] = [(sign, _STYLES[one.kind]), (name, _STYLES[one.kind]), dtype]
-        row.append(_both(_shape(one.a), _shape(one.b)))
-        if found.is_measured:
-            norms = (one.norm_a, one.norm_b, one.norm_difference)
-            row += [_share(one), *(_figure(norm.norm if norm else None) for norm in norms), _figure(one.relative)]
-        rows.append(row)
-    screen.say()
-    figures = {"changed", "norm A", "norm B", "norm B-A", "relative"}
-    _table(screen, titles, rows, figures)
-    if len(shown) < len(changes):
-        screen.say((f"and {len(changes) - len(shown)} more (--all shows them)", FAINT))
+    if is_measured:
+        columns += [
+            Column("changed", lambda one: share_text(one.changed_elements, one.a.elements if one.a else 0), _SHARE),
+            Column("norm A", lambda one: one.norm_a and one.norm_a.norm, _NUMBER),
+            Column("norm B", lambda one: one.norm_b and one.norm_b.norm, _NUMBER),
+            Column("norm B-A", lambda one: one.norm_difference and one.norm_difference.norm, _NUMBER),
+            Column("relative", lambda one: one.relative, _NUMBER),
+        ]
+    report.line()
+    report.table(columns, changes[:limit])
+    _count_hidden(report, len(changes), limit)
     for one in changes:
         after, before = one.norm_b.nonfinite if one.norm_b else 0, one.norm_a.nonfinite if one.norm_a else 0
         if after or before:
-            screen.say((f"not finite: {one.name} has {before} in A, {after} in B", BAD if after else NOTABLE))
+            report.line((f"not finite: {one.name} has {before} in A, {after} in B", BAD if after else NOTABLE))
 
 
-def _show_values(screen: Screen, found: CheckpointDifference, limit: int | None) -> None:
-    shown = found.values[:limit] if screen.is_terminal else found.values
-    if not shown:
-        return
-    screen.say()
-    rows: list[list[Words]] = [[one.path, one.a or "-", one.b or "-"] for one in shown]
-    _table(screen, ["value", "A", "B"], rows, set())
-    if len(shown) < len(found.values):
-        screen.say((f"and {len(found.values) - len(shown)} more (--all shows them)", FAINT))
+def _show_values(report: Report, values: Sequence[ValueChange], limit: int | None) -> None:
+    if values:
+        columns: list[Column[ValueChange]] = [
+            Column("value", lambda one: one.path),
+            Column("A", lambda one: one.a),
+            Column("B", lambda one: one.b),
+        ]
+        report.line()
+        report.table(columns, values[:limit])
+        _count_hidden(report, len(values), limit)
 
 
-def _table(screen: Screen, titles: Sequence[str], rows: Sequence[Sequence[Words]], figures: set[str]) -> None:
-    if screen.is_terminal:
-        screen.table(titles, rows, figures=figures)
-        return
-    names = {title: title.upper().replace(" ", "_") or "SIDE" for title in titles}
-    names |= {"size": "BYTES"} if "size" in names else {}
-    names |= {"": "CHANGE"} if "array" in names else {}
-    screen.table(
-        [names[title] for title in titles], rows, figures={names[title] for title in titles if title in figures}
-    )
+def _count_hidden(report: Report, count: int, limit: int | None) -> None:
+    if limit is not None and count > limit:
+        report.line((f"and {count - limit} more (--all shows them)", FAINT))
 
 
-def _both(a: str | None, b: str | None) -> str:
-    if a is None or b is None or a == b:
-        return a or b or "-"
-    return f"{a}->{b}"
-
-
-def _shape(leaf: StoredLeaf | None) -> str | None:
-    return None if leaf is None else "[" + ",".join(map(str, leaf.shape)) + "]"
-
-
-def _share(change: LeafChange) -> str:
-    if change.changed_elements is None or change.a is None or not change.a.elements:
-        return "-"
-    percent = 100 * change.changed_elements / change.a.elements
-    return f"{percent:.0f}%" if percent >= 1 else "<1%"
-
-
-def _figure(figure: float | None, *, sign: bool = False) -> str:
-    return "-" if figure is None else f"{figure:+.4g}" if sign else f"{figure:.4g}"
+def _both(change: LeafChange, describe: Callable[[StoredLeaf], str]) -> str:
+    texts = dict.fromkeys(describe(leaf) for leaf in (change.a, change.b) if leaf is not None)
+    return "->".join(texts)

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -23,22 +23,11 @@ import numpy as np
 
 import holdfast
 from holdfast.catalog import StoredRun
+from holdfast.catalog.survey import checkpoint_bytes
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli.exit_codes import ExitCode, ending_on
-from holdfast.cli.screen import (
-    BAD,
-    FAINT,
-    GOOD,
-    NOTABLE,
-    STRONG,
-    Screen,
-    Words,
-    figure_text,
-    parse_seconds,
-    parse_size,
-    write_json,
-)
-from holdfast.cli.survey import checkpoint_bytes
+from holdfast.cli.report import Column, Report, verb
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, STRONG, figure_text, parse_seconds, parse_size
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.events.kinds import size_text, span_text, time_text
 from holdfast.manager import CheckpointManager
@@ -84,7 +73,7 @@ def _parse_measurable(ctx: click.Context, param: click.Parameter, text: str | No
     return size_bytes
 
 
-@click.command()
+@verb("doctor")
 @click.argument("directory", metavar="[DIRECTORY]", required=False, type=click.Path())
 @click.option(
     "--size",
@@ -95,8 +84,7 @@ def _parse_measurable(ctx: click.Context, param: click.Parameter, text: str | No
 @click.option(
     "--mtbf", metavar="TIME", callback=parse_seconds, help="The mean time between failures.  [default: 6h, as for Auto]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
-def command(directory: str | None, size: int | None, mtbf: float | None, as_json: bool) -> None:
+def command(report: Report, directory: str | None, size: int | None, mtbf: float | None) -> None:
     """Check the installation and a directory, measure a save there, and recommend how often to save.
 
     DIRECTORY is the directory that a job saves into, or any other on the same disk. Without it, only the installation
@@ -108,34 +96,48 @@ def command(directory: str | None, size: int | None, mtbf: float | None, as_json
     Write sizes as 500MB, 1.5GB or 2GiB, and times with their unit: 350ms, 30s, 90min, 24h or 7d.
     """
     if directory is None:
-        _show_installation(list(examine_installation()), as_json)
+        findings = list(examine_installation())
+        report.fields = {"is_fit": are_fit(findings), "findings": [finding._asdict() for finding in findings]}
+        if report.is_page:
+            report.table(_FINDINGS, findings)
+        else:
+            report.table(_FIGURES, [(one.name.replace(" ", "_"), one.text) for one in findings])
+        _end(report, findings)
         return
     storage = _find_directory(directory)
     step, size_bytes, has_checkpoint = _find_size(storage, size)
     # The trial's own saves are no business of the person's: what ends them comes back as an error.
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
-    with ending_on(signal.SIGTERM, signal.SIGHUP), _progress() as tell, _scratch(Path(storage.url)) as scratch:
+    with ending_on(signal.SIGTERM, signal.SIGHUP), _progress() as label, _scratch(Path(storage.url)) as scratch:
         examined = Examination(LocalStorage(scratch), size_bytes)
-        tell("looking at the file system")
+        label("looking at the file system")
         examined.look(has_checkpoint=has_checkpoint)
         if examined.can_commit:
-            examined.measure(tell)
+            examined.measure(label)
             examined.advise(mtbf or DEFAULT_MTBF_SECONDS)
-    if as_json:
-        document = {
-            "directory": storage.url,
-            "is_fit": examined.is_fit,
-            "findings": [finding._asdict() for finding in examined.findings],
-            "size_bytes": size_bytes,
-            "size_of_step": step,
-            "figures": examined.figures,
-            "save_every": examined.save_every,
-            "bound": examined.bound,
-        }
-        write_json(sys.stdout, "doctor", document)
+    is_fit = are_fit(examined.findings)
+    report.fields = {
+        "directory": storage.url,
+        "is_fit": is_fit,
+        "findings": [finding._asdict() for finding in examined.findings],
+        "size_bytes": size_bytes,
+        "size_of_step": step,
+        "figures": examined.figures,
+        "save_every": examined.save_every,
+        "bound": examined.bound,
+    }
+    if report.is_page:
+        verdict = ("fit for checkpoints", GOOD) if is_fit else ("not fit for checkpoints", BAD)
+        report.line((directory, STRONG), "   ", verdict)
+        report.table(_FINDINGS, examined.findings, indent=2)
+        if examined.can_commit:
+            _show_costs(report, examined, step)
     else:
-        _show(directory, step, examined, Screen(sys.stdout))
-    sys.exit(ExitCode.OK if examined.is_fit else ExitCode.UNFIT)
+        rows = [("directory", "fit" if is_fit else "unfit")]
+        rows += [(one.name.replace(" ", "_"), one.status) for one in examined.findings]
+        rows += [(name, str(n) if isinstance(n, int) else figure_text(n)) for name, n in examined.figures.items()]
+        report.table(_FIGURES, [*rows, ("save_every", examined.save_every or "-")])
+    _end(report, examined.findings)
 
 
 def _find_directory(location: str) -> LocalStorage:
@@ -184,6 +186,11 @@ class Finding(NamedTuple):
     hint: str = ""
 
 
+def are_fit(findings: Sequence[Finding]) -> bool:
+    """**Pure.** True if nothing among the findings makes the installation or the directory unfit."""
+    return all(finding.status != "unfit" for finding in findings)
+
+
 def examine_installation() -> Iterator[Finding]:
     """Lists the installed libraries, and checks whether holdfast can use them."""
     yield Finding("holdfast", "ok", f"{holdfast.__version__}, from {Path(holdfast.__file__).parent}")
@@ -223,11 +230,6 @@ class Examination:
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     bound: Bound = "unmeasured"
-
-    @property
-    def is_fit(self) -> bool:
-        """True if checkpoints are safe there, and fit."""
-        return all(finding.status != "unfit" for finding in self.findings)
 
     @property
     def can_commit(self) -> bool:
@@ -322,7 +324,7 @@ class Examination:
         text = f"the file system's is {abs(ahead_seconds):.0f} s {'ahead' if ahead_seconds > 0 else 'behind'}"
         self._note("clock", "note", text, f"{text}: displayed ages will be wrong; synchronize both clocks (NTP)")
 
-    def measure(self, tell: Callable[[str], None]) -> None:
+    def measure(self, label: Callable[[str], None]) -> None:
         """**Blocks.** Saves and restores as a job does; what that takes is scaled up to the size of the state.
 
         Raises:
@@ -339,14 +341,14 @@ class Examination:
         blocked, durable, restored = [], [], []
         with _open_manager(directory, objects) as manager:
             for number in range(1, _SAVES + 1):
-                tell(f"saving, {number} of {_SAVES}")
+                label(f"saving, {number} of {_SAVES}")
                 begun_at = time.perf_counter()
                 handle = manager.save(number)
                 blocked.append(time.perf_counter() - begun_at)
                 place = Path(handle.wait_committed())
                 durable.append(time.perf_counter() - begun_at)
                 manager.wait()
-                tell(f"restoring, {number} of {_SAVES}")
+                label(f"restoring, {number} of {_SAVES}")
                 _forget(place)
                 # A manager that has restored opens a generation when it saves next, which a job does only once.
                 with _open_manager(directory, objects) as reader:
@@ -420,80 +422,55 @@ def _forget(directory: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _show_installation(findings: list[Finding], as_json: bool) -> None:
-    is_fit = all(finding.status != "unfit" for finding in findings)
-    if as_json:
-        write_json(sys.stdout, "doctor", {"is_fit": is_fit, "findings": [finding._asdict() for finding in findings]})
-    else:
-        screen = Screen(sys.stdout)
-        rows: list[list[Words]] = [
-            [(finding.status, _STYLES[finding.status]), finding.name, (finding.text, FAINT)] for finding in findings
-        ]
-        if screen.is_terminal:
-            screen.table([""] * 3, rows)
-        else:
-            screen.table(["NAME", "VALUE"], [[one.name.replace(" ", "_"), one.text] for one in findings])
-        _remark(findings)
-    sys.exit(ExitCode.OK if is_fit else ExitCode.UNFIT)
+_FINDINGS: Final[list[Column[Finding]]] = [
+    Column("", lambda finding: (finding.status, _STYLES[finding.status])),
+    Column("", lambda finding: finding.name),
+    Column("", lambda finding: finding.text, style=FAINT),
+]
+_FIGURES: Final[list[Column[tuple[str, str]]]] = [
+    Column("name", lambda figure: figure[0]),
+    Column("value", lambda figure: figure[1]),
+]
 
 
-def _remark(findings: list[Finding]) -> None:
-    """Hints go to the error stream, so that a pipe gets the figures alone."""
-    sys.stdout.flush()
-    remarks = Screen(sys.stderr)
+def _end(report: Report, findings: Sequence[Finding]) -> None:
     for finding in findings:
         if finding.hint:
-            remarks.say((f"{finding.status}: ", _STYLES[finding.status]), f"{finding.name}: {finding.hint}")
+            report.note((f"{finding.status}: ", _STYLES[finding.status]), f"{finding.name}: {finding.hint}")
+    report.exit_code = ExitCode.OK if are_fit(findings) else ExitCode.UNFIT
 
 
-def _show(location: str, step: int | None, examined: Examination, screen: Screen) -> None:
-    if screen.is_terminal:
-        _show_page(location, step, examined, screen)
-    else:
-        # One table for other programs: no cell is empty or holds a space.
-        rows = [["directory", "fit" if examined.is_fit else "unfit"]]
-        rows += [[finding.name.replace(" ", "_"), finding.status] for finding in examined.findings]
-        for name, figure in examined.figures.items():
-            rows.append([name, str(figure) if isinstance(figure, int) else figure_text(figure)])
-        screen.table(["NAME", "VALUE"], [*rows, ["save_every", examined.save_every or "-"]])
-    _remark(examined.findings)
-
-
-def _show_page(location: str, step: int | None, examined: Examination, screen: Screen) -> None:
+def _show_costs(report: Report, examined: Examination, step: int | None) -> None:
     figures = examined.figures
-    verdict = ("fit for checkpoints", GOOD) if examined.is_fit else ("not fit for checkpoints", BAD)
-    screen.say((location, STRONG), "   ", verdict)
-    rows: list[list[Words]] = [
-        [(finding.status, _STYLES[finding.status]), finding.name, (finding.text, FAINT)]
-        for finding in examined.findings
-    ]
-    screen.table([""] * 3, rows, indent=2)
-    if not examined.can_commit:
-        return
     origin = f" as in step {step}," if step is not None else ""
     trial = size_text(figures["trial_bytes"])
-    screen.say()
-    screen.say(f"what a save of {size_text(examined.size_bytes)} costs,", f"{origin} by saves of {trial}")
+    report.line()
+    report.line(f"what a save of {size_text(examined.size_bytes)} costs,", f"{origin} by saves of {trial}")
     write, read = (f"{size_text(figures[f'{way}_bytes_per_second'])}/s" for way in ("write", "read"))
-    rows = [
-        ["training waits", time_text(figures["blocked_seconds"]), ""],
-        ["durable after", time_text(figures["durable_seconds"]), (write, FAINT)],
-        ["a restore takes", time_text(figures["restore_seconds"]), (f"{read}, every byte checked", FAINT)],
+    costs = [
+        ("training waits", time_text(figures["blocked_seconds"]), ""),
+        ("durable after", time_text(figures["durable_seconds"]), write),
+        ("a restore takes", time_text(figures["restore_seconds"]), f"{read}, every byte checked"),
     ]
-    screen.table([""] * 3, rows, indent=2)
-    screen.say()
-    screen.say(f"how often to save, with a failure every {span_text(figures['mtbf_seconds'])}")
-    screen.say((f"  save_every={examined.save_every}", f"bold {GOOD}"))
-    screen.say("  ", _WHY[examined.bound].format(young=time_text(figures["young_seconds"])))
+    columns: list[Column[tuple[str, str, str]]] = [
+        Column("", lambda cost: cost[0]),
+        Column("", lambda cost: cost[1]),
+        Column("", lambda cost: cost[2], style=FAINT),
+    ]
+    report.table(columns, costs, indent=2)
+    report.line()
+    report.line(f"how often to save, with a failure every {span_text(figures['mtbf_seconds'])}")
+    report.line((f"  save_every={examined.save_every}", f"bold {GOOD}"))
+    report.line("  ", _WHY[examined.bound].format(young=time_text(figures["young_seconds"])))
     lost, failure = f"{100 * figures['lost_share']:.2g} %", time_text(figures["per_failure_seconds"])
-    screen.say(f"  Saves and failures then take {lost} of the time, and one failure costs {failure}.")
+    report.line(f"  Saves and failures then take {lost} of the time, and one failure costs {failure}.")
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """Shows on the error stream what is being done, if that is a terminal; gone afterwards."""
     if not sys.stderr.isatty():
-        yield lambda label: None
+        yield lambda text: None
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn
@@ -501,4 +478,4 @@ def _progress() -> Iterator[Callable[[str], None]]:
     columns = (SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task("")
-        yield lambda label: progress.update(task, description=label, refresh=True)
+        yield lambda text: progress.update(task, description=text, refresh=True)

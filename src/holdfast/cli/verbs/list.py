@@ -1,56 +1,54 @@
-"""`holdfast list`: lists the checkpoints of a run, one a line."""
+"""`holdfast list`: lists the checkpoints of a run, or the runs in a directory, one a line."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import click
 
-from holdfast.cli.exit_codes import holdfast_error_fields
-from holdfast.cli.runs import RunSummary, show_runs, summarize_run
-from holdfast.cli.screen import (
-    BAD,
-    FAINT,
-    GOOD,
-    NOTABLE,
-    PLAIN,
-    STRONG,
-    Screen,
-    Words,
-    age_text,
-    counted,
-    figure_text,
-    iso_text,
-    terminal_width,
-    unspaced,
-    when_text,
-    write_json,
-)
-from holdfast.cli.survey import (
+from holdfast.catalog.survey import (
     NOTHING,
     Found,
+    RunState,
+    RunSummary,
     State,
     Survey,
     find_extremes,
-    found_fields,
-    problem_fields,
+    summarize_run,
     survey_run,
-    time_fields,
 )
-from holdfast.cli.target import RunTarget, find_run, find_runs, no_living
-from holdfast.errors import HoldfastError, NoCheckpointError
+from holdfast.cli.report import (
+    COUNT,
+    FIGURE,
+    NAME,
+    SIZE,
+    TIME,
+    Column,
+    Report,
+    found_fields,
+    make_fields,
+    manifest_fields,
+    problem_fields,
+    time_fields,
+    verb,
+)
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, Words, age_text, counted, unspaced
+from holdfast.cli.target import find_run, find_runs, no_living
+from holdfast.errors import NoCheckpointError
 from holdfast.events.kinds import size_text
-from holdfast.storage import LocalStorage, local_directory, open_storage
+from holdfast.format.names import StepName
+from holdfast.storage import LocalStorage, open_storage
 
+LOWEST: Final = "▼"
+HIGHEST: Final = "▲"
 _SHOWN_DAMAGES: Final = 10
 """Of each directory."""
 
 
-@click.command()
+@verb("list", json_help="Write one JSON document with everything in it.")
 @click.argument("places", metavar="DIRECTORY...", type=click.Path(), nargs=-1, required=True)
 @click.option(
     "--all",
@@ -58,8 +56,7 @@ _SHOWN_DAMAGES: Final = 10
     is_flag=True,
     help="Also show what a restore does not use, such as unfinished saves.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON document with everything in it.")
-def command(places: tuple[str, ...], show_all: bool, as_json: bool) -> None:
+def command(report: Report, places: tuple[str, ...], show_all: bool) -> None:
     """List the checkpoints of a run, or the runs in a directory.
 
     If DIRECTORY is a run (the directory that a job saves into), its checkpoints are listed, the newest last. These are
@@ -68,212 +65,110 @@ def command(places: tuple[str, ...], show_all: bool, as_json: bool) -> None:
     If DIRECTORY holds runs, at most three levels down, or if several directories are given, there is one line for each
     run.
     """
-    if len(places) > 1:
-        _list_runs(places, as_json)
-        return
-    run = places[0]
     try:
-        target = find_run(run)
+        target = find_run(places[0]) if len(places) == 1 else None
     except NoCheckpointError as error:
-        root = local_directory(open_storage(run))
-        if root is not None and next(find_runs(root), None) is not None:
-            _list_runs(places, as_json)
+        storage = open_storage(places[0])
+        root = storage.location
+        if root is None or next(find_runs(root), None) is None:
+            report.fields, report.error = _make_document(storage.url, NOTHING, []), error
             return
-        if as_json:
-            write_json(sys.stdout, "list", make_document(open_storage(run).url, NOTHING, error))
-        raise
+        target = None
+    if target is None:
+        _list_runs(report, places)
+        return
     survey = survey_run(target.storage)
-    problem = no_living(survey.catalog, target) if survey.newest is None else None
-    if as_json:
-        write_json(sys.stdout, "list", make_document(target.storage.url, survey, problem))
-    elif survey.found and (show_all or survey.of(State.LIVING)):
-        _show(target, survey, show_all, Screen(sys.stdout))
-    if problem is not None:
-        raise problem
-
-
-def _list_runs(places: Sequence[str], as_json: bool) -> None:
-    summaries: dict[str, RunSummary] = {}
-    for place in places:
-        root = local_directory(open_storage(place))
-        for path in find_runs(root) if root is not None else ():
-            location = os.path.normpath(os.path.join(place, os.path.relpath(path, root)))  # noqa: PTH118
-            summaries.setdefault(str(path), summarize_run(location, LocalStorage(path)))
-    if not summaries:
-        raise NoCheckpointError(
-            f"there is no run in {', '.join(places)}",
-            hint="Name the directory that a job saves into, or a directory that holds runs.",
-        )
-    if as_json:
-        write_json(sys.stdout, "list", {"runs": [summary.fields() for summary in summaries.values()]})
-    else:
-        show_runs(Screen(sys.stdout), list(summaries.values()))
-
-
-def _show(target: RunTarget, survey: Survey, show_all: bool, screen: Screen) -> None:
-    shown = survey.found if show_all else tuple(survey.of(State.LIVING))
-    if screen.is_terminal:
+    shown = list(survey.found) if show_all else survey.of(State.LIVING)
+    columns = list_columns(survey, shown)
+    report.fields = _make_document(target.storage.url, survey, columns)
+    if survey.newest is None:
+        report.error = no_living(survey.catalog, target)
+    if not shown:
+        return
+    if report.is_page:
         by, opening = "", survey.opening
         if opening is not None:
             age = age_text(time.time() - opening.opened_at_unix_seconds)
             by = f"   generation {opening.generation}, opened {age} by process {opening.process} on {opening.host}"
-        screen.say((target.location, STRONG), (by, FAINT))
-        _show_page(survey, shown, screen)
-    else:
-        _show_plain(survey, shown, screen)
-    _remark(survey, show_all)
+        report.line((target.location, STRONG), (by, FAINT))
+    report.table(columns, shown)
+    _remark(report, survey, show_all)
 
 
-def _remark(survey: Survey, show_all: bool) -> None:
-    """Writes damage and hidden rows to the error stream, so that a pipe gets the table alone."""
-    sys.stdout.flush()
-    remarks = Screen(sys.stderr)
-    # A directory that was lost is missing in two files for each worker, and there may be thousands.
-    for damages in (survey.catalog.faults, *(one.damages for one in survey.found)):
-        for damage in damages[:_SHOWN_DAMAGES]:
-            remarks.say(("damaged ", BAD), damage.message)
-        if len(damages) > _SHOWN_DAMAGES:
-            more = f"and {len(damages) - _SHOWN_DAMAGES} more places (--json names them all)"
-            remarks.say(("damaged ", BAD), more)
-    if show_all:
-        return
-    hidden = []
-    if off_line := len(survey.of(State.OFF_LINE)):
-        hidden.append(f"{counted(off_line, 'step')} off the current lineage")
-    if unfinished := len(survey.of(State.UNFINISHED)):
-        hidden.append(f"{unfinished} unfinished")
-    if lost := len(survey.of(State.LOST)):
-        hidden.append(f"{counted(lost, 'step')} without a manifest")
-    if aside := len(survey.of(State.SET_ASIDE)):
-        hidden.append(f"{aside} being removed")
-    if spare := survey.of(State.SPARE):
-        hidden.append(f"a spare file of {size_text(spare[0].size_bytes)}")
-    if hidden:
-        remarks.say((f"not shown: {', '.join(hidden)} (--all shows them)", FAINT))
+def list_columns(survey: Survey, shown: Sequence[Found]) -> list[Column[Found]]:
+    """**Pure.** The columns of a list of checkpoints. A fact with a `key` is in the JSON document too."""
+    extremes = find_extremes(survey.of(State.LIVING))
+    several_generations = len({one.name.generation for one in shown if one.name}) > 1
+    with_references = any(one.refers_to for one in shown)
+    return [
+        Column("step", lambda one: (one.step, _style(survey, one)), COUNT),
+        Column(
+            "gen",
+            lambda one: one.name.generation if one.name else None,
+            COUNT,
+            plain="GENERATION",
+            style=FAINT,
+            on_page=several_generations,
+        ),
+        Column("state", lambda one: one.state.value, on_page=False),
+        Column("committed", lambda one: one.committed_at_unix_seconds, TIME),
+        Column("size", lambda one: one.size_bytes, SIZE),
+        Column(
+            "referred",
+            lambda one: one.manifest.referred_bytes if one.manifest and one.refers_to else None,
+            SIZE,
+            style=FAINT,
+            on_page=with_references,
+            in_pipe=False,
+        ),
+        Column("workers", lambda one: one.workers, COUNT, style=FAINT),
+        Column("directory", lambda one: one.directory, NAME, on_page=False),
+        Column("marks", lambda one: ",".join(_list_marks(survey, one, extremes)) or None, NAME, on_page=False),
+        *(_make_metric_column(metric, *ends) for metric, ends in extremes.items()),
+        Column("", lambda one: _mark(survey, one), in_pipe=False),
+    ]
 
 
-def make_document(url: str, survey: Survey, error: HoldfastError | None = None) -> dict[str, Any]:
-    """**Pure.** The JSON document of a run, and what is wrong with it."""
-    living = survey.of(State.LIVING)
-    opening = survey.opening
-    opened = None
-    if opening is not None:
-        opened = {
-            "host": opening.host,
-            "process": opening.process,
-            **time_fields("opened_at", opening.opened_at_unix_seconds),
-        }
-    return {
-        "run": url,
-        "generation": survey.catalog.generation,
-        "opened": opened,
-        "newest_step": survey.newest.name.step if survey.newest and survey.newest.name else None,
-        "extremes": {
-            metric: {"lowest_step": lowest.step if lowest else None, "highest_step": highest.step if highest else None}
-            for metric, (lowest, highest) in find_extremes(living).items()
-        },
-        "steps": [found_fields(one) for one in living],
-        "off_line": [found_fields(one) for one in survey.of(State.OFF_LINE)],
-        "unfinished": [found_fields(one) for one in survey.of(State.UNFINISHED)],
-        "lost": [found_fields(one) for one in survey.of(State.LOST)],
-        "set_aside": [found_fields(one) for one in survey.of(State.SET_ASIDE)],
-        "spare": [found_fields(one) for one in survey.of(State.SPARE)],
-        "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],
-        "error": holdfast_error_fields(error) if error else None,
-    }
+def _style(survey: Survey, one: Found) -> str:
+    return STRONG if one is survey.newest else PLAIN if one.state is State.LIVING else FAINT
 
 
-LOWEST: Final = "▼"
-HIGHEST: Final = "▲"
-_GAP: Final = 2
-_MARKS_WIDTH: Final = 14
+def _list_marks(survey: Survey, one: Found, extremes: Mapping[str, Sequence[StepName | None]]) -> list[str]:
+    marks = ["newest"] if one is survey.newest else []
+    marks += ["damaged"] if one.damages else []
+    marks += ["may_be_in_progress"] if one.may_be_in_progress else []
+    marks += ["referred_to"] if one.referred_by else []
+    marks += [f"refers_to:{name.directory}" for name in one.refers_to]
+    for metric, (lowest, highest) in extremes.items() if one.manifest else ():
+        marks += [f"lowest:{metric}"] if one.name == lowest else []
+        marks += [f"highest:{metric}"] if one.name == highest else []
+    return marks
+
+
+def _make_metric_column(metric: str, lowest: StepName | None, highest: StepName | None) -> Column[Found]:
+    def find(one: Found) -> tuple[float | None, str]:
+        figure = one.metrics.get(metric)
+        return figure, FAINT if figure is None or one.state is not State.LIVING else PLAIN
+
+    def mark(one: Found) -> str:
+        if one.state is not State.LIVING or metric not in one.metrics:
+            return ""
+        return LOWEST if one.name == lowest else HIGHEST if one.name == highest else ""
+
+    return Column(metric, find, FIGURE, plain=unspaced(metric), mark=mark, may_go=True)
+
+
 _STATE_MARKS: Final = {
     State.OFF_LINE: "off line",
     State.UNFINISHED: "unfinished",
-    State.LOST: "manifest missing",
     State.SET_ASIDE: "being removed",
     State.SPARE: "spare",
 }
 
 
-def _show_plain(survey: Survey, shown: Sequence[Found], screen: Screen) -> None:
-    """Writes the table for other programs: no cell is empty or holds a space, so it can be taken apart by them."""
-    extremes = find_extremes(survey.of(State.LIVING))
-    titles = ["STEP", "GENERATION", "STATE", "COMMITTED", "BYTES", "WORKERS", "DIRECTORY", "MARKS"]
-    metric_titles = [unspaced(metric) for metric in extremes]
-    rows: list[list[Words]] = []
-    for one in shown:
-        manifest = one.manifest
-        metrics = manifest.metrics if manifest else {}
-        marks = ["newest"] if one is survey.newest else []
-        marks += ["damaged"] if one.damages else []
-        marks += ["may_be_in_progress"] if one.may_be_in_progress else []
-        marks += ["referred_to"] if one.referred_by else []
-        marks += [f"refers_to:{name.directory}" for name in one.refers_to]
-        for metric, (lowest, highest) in extremes.items():
-            marks += [f"lowest:{metric}"] if manifest and one.name == lowest else []
-            marks += [f"highest:{metric}"] if manifest and one.name == highest else []
-        rows.append(
-            [
-                str(one.name.step) if one.name else "-",
-                str(one.name.generation) if one.name else "-",
-                one.state.value,
-                (iso_text(manifest.committed_at_unix_seconds) if manifest else None) or "-",
-                str(one.size_bytes),
-                str(manifest.world_size) if manifest else "-",
-                unspaced(one.directory),
-                unspaced(",".join(marks)) or "-",
-                *(figure_text(metrics[metric]) if metric in metrics else "-" for metric in extremes),
-            ]
-        )
-    figures = {"STEP", "GENERATION", "BYTES", "WORKERS", *metric_titles}
-    screen.table([*titles, *metric_titles], rows, figures=figures)
-
-
-def _show_page(survey: Survey, shown: Sequence[Found], screen: Screen) -> None:
-    """Writes the table for a person, without the metrics that do not fit on a line, which are named below it."""
-    now = time.time()
-    with_generation = len({one.name.generation for one in shown if one.name}) > 1
-    with_references = any(one.refers_to for one in shown)
-    titles = ["step", *(["gen"] if with_generation else []), "committed", "size"]
-    titles += ["referred", "workers"] if with_references else ["workers"]
-    rows: list[list[Words]] = []
-    for one in shown:
-        style = STRONG if one is survey.newest else PLAIN if one.state is State.LIVING else FAINT
-        row: list[Words] = [(str(one.name.step) if one.name else "-", style)]
-        row += [(str(one.name.generation) if one.name else "-", FAINT)] if with_generation else []
-        row += [
-            when_text(one.manifest.committed_at_unix_seconds if one.manifest else None, now),
-            size_text(one.size_bytes),
-        ]
-        row += [(size_text(one.referred_bytes) if one.refers_to else "-", FAINT)] if with_references else []
-        row.append((str(one.manifest.world_size) if one.manifest else "-", FAINT))
-        rows.append(row)
-    extremes = find_extremes(survey.of(State.LIVING))
-    used = _MARKS_WIDTH + sum(_widest([title, *(row[place] for row in rows)]) for place, title in enumerate(titles))
-    figures = set(titles) - {"committed"}
-    left_out = list(extremes)
-    for metric, (lowest, highest) in extremes.items():
-        cells = [_metric_cell(one, metric, lowest, highest) for one in shown]
-        metric_width = max(terminal_width(metric), *(terminal_width(text) for text, _, _ in cells))
-        used += metric_width + 2 * _GAP
-        if used > screen.width:
-            break
-        left_out.remove(metric)
-        # A mark stands on the right of its figure, so figures and title are aligned here.
-        titles.append(" " * (metric_width - terminal_width(metric)) + metric)
-        for row, (text, mark, style) in zip(rows, cells, strict=True):
-            row.append((f"{text:>{metric_width}} {mark}", style))
-    for row, one in zip(rows, shown, strict=True):
-        row.append(_mark(survey, one))
-    screen.table([*titles, ""], rows, figures=figures)
-    if left_out:
-        screen.say((f"no room for {', '.join(left_out)}", FAINT))
-
-
 def _mark(survey: Survey, one: Found) -> Words:
     if one.state is State.LOST:
-        return (_STATE_MARKS[State.LOST], BAD)
+        return ("manifest missing", BAD)
     if one.damages:
         return ("newest, damaged" if one is survey.newest else "damaged", BAD)
     if one is survey.newest:
@@ -283,14 +178,130 @@ def _mark(survey: Survey, one: Found) -> Words:
     return (_STATE_MARKS.get(one.state, "referred to" if one.referred_by else ""), FAINT)
 
 
-def _metric_cell(one: Found, metric: str, lowest: object, highest: object) -> tuple[str, str, str]:
-    figure = one.manifest.metrics.get(metric) if one.manifest else None
-    if figure is None:
-        return "-", "", FAINT
-    if one.state is not State.LIVING:
-        return figure_text(figure), "", FAINT
-    return figure_text(figure), LOWEST if one.name == lowest else HIGHEST if one.name == highest else "", PLAIN
+def _remark(report: Report, survey: Survey, show_all: bool) -> None:
+    """Notes damage and hidden rows."""
+    # A directory that was lost is missing in two files for each worker, and there may be thousands.
+    for damages in (survey.catalog.faults, *(one.damages for one in survey.found)):
+        for damage in damages[:_SHOWN_DAMAGES]:
+            report.note(("damaged ", BAD), damage.message)
+        if len(damages) > _SHOWN_DAMAGES:
+            more = f"and {len(damages) - _SHOWN_DAMAGES} more places (--json names them all)"
+            report.note(("damaged ", BAD), more)
+    if show_all:
+        return
+    count = {state: len(survey.of(state)) for state in State}
+    hidden = {
+        State.OFF_LINE: f"{counted(count[State.OFF_LINE], 'step')} off the current lineage",
+        State.UNFINISHED: f"{count[State.UNFINISHED]} unfinished",
+        State.LOST: f"{counted(count[State.LOST], 'step')} without a manifest",
+        State.SET_ASIDE: f"{count[State.SET_ASIDE]} being removed",
+        State.SPARE: f"a spare file of {size_text(survey.catalog.spare_bytes or 0)}",
+    }
+    if texts := [text for state, text in hidden.items() if count[state]]:
+        report.note((f"not shown: {', '.join(texts)} (--all shows them)", FAINT))
 
 
-def _widest(cells: Sequence[Words]) -> int:
-    return max(terminal_width(cell) for cell in cells) + _GAP
+def _make_document(url: str, survey: Survey, columns: Sequence[Column[Found]]) -> dict[str, Any]:
+    living = survey.of(State.LIVING)
+    opening = survey.opening
+
+    def list_fields(state: State) -> list[dict[str, Any]]:
+        return [found_fields(one) | make_fields(columns, one) for one in survey.of(state)]
+
+    return {
+        "run": url,
+        "generation": survey.catalog.generation,
+        "opened": opening
+        and {
+            "host": opening.host,
+            "process": opening.process,
+            **time_fields("opened_at", opening.opened_at_unix_seconds),
+        },
+        "newest_step": survey.newest.step if survey.newest else None,
+        "extremes": {
+            metric: {"lowest_step": lowest.step if lowest else None, "highest_step": highest.step if highest else None}
+            for metric, (lowest, highest) in find_extremes(living).items()
+        },
+        "steps": list_fields(State.LIVING),
+        "off_line": list_fields(State.OFF_LINE),
+        "unfinished": list_fields(State.UNFINISHED),
+        "lost": list_fields(State.LOST),
+        "set_aside": list_fields(State.SET_ASIDE),
+        "spare": list_fields(State.SPARE),
+        "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],
+    }
+
+
+_RUN_STYLES: Final[dict[RunState, str]] = {
+    "running": GOOD,
+    "ok": PLAIN,
+    "damaged": BAD,
+    "lost": BAD,
+    "empty": FAINT,
+    "unreadable": BAD,
+}
+
+
+def _list_runs(report: Report, places: Sequence[str]) -> None:
+    found: dict[str, RunSummary] = {}
+    for place in places:
+        root = open_storage(place).location
+        for path in find_runs(root) if root is not None else ():
+            location = os.path.normpath(os.path.join(place, os.path.relpath(path, root)))  # noqa: PTH118
+            found.setdefault(str(path), summarize_run(LocalStorage(path), location))
+    if not found:
+        raise NoCheckpointError(
+            f"there is no run in {', '.join(places)}",
+            hint="Name the directory that a job saves into, or a directory that holds runs.",
+        )
+    runs = list(found.values())
+    columns = list_run_columns(runs)
+    report.fields = {"runs": [_run_fields(run) | make_fields(columns, run) for run in runs]}
+    report.table(columns, runs)
+    if report.is_page:
+        report.line((f"{counted(len(runs), 'run')}, {size_text(sum(run.size_bytes for run in runs))}", FAINT))
+    for run in runs:
+        if run.problem:
+            report.note(("unreadable ", BAD), run.problem)
+        for damage in run.newest.damages[:1] if run.newest else ():
+            report.note(("damaged ", BAD), f"{run.location}: {damage.message}")
+
+
+def list_run_columns(runs: Sequence[RunSummary]) -> list[Column[RunSummary]]:
+    """**Pure.** The columns of a list of runs. A fact with a `key` is in the JSON document too."""
+
+    def column(metric: str) -> Column[RunSummary]:
+        def find(run: RunSummary) -> float | None:
+            return run.newest.metrics.get(metric) if run.newest else None
+
+        return Column(metric, find, FIGURE, plain=unspaced(metric), may_go=True)
+
+    metrics = dict.fromkeys(metric for run in runs if run.newest for metric in run.newest.metrics)
+    return [
+        Column("run", lambda run: run.location, NAME, style=STRONG),
+        Column("step", lambda run: run.newest and run.newest.step, COUNT),
+        Column("saved", lambda run: run.newest and run.newest.committed_at_unix_seconds, TIME, plain="COMMITTED"),
+        Column("steps", lambda run: run.steps, COUNT, style=FAINT),
+        Column("size", lambda run: run.size_bytes, SIZE),
+        Column("workers", lambda run: run.newest and run.newest.workers, COUNT, on_page=False),
+        Column("state", lambda run: (run.state, _RUN_STYLES[run.state])),
+        *map(column, metrics),
+    ]
+
+
+def _run_fields(run: RunSummary) -> dict[str, Any]:
+    of_newest = manifest_fields(run.newest.manifest if run.newest else None)
+    return {
+        "run": run.url,
+        "state": run.state,
+        "newest_step": run.newest.step if run.newest else None,
+        "committed_at_unix_seconds": of_newest["committed_at_unix_seconds"],
+        "committed_at": of_newest["committed_at"],
+        "steps": run.steps,
+        "size_bytes": run.size_bytes,
+        "workers": of_newest["workers"],
+        "metrics": of_newest["metrics"],
+        "host": run.opening.host if run.opening else None,
+        "process": run.opening.process if run.opening else None,
+        "problem": run.problem or None,
+    }

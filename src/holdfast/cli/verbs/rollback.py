@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from holdfast.catalog import StoredRun, describe_steps, find_owner
-from holdfast.cli.screen import FAINT, GOOD, Screen, write_json
-from holdfast.cli.survey import name_fields
+from holdfast.cli.report import Report, name_fields, verb
+from holdfast.cli.screen import FAINT, GOOD
 from holdfast.cli.target import choose_step, find_target
 from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import DamageError, UsageError
 from holdfast.format.names import parse_step_directory
 from holdfast.format.records import choose_living, make_base
-from holdfast.storage import local_directory
 from holdfast.witness.ring import remove_rings
 
 
-@click.command()
+@verb("rollback")
 @click.argument("checkpoint", metavar="RUN@STEP", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
-def command(checkpoint: str, as_json: bool) -> None:
+def command(report: Report, checkpoint: str) -> None:
     """Make an earlier step the newest one: the next start of the job resumes there.
 
     Newer steps stay on the disk, and no longer count. A second rollback, to one of them, makes them count again. Of two
@@ -33,7 +29,7 @@ def command(checkpoint: str, as_json: bool) -> None:
     storage, location = target.storage, target.location
     catalog = StoredRun(storage).look(closely=True)
     if target.is_step:
-        directory = local_directory(storage)
+        directory = storage.location
         name = None if directory is None else parse_step_directory(directory.resolve().name)
         if name is None or target.beside is None:
             raise UsageError(f"{location} is not in a run", hint="Name RUN@STEP.")
@@ -56,7 +52,7 @@ def command(checkpoint: str, as_json: bool) -> None:
         problem = verdict.problems[-1]
         text = f"step {name.step} of {location} is not whole, so nothing was changed: {problem.message}"
         raise DamageError(text, step=name.step, hint=f"`holdfast verify --all {location}` shows which steps are whole.")
-    newest, generation = catalog.newest, catalog.generation
+    newest, generation, left = catalog.newest, None, []
     if name != newest:
         # A crash before the base is recorded leaves a generation that changes nothing.
         generation = StoredRun(storage).open_generation(seen_generation=catalog.generation)
@@ -64,24 +60,18 @@ def command(checkpoint: str, as_json: bool) -> None:
         StoredRun(storage).record_base(base)
         remove_rings(storage)  # What lies beyond is not repeated.
         left = sorted(set(catalog.living) - set(choose_living(catalog.committed, {**catalog.bases, generation: base})))
-    else:
-        left = []
-    if as_json:
-        fields = {
-            "run": storage.url,
-            **name_fields(name),
-            "directory": name.directory,
-            "opened_generation": generation if name != newest else None,
-            "off_line": [{**name_fields(one), "directory": one.directory} for one in left],
-        }
-        write_json(sys.stdout, "rollback", fields)
-        return
-    screen = Screen(sys.stdout)
+    report.fields = {
+        "run": storage.url,
+        **name_fields(name),
+        "directory": name.directory,
+        "opened_generation": generation,
+        "off_line": [{**name_fields(one), "directory": one.directory} for one in left],
+    }
     if name == newest:
-        screen.say(f"step {name.step} is the newest step of {location} already")
+        report.line(f"step {name.step} is the newest step of {location} already")
         return
-    screen.say((f"step {name.step} is now the newest step of {location}", GOOD))
+    report.line((f"step {name.step} is now the newest step of {location}", GOOD))
     if left:
-        screen.say(f"no longer in the current lineage, but on the disk: {describe_steps([one.step for one in left])}")
-        screen.say(("to undo this: ", FAINT), f"holdfast rollback {location}/{left[-1].directory}")
-        screen.say(("to remove them: ", FAINT), f"holdfast prune {location} --off-line")
+        report.line(f"no longer in the current lineage, but on the disk: {describe_steps([one.step for one in left])}")
+        report.line(("to undo this: ", FAINT), f"holdfast rollback {location}/{left[-1].directory}")
+        report.line(("to remove them: ", FAINT), f"holdfast prune {location} --off-line")

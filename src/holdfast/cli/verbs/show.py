@@ -4,55 +4,50 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import click
+from msgspec import to_builtins
 
-from holdfast.cli.contents import (
-    Array,
-    Contents,
-    Heading,
-    count_values,
-    describe,
-    list_values,
-    read_checkpoint,
-    read_witness,
-)
+from holdfast.catalog.survey import State
+from holdfast.cli.report import COUNT, SIZE, Column, Kind, Report, manifest_fields, name_fields, verb
 from holdfast.cli.screen import (
     FAINT,
     GOOD,
     NOTABLE,
+    PLAIN,
     STRONG,
-    Screen,
     Words,
     age_text,
     figure_text,
     iso_text,
     local_time_text,
+    shape_text,
+    share_text,
     shortened,
-    write_json,
 )
-from holdfast.cli.survey import State
-from holdfast.cli.target import RunTarget, find_target
+from holdfast.cli.target import Array, Contents, Heading, RunTarget, find_target, read_checkpoint
 from holdfast.errors import DamageError, UsageError
-from holdfast.format.names import join
+from holdfast.events import WitnessAgreed, WitnessDiffers, read_events
+from holdfast.format.names import data_name, index_name, join
+from holdfast.format.nodes import count_values, describe, list_values
 from holdfast.format.scalars import Node
-from holdfast.restore.candidates import Selection, make_selection
+from holdfast.restore.candidates import make_selection
+from holdfast.witness.ring import read_ring
 
 
-@click.command()
+@verb("show")
 @click.argument("run", metavar="RUN[@STEP]", type=click.Path())
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option(
     "--depth", type=click.IntRange(0, 16), default=2, show_default=True, help="How many levels of the tree are shown."
 )
 @click.option("--largest", metavar="N", type=click.IntRange(0), default=0, help="Also list the N largest arrays.")
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
-def command(run: str, names: tuple[str, ...], depth: int, largest: int, as_json: bool) -> None:
+def command(report: Report, run: str, names: tuple[str, ...], depth: int, largest: int) -> None:
     """Show what one checkpoint holds.
 
     RUN is the directory that a job saves into. Its newest checkpoint is shown unless you add a step, as in
@@ -64,177 +59,201 @@ def command(run: str, names: tuple[str, ...], depth: int, largest: int, as_json:
     target = find_target(run)
     selection = make_selection(names) if names else None
     heading, contents = read_checkpoint(target)
-    page = None
-    if not as_json:
-        page = ContentsPage(Screen(sys.stdout))
-        if selection is None:
-            # First, so that it is seen also where an index is damaged.
-            page.show_heading(heading, read_witness(target))
+    witness = _read_witness(target)
+    if selection is None:
+        # First, so that it is seen also where an index is damaged.
+        _show_heading(report, heading, witness)
     if isinstance(contents, DamageError):
         raise contents
-    if page is None:
-        document = {**contents.document(selection), "witness": read_witness(target)}
-        _check_found(contents, selection, target)
-        write_json(sys.stdout, "show", document)
-    elif selection is None:
-        page.show_overview(contents, depth, largest)
-    else:
-        arrays, values = contents.arrays(selection), contents.values(selection)
-        _check_found(contents, selection, target)
-        page.show_details(contents, arrays, values)
-
-
-def _check_found(contents: Contents, selection: Selection | None, target: RunTarget) -> None:
+    arrays, values = contents.arrays(selection), contents.values(selection)
     if selection is not None and selection.unmatched:
         raise UsageError(
-            f"step {contents.heading.manifest.step} of {target.location} has nothing named "
+            f"step {heading.manifest.step} of {target.location} has nothing named "
             f"{', '.join(map(repr, selection.unmatched))}",
             hint=f"Its objects are {', '.join(map(repr, contents.objects))}; an array is named like model/head.weight.",
         )
+    report.fields = {**_contents_fields(heading, contents, arrays), "values": values, "witness": witness}
+    if selection is None:
+        _show_tree(report, contents, depth)
+        _show_largest(report, contents, largest)
+    else:
+        _show_arrays(report, heading, arrays)
+        _show_values(report, values, after_arrays=bool(arrays))
+
+
+def _read_witness(target: RunTarget) -> dict[str, Any] | None:
+    """Returns the records of the last steps of a run, and how the last repeated ones compared; None without records."""
+    records = {} if target.is_step else read_ring(target.storage, 0)
+    if not records:
+        return None
+    events = read_events(Path(target.storage.url) / "events.jsonl")
+    compared = [event for event in events if isinstance(event, WitnessAgreed | WitnessDiffers)]
+    last = {**to_builtins(compared[-1]), "text": str(compared[-1])} if compared else None
+    return {"first_step": min(records), "last_step": max(records), "last_comparison": last}
+
+
+def _contents_fields(heading: Heading, contents: Contents, arrays: Sequence[Array]) -> dict[str, Any]:
+    manifest, objects = heading.manifest, contents.objects
+    return {
+        "place": heading.url,
+        "directory": heading.directory or None,
+        "state": heading.state.value if heading.state else None,
+        "is_newest": heading.is_newest if heading.state else None,
+        **name_fields(manifest.name),
+        "size_bytes": heading.size_bytes,
+        **manifest_fields(manifest),
+        "files": [
+            {
+                "rank": rank,
+                "data": data_name(rank, manifest.world_size),
+                "data_bytes": worker.data_bytes,
+                "index": index_name(rank, manifest.world_size),
+                "index_bytes": worker.index_bytes,
+            }
+            for rank, worker in enumerate(manifest.workers)
+        ],
+        "objects": [
+            {
+                "name": name,
+                "leaves": len(leaves),
+                "size_bytes": sum(leaves.values()),
+                "values": count_values(objects[name]) if name in objects else 0,
+            }
+            for name, leaves in contents.sizes().items()
+        ],
+        "leaves": [
+            {
+                "name": stored.leaf,
+                "dtype": stored.record.dtype,
+                "shape": list(stored.record.shape),
+                "global_shape": list(stored.global_shape),
+                "offsets": list(stored.box.offsets),
+                "size_bytes": stored.record.end - stored.record.begin,
+                "rank": stored.rank,
+                "file": file,
+                "source": source or None,
+                "offset_bytes": stored.record.begin,
+            }
+            for stored, file, source in arrays
+        ],
+    }
 
 
 _MAX_NOTE_CHARACTERS: Final = 400
 _MAX_VALUE_CHARACTERS: Final = 40
 
 
-class ContentsPage:
-    """Writes one checkpoint to a screen: sizes and times as people read them on a terminal, exact ones elsewhere."""
-
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
-
-    def show_heading(self, heading: Heading, witness: Mapping[str, Any] | None) -> None:
-        """Writes what the manifest records, and what the witness does."""
-        manifest = heading.manifest
-        standing: Words = ""
-        if heading.is_newest:
-            standing = ("  newest", GOOD)
-        elif heading.state is State.OFF_LINE:
-            standing = ("  off the current lineage", NOTABLE)
-        self._screen.say((f"{heading.location}  step {manifest.step}", STRONG), standing)
-        at = manifest.committed_at_unix_seconds
-        committed = iso_text(at) or "?"
-        if self._screen.is_terminal:
-            committed = f"{local_time_text(at)}, {age_text(time.time() - at)}"
-        attempt = "" if manifest.attempt == 1 else f", attempt {manifest.attempt}"
-        facts = {
-            "directory": f"{heading.url}/{heading.directory}".rstrip("/"),
-            "committed": committed,
-            "generation": f"{manifest.generation}{attempt}",
-            "workers": str(manifest.world_size),
-            "size": self._screen.size(heading.size_bytes),
-            "refers to": ", ".join(
-                f"{reference.name.directory} for {self._screen.size(reference.size_bytes)}"
-                for reference in manifest.references
-            ),
-            "written by": ", ".join(f"{library} {version}" for library, version in sorted(manifest.versions.items())),
-            "metrics": ", ".join(f"{metric} = {figure_text(value)}" for metric, value in manifest.metrics.items()),
-            "metadata": shortened(json.dumps(manifest.metadata, ensure_ascii=False), _MAX_NOTE_CHARACTERS)
-            if manifest.metadata
-            else "",
-            "witness": _witness_text(witness) if witness else "",
-        }
-        rows: list[list[Words]] = [[(label, FAINT), text] for label, text in facts.items() if text]
-        self._screen.table(["", ""], rows, indent=2)
-
-    def show_overview(self, contents: Contents, depth: int, largest: int) -> None:
-        """Where the bytes are: the objects as a tree, and as many of the largest arrays as are asked for."""
-        self._screen.say()
-        self._show_tree(contents, depth)
-        leaves = sorted(contents.leaves().items(), key=lambda leaf: -leaf[1][2])
-        if largest and leaves:
-            self._screen.say()
-            title = "array" if len(leaves) <= largest else f"largest of {len(leaves)} arrays"
-            rows = [
-                [name, dtype, _list_text(shape), self._size(size_bytes)]
-                for name, (dtype, shape, size_bytes) in leaves[:largest]
-            ]
-            self._table([title, "dtype", "shape", "size"], rows)
-
-    def show_details(self, contents: Contents, arrays: Sequence[Array], values: Mapping[str, Node]) -> None:
-        """The leaves and values that were asked for by name."""
-        if arrays:
-            titles = ["leaf", "dtype", "shape", "size", "offset", "file"]
-            array_rows = [self._array_row(array) for array in arrays]
-            if self._screen.is_terminal and len({(array.source, array.file) for array in arrays}) == 1:
-                # The same name in every line says little and takes much room.
-                self._table(titles[:-1], [row[:-1] for row in array_rows])
-                directory = arrays[0].source or contents.heading.directory
-                self._screen.say((f"in {join(directory, arrays[0].file)}", FAINT))
-            else:
-                self._table(titles, array_rows)
-        rows: list[list[Words]] = [
-            [place, text] for path, node in values.items() for place, text in list_values(path, node)
-        ]
-        if rows:
-            if arrays:
-                self._screen.say()
-            self._table(["value", ""], rows)
-
-    def _show_tree(self, contents: Contents, depth: int) -> None:
-        objects = contents.objects
-        sizes = contents.sizes()
-        total_bytes = sum(sum(leaves.values()) for leaves in sizes.values())
-        forms = contents.leaves()
-        rows: list[list[Words]] = []
-        for name, leaves in sizes.items():
-            node = objects.get(name)
-            for line in list_tree(grow_tree(name, leaves.items()), depth):
-                is_root = line.depth == 0
-                label = "  " * line.depth + line.label
-                share = _share_text(line.size_bytes, total_bytes)
-                has_leaves = line.leaves > 0
-                dtype, shape, _ = forms.get(line.leaf, ("-", (), 0))
-                rows.append(
-                    [
-                        (label, STRONG if is_root else FAINT if line.label.startswith("(") else ""),
-                        str(line.leaves) if has_leaves else "-",
-                        self._size(line.size_bytes) if has_leaves else "-",
-                        (share, FAINT),
-                        (dtype, FAINT),
-                        (_list_text(shape) if dtype != "-" else "-", FAINT),
-                        (_values_text(node, has_leaves) if is_root else "", FAINT),
-                    ]
-                )
-        self._table(["object", "arrays", "size", "share", "dtype", "shape", "other values"], rows)
-
-    def _array_row(self, array: Array) -> list[Words]:
-        record, stored = array.stored.record, array.stored
-        part = f" of {_list_text(stored.global_shape)} at {_list_text(stored.box.offsets)}"
-        return [
-            stored.leaf,
-            record.dtype,
-            _list_text(record.shape) + ("" if stored.box.is_whole(stored.global_shape) else part),
-            self._size(record.end - record.begin),
-            str(record.begin),
-            (join(array.source, array.file), FAINT),
-        ]
-
-    def _table(self, titles: Sequence[str], rows: Sequence[Sequence[Words]]) -> None:
-        shown = {title: title for title in titles}
-        if not self._screen.is_terminal:
-            shown = {title: "BYTES" if title == "size" else title.upper() for title in titles}
-        figures = {shown[title] for title in titles if title in ("arrays", "size", "share", "offset")}
-        self._screen.table(list(shown.values()), rows, figures=figures)
-
-    def _size(self, size_bytes: int) -> str:
-        return self._screen.size(size_bytes, unit="")
-
-
-def _witness_text(witness: Mapping[str, Any]) -> str:
-    last = witness["last_comparison"]
-    return f"steps {witness['first_step']} to {witness['last_step']}" + (
-        f"; last restart: {last['text']}" if last else ""
+def _show_heading(report: Report, heading: Heading, witness: Mapping[str, Any] | None) -> None:
+    """Writes what the manifest records, and what the witness does."""
+    manifest = heading.manifest
+    state: Words = ""
+    if heading.is_newest:
+        state = ("  newest", GOOD)
+    elif heading.state is State.OFF_LINE:
+        state = ("  off the current lineage", NOTABLE)
+    report.line((f"{heading.location}  step {manifest.step}", STRONG), state)
+    at = manifest.committed_at_unix_seconds
+    attempt = "" if manifest.attempt == 1 else f", attempt {manifest.attempt}"
+    references = (
+        f"{reference.name.directory} for {report.size(reference.size_bytes)}" for reference in manifest.references
     )
+    last = witness["last_comparison"] if witness else None
+    facts = {
+        "directory": f"{heading.url}/{heading.directory}".rstrip("/"),
+        "committed": f"{local_time_text(at)}, {age_text(time.time() - at)}" if report.is_page else iso_text(at) or "?",
+        "generation": f"{manifest.generation}{attempt}",
+        "workers": str(manifest.world_size),
+        "size": report.size(heading.size_bytes),
+        "refers to": ", ".join(references),
+        "written by": ", ".join(f"{library} {version}" for library, version in sorted(manifest.versions.items())),
+        "metrics": ", ".join(f"{metric} = {figure_text(value)}" for metric, value in manifest.metrics.items()),
+        "metadata": shortened(json.dumps(manifest.metadata, ensure_ascii=False), _MAX_NOTE_CHARACTERS)
+        if manifest.metadata
+        else "",
+        "witness": f"steps {witness['first_step']} to {witness['last_step']}"
+        + (f"; last restart: {last['text']}" if last else "")
+        if witness
+        else "",
+    }
+    report.facts(facts)
 
 
-def _list_text(numbers: Sequence[int]) -> str:
-    return "[" + ",".join(map(str, numbers)) + "]"
+_FIGURE_TEXT: Final = Kind(str, str, True)
 
 
-def _share_text(part_bytes: int, total_bytes: int) -> str:
-    percent = 100 * part_bytes / total_bytes if total_bytes else 0.0
-    return "-" if percent == 0 else f"{percent:.0f}%" if percent >= 1 else "<1%"
+def _show_tree(report: Report, contents: Contents, depth: int) -> None:
+    """Shows where the bytes are: the objects as a tree."""
+    objects, sizes, forms = contents.objects, contents.sizes(), contents.leaves()
+    total_bytes = sum(sum(leaves.values()) for leaves in sizes.values())
+    lines = [line for name, leaves in sizes.items() for line in list_tree(grow_tree(name, leaves.items()), depth)]
+
+    def label(line: Line) -> Words:
+        style = STRONG if line.depth == 0 else FAINT if line.label.startswith("(") else PLAIN
+        return "  " * line.depth + line.label, style
+
+    columns: list[Column[Line]] = [
+        Column("object", label),
+        Column("arrays", lambda line: line.leaves or None, COUNT),
+        Column("size", lambda line: line.size_bytes if line.leaves else None, SIZE),
+        Column("share", lambda line: share_text(line.size_bytes, total_bytes), _FIGURE_TEXT, style=FAINT),
+        Column("dtype", lambda line: (found := forms.get(line.leaf)) and found[0], style=FAINT),
+        Column("shape", lambda line: (found := forms.get(line.leaf)) and shape_text(found[1]), style=FAINT),
+        Column(
+            "other values",
+            lambda line: _values_text(objects.get(line.label), line.leaves > 0) if line.depth == 0 else "",
+            plain="OTHER VALUES",
+            style=FAINT,
+        ),
+    ]
+    report.line()
+    report.table(columns, lines)
+
+
+def _show_largest(report: Report, contents: Contents, largest: int) -> None:
+    leaves = sorted(contents.leaves().items(), key=lambda leaf: -leaf[1][2])
+    if not largest or not leaves:
+        return
+    title = "array" if len(leaves) <= largest else f"largest of {len(leaves)} arrays"
+    columns: list[Column[tuple[str, tuple[str, tuple[int, ...], int]]]] = [
+        Column(title, lambda leaf: leaf[0], plain=title.upper()),
+        Column("dtype", lambda leaf: leaf[1][0]),
+        Column("shape", lambda leaf: shape_text(leaf[1][1])),
+        Column("size", lambda leaf: leaf[1][2], SIZE),
+    ]
+    report.line()
+    report.table(columns, leaves[:largest])
+
+
+def _show_arrays(report: Report, heading: Heading, arrays: Sequence[Array]) -> None:
+    if not arrays:
+        return
+    # The same name in every line says little and takes much room.
+    in_one_file = len({(array.source, array.file) for array in arrays}) == 1
+    columns: list[Column[Array]] = [
+        Column("leaf", lambda array: array.stored.leaf),
+        Column("dtype", lambda array: array.stored.record.dtype),
+        Column("shape", _box_text),
+        Column("size", lambda array: array.stored.record.end - array.stored.record.begin, SIZE),
+        Column("offset", lambda array: array.stored.record.begin, COUNT),
+        Column("file", lambda array: join(array.source, array.file), style=FAINT, on_page=not in_one_file),
+    ]
+    report.table(columns, arrays)
+    if in_one_file and report.is_page:
+        report.line((f"in {join(arrays[0].source or heading.directory, arrays[0].file)}", FAINT))
+
+
+def _box_text(array: Array) -> str:
+    stored = array.stored
+    part = f" of {shape_text(stored.global_shape)} at {shape_text(stored.box.offsets)}"
+    return shape_text(stored.record.shape) + ("" if stored.box.is_whole(stored.global_shape) else part)
+
+
+def _show_values(report: Report, values: Mapping[str, Node], *, after_arrays: bool) -> None:
+    rows = [value for path, node in values.items() for value in list_values(path, node)]
+    if rows:
+        if after_arrays:
+            report.line()
+        report.table([Column("value", lambda row: row[0]), Column("", lambda row: row[1])], rows)
 
 
 def _values_text(node: Node, has_leaves: bool) -> str:
@@ -294,7 +313,7 @@ def grow_tree(root: str, leaves: Iterable[tuple[str, int]]) -> Branch:
 
 def list_tree(tree: Branch, max_depth: int, depth: int = 0) -> Iterator[Line]:
     """**Pure.** The lines of a tree, down to a depth. Below the root, a branch is joined with its only child."""
-    label = tree.name.lstrip("/.") or tree.name
+    label = tree.name if depth == 0 else tree.name.lstrip("/.") or tree.name
     while depth > 0 and len(tree.children) == 1:
         (child,) = tree.children.values()
         if child.leaves < tree.leaves:

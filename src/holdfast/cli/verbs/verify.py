@@ -8,25 +8,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import click
 
 from holdfast.catalog import Catalog, StoredRun, StoredStep
+from holdfast.catalog.survey import State
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.screen import (
-    BAD,
-    FAINT,
-    GOOD,
-    NOTABLE,
-    Screen,
-    Words,
-    byte_progress,
-    counted,
-    write_json,
-)
-from holdfast.cli.survey import State, name_fields, problem_fields
+from holdfast.cli.report import Report, name_fields, problem_fields, verb
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, byte_progress, counted
 from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step, find_target, no_living
 from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.events.kinds import size_text, time_text
@@ -123,13 +114,12 @@ def judge_step(
     return CheckVerdict(directory, name, outcome, tuple(problems), read_bytes, time.monotonic() - begun_at)
 
 
-@click.command()
+@verb("verify")
 @click.argument("run", metavar="RUN[@STEP]", type=click.Path())
 @click.option(
     "--all", "verify_all", is_flag=True, help="Read every checkpoint, also those that are not in the current lineage."
 )
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON document.")
-def command(run: str, verify_all: bool, as_json: bool) -> None:
+def command(report: Report, run: str, verify_all: bool) -> None:
     """Read every byte of a checkpoint and check it.
 
     RUN is the directory that a job saves into. Its newest checkpoint is read unless you add a step, as in runs/gpt@500.
@@ -141,26 +131,53 @@ def command(run: str, verify_all: bool, as_json: bool) -> None:
     if verify_all and (target.is_step or target.step is not None):
         raise UsageError("--all reads every checkpoint of a run", hint="Name the run alone, or leave out --all.")
     catalog, names = _choose(target, verify_all)
-    report = VerifyReport(target, catalog, tuple(_find_damaged_records(target, catalog, verify_all)))
-    screen = None if as_json else Screen(sys.stdout)
-    if screen is not None:
-        report.show_records(screen)
+    records = list(_find_damaged_records(target, catalog, verify_all))
+    for damage in records:
+        report.line(("damaged   ", BAD), damage.message)
+    verdicts: list[CheckVerdict] = []
     for _ in range(MOST_LOOKS):
-        is_removed = False
         for verdict in _judge(target, names):
-            report.verdicts.append(verdict)
-            is_removed = verdict.outcome is CheckOutcome.REMOVED
-            if screen is not None:
-                report.show_verdict(screen, verdict)
-                sys.stdout.flush()
-        if verify_all or target.step is not None or not is_removed:
+            verdicts.append(verdict)
+            _show_verdict(report, verdict, target)
+            sys.stdout.flush()
+        if verify_all or target.step is not None or verdicts[-1].outcome is not CheckOutcome.REMOVED:
             break
-        report.catalog, names = _choose(target, verify_all)
-    if screen is None:
-        write_json(sys.stdout, "verify", report.document())
-    else:
-        report.show_sum(screen)
-    raise click.exceptions.Exit(report.exit_code)
+        catalog, names = _choose(target, verify_all)
+    outcomes = Counter(verdict.outcome for verdict in verdicts)
+    if records or outcomes[CheckOutcome.DAMAGED] or outcomes[CheckOutcome.RESTORABLE]:
+        report.exit_code = ExitCode.DAMAGED
+    elif outcomes[CheckOutcome.UNREADABLE]:
+        report.exit_code = ExitCode.FAILED
+    elif not outcomes[CheckOutcome.WHOLE]:
+        report.exit_code = ExitCode.NOTHING_THERE
+    read_bytes = sum(verdict.read_bytes for verdict in verdicts)
+    seconds = sum(verdict.seconds for verdict in verdicts)
+    counts = ", ".join(f"{count} {outcome.value}" for outcome, count in outcomes.items())
+    speed = f"   {size_text(read_bytes)} in {time_text(seconds)}, {size_text(read_bytes / (seconds or 1))}/s"
+    report.line(f"{counted(len(verdicts), 'checkpoint')} read: {counts}", (speed if report.is_page else "", FAINT))
+    _show_consequence(report, catalog, verdicts)
+    newest_whole = _find_newest(catalog, verdicts, CheckOutcome.WHOLE)
+    report.fields = {
+        "place": target.storage.url,
+        "is_whole": report.exit_code is ExitCode.OK,
+        "newest_whole_step": newest_whole.step if newest_whole else None,
+        "read_bytes": read_bytes,
+        "seconds": seconds,
+        "steps": [
+            {
+                **name_fields(verdict.name),
+                "directory": verdict.directory or None,
+                "state": catalog and (State.LIVING if verdict.name in catalog.living else State.OFF_LINE).value,
+                "outcome": verdict.outcome.value,
+                "read_bytes": verdict.read_bytes,
+                "seconds": verdict.seconds,
+                "problems": [problem_fields(problem) for problem in verdict.problems],
+                "has_copy": _has_copy(verdict, target),
+            }
+            for verdict in verdicts
+        ],
+        "damaged_records": [problem_fields(damage) for damage in records],
+    }
 
 
 def _choose(target: RunTarget, verify_all: bool) -> tuple[Catalog | None, Sequence[StepName | None]]:
@@ -211,113 +228,54 @@ _STYLES: Final = {
 }
 
 
-@dataclass
-class VerifyReport:
-    """Collects the verdicts; shows each one at once, and a summary at the end."""
+def _has_copy(verdict: CheckVerdict, target: RunTarget) -> bool:
+    is_whole = verdict.outcome in (CheckOutcome.WHOLE, CheckOutcome.RESTORABLE)
+    return not is_whole or StoredStep(target.storage, verdict.directory).has_copy()
 
-    target: RunTarget
-    catalog: Catalog | None
-    records: tuple[DamageError, ...]
-    verdicts: list[CheckVerdict] = field(default_factory=list)
 
-    @property
-    def exit_code(self) -> ExitCode:
-        """Exit code of the verb."""
-        outcomes = self._count()
-        if self.records or outcomes[CheckOutcome.DAMAGED] or outcomes[CheckOutcome.RESTORABLE]:
-            return ExitCode.DAMAGED
-        if outcomes[CheckOutcome.UNREADABLE]:
-            return ExitCode.FAILED
-        return ExitCode.OK if outcomes[CheckOutcome.WHOLE] else ExitCode.NOTHING_THERE
+def _show_verdict(report: Report, verdict: CheckVerdict, target: RunTarget) -> None:
+    """Writes one line for a checkpoint, and one more for each damaged place."""
+    symbol, style = _STYLES[verdict.outcome]
+    report.line(
+        (f"{symbol if report.has_symbols else ''}{verdict.outcome.value:<8}", style),
+        f"  step {verdict.name.step if verdict.name else '?'}  ",
+        (f"{verdict.directory or target.location}  {report.size(verdict.read_bytes)} read", FAINT),
+    )
+    if verdict.outcome is CheckOutcome.REMOVED:
+        return
+    if not _has_copy(verdict, target):
+        copy = f"{COMMITTED_NAME}, the copy of its manifest, is missing or damaged"
+        report.line("    ", f"{copy}; no restore needs it, and the next start of the job writes it")
+    for problem in verdict.problems[:_SHOWN_PROBLEMS]:
+        report.line("    ", problem.message)
+    if len(verdict.problems) > _SHOWN_PROBLEMS:
+        report.line(f"    and {len(verdict.problems) - _SHOWN_PROBLEMS} more places (--json names them all)")
 
-    def _find_newest(self, *outcomes: CheckOutcome) -> StepName | None:
-        """Returns the newest checkpoint of the current lineage with one of these outcomes, or None."""
-        if self.catalog is None:
-            return None
-        names = {verdict.name for verdict in self.verdicts if verdict.outcome in outcomes}
-        return next((name for name in reversed(self.catalog.living) if name in names), None)
 
-    def show_records(self, screen: Screen) -> None:
-        """Writes the damaged records of the run."""
-        for damage in self.records:
-            screen.say(("damaged   ", BAD), damage.message)
+def _find_newest(catalog: Catalog | None, verdicts: Sequence[CheckVerdict], *outcomes: CheckOutcome) -> StepName | None:
+    """Returns the newest checkpoint of the current lineage with one of these outcomes, or None."""
+    names = {verdict.name for verdict in verdicts if verdict.outcome in outcomes}
+    return next((name for name in reversed(catalog.living if catalog else ()) if name in names), None)
 
-    def show_verdict(self, screen: Screen, verdict: CheckVerdict) -> None:
-        """Writes one line for a checkpoint, and one more for each damaged place."""
-        symbol, style = _STYLES[verdict.outcome]
-        step = f"step {verdict.name.step}" if verdict.name else "step ?"
-        screen.say(
-            (f"{symbol if screen.has_symbols else ''}{verdict.outcome.value:<8}", style),
-            f"  {step}  ",
-            (f"{verdict.directory or self.target.location}  {screen.size(verdict.read_bytes)} read", FAINT),
-        )
-        if verdict.outcome is CheckOutcome.REMOVED:
-            return
-        if not self._has_copy(verdict):
-            copy = f"{COMMITTED_NAME}, the copy of its manifest, is missing or damaged"
-            screen.say("    ", f"{copy}; no restore needs it, and the next start of the job writes it")
-        for problem in verdict.problems[:_SHOWN_PROBLEMS]:
-            screen.say("    ", problem.message)
-        if len(verdict.problems) > _SHOWN_PROBLEMS:
-            screen.say(f"    and {len(verdict.problems) - _SHOWN_PROBLEMS} more places (--json names them all)")
 
-    def _has_copy(self, verdict: CheckVerdict) -> bool:
-        is_whole = verdict.outcome in (CheckOutcome.WHOLE, CheckOutcome.RESTORABLE)
-        return not is_whole or StoredStep(self.target.storage, verdict.directory).has_copy()
-
-    def show_sum(self, screen: Screen) -> None:
-        """Writes a summary, and what it means for a restore."""
-        outcomes = self._count()
-        counts = ", ".join(f"{count} {outcome.value}" for outcome, count in outcomes.items())
-        words: list[Words] = [f"{counted(len(self.verdicts), 'checkpoint')} read: {counts}"]
-        read_bytes = sum(verdict.read_bytes for verdict in self.verdicts)
-        seconds = sum(verdict.seconds for verdict in self.verdicts)
-        if screen.is_terminal and seconds > 0:
-            speed = size_text(read_bytes / seconds)
-            words.append((f"   {size_text(read_bytes)} in {time_text(seconds)}, {speed}/s", FAINT))
-        screen.say(*words)
-        newest = self.catalog.newest if self.catalog else None
-        is_read = newest in {verdict.name for verdict in self.verdicts}
-        if newest is None or not is_read or newest == self._find_newest(CheckOutcome.WHOLE):
-            return
-        taken = self._find_newest(CheckOutcome.WHOLE, CheckOutcome.RESTORABLE)
-        if taken == newest:
-            text = f"A restore can use step {taken.step}; programs that read its data file without holdfast may fail."
-            screen.say((text, NOTABLE))
-        elif taken is not None:
-            screen.say((f"A restore skips what is damaged and uses step {taken.step}.", NOTABLE))
-        elif len(self.verdicts) == 1 and len(self.catalog.living if self.catalog else ()) > 1:
-            screen.say(("A restore skips it and uses an older step; --all shows which are whole.", NOTABLE))
-        else:
-            screen.say(("No checkpoint of the current lineage is whole.", BAD))
-
-    def document(self) -> dict[str, Any]:
-        """The JSON document."""
-        living = self.catalog.living if self.catalog else ()
-        newest_whole = self._find_newest(CheckOutcome.WHOLE)
-        return {
-            "place": self.target.storage.url,
-            "is_whole": self.exit_code is ExitCode.OK,
-            "newest_whole_step": newest_whole.step if newest_whole else None,
-            "read_bytes": sum(verdict.read_bytes for verdict in self.verdicts),
-            "seconds": sum(verdict.seconds for verdict in self.verdicts),
-            "steps": [
-                {
-                    **name_fields(verdict.name),
-                    "directory": verdict.directory or None,
-                    "state": None
-                    if self.catalog is None
-                    else (State.LIVING if verdict.name in living else State.OFF_LINE).value,
-                    "outcome": verdict.outcome.value,
-                    "read_bytes": verdict.read_bytes,
-                    "seconds": verdict.seconds,
-                    "problems": [problem_fields(problem) for problem in verdict.problems],
-                    "has_copy": self._has_copy(verdict),
-                }
-                for verdict in self.verdicts
-            ],
-            "damaged_records": [problem_fields(damage) for damage in self.records],
-        }
-
-    def _count(self) -> Counter[CheckOutcome]:
-        return Counter(verdict.outcome for verdict in self.verdicts)
+def _show_consequence(report: Report, catalog: Catalog | None, verdicts: Sequence[CheckVerdict]) -> None:
+    """Writes what damage of the newest checkpoint means for a restore."""
+    newest = catalog.newest if catalog else None
+    is_read = newest in {verdict.name for verdict in verdicts}
+    if (
+        catalog is None
+        or newest is None
+        or not is_read
+        or newest == _find_newest(catalog, verdicts, CheckOutcome.WHOLE)
+    ):
+        return
+    taken = _find_newest(catalog, verdicts, CheckOutcome.WHOLE, CheckOutcome.RESTORABLE)
+    if taken == newest:
+        text = f"A restore can use step {newest.step}; programs that read its data file without holdfast may fail."
+        report.line((text, NOTABLE))
+    elif taken is not None:
+        report.line((f"A restore skips what is damaged and uses step {taken.step}.", NOTABLE))
+    elif len(verdicts) == 1 and len(catalog.living) > 1:
+        report.line(("A restore skips it and uses an older step; --all shows which are whole.", NOTABLE))
+    else:
+        report.line(("No checkpoint of the current lineage is whole.", BAD))

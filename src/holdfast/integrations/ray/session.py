@@ -20,7 +20,6 @@ from holdfast.jobs.node_store import NodeStoreOptions
 from holdfast.jobs.session import GRACE_SECONDS, Placed, Session
 from holdfast.jobs.worker_store import NodeOutcome, WorkerNodeStore, check_outcomes
 from holdfast.numbers import check_seconds, check_whole
-from holdfast.storage import find_location
 
 _LOOK_SECONDS: Final = 1.0
 _STORE_SECONDS: Final = 10.0
@@ -280,7 +279,7 @@ class _RayNodeStore(WorkerNodeStore):
         Raises:
             UsageError: If the checkpoints are to be in a directory that not all actors see.
         """
-        if find_location(options.storage) is None:
+        if not options.storage.traits.is_shared:
             raise UsageError(
                 f"other processes cannot see {options.storage.url}",
                 hint="Pass the path of a directory that all nodes can see.",

@@ -3,12 +3,12 @@
 The mailbox's thread communicates with the others. Between two steps, the training thread publishes its progress by
 setting plain numbers, and reads one plain flag. Only if the flag is set does it take a lock and wait.
 
-    call/ROUND             a `CallRecord`: what all should do, save, or save and exit
+    call/ROUND             a `Plan`: what all should do, save, or save and exit
     pledge/ROUND/RANK      a `Pledge`: up to where a worker trains while the stop step is not known
     stop/ROUND             a `StopRecord`: the stop step
     outcome/ROUND/RANK     a `SaveOutcome`: the result of the save there
-    verdict/ROUND          a `SaveOutcome`: the result of it on all workers
-    heard/ROUND            how many have read that; heard/ROUND/RANK: this one has
+    result/ROUND           a `SaveOutcome`: the result of it on all workers
+    read/ROUND             how many have read that; read/ROUND/RANK: this one has
     news                   is incremented whenever there is something new
 
 The first record under a name stays, except for the counters. `peer_failures.py` has further records.
@@ -33,7 +33,7 @@ from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, Warned
 from holdfast.preemption.consensus.peer_failures import PeerFailures
-from holdfast.preemption.consensus.single import CallRecord, SaveOutcome, StopRecord, make_call
+from holdfast.preemption.consensus.single import SaveOutcome
 from holdfast.preemption.consensus.stop_step import (
     Deed,
     Pledge,
@@ -44,12 +44,13 @@ from holdfast.preemption.consensus.stop_step import (
     WritePledge,
     WriteStop,
 )
-from holdfast.preemption.grace import MARGIN_SECONDS, Action, Outlook, Verdict, to_spare
-from holdfast.preemption.sources.protocol import Demand, Hear, Notice
+from holdfast.preemption.decide import StopRecord, Verdict
+from holdfast.preemption.grace import MARGIN_SECONDS, Action, Plan, to_spare
+from holdfast.preemption.sources.protocol import Hear, Notice
 from holdfast.process.latch import Latch
 
 _SETTLE_SECONDS: Final = 3.0
-"""How long a worker that cannot wait for the others any more waits until its verdict is written."""
+"""How long a worker that cannot wait for the others any more waits until its result is written."""
 
 _WARN_SECONDS: Final = 10.0
 """How long a wait for the others lasts before a warning."""
@@ -67,9 +68,8 @@ class StopCoordinator:
     def __init__(self, peers: Peers, emit: Callable[[Event], object], url: str) -> None:
         self.begun = 0
         self.is_alarmed = self.is_outcome_known = self.is_cut_short = False
-        self.objection = ""
-        self.call: CallRecord | None = None
-        self.stop: StopRecord | None = None
+        self.call: Plan | None = None
+        self._stop: StopRecord | None = None
         self._peers = peers
         self.changed = Latch()
         self._mailbox = peers.mailbox
@@ -77,18 +77,19 @@ class StopCoordinator:
         self._watch = Watch(self._look, is_urgent=self._is_urgent, on_silence=self._note_silence)
         self.failures = PeerFailures(peers, self._records, emit, url)
         self._timeout = ConsensusTimeout(peers, emit)
-        self._hear: Hear = lambda notice: True
+        self._receive: Hear = lambda notice: True
         self._wake: Callable[[], object] = lambda: None
+        self._find_left: Callable[[], float | None] = lambda: None
         # What the training thread had begun before it paused.
         self._begun_before = 0
         self._is_tentative = False
         # Guards what is agreed on, as far as this worker knows.
         self._lock = threading.Lock()
         self._agreement = StopStepAgreement(peers.rank, peers.world_size)
-        self._asked: tuple[CallRecord, float] | None = None
+        self._asked: tuple[Plan, float] | None = None
         self._is_over = False
         self._outcome: SaveOutcome | None = None
-        self._verdict: SaveOutcome | None = None
+        self._result: SaveOutcome | None = None
         self._is_stale = True
         # What is to be written down; each is forgotten once the store has it.
         self._deeds: deque[Deed] = deque()
@@ -98,7 +99,7 @@ class StopCoordinator:
 
     def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
         """Starts, as in `SingleConsensus`."""
-        self._hear, self._wake = hear, wake
+        self._receive, self._wake, self._find_left = hear, wake, find_left
         self._peers.set_end_of_job(lambda: to_spare(find_left()))
         self.failures.open()
         self._mailbox.watch(self._watch)
@@ -141,54 +142,52 @@ class StopCoordinator:
 
     def should_stop(self, is_to_leave: Callable[[], bool]) -> bool:
         """Returns True if the loop would exit if a step ended now. This worker does not decide that alone."""
-        call, stop = self.call, self.stop
-        if call is None or stop is None or call.wanted != Wanted.LEAVE:
+        call, stop = self.call, self._stop
+        if call is None or stop is None or call.action is not Action.LEAVE:
             return self.failures.error is not None
         return self.begun >= stop.step
 
-    def propose(self, outlook: Outlook, verdict: Verdict, text: str, *, by_hand: bool) -> bool:
+    def ask(self, plan: Plan | None) -> bool:
         """Makes the call at once, or in the next round. Without the others only an exit is waited for."""
-        if verdict.action is Action.SAVE and self._mailbox.trouble:
+        if plan is None or (plan.action is Action.SAVE and self._mailbox.trouble):
             return False
-        call = make_call(self._peers.rank, outlook, verdict, make_brief(text), by_hand=by_hand)
+        wanted = _wanted(plan)
         with self._lock:
-            asked = 0 if self._asked is None else self._asked[0].wanted
-            if max(self._agreement.called or 0, asked) >= call.wanted:
+            asked = 0 if self._asked is None else _wanted(self._asked[0])
+            if max(self._agreement.called or 0, asked) >= wanted:
                 return True
-            self._asked = (call, time.monotonic())
-            self._agreement, deeds = self._agreement.wish(Wanted(call.wanted))
+            self._asked = (replace_fields(plan, rank=self._peers.rank, text=make_brief(plan.text)), time.monotonic())
+            self._agreement, deeds = self._agreement.wish(wanted)
             self._deeds.extend(deeds)
         self._mailbox.wake()
         return True
 
-    def arrive(
-        self,
-        step: int,
-        *,
-        holds: bool,
-        left_seconds: float | None,
-        ends: bool = False,
-        is_over: bool = False,
-        is_paused: bool = False,
-    ) -> Turn:
-        """Returns what to do when that many steps are complete."""
+    def settle(
+        self, step: int, plan: Plan | None, *, ends: bool = False, is_over: bool = False, is_paused: bool = False
+    ) -> Verdict:
+        """Asks for what this worker plans, and returns what to do when that many steps are complete."""
+        is_asked = self.ask(plan)
         is_at_end = is_paused and self._is_over
         if is_at_end:
-            # The others hear of it, and this worker leaves with them when all is saved.
-            turn = Turn.WAIT if holds else Turn.GO
+            # The others learn of it, and this worker leaves with them when all is saved.
+            turn = Turn.WAIT if is_asked else Turn.GO
         else:
-            turn = self._arrive(step, holds=holds, ends=ends or is_paused, is_over=is_over)
-        stop = self._agreement.stop
-        is_behind = is_paused and not is_at_end and stop is not None and step < stop
-        self.objection = self._timeout.find_objection(turn, left_seconds, self._mailbox.trouble, is_behind=is_behind)
-        return turn
+            turn = self._find_turn(step, is_asked=is_asked, ends=ends or is_paused, is_over=is_over)
+        call, stop = self.call, self._stop
+        is_behind = is_paused and not is_at_end and stop is not None and step < stop.step
+        trouble = self._mailbox.trouble
+        objection = self._timeout.find_objection(turn, self._find_left(), trouble, is_behind=is_behind)
+        action = Action.TRAIN if turn is Turn.GO else None
+        if turn is Turn.STOP and call is not None:
+            action = call.action
+        return Verdict(action, call, stop, objection)
 
     def try_end(self, end: Callable[[HoldfastError], bool], late: HoldfastError) -> bool:
         """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
         return self._mailbox.ask(lambda: end(late)) is not False
 
     def share_outcome(
-        self, outcome: SaveOutcome, end_at: float | None, told: Callable[[], object] | None
+        self, outcome: SaveOutcome, end_at: float | None, abandon: Callable[[], object] | None
     ) -> SaveOutcome:
         """**Blocks.** Reports the result of the last save here, and returns that on all workers."""
         if outcome.is_cause:
@@ -199,30 +198,30 @@ class StopCoordinator:
             self._outcome = outcome
             number = self._agreement.round
         write = partial(self._records.post_once, outcome, "outcome", number, self._peers.rank)
-        if told is None:
+        if abandon is None:
             self._mailbox.post(write)
         else:
             self._mailbox.ask(write)
-            told()
+            abandon()
         self._mailbox.wake()
         now = time.monotonic()
         end_at = now + self._peers.timeout_seconds if end_at is None else max(end_at, now + LEAST_SECONDS)
-        if not self._mailbox.wait(lambda: self._verdict is not None, end_at):
+        if not self._mailbox.wait(lambda: self._result is not None, end_at):
             # What one worker writes down when its time is over is what all leave with.
             self.is_cut_short = True
             own = merge([outcome], is_complete=False)
-            self._mailbox.post(lambda: self._hear_verdict(self._records.post_once(own, "verdict", number), number))
-            if not self._mailbox.wait(lambda: self._verdict is not None, time.monotonic() + _SETTLE_SECONDS):
+            self._mailbox.post(lambda: self._note_result(self._records.post_once(own, "result", number), number))
+            if not self._mailbox.wait(lambda: self._result is not None, time.monotonic() + _SETTLE_SECONDS):
                 return own
-        verdict = self._verdict
-        assert verdict is not None, "it was waited for"
-        if self._peers.is_leader and self.stop is not None:
+        result = self._result
+        assert result is not None, "it was waited for"
+        if self._peers.is_leader and self._stop is not None:
             # The store may be in this process.
-            absent = {*self.stop.absent, *self.stop.done}
-            heard = self._records.key("heard", number)
+            absent = {*self._stop.absent, *self._stop.done}
+            read = self._records.key("read", number)
             end_at = time.monotonic() + READ_SECONDS
-            wait_counted(self._peers.cluster, heard, lambda: absent | self._peers.failures.dead, end_at)
-        return verdict
+            wait_counted(self._peers.cluster, read, lambda: absent | self._peers.failures.dead, end_at)
+        return result
 
     def end_round(self, provisional: int | None) -> int | None:
         """Called when this worker has done what was called for.
@@ -231,29 +230,30 @@ class StopCoordinator:
             The step that was saved, if all were there. Some may have saved it in a pause that continues, so all must
             save again if one must.
         """
-        stop = self.stop
+        stop = self._stop
         with self._lock:
             self._agreement, deeds = self._agreement.end_round()
             self._deeds.extend(deeds)
-            self.call = self.stop = self._outcome = self._verdict = None
+            self.call = self._stop = self._outcome = self._result = None
             self._outcomes = {}
             self._is_stale = True
             self.is_alarmed = self.is_outcome_known = False
         self._mailbox.wake()
         return None if stop is None or stop.done else stop.step
 
-    def find_last_call(self) -> CallRecord | None:
-        """**Blocks** for a moment. Returns the call that was made when this worker had finished, if any."""
+    def find_last_call(self, plan: Plan | None) -> Plan | None:
+        """**Blocks** for a moment. Returns what was called for when this worker had finished, if anything was."""
+        self.ask(plan)
         number = self._agreement.round
-        return self._mailbox.ask(lambda: self._records.read(CallRecord, "call", number))
+        return self._mailbox.ask(lambda: self._records.read(Plan, "call", number))
 
-    def _arrive(self, step: int, *, holds: bool, ends: bool, is_over: bool) -> Turn:
+    def _find_turn(self, step: int, *, is_asked: bool, ends: bool, is_over: bool) -> Turn:
         with self._lock:
             self.begun = step
             known = self._agreement = self._agreement.reach(step, finished=is_over)
             if known.turn is not Turn.GO:
                 return known.turn
-            if known.stop is None and holds:
+            if known.stop is None and is_asked:
                 return Turn.WAIT
             self._is_over = is_over
             self.is_alarmed = known.called is not None
@@ -277,7 +277,7 @@ class StopCoordinator:
     def _is_urgent(self) -> bool:
         known = self._agreement
         is_settling = known.called is not None and known.stop is None
-        return is_settling or (self._outcome is not None and self._verdict is None)
+        return is_settling or (self._outcome is not None and self._result is None)
 
     def _do(self, deed: Deed) -> None:
         """Writes a record, and processes what is in the store then."""
@@ -289,20 +289,20 @@ class StopCoordinator:
                     left = None if left is None else left - (time.monotonic() - asked_at)
                     first = self._records.post_once(replace_fields(call, left_seconds=left), "call", number)
                     self._records.count(1, "news")
-                    self._hear_call(number, first)
+                    self._note_call(number, first)
             case WritePledge(number, rank, pledge):
                 pledge = self._records.post_once(pledge, "pledge", number, rank)
-                self._hear_pledge(rank, pledge)
+                self._note_pledge(rank, pledge)
             case WriteStop(number, step):
                 pledges = self._agreement.pledges
                 absent = tuple(rank for rank, pledge in sorted(pledges.items()) if pledge.step is None)
                 stop = StopRecord(step, absent, tuple(sorted(self.failures.done)))
-                self._hear_stop(self._records.post_once(stop, "stop", number))
+                self._note_stop(self._records.post_once(stop, "stop", number))
                 if number > 0:
                     # A worker that has pledged has ended the round before.
                     self._delete_round(number - 1)
 
-    def _hear_pledge(self, rank: int, pledge: Pledge | None) -> None:
+    def _note_pledge(self, rank: int, pledge: Pledge | None) -> None:
         """Processes a pledge; None for a worker that is dead and has made none."""
         with self._lock:
             known = self._agreement
@@ -310,35 +310,35 @@ class StopCoordinator:
             self._deeds.extend(deeds)
         self._notify()
 
-    def _hear_call(self, number: int, call: CallRecord) -> None:
+    def _note_call(self, number: int, call: Plan) -> None:
         with self._lock:
             known = self._agreement
             if self._is_over or known.called is not None or known.round != number:
                 return
             # In this order: the training thread sets the one and then looks at the other.
             self.is_alarmed = True
-            self._agreement, deeds = replace(known, begun=self.begun).hear_call(Wanted(call.wanted))
+            self._agreement, deeds = replace(known, begun=self.begun).hear_call(_wanted(call))
             self._deeds.extend(deeds)
             self.call = call
             if self._agreement.wished is None:
                 self._asked = None
         if call.rank != self._peers.rank:
-            self._hear(
+            self._receive(
                 Notice(
                     source=f"rank {call.rank}",
                     text=f"rank {call.rank}: {call.text}",
-                    demand=Demand(call.demand),
+                    demand=call.demand,
                     left_seconds=call.left_seconds,
                     by_hand=call.by_hand,
                 )
             )
         self._notify()
 
-    def _hear_stop(self, stop: StopRecord) -> None:
+    def _note_stop(self, stop: StopRecord) -> None:
         with self._lock:
-            if self._agreement.called is not None and self.stop is None:
+            if self._agreement.called is not None and self._stop is None:
                 self._agreement = self._agreement.hear_stop(stop.step)
-                self.stop = stop
+                self._stop = stop
         self._notify()
 
     def _look(self) -> None:
@@ -355,17 +355,17 @@ class StopCoordinator:
             if self.failures.look(is_new=is_new, is_settling=is_settling):
                 self._notify()
             if is_new and known.called is None and not self._is_over:
-                call = self._records.read(CallRecord, "call", known.round)
+                call = self._records.read(Plan, "call", known.round)
                 if call is not None:
-                    self._hear_call(known.round, call)
+                    self._note_call(known.round, call)
         except BaseException:
             self._is_stale = True
             raise
         self._news = news
         if self._agreement.called is not None and self._agreement.stop is None:
             self._seek_stop()
-        if self._outcome is not None and self._verdict is None and self.stop is not None:
-            self._seek_verdict(self._outcome, self.stop)
+        if self._outcome is not None and self._result is None and self._stop is not None:
+            self._seek_result(self._outcome, self._stop)
         if self._deeds:
             self._mailbox.wake()
 
@@ -382,7 +382,7 @@ class StopCoordinator:
         number = self._agreement.round
         stop = self._records.read(StopRecord, "stop", number)
         if stop is not None:
-            self._hear_stop(stop)
+            self._note_stop(stop)
         elif self._is_collector():
             # Before the look at what they have written.
             dead = self._peers.failures.dead
@@ -392,12 +392,12 @@ class StopCoordinator:
                 if end is not None:
                     pledge = Pledge(end.step, final=True)
                 if pledge is not None or rank in dead:
-                    self._hear_pledge(rank, pledge)
+                    self._note_pledge(rank, pledge)
 
-    def _seek_verdict(self, own: SaveOutcome, stop: StopRecord) -> None:
+    def _seek_result(self, own: SaveOutcome, stop: StopRecord) -> None:
         number = self._agreement.round
-        verdict = self._records.read(SaveOutcome, "verdict", number)
-        if verdict is None and self._is_collector():
+        result = self._records.read(SaveOutcome, "result", number)
+        if result is None and self._is_collector():
             dead = self._peers.failures.dead
             outcomes = self._outcomes
             outcomes[self._peers.rank] = own
@@ -413,29 +413,33 @@ class StopCoordinator:
                     missing.discard(rank)
             if not missing:
                 whole = merge(list(outcomes.values()), is_complete=True)
-                verdict = self._records.post_once(whole, "verdict", number)
-        if verdict is not None:
-            self._hear_verdict(verdict, number)
+                result = self._records.post_once(whole, "result", number)
+        if result is not None:
+            self._note_result(result, number)
 
-    def _hear_verdict(self, verdict: SaveOutcome, number: int) -> None:
-        if self._verdict is None:
+    def _note_result(self, result: SaveOutcome, number: int) -> None:
+        if self._result is None:
             if not self._peers.is_leader:
                 # The leader waits for the others before it takes the store along.
-                self._records.count_read("heard", number)
-            self._verdict = verdict
+                self._records.count_read("read", number)
+            self._result = result
             self.is_outcome_known = True
             self._notify()
 
     def _delete_round(self, number: int) -> None:
         """Deletes the records of a round that all have ended."""
-        names: list[tuple[object, ...]] = [(name, number) for name in ("call", "stop", "verdict", "heard")]
+        names: list[tuple[object, ...]] = [(name, number) for name in ("call", "stop", "result", "read")]
         for rank in range(self._peers.world_size):
-            names += [(name, number, rank) for name in ("pledge", "outcome", "heard")]
+            names += [(name, number, rank) for name in ("pledge", "outcome", "read")]
         self._records.delete(*(self._records.key(*name) for name in names))
 
 
+def _wanted(plan: Plan) -> Wanted:
+    return Wanted.LEAVE if plan.action is Action.LEAVE else Wanted.SAVE
+
+
 class ConsensusTimeout:
-    """How long one worker waits for the others to tell at which step all can stop. One thread uses it at a time."""
+    """How long one worker waits until all know at which step they stop. One thread uses it at a time."""
 
     def __init__(self, peers: Peers, emit: Callable[[Event], object]) -> None:
         self._peers = peers

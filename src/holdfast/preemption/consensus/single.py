@@ -10,48 +10,10 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from holdfast.errors import ClusterError, HoldfastError, PeerError
-from holdfast.preemption.consensus.stop_step import Turn, Wanted
-from holdfast.preemption.grace import Action, Outlook, Verdict, has_time_to_save
-from holdfast.preemption.sources.protocol import Demand, Hear
+from holdfast.preemption.decide import Verdict
+from holdfast.preemption.grace import Action, Plan
+from holdfast.preemption.sources.protocol import Hear
 from holdfast.process.latch import Latch
-
-
-class CallRecord(msgspec.Struct, frozen=True):
-    """A request to all workers, with the reason.
-
-    Attributes:
-        rank: The worker that calls.
-        wanted: `Wanted`, as a number.
-        demand: The demand of the notice, as a number.
-        text: The notice.
-        reason: Why now.
-        left_seconds: The remaining time then; None if it is not known.
-        by_hand: True if a person at a terminal asked.
-        saves: True if there is time to save, if a save was made since the notice.
-    """
-
-    rank: int
-    wanted: int
-    demand: int
-    text: str
-    reason: str
-    left_seconds: float | None
-    by_hand: bool
-    saves: bool = True
-
-
-class StopRecord(msgspec.Struct, frozen=True):
-    """The stop step of a round.
-
-    Attributes:
-        step: The step.
-        absent: Workers that did not pledge because they are dead.
-        done: Workers whose training had ended before.
-    """
-
-    step: int
-    absent: tuple[int, ...] = ()
-    done: tuple[int, ...] = ()
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
@@ -101,12 +63,12 @@ class NoFailures:
         """Puts back the error that was taken: it is still to be raised in the training thread."""
 
     def escalate(self) -> None:
-        """Enforces an error that was not raised yet, with ever stronger means; called repeatedly beside the loop."""
+        """Enforces an error that was not raised yet, with ever stronger means; called repeatedly during the loop."""
 
     def report(
         self, error: BaseException, left_seconds: float | None = None, *, is_exit: bool = False
     ) -> FailureReport | None:
-        """**Blocks** for a moment. Tells the others of an error that ends training here; returns None if they know.
+        """**Blocks** for a moment. Reports an error that ends training here to the others; None if they know it.
 
         Args:
             error: The error.
@@ -140,23 +102,18 @@ class SingleConsensus:
         has_peers: True if other workers take part.
         failures: The failures of the others.
         call: What was called for in this round; None before a call.
-        stop: The stop step of this round; None before it is known, and without other workers.
         changed: Opened when there is something new; another latch has taken its place by then.
         is_alarmed: True if the training thread must ask before it begins another step.
         is_outcome_known: True if the result of the last save on all workers is known.
         is_cut_short: True if there was no time to wait until all had reported the result of the last save.
-        objection: Why to stop waiting for the others, as the last `arrive` found; else empty.
     """
 
-    has_peers = False
+    has_peers = is_alarmed = is_outcome_known = is_cut_short = False
 
     def __init__(self) -> None:
         self.failures = NoFailures()
-        self.call: CallRecord | None = None
-        self.stop: StopRecord | None = None
+        self.call: Plan | None = None
         self.changed = Latch()
-        self.is_alarmed = self.is_outcome_known = self.is_cut_short = False
-        self.objection = ""
 
     def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
         """Starts communicating with the others; waits for nothing.
@@ -171,7 +128,7 @@ class SingleConsensus:
         """**Blocks** for a moment. Ends; a second call does nothing."""
 
     def begin_step(self, step: int, *, is_asked: bool, is_tentative: bool) -> bool:
-        """Called when training continues after that many complete steps; returns False if it must ask first (`arrive`).
+        """Called when training continues after that many complete steps; returns False if it must ask first (`settle`).
 
         Args:
             step: How many steps.
@@ -188,58 +145,42 @@ class SingleConsensus:
         return True
 
     def should_stop(self, is_to_leave: Callable[[], bool]) -> bool:
-        """Returns True if the loop would exit if a step ended now; `is_to_leave` tells if this worker would."""
+        """Returns True if the loop would exit if a step ended now; `is_to_leave` says if this worker would."""
         return is_to_leave()
 
-    def propose(self, outlook: Outlook, verdict: Verdict, text: str, *, by_hand: bool) -> bool:
-        """Calls for what this worker should do because of its notices; returns False if it does not wait for that.
+    def ask(self, plan: Plan | None) -> bool:
+        """Calls for what this worker plans; returns True if it waits for that."""
+        self.call = plan
+        return plan is not None
 
-        Args:
-            outlook: What this worker knows.
-            verdict: What it should do.
-            text: The notice.
-            by_hand: True if a person at a terminal asked for it, and no other source.
-        """
-        self.call = make_call(0, outlook, verdict, text, by_hand=by_hand)
-        return True
-
-    def arrive(
-        self,
-        step: int,
-        *,
-        holds: bool,
-        left_seconds: float | None,
-        ends: bool = False,
-        is_over: bool = False,
-        is_paused: bool = False,
-    ) -> Turn:
-        """Returns what to do when that many steps are complete.
+    def settle(
+        self, step: int, plan: Plan | None, *, ends: bool = False, is_over: bool = False, is_paused: bool = False
+    ) -> Verdict:
+        """Asks for what this worker plans, and returns what to do when that many steps are complete.
 
         Args:
             step: How many steps.
-            holds: True if the loop does not continue before something was called for.
-            left_seconds: The remaining time; None if it is not known.
-            ends: True if it does not continue with another step at once.
+            plan: What it asks for; None for nothing.
+            ends: True if the loop does not continue with another step at once.
             is_over: True if it never will. If there is nothing to do, nothing more can be called for here then.
             is_paused: True if the guard's thread asks, and the training thread is paused.
         """
-        if not holds:
-            self.call = None
-        return Turn.STOP if holds else Turn.GO
+        self.call = plan
+        return Verdict(Action.TRAIN if plan is None else plan.action, plan)
 
     def try_end(self, end: Callable[[HoldfastError], bool], late: HoldfastError) -> bool:
         """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
         return end(late)
 
     def share_outcome(
-        self, outcome: SaveOutcome, end_at: float | None, told: Callable[[], object] | None
+        self, outcome: SaveOutcome, end_at: float | None, abandon: Callable[[], object] | None
     ) -> SaveOutcome:
         """**Blocks.** Reports the result of the last save here.
 
         Args:
             outcome: The result; an error that is a cause begins with its type, as `ValueError: ...`.
             end_at: Until when to wait for the others, by the monotonic clock; None if the job's end is not known.
-            told: Called once the result is written.
+            abandon: Called once the result is written.
 
         Returns:
             The result on all workers, as far as that could be found out.
@@ -251,22 +192,6 @@ class SingleConsensus:
         self.call = None
         return provisional
 
-    def find_last_call(self) -> CallRecord | None:
-        """**Blocks** for a moment. Returns the call that was made when this worker had finished, if any."""
-        call, self.call = self.call, None
-        return call
-
-
-def make_call(rank: int, outlook: Outlook, verdict: Verdict, text: str, *, by_hand: bool) -> CallRecord:
-    """**Pure.** Returns the call of a worker; the arguments are those of `propose`."""
-    leaves = verdict.action is Action.LEAVE
-    return CallRecord(
-        rank=rank,
-        wanted=Wanted.LEAVE if leaves else Wanted.SAVE,
-        demand=Demand.LEAVE if leaves else outlook.demand,
-        text=text,
-        reason=verdict.reason,
-        left_seconds=outlook.left_seconds,
-        by_hand=by_hand,
-        saves=has_time_to_save(outlook),
-    )
+    def find_last_call(self, plan: Plan | None) -> Plan | None:
+        """**Blocks** for a moment. Returns what this worker asks for at its end, or what was called for by then."""
+        return plan

@@ -19,6 +19,9 @@ class SourcePoller:
 
     A source that raises is polled again at growing intervals, with one warning, and does not affect the others. Notices
     are passed on from the thread in which they arrive, which may be inside a signal handler.
+
+    Attributes:
+        sources: The sources.
     """
 
     def __init__(
@@ -29,7 +32,7 @@ class SourcePoller:
         *,
         pause_seconds: float = 1.0,
     ) -> None:
-        self._sources = tuple(sources)
+        self.sources = tuple(sources)
         self._hear = hear
         self._emit = emit
         self._pause_seconds = pause_seconds
@@ -44,13 +47,13 @@ class SourcePoller:
             UsageError: If a source cannot be used here. Then none listens.
         """
         try:
-            for source in self._sources:
+            for source in self.sources:
                 self._opened.append(source)
                 source.open(self._hear)
         except BaseException:
             self.close()
             raise
-        for source in self._sources:
+        for source in self.sources:
             if source.interval_seconds is not None:
                 name = f"holdfast-notices-{source.name.replace(' ', '-')}"
                 self._ended.append(start_thread(partial(self._look_on, source), name))

@@ -120,7 +120,7 @@ class Signals:
             handler = owner._before.get(number)
         return False
 
-    def foretell(self, number: int, hear: Hear) -> Notice | None:
+    def expect(self, number: int, hear: Hear) -> Notice | None:
         """**Thread-safe.** Returns the notice that `hear` will get when Python runs that handler, or None."""
         if self._hear != hear or os.getpid() != self._process or self._is_absorbed(number) or not self.handles(number):
             return None

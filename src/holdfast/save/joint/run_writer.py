@@ -205,7 +205,9 @@ class JointRunWriter(CheckpointWriter):
         if not self._has_compared and (refused := find_refused(divergences, holding.replicas)) is not None:
             raise self._make_error(*refused, VALUES_HINT)
         together = _put_together(parts)
-        unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
+        unseen = None
+        if not self._storage.traits.names_are_consistent:
+            unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             # Another job that has begun to save meanwhile has removed it, for what a dead one had left.
             StoredRun(self._storage).check_fence(name.generation)

@@ -44,7 +44,7 @@ def remove_token(storage: Storage) -> None:
 def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout_seconds: float) -> None:
     """**Blocks.** Raises `StorageError`, which names this worker (`who`), unless it sees the leader's file.
 
-    At most half of `timeout_seconds` is spent on looking again.
+    At most half of `timeout_seconds` is spent on looking again; no time where names are consistent.
     """
 
     def look() -> str:
@@ -109,7 +109,8 @@ def _check_seen(
         except (StorageError, DamageError) as error:
             return error.message
 
-    problem = look_again(find_problem, find_patience(timeout_seconds, is_elsewhere=is_elsewhere))
+    patience_seconds = find_patience(timeout_seconds, is_elsewhere=is_elsewhere)
+    problem = look_again(find_problem, 0 if storage.traits.names_are_consistent else patience_seconds)
     if problem and is_elsewhere:
         raise StorageError(f"{unseen_elsewhere} ({problem})", path=path, hint=ELSEWHERE_HINT)
     if problem:

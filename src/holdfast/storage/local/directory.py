@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import stat
 import threading
@@ -12,6 +11,8 @@ from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
+
+import msgspec
 
 from holdfast.errors import DamageError, HoldfastError, StorageError, StorageFullError, UsageError
 from holdfast.format.index import round_up
@@ -36,17 +37,15 @@ from holdfast.storage.local.files import (
 )
 from holdfast.storage.local.recycle import LocalSpare, has_spare, take_spare
 from holdfast.storage.local.streams import LocalReader, LocalWriter
-from holdfast.storage.protocol import Entry
+from holdfast.storage.protocol import Entry, Traits
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-_log = logging.getLogger(__name__)
 
 # Without O_NONBLOCK, opening a FIFO in place of a file would wait forever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READ_BYTES: Final = 1 << 20
 _without_direct_lock: Final = threading.Lock()
-# Guarded by the lock above: the roots of which this process has said that they have no direct writes.
+# Guarded by the lock above: the roots of which this process has found that they have no direct writes.
 _without_direct: Final[set[str]] = set()
 _NOT_PLAIN: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
 
@@ -76,8 +75,8 @@ class LocalStorage:
 
     Attributes:
         url: The directory's absolute path.
+        traits: See `Storage`. The first storage of a directory in a process finds the hindrance.
         spare: The recycled file in whose space the next large one may be written; see `Spare`.
-        warn: Called, from any thread, with warnings; by default the log.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = True) -> None:
@@ -89,7 +88,7 @@ class LocalStorage:
         self.url = str(self._root)
         self.spare = LocalSpare(self._root)
         self._wants_direct = direct
-        self.warn: Callable[[str], None] = _log.warning
+        self.traits = Traits(is_shared=True)
         # Guards the two fields below.
         self._lock = threading.Lock()
         self._root_lasts = False
@@ -97,6 +96,11 @@ class LocalStorage:
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.url!r})"
+
+    @property
+    def location(self) -> Path:
+        """The directory's absolute path."""
+        return self._root
 
     @_with_room
     def make_directory(self, path: str) -> None:
@@ -314,10 +318,11 @@ class LocalStorage:
             is_first = self.url not in _without_direct
             _without_direct.add(self.url)
         if is_first:
-            self.warn(
+            text = (
                 f"{self.url}: its file system does not support direct writes, so saves go through the page cache, "
                 "which takes CPU time and memory from training"
             )
+            self.traits = msgspec.structs.replace(self.traits, hindrance=text)
         return False
 
     def _open_plain(self, path: str) -> tuple[int, int]:

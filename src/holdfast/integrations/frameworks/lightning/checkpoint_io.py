@@ -17,7 +17,7 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.frameworks.lightning.trees import KeptTree
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
-from holdfast.storage import Storage, local_directory, open_storage
+from holdfast.storage import Storage, open_storage
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _MANIFEST = "manifest.json"
@@ -64,7 +64,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             raise UsageError("HoldfastCheckpointIO does not support storage_options", hint="Leave them out.")
         self._wait()  # One save at a time: the next one has the memory of this one.
         storage = open_storage(path)
-        root = local_directory(storage)
+        root = storage.location
         replaced = None if root is None else root.with_name(root.name + ".replaced")
         if root is not None and replaced is not None and (root.is_symlink() or root.is_file()):
             # An ordinary checkpoint, or a link to another one. It goes when the new one is durable.
@@ -101,7 +101,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         storage = open_storage(path)
         if (save := _saving.get(_locate(storage))) is not None:
             wait([save])  # Of another plug-in, to which it raises its error.
-        root = local_directory(storage)
+        root = storage.location
         if root is not None and root.is_file():
             return dict(super().load_checkpoint(root, map_location, weights_only))
         tree = KeptTree(dict)
@@ -164,7 +164,7 @@ def _is_in_fit() -> bool:
 
 def _locate(storage: Storage) -> str:
     """Returns the location of a checkpoint, the same one if it is reached by a link."""
-    return storage.url if local_directory(storage) is None else os.path.realpath(storage.url)
+    return storage.url if storage.location is None else os.path.realpath(storage.url)
 
 
 def _open(storage: Storage, tree: KeptTree) -> CheckpointManager:
@@ -194,7 +194,7 @@ def _remove(path: str | os.PathLike[str]) -> None:
     A link is removed, never what it leads to: `ModelCheckpoint(save_last="link")` makes one to another checkpoint.
     """
     storage = open_storage(path)
-    root = local_directory(storage)
+    root = storage.location
     if root is not None and (root.is_symlink() or not root.is_dir()):
         root.unlink(missing_ok=True)
         return

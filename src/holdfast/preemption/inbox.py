@@ -53,32 +53,30 @@ class NoticeInbox:
         alarmed: True if there is something to handle.
         gave_up: True if a person no longer wants to wait for a save.
         patient: True if there is a loop that Ctrl-C must wait for. Without one it has its usual effect.
-        listens: True if anything but Ctrl-C can arrive.
     """
 
     def __init__(self, config: TerminationConfig, emit: Callable[[Event], object]) -> None:
-        self.alarmed = False
-        self.gave_up = False
-        self.patient = False
+        self.alarmed = self.gave_up = self.patient = False
         self._config = config
         self._emit = emit
-        sources = self._sources = config.make_sources()
-        self.listens = any(not isinstance(each, Signals) or {*each.numbers} - {signal.SIGINT} for each in sources)
         self._bell = Wakeup()
-        self._poller = SourcePoller(sources, self.hear, emit)
-        is_launched = any(name in os.environ for name in _LAUNCHED_BY) and not is_interactive()
-        self._interrupts_taken = _MOST_SIGNALS if is_launched else 1
+        self._poller = SourcePoller(config.make_sources(), self.receive, emit)
         # Only grows. Notices before `_settled` are handled; those before `_reported` have an event.
         self._received: list[ReceivedNotice] = []
         self._settled = 0
         self._takes_more = True
         self._reported = 0
         self._reporting = threading.Lock()
-        # What the signals say for which Python has run no handler yet, and since when.
-        self._unhandled: list[Notice] = []
-        self._unhandled_at = 0.0
+        # The notices of signals for which Python has run no handler yet, and since when.
+        self._unhandled: list[ReceivedNotice] = []
         # Notices that were received here, ahead of handlers that are still to run. It is replaced whole.
         self._received_early: list[Notice] = []
+
+    @property
+    def listens(self) -> bool:
+        """True if anything but Ctrl-C can arrive."""
+        sources = self._poller.sources
+        return any(not isinstance(each, Signals) or {*each.numbers} - {signal.SIGINT} for each in sources)
 
     @property
     def pending(self) -> list[ReceivedNotice]:
@@ -104,8 +102,8 @@ class NoticeInbox:
             self._emit(Warned(text=text))
         self._bell.take_signals()
         self._poller.open()
-        for source in self._sources:
-            for number in source.foreign if isinstance(source, Signals) else ():
+        for source in self._signals:
+            for number in source.foreign:
                 text = f"{number.name} is ignored: its handler was not installed from Python, and stays in place"
                 self._emit(Warned(text=text))
 
@@ -120,7 +118,7 @@ class NoticeInbox:
         if wait_listener():
             self._bell.close()
 
-    def hear(self, notice: Notice) -> bool:
+    def receive(self, notice: Notice) -> bool:
         """**Thread-safe.** Receives a notice, also in signal handlers; False if it should have its own effect."""
         if threading.get_ident() == threading.main_thread().ident:
             answer()
@@ -166,10 +164,8 @@ class NoticeInbox:
         wait.
         """
         self._takes_more = False
-        is_launched = self._interrupts_taken == _MOST_SIGNALS
-        for source in self._sources:
-            if isinstance(source, Signals):
-                source.absorb(() if is_launched else (signal.SIGINT,))
+        for source in self._signals:
+            source.absorb(() if _is_launched() else (signal.SIGINT,))
 
     def note_leaving(self) -> None:
         """**Blocks.** Notifies the sources that everything is saved and the process exits."""
@@ -188,19 +184,16 @@ class NoticeInbox:
             if number == ANSWERED:
                 self._unhandled.clear()
             else:
-                self._unhandled_at = self._unhandled_at if self._unhandled else time.monotonic()
-                foretold = [
-                    source.foretell(number, self.hear) for source in self._sources if isinstance(source, Signals)
-                ]
-                self._unhandled += [notice for notice in foretold if notice is not None]
-        if self._unhandled and time.monotonic() - self._unhandled_at >= _STAND_IN_SECONDS:
+                notices = [source.expect(number, self.receive) for source in self._signals]
+                self._unhandled += [ReceivedNotice(each, time.monotonic()) for each in notices if each is not None]
+        if self._unhandled and time.monotonic() - self._unhandled[0].at >= _STAND_IN_SECONDS:
             self._stand_in()
-        self.tell()
+        self.report()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """**Thread-safe.** **Blocks.** Emits the events of notices that have none yet, such as before the exit."""
         if not self._reporting.acquire(timeout=_REPORTING_SECONDS):
-            return  # A sink hangs: that must not keep anybody from leaving.
+            return  # A sink hangs: that must not prevent the exit.
         try:
             while self._reported < len(self._received):
                 notice = self._received[self._reported].notice
@@ -212,21 +205,30 @@ class NoticeInbox:
         finally:
             self._reporting.release()
 
+    @property
+    def _signals(self) -> list[Signals]:
+        return [source for source in self._poller.sources if isinstance(source, Signals)]
+
     def _takes(self, notice: Notice) -> bool:
         if not notice.insists:
             return True
         signals = [each.notice for each in self.pending if each.notice.insists]
-        if notice.by_hand and not (self.patient and sum(each.by_hand for each in signals) < self._interrupts_taken):
+        interrupts = _MOST_SIGNALS if _is_launched() else 1
+        if notice.by_hand and not (self.patient and sum(each.by_hand for each in signals) < interrupts):
             return False
         return len(signals) < _MOST_SIGNALS
 
     def _stand_in(self) -> None:
         """Handles signals whose handlers Python does not get to run, except those that have an effect of their own."""
         unhandled, self._unhandled = self._unhandled, []
-        for notice in unhandled:
-            if self._takes_more and self._takes(notice):
-                self._received_early = [*self._received_early, notice]
-                self.hear(notice)
+        for each in unhandled:
+            if self._takes_more and self._takes(each.notice):
+                self._received_early = [*self._received_early, each.notice]
+                self.receive(each.notice)
+
+
+def _is_launched() -> bool:
+    return any(name in os.environ for name in _LAUNCHED_BY) and not is_interactive()
 
 
 class EarlyNotices:
@@ -252,7 +254,7 @@ class EarlyNotices:
                 # One that is open is another run's, which acts on what it hears.
                 if isinstance(source, Signals) and not source.is_open:
                     self._sources.append(source)
-                    source.open(self._hear)
+                    source.open(self._receive)
         return self
 
     def __exit__(
@@ -269,7 +271,7 @@ class EarlyNotices:
         elif text := describe_early_exit(error):
             self._end(text, error)
 
-    def hand_over(self, hear: Hear) -> None:
+    def hand_over(self, receive: Hear) -> None:
         """Stops listening, and returns the notices."""
         self._close()
         received, self._received = self._received, []
@@ -277,9 +279,9 @@ class EarlyNotices:
             left_seconds = each.notice.left_seconds
             if left_seconds is not None:
                 left_seconds -= time.monotonic() - each.at
-            hear(replace(each.notice, left_seconds=left_seconds))
+            receive(replace(each.notice, left_seconds=left_seconds))
 
-    def _hear(self, notice: Notice) -> bool:
+    def _receive(self, notice: Notice) -> bool:
         if self._is_late:
             self._is_late = False
             self._end(self._describe_delay())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final, Literal, TypeAlias
 
-from holdfast.catalog import Catalog, StoredRun
-from holdfast.cli.screen import iso_text
+from holdfast.catalog import Catalog, StoredRun, find_owner
 from holdfast.errors import DamageError, HoldfastError, NotFoundError
 from holdfast.format.names import DATA_SUFFIX, MANIFEST_NAME, SPARE_NAME, StepName, data_name, index_name
 from holdfast.format.records import Manifest, Opening
@@ -60,9 +59,24 @@ class Found:
     referred_by: tuple[str, ...] = ()
 
     @property
-    def referred_bytes(self) -> int:
-        """Number of its bytes that are stored in the directories of other steps."""
-        return self.manifest.referred_bytes if self.manifest else 0
+    def step(self) -> int | None:
+        """Its step, or None."""
+        return self.name.step if self.name else None
+
+    @property
+    def committed_at_unix_seconds(self) -> float | None:
+        """When it was committed, if its manifest says so."""
+        return self.manifest.committed_at_unix_seconds if self.manifest else None
+
+    @property
+    def workers(self) -> int | None:
+        """The number of workers that wrote it, if its manifest says so."""
+        return self.manifest.world_size if self.manifest else None
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics of that step."""
+        return self.manifest.metrics if self.manifest else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +122,7 @@ def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
     catalog = StoredRun(storage).look(closely=closely)
     living = set(catalog.living)
     committed = [
-        look_at_step(storage, name.directory, name, State.LIVING if name in living else State.OFF_LINE)
-        for name in catalog.committed
+        look_at_step(storage, name, State.LIVING if name in living else State.OFF_LINE) for name in catalog.committed
     ]
     if not closely and None in committed:
         # The step is being removed, or the summary that lists it as committed is wrong.
@@ -173,8 +186,9 @@ def _find_lacking(one: Found, by_directory: dict[str, Found]) -> Iterable[Damage
                 yield DamageError(f"{damage.message}; {one.directory} refers to it", step=step, path=damage.path)
 
 
-def look_at_step(storage: Storage, directory: str, name: StepName, state: State) -> Found | None:
-    """**Blocks.** Reads a committed step's manifest and compares the sizes of its files with it."""
+def look_at_step(storage: Storage, name: StepName, state: State) -> Found | None:
+    """**Blocks.** Reads a committed step's manifest and compares the sizes of its files with it; None if it is gone."""
+    directory = name.directory
     try:
         manifest = StoredRun(storage).step(name).manifest()
     except NotFoundError:
@@ -241,72 +255,6 @@ def _read_opening(storage: Storage, generation: int) -> Opening | None:
         return None  # It only says by whom; `verify --all` names the damage.
 
 
-def time_fields(key: str, unix_seconds: float) -> dict[str, Any]:
-    """**Pure.** A time in a JSON document: as a number, and in ISO 8601 for people."""
-    return {f"{key}_unix_seconds": unix_seconds, key: iso_text(unix_seconds)}
-
-
-def problem_fields(problem: HoldfastError) -> dict[str, Any]:
-    """**Pure.** Damage, or an I/O error, in a JSON document."""
-    return {
-        "file": getattr(problem, "path", "") or None,
-        "offset_bytes": getattr(problem, "offset_bytes", None),
-        "tensor": getattr(problem, "tensor", "") or None,
-        "message": problem.message,
-    }
-
-
-def name_fields(name: StepName | None) -> dict[str, Any]:
-    """**Pure.** The name of a checkpoint, in a JSON document."""
-    return {
-        "step": name.step if name else None,
-        "generation": name.generation if name else None,
-        "attempt": name.attempt if name else None,
-    }
-
-
-def found_fields(found: Found) -> dict[str, Any]:
-    """**Pure.** A directory of a run in a JSON document; committed steps have more fields than the others."""
-    fields: dict[str, Any] = {
-        **name_fields(found.name),
-        "directory": found.directory,
-        "state": found.state.value,
-        "size_bytes": found.size_bytes,
-        "referred_by": list(found.referred_by),
-    }
-    if found.state in (State.UNFINISHED, State.SPARE):
-        fields["may_be_in_progress"] = found.may_be_in_progress
-    if found.state in (State.LIVING, State.OFF_LINE):
-        fields |= manifest_fields(found.manifest)
-    if found.state in (State.LIVING, State.OFF_LINE, State.LOST):
-        fields["damages"] = [problem_fields(damage) for damage in found.damages]
-    return fields
-
-
-def manifest_fields(manifest: Manifest | None) -> dict[str, Any]:
-    """**Pure.** The fields of a manifest, in a JSON document; all null if it is damaged."""
-    if manifest is None:
-        absent = ("committed_at_unix_seconds", "committed_at", "workers", "metrics", "metadata", "versions")
-        return dict.fromkeys((*absent, "referred_bytes", "references"))
-    return {
-        **time_fields("committed_at", manifest.committed_at_unix_seconds),
-        "workers": manifest.world_size,
-        "metrics": manifest.metrics,
-        "metadata": manifest.metadata,
-        "versions": manifest.versions,
-        "referred_bytes": manifest.referred_bytes,
-        "references": [
-            {
-                **name_fields(reference.name),
-                "directory": reference.name.directory,
-                "leaves": reference.leaves,
-                "size_bytes": reference.size_bytes,
-            }
-            for reference in manifest.references
-        ],
-    }
-
-
 def find_extremes(steps: Sequence[Found]) -> dict[str, tuple[StepName | None, StepName | None]]:
     """**Pure.** For each metric the steps with its lowest and its highest value; of equal values the newest.
 
@@ -315,7 +263,7 @@ def find_extremes(steps: Sequence[Found]) -> dict[str, tuple[StepName | None, St
     values: dict[str, list[tuple[float, StepName]]] = {}
     for one in steps:
         if one.manifest is not None:
-            for metric, figure in one.manifest.metrics.items():
+            for metric, figure in one.metrics.items():
                 values.setdefault(metric, []).append((figure, one.manifest.name))
     extremes: dict[str, tuple[StepName | None, StepName | None]] = {}
     for metric, measured in values.items():
@@ -324,3 +272,65 @@ def find_extremes(steps: Sequence[Found]) -> dict[str, tuple[StepName | None, St
         distinct = lowest[0] != highest[0]
         extremes[metric] = (lowest[1], highest[1]) if distinct else (None, None)
     return extremes
+
+
+RunState: TypeAlias = Literal["running", "ok", "damaged", "lost", "empty", "unreadable"]
+
+_MOST_LOOKS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run as one of many.
+
+    Attributes:
+        location: Its directory, as a person would write it.
+        url: The same in full.
+        state: `running` if a process of this machine has the run open; `damaged` if the newest checkpoint, or the
+            record of a generation, can be seen to be; `lost` if manifests are gone; `empty` if it has no checkpoint;
+            `unreadable` if its directory cannot be read; else `ok`.
+        newest: The newest checkpoint of the current lineage, or None.
+        steps: How many checkpoints are in the current lineage.
+        size_bytes: What all steps take, unfinished ones and those off the current lineage included.
+        opening: Who opened the newest generation; None if that is not known.
+        problem: Why it is `unreadable`; else empty.
+    """
+
+    location: str
+    url: str
+    state: RunState
+    newest: Found | None = None
+    steps: int = 0
+    size_bytes: int = 0
+    opening: Opening | None = None
+    problem: str = ""
+
+
+def summarize_run(storage: Storage, location: str) -> RunSummary:
+    """**Blocks.** Looks at a run: the names of its steps, the sizes of files, and the newest manifest alone."""
+    try:
+        for _ in range(_MOST_LOOKS):
+            catalog = StoredRun(storage).look()
+            newest = catalog.newest
+            looked = look_at_step(storage, newest, State.LIVING) if newest else None
+            if newest is None or looked is not None:
+                break  # Else a job that goes on has removed it just now.
+        names = (*catalog.committed, *catalog.unfinished, *catalog.lost)
+        directories = (*(name.directory for name in names), *catalog.trash)
+        size_bytes = sum(_size_bytes(storage, directory) for directory in directories) + (catalog.spare_bytes or 0)
+        opening = _read_opening(storage, catalog.generation)
+        state = _find_state(storage, catalog, looked)
+        return RunSummary(location, storage.url, state, looked, len(catalog.living), size_bytes, opening)
+    except HoldfastError as error:
+        return RunSummary(location, storage.url, "unreadable", problem=error.message)
+
+
+def _find_state(storage: Storage, catalog: Catalog, newest: Found | None) -> RunState:
+    if catalog.faults or (newest is not None and newest.damages):
+        return "damaged"
+    lost = StoredRun(storage).find_lost(catalog)
+    if lost and (catalog.newest is None or lost[-1] > catalog.newest):
+        return "lost"
+    if find_owner(storage):
+        return "running"
+    return "ok" if newest is not None else "empty"
