@@ -1,12 +1,12 @@
-"""What the doors of all frameworks share: options, replaced methods, and one fit with its run from restore to end."""
+"""Shared by the integrations of all frameworks: options, replaced methods, one fit from its restore to its end."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import FrameType, MethodType
-from typing import Any
+from types import FrameType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,12 +23,27 @@ from holdfast.training.run import Run, resumable
 Directory = str | os.PathLike[str] | Storage
 
 
-def split_options(given: Mapping[str, Any], taken: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits what a door was given by name into the options of `resumable` and further objects, and checks both.
+class Settings(NamedTuple):
+    """The arguments of a callback, checked.
+
+    Attributes:
+        directory: The run's directory.
+        options: The options of its run.
+        others: Further objects to save.
+    """
+
+    directory: Directory
+    options: dict[str, Any]
+    others: dict[str, Any]
+
+
+def split_options(directory: Directory, given: Mapping[str, Any], taken: Collection[str] = ()) -> Settings:
+    """Splits the arguments of a callback into the options of `resumable` and further objects to save; checks both.
 
     Args:
-        given: All of it, with the door's own defaults.
-        taken: The names of the objects that the door itself saves, as far as they are known.
+        directory: The run's directory.
+        given: The other arguments by name, with the callback's own defaults.
+        taken: The names of the objects that the callback itself saves, as far as they are known.
 
     Raises:
         UsageError: If an option or an object is wrong.
@@ -43,11 +58,11 @@ def split_options(given: Mapping[str, Any], taken: Collection[str] = ()) -> tupl
     make_termination(every["preemption"], objects)
     check_switches(**{name: every[name] for name in ("strict", "strict_resume", "quiet")})
     SaveOptions.pick(every, save_every=Auto(), keep=Latest(3))
-    return options, objects
+    return Settings(directory, options, objects)
 
 
 def check_untaken(objects: Iterable[str], taken: Collection[str]) -> None:
-    """**Pure.** Raises `UsageError` if an object has a name under which a door already saves one."""
+    """**Pure.** Raises `UsageError` if an object has the name of one that is saved already."""
     for name in sorted(set(objects) & set(taken)):
         raise UsageError(f"an object named {name} is already saved", hint="Give the object another name.")
 
@@ -60,14 +75,15 @@ def check_single(kind: type, callbacks: Iterable[object], owner: str) -> None:
         )
 
 
-def walk_callers() -> Iterator[Mapping[str, Any]]:
-    """Yields the local variables of the functions that called the caller, the nearest first.
+def walk_callers(function: FunctionType | None = None) -> Iterator[Mapping[str, Any]]:
+    """Yields the local variables of the functions that are running, the innermost first; of `function` alone, if given.
 
     Some frameworks pass a callback neither their trainer nor the source of its batches. Nothing else looks into frames.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame.f_locals
+        if function is None or frame.f_code is function.__code__:
+            yield frame.f_locals
         frame = frame.f_back
 
 
@@ -124,14 +140,14 @@ class ImportedStart(msgspec.Struct, frozen=True):
     progress: Any
 
 
-def find_import(directory: Directory, options: Mapping[str, Any], format_name: str) -> ImportedStart | None:
+def find_import(settings: Settings, format_name: str) -> ImportedStart | None:
     """**Blocks.** Returns the newest checkpoint of a run if `holdfast import` has made it; None for any other.
 
     Raises:
         UsageError: If it has a step, but no progress of that framework.
     """
-    run = StoredRun(open_storage(directory))
-    name = None if options.get("begin_anew") else max(run.look().living, default=None)
+    run = StoredRun(open_storage(settings.directory))
+    name = None if settings.options.get("begin_anew") else max(run.look().living, default=None)
     try:
         metadata = {} if name is None else run.step(name).manifest().metadata
     except (DamageError, NotFoundError):
@@ -160,24 +176,18 @@ class Fit:
         self.run: Run | None = None
         self.replaced = Replaced()
 
-    def enter(
-        self,
-        directory: Directory,
-        options: Mapping[str, Any],
-        objects: Mapping[str, Any],
-        imported: ImportedStart | None = None,
-    ) -> Run:
+    def enter(self, settings: Settings, objects: Mapping[str, Any], imported: ImportedStart | None = None) -> Run:
         """**Blocks.** Restores, from what an imported checkpoint has, if there is one, and begins the run.
 
         Raises:
             HoldfastError: As entering a run of `resumable` does.
         """
         if imported is None:
-            run = resumable(directory, Checkpoint(**objects), **options)
+            run = resumable(settings.directory, Checkpoint(**objects), **settings.options)
         else:
             # One process has written it.
             present = {name: obj for name, obj in objects.items() if name in imported.objects}
-            run = resumable(directory, Checkpoint(**present), **{**options, "on_resize": "allow"})
+            run = resumable(settings.directory, Checkpoint(**present), **{**settings.options, "on_resize": "allow"})
         run.__enter__()
         self.run = run
         if imported is not None:

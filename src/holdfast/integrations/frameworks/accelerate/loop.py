@@ -15,8 +15,8 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
 from holdfast.integrations.frameworks.fit import Directory, Replaced, split_options
-from holdfast.integrations.frameworks.places import DataPlace
 from holdfast.integrations.torch.module_walks import find_trained_beside
+from holdfast.integrations.torch.places import DataPlace
 from holdfast.state import RNG, PerWorker
 from holdfast.training.run import Run
 
@@ -63,14 +63,14 @@ def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
         raise UsageError(
             "the accelerator has not prepared anything yet", hint="Call accelerator.prepare(...) before resumable(...)."
         )
-    options, own = split_options({"on_resize": "refuse", **options}, kept)
-    kept |= own
+    settings = split_options(directory, {"on_resize": "refuse", **options}, kept)
+    kept |= settings.others
     # Such as a loss with parameters, which is seldom prepared.
     kept |= find_trained_beside(accelerator._optimizers, kept.values())
     progress = _Progress(accelerator, places)
     kept["accelerator"] = PerWorker(progress)
     kept["rng"] = RNG()
-    run = holdfast.training.run.resumable(directory, Checkpoint(**kept), **options)
+    run = holdfast.training.run.resumable(directory, Checkpoint(**kept), **settings.options)
     run.completes_step = lambda: progress.end_batch(run)
     for place in places:
         # The loop goes on where it was by the loader: it need not ask for the step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
@@ -16,7 +17,6 @@ from holdfast.integrations.frameworks.keras.fit import (
     OWN_NAMES,
     FitRun,
     FitSaves,
-    Settings,
     end_left_fits,
     find_fit,
 )
@@ -74,7 +74,9 @@ class Resumable(keras.callbacks.Callback):
             raise UsageError("the directory is empty", hint="Pass the path of the run's directory.")
         saves = FitSaves(at_epochs=True) if save_every == "epoch" else save_every
         given = {"save_every": saves, "keep": keep, "preemption": preemption, **options}
-        self._settings = Settings(directory, *split_options(given, OWN_NAMES))
+        self._settings = split_options(directory, given, OWN_NAMES)
+        # Called when training has ended and the run is left; None if a failure of its last save is an error.
+        self._at_end: Callable[[], None] | None = None
 
     def set_model(self, model: Any) -> None:
         """Called by Keras with the model, before the first callback begins."""
@@ -90,7 +92,7 @@ class Resumable(keras.callbacks.Callback):
         callbacks, iterator = find_fit(self._model)
         check_single(Resumable, callbacks.callbacks, "a fit")
         _check_alone(self._model)
-        fit = FitRun(callbacks, iterator, self._settings)
+        fit = FitRun(callbacks, iterator, self._settings, self._at_end)
         fit.set_model(self._model)
         fit.set_params(self.params)
         callbacks.callbacks.append(fit)
@@ -165,7 +167,7 @@ class BackupAndRestore(Resumable):
         )
         self.backup_dir, self.save_freq = backup_dir, save_freq
         self.double_checkpoint, self.delete_checkpoint = double_checkpoint, delete_checkpoint
-        self._settings = self._settings._replace(at_end=self._delete if delete_checkpoint else lambda: None)
+        self._at_end = self._delete if delete_checkpoint else lambda: None
 
     def _delete(self) -> None:
         run = StoredRun(open_storage(self.backup_dir))

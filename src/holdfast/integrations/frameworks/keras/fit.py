@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from numbers import Real
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import keras
 import msgspec
@@ -14,7 +14,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from msgspec.structs import asdict
 
 from holdfast.errors import SaveFailedError, StorageError, UsageError
-from holdfast.integrations.frameworks.fit import Directory, Fit, Replaced, walk_callers
+from holdfast.integrations.frameworks.fit import Fit, Replaced, Settings, walk_callers
 from holdfast.integrations.frameworks.keras.data import Feed, PlaceInData, make_step
 from holdfast.integrations.frameworks.keras.state import (
     CallbackStates,
@@ -102,25 +102,8 @@ def end_left_fits() -> None:
         left.abandon()
 
 
-class Settings(NamedTuple):
-    """What a callback was given.
-
-    Attributes:
-        directory: The run's directory.
-        options: The options of its run.
-        others: Further objects to save.
-        at_end: Called when training has ended and the run is left, whether or not its last save has failed; None if a
-            failure of that save is an error.
-    """
-
-    directory: Directory
-    options: dict[str, Any]
-    others: dict[str, Any]
-    at_end: Callable[[], None] | None = None
-
-
-class _Restored(msgspec.Struct):
-    """What was restored, and is put back once the callbacks have begun the epoch.
+class _RestoredEpoch(msgspec.Struct):
+    """Restored values that are put back once the callbacks have begun the epoch.
 
     Attributes:
         state: What was stored of callbacks and data.
@@ -136,27 +119,28 @@ class _Restored(msgspec.Struct):
 class FitRun(keras.callbacks.Callback, Fit):
     """The last callback of one `fit`; counts for a run what the others have trained."""
 
-    def __init__(self, callbacks: Any, iterator: Any, settings: Settings) -> None:
+    def __init__(self, callbacks: Any, iterator: Any, settings: Settings, at_end: Callable[[], None] | None) -> None:
         """Prepares; `on_train_begin` begins.
 
         Args:
             callbacks: The list of all callbacks.
             iterator: The source of the batches.
             settings: What the user's callback was given.
+            at_end: Called when training has ended and the run is left, whether or not its last save has failed; None if
+                a failure of that save is an error.
         """
         keras.callbacks.Callback.__init__(self)
         Fit.__init__(self)
         self._callbacks: Callable[[], Any] = weakref.ref(callbacks)
-        self._settings = settings
+        self._settings, self._at_end = settings, at_end
         self._feed = Feed(iterator, self)
         self.iterator: Callable[[], Any] = weakref.ref(iterator)
-        self._epoch, self._per_step = 0, int(iterator.steps_per_execution)
-        self._is_stopped = False
+        self._epoch, self._is_stopped = 0, False
         # Whether the last step of the epoch was counted before its end: the job was asked to stop, here or earlier.
         self._is_counted = False
         # The figures of the last step, which a train_step of the user's own may name otherwise than the metrics.
         self._logs: dict[str, Any] = {}
-        self._restored: _Restored | None = None
+        self._restored: _RestoredEpoch | None = None
         # What an evaluation changes and what it began with.
         self._before_test: dict[str, Any] | None = None
         self._initial_epoch: Any = _UNSET
@@ -174,12 +158,12 @@ class FitRun(keras.callbacks.Callback, Fit):
         # Not at the end of the program: there the run itself says what becomes of a save on its way.
         self._end = weakref.finalize(self.iterator(), self.abandon)
         self._end.atexit = False
-        run = self.enter(self._settings.directory, self._settings.options, self._list_objects(model))
+        run = self.enter(self._settings, self._list_objects(model))
         run.manager.witness.follow("the training data", self._feed.follow_batches, self._feed.describe)
         _RUNNING.add(self)
         self._initial_epoch = model._initial_epoch
         if run.restored is not None:
-            kept = self._restored or _Restored({})
+            kept = self._restored or _RestoredEpoch({})
             restored, kept.random = kept.state, self._feed.read_random()
             kept.copies = copy_small(self._list_variables(model))
             kept.random["own"] = restored["own_random"]
@@ -250,13 +234,13 @@ class FitRun(keras.callbacks.Callback, Fit):
         """Leaves the run, which waits for its saves."""
         self._model._initial_epoch = self._initial_epoch
         self._close()
-        if self.run is None or self._settings.at_end is None:
+        if self.run is None or self._at_end is None:
             self.leave()
             return
         # A backup that failed was a warning; what is trained is not lost for it.
         with suppress(SaveFailedError, StorageError):
             self.leave()
-        self._settings.at_end()
+        self._at_end()
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Ends the run after an error; a second call does nothing."""
@@ -340,7 +324,7 @@ class FitRun(keras.callbacks.Callback, Fit):
         }
 
     def _write(self, state: dict[str, Any]) -> None:
-        self._restored = _Restored(state)
+        self._restored = _RestoredEpoch(state)
         # Older versions have stored neither.
         self._optimizers.write(state.pop("optimizers", {}))
         write_global_seed(state.pop("seed", None))
@@ -366,7 +350,7 @@ class FitRun(keras.callbacks.Callback, Fit):
             self.run.pass_boundary()
             return
         if isinstance(saves, FitSaves):
-            saves.note(self._per_step, ends_epoch=ends_epoch)
+            saves.note(int(self.iterator().steps_per_execution), ends_epoch=ends_epoch)
         self.run.finish_step()
 
     @contextmanager

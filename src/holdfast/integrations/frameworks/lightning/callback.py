@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Final, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,9 +13,8 @@ from holdfast.integrations.frameworks.fit import Directory, check_single, split_
 from holdfast.integrations.frameworks.lightning.fit import LightningFit
 from holdfast.policies import RetentionPolicy, SavePolicy
 from holdfast.tracebacks import short_traceback
-from holdfast.training.run import Run, resumable
+from holdfast.training.run import Run
 
-_OPTIONS: Final = frozenset(resumable.__kwdefaults__ or ())
 _STRATEGIES: Final = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 _CHANGING: Final[dict[type, tuple[str, str]]] = {
     StochasticWeightAveraging: (
@@ -79,18 +77,16 @@ class Resumable(Callback):
         """
         super().__init__()
         given = {"save_every": save_every, "keep": keep, "strict": strict, "preemption": preemption}
-        for name in options.keys() - _OPTIONS:
-            near = difflib.get_close_matches(name, sorted(_OPTIONS), n=1)
+        self._settings = split_options(directory, {**given, "on_resize": "refuse", **options})
+        for name in self._settings.others:
             raise UsageError(
-                f"Resumable has no option {name!r}",
-                hint=f"Write {near[0]}=." if near else "Resumable takes the directory and the options of hf.resumable.",
+                f"{name} is not an option of Resumable",
+                hint="It takes the directory and the options of hf.resumable.",
             )
-        self._directory = directory
-        self._options, _ = split_options({**given, "on_resize": "refuse", **options})
         self._fit: LightningFit | None = None
 
     def __repr__(self) -> str:
-        return f"<Resumable in {self._directory!r}>"
+        return f"<Resumable in {self._settings.directory!r}>"
 
     @property
     def run(self) -> Run | None:
@@ -110,7 +106,7 @@ class Resumable(Callback):
             return
         if self._fit is not None:
             self._fit.replaced.undo()
-        self._fit = LightningFit(trainer, self._directory, self._options)
+        self._fit = LightningFit(trainer, self._settings)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -56,8 +56,7 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
             UsageError: If an argument is wrong.
         """
         given = {"save_every": save_every, "keep": keep, "on_resize": "refuse", **options}
-        self._options, self._objects = split_options(given)
-        self._directory = directory
+        self._settings = split_options(directory, given)
         self._trainer: Any = None
         self._fit: TrainerFit | None = None
 
@@ -132,8 +131,8 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         given = named.pop("resume_from_checkpoint", None)
         again: BeginAgain | None = None
         while True:
-            start = find_start(self._trainer, self._directory, self._options, again)
-            with TrainerFit(self._trainer, self._directory, self._options, self._objects, start) as fit:
+            start = find_start(self._trainer, self._settings, again)
+            with TrainerFit(self._trainer, self._settings, start) as fit:
                 self._fit = fit
                 try:
                     return begin(*positional, resume_from_checkpoint=fit.prepare(given), **named)

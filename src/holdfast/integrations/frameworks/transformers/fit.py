@@ -18,11 +18,11 @@ from holdfast.catalog import StoredRun
 from holdfast.checkpoint import Checkpoint
 from holdfast.integrations.frameworks.accelerate.loop import follow, unwrap
 from holdfast.integrations.frameworks.evaluation import Evaluation
-from holdfast.integrations.frameworks.fit import Directory, Fit, ImportedStart, check_untaken, find_import
-from holdfast.integrations.frameworks.places import DataPlace
+from holdfast.integrations.frameworks.fit import Fit, ImportedStart, Settings, check_untaken, find_import
 from holdfast.integrations.frameworks.transformers.progress import Begin, TrainerProgress, TrainerWorker
 from holdfast.integrations.torch.draws import has_state
 from holdfast.integrations.torch.module_walks import find_moving, find_trained_beside
+from holdfast.integrations.torch.places import DataPlace
 from holdfast.manager import CheckpointManager
 from holdfast.state import RNG, PerWorker
 from holdfast.storage import open_storage
@@ -64,19 +64,19 @@ class Start(NamedTuple):
     is_stopped: bool
 
 
-def find_start(trainer: Any, directory: Directory, options: Mapping[str, Any], again: BeginAgain | None) -> Start:
+def find_start(trainer: Any, settings: Settings, again: BeginAgain | None) -> Start:
     """**Blocks.** Reads where the training begins; for a second attempt, what the first one has found out counts."""
-    imported = find_import(directory, options, "transformers")
+    imported, options = find_import(settings, "transformers"), settings.options
     progress: TrainerProgress | None = None
     names: Collection[str] = ()
     if imported is None and not options.get("begin_anew"):
         progress = TrainerProgress()
         given = {name: options[name] for name in _OF_A_READER if name in options}
-        with CheckpointManager(directory, Checkpoint(trainer=progress), **given) as manager:
+        with CheckpointManager(settings.directory, Checkpoint(trainer=progress), **given) as manager:
             if (found := manager.restore(None if again is None else again.step, only="trainer")) is None:
                 progress = None
             else:
-                step = StoredRun(open_storage(directory)).step(found.name)
+                step = StoredRun(open_storage(settings.directory)).step(found.name)
                 names = step.index(found.manifest, 0).objects.keys()
     if again is not None:
         return Start(imported, progress, names, again.is_finished, again.is_stopped)
@@ -87,25 +87,10 @@ def find_start(trainer: Any, directory: Directory, options: Mapping[str, Any], a
 class TrainerFit(Fit):
     """One call of `train()`: what is replaced in the Trainer meanwhile, and the run."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        directory: Directory,
-        options: Mapping[str, Any],
-        others: Mapping[str, Any],
-        start: Start,
-    ) -> None:
-        """Prepares; `prepare` replaces methods, and `begin` restores.
-
-        Args:
-            trainer: The Trainer.
-            directory: The run's directory.
-            options: The options of its run.
-            others: Further objects to save.
-            start: Where the training begins.
-        """
+    def __init__(self, trainer: Any, settings: Settings, start: Start) -> None:
+        """Prepares; `prepare` replaces methods, and `begin` restores."""
         super().__init__()
-        self._trainer, self._directory, self._options, self._others = trainer, directory, options, others
+        self._trainer, self._settings = trainer, settings
         self._start = start
         self._place: DataPlace | None = None
         self._is_place_kept = False
@@ -191,8 +176,7 @@ class TrainerFit(Fit):
         """Restores, once everything to restore exists; the Trainer is about to begin its first epoch."""
         trainer, progress, imported = self._trainer, self._live, self._start.imported
         state, place = trainer.state, self._place
-        objects, options = self._list_objects(progress)
-        run = self.enter(self._directory, options, objects, imported)
+        run = self.enter(*self._list_objects(progress), imported)
         self._counted = state.global_step
         if place is not None:
             if place.caveat:
@@ -246,9 +230,9 @@ class TrainerFit(Fit):
             }
             self.run.report(**figures)
 
-    def _list_objects(self, progress: TrainerProgress) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns all objects by name, and the options of the run that saves them."""
-        trainer = self._trainer
+    def _list_objects(self, progress: TrainerProgress) -> tuple[Settings, dict[str, Any]]:
+        """Returns all objects by name, and the settings of the run that saves them."""
+        trainer, settings = self._trainer, self._settings
         objects = {
             "model": trainer.model,
             "optimizer": unwrap(trainer.optimizer),
@@ -261,23 +245,23 @@ class TrainerFit(Fit):
             objects["scaler"] = trainer.accelerator.scaler
         callbacks = trainer.callback_handler.callbacks
         objects |= {f"callback_{number}": each for number, each in enumerate(filter(has_state, callbacks))}
-        check_untaken(self._others, objects)
-        objects |= self._others
+        check_untaken(settings.others, objects)
+        objects |= settings.others
         # Such as a loss with parameters, which a subclass of the Trainer has.
         beside: dict[str, Any] = find_trained_beside([objects["optimizer"]], objects.values())
         owners = [trainer, *(each for each in callbacks if not has_state(each))]
         beside |= find_moving(owners, [*objects.values(), *beside.values()])
         objects |= beside
         if not (lacking := [name for name in beside if self._start.names and name not in self._start.names]):
-            return objects, {**self._options}
+            return settings, objects
         # The names in the optimizer's state follow from the modules that are saved: those of then.
         for name in [name for name in lacking if not name.startswith("moved_")]:
             del objects[name]
         kept = [name for name in lacking if name in objects]
         text = "each begins as the program made it, and those that are trained are not saved in this run either"
         trainer_module.logger.warning(f"holdfast: the checkpoint lacks {', '.join(lacking)}: {text}")
-        keep_current = [*list_kept(self._options.get("keep_current", ())), *kept]
-        return objects, {**self._options, "keep_current": keep_current}
+        keep_current = [*list_kept(settings.options.get("keep_current", ())), *kept]
+        return settings._replace(options={**settings.options, "keep_current": keep_current}), objects
 
     def _get_loader(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         loader = original(*positional, **named)

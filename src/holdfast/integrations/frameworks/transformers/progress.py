@@ -16,7 +16,7 @@ from accelerate.utils import send_to_device
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from holdfast.integrations.frameworks.places import DataPlace
+from holdfast.integrations.torch.places import DataPlace
 
 _OF_A_WORKER: Final = ("log_history", "is_local_process_zero", "is_world_process_zero")
 _APPLIED: Final = (

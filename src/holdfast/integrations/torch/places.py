@@ -154,7 +154,7 @@ class DataPlace:
 
     @property
     def source(self) -> Any:
-        """What training takes its batches from: the owner, or the loader itself."""
+        """The object from which training takes its batches: the owner, or the loader itself."""
         return self._loader if self._owner is None else self._owner
 
     @property
