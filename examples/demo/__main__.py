@@ -14,7 +14,7 @@ from typing import Final
 import click
 
 from demo.reports import FORGETTABLE, Settings
-from holdfast.cli.exit_codes import ending_on
+from holdfast.process.exit import ending_on
 
 _EXIT_INTERRUPTED: Final = 130
 _STEPS: Final = (160, 24)

@@ -29,9 +29,9 @@ from holdfast.catalog import StoredRun
 from holdfast.catalog.stored_step import remove_own_files
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.target import choose_step
-from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import StorageError
 from holdfast.format.names import StepName, parse_step_directory
+from holdfast.restore.verify import CheckOutcome, judge_step
 from holdfast.storage import LocalStorage
 
 # verify

@@ -15,9 +15,8 @@ import pytest
 import holdfast as hf
 import old_versions
 from command_line import DATA, NEWEST, PROGRAM, call, call_json, complaint, flip_bit, lines_of, show_on_terminal
-from holdfast.cli.difference import is_numeric, to_numbers
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.dtypes import ITEM_BYTES, is_numeric, to_numbers
 from holdfast.storage import LocalStorage
 from simulated_job import save_job
 

@@ -1,14 +1,9 @@
-"""Stored values, trees of leaves and figures as the command `holdfast` writes them."""
+"""Trees of leaves and figures as the command `holdfast` writes them, and checkpoints that only a program could make."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import datetime
-import enum
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -20,114 +15,17 @@ from holdfast.cli.screen import age_text, iso_text, legible
 from holdfast.cli.verbs.show import grow_tree, list_tree
 from holdfast.events.kinds import size_text
 from holdfast.format.digests import digest, seal
-from holdfast.format.encoding import Encoder
 from holdfast.format.index import Index, LeafRecord, plan_layout
 from holdfast.format.names import data_name, index_name
-from holdfast.format.nodes import count_values, describe, find_nodes, list_values
 from holdfast.format.records import Manifest, WorkerRecord
 from places import DATA
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-class Pair(NamedTuple):
-    left: int
-    right: str
-
-
-@dataclasses.dataclass
-class Settings:
-    rate: float
-    names: list[str]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "None"),
-        (True, "True"),
-        (-3, "-3"),
-        (2.5, "2.5"),
-        (float("nan"), "nan"),
-        ("it's", '"it\'s"'),
-        (1 << 80, "0x100000000000000000000"),
-        (b"ab", "b'ab'"),
-        ((1,), "(1,)"),
-        ((1, (2.0, "x")), "(1, (2.0, 'x'))"),
-        ([], "[]"),
-        (list(range(10)), "[0, 1, 2, 3, 4, 5, 6, 7, ... 2 more]"),
-        ({"a": 1, "b": [2]}, "{'a': 1, 'b': [2]}"),
-        ({1: "x", None: 2}, "{1: 'x', None: 2}"),
-        (collections.OrderedDict(a=1), "OrderedDict({'a': 1})"),
-        (collections.Counter("aab"), "Counter({'a': 2, 'b': 1})"),
-        (collections.deque([1], 3), "deque([1])"),
-        ({3}, "{3}"),
-        (frozenset({3}), "frozenset({3})"),
-        (slice(1, None), "slice(1, None, None)"),
-        (1 + 2j, "(1+2j)"),
-        (range(3), "range(0, 3)"),
-        (datetime.date(2031, 4, 5), "datetime.date(2031, 4, 5)"),
-        (Colour.RED, f"{__name__}.Colour.RED"),
-        (Pair(1, "x"), f"{__name__}.Pair(left=1, right='x')"),
-        (Settings(0.5, ["a"]), f"{__name__}.Settings(rate=0.5, names=['a'])"),
-    ],
-)
-def test_a_value_reads_as_python_writes_it(value: Any, text: str) -> None:
-    assert describe(Encoder().encode(value, "v")) == text
-
-
-def test_long_values_are_cut() -> None:
-    assert len(describe("x" * 10_000)) < 300
-    assert len(describe(Encoder().encode(b"x" * 10_000, "v"))) < 300
-    assert len(describe(Encoder().encode(1 << 100_000, "v"))) < 300
-
-
-def test_values_are_found_by_path() -> None:
-    objects = {"o": Encoder().encode({"a/b": {1: [10, {"deep": (2, 3)}]}, "n": None}, "o")}
-    assert dict(find_nodes(objects, lambda path: path == "o/a~1b/1/0")) == {"o/a~1b/1/0": 10}
-    assert dict(find_nodes(objects, None)) == objects
-    assert list(list_values("o", objects["o"])) == [
-        ("o/a~1b/1/0", "10"),
-        ("o/a~1b/1/1/deep", "(2, 3)"),
-        ("o/n", "None"),
-    ]
-    assert count_values(objects["o"]) == 4
-
-
-_ATOMS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-_TAGS = st.sampled_from(
-    (
-        *("tuple", "dict", "OrderedDict", "object", "codec", "array", "numpy", "int", "bytes", "decimal", "fraction"),
-        *("enum", "flag", "namedtuple", "dataclass", "set", "slice", "deque", "range", "datetime", "unknown"),
-    )
-)
-_NODES = st.recursive(
-    _ATOMS,
-    lambda nodes: (
-        st.lists(nodes, max_size=10)
-        | st.dictionaries(st.text(), nodes, max_size=5)
-        | st.fixed_dictionaries({"$": _TAGS | nodes, "v": nodes}, optional={"k": nodes})
-    ),
-    max_leaves=40,
-)
-
-
-@given(_NODES)
-def test_whatever_is_stored_can_be_shown(node: Any) -> None:
-    assert isinstance(describe(node), str)
-    count_values(node)
-    for path, text in list_values("root", node):
-        assert path.startswith("root")
-        assert text
-    assert len(list(find_nodes({"root": node}, lambda path: path.endswith("1")))) >= 0
 
 
 def test_a_tree_of_leaves() -> None:
     names = ["m/b.10.w", "m/b.2.w", "m/b.2.w.x", "m/e.weight", "m"]
     lines = [
-        (line.depth, line.label, line.leaves) for line in list_tree(grow_tree("m", [(name, 8) for name in names]), 9)
+        (line.depth, line.label, line.branch.leaves)
+        for line in list_tree(grow_tree("m", [(name, 8) for name in names]), 9)
     ]
     assert lines == [
         (0, "m", 5),
@@ -142,13 +40,13 @@ def test_a_tree_of_leaves() -> None:
 def test_a_tree_with_many_branches_is_summed_up() -> None:
     tree = grow_tree("m", [(f"m/{place}", 10) for place in range(100)])
     *_, last = list_tree(tree, 1)
-    assert (last.label, last.leaves, last.size_bytes) == ("(85 more)", 85, 850)
+    assert (last.label, last.branch.leaves, last.branch.size_bytes) == ("(85 more)", 85, 850)
 
 
 @given(st.lists(st.tuples(st.text(), st.integers(0, 100)), max_size=20), st.integers(0, 5))
 def test_no_name_of_a_leaf_breaks_the_tree(leaves: list[tuple[str, int]], depth: int) -> None:
     root, *_ = list_tree(grow_tree("m", leaves), depth)
-    assert (root.leaves, root.size_bytes) == (len(leaves), sum(size_bytes for _, size_bytes in leaves))
+    assert (root.branch.leaves, root.branch.size_bytes) == (len(leaves), sum(size_bytes for _, size_bytes in leaves))
 
 
 @given(st.text())

@@ -18,7 +18,7 @@ import pytest
 
 import holdfast as hf
 import preloaded
-from epoch_jobs import TOTALS, FullStorage, Rows, count_threads, make_job, totals_of, wait_for_threads
+from epoch_jobs import TOTALS, FullForSteps, Rows, count_threads, epochs_of, make_job, totals_of, wait_for_threads
 from holdfast.catalog import StoredRun
 from holdfast.errors import (
     DamageError,
@@ -53,10 +53,6 @@ def train(place: Any, epoch: int | None = None, **options: Any) -> tuple[int, li
     runner = hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager(place, **options), epoch)
     with hf.LocalSession(NODES) as session:
         return runner.train(session), totals_of(session), runner.result
-
-
-def epochs_of(place: Any) -> tuple[int, ...]:
-    return hf.MultiNodeCheckpointManager(place).epochs()
 
 
 def _note(log: list[str], name: str, workspace: Workspace) -> None:
@@ -283,13 +279,13 @@ def test_an_epoch_whose_records_are_damaged_is_passed_over_aloud_as_well(tmp_pat
 
 
 def test_a_full_disk_for_one_epoch_and_for_all() -> None:
-    storage = FullStorage("full")
+    storage = FullForSteps("full")
     storage.full = frozenset({2})
     last, totals, result = train(storage)
     assert (last, totals) == (4, [145.0] * 3)
     assert (result.saves_committed, result.saves_failed, result.failed_epochs) == (4, 1, (2,))
     assert epochs_of(storage) == (0, 1, 3, 4)
-    storage = FullStorage("always full")
+    storage = FullForSteps("always full")
     storage.full = None
     job = make_job()
     runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(storage))
@@ -306,7 +302,7 @@ def test_a_full_disk_for_one_epoch_and_for_all() -> None:
 
 
 def test_a_last_save_that_fails_is_raised_when_all_else_is_done() -> None:
-    storage = FullStorage("full")
+    storage = FullForSteps("full")
     storage.full = frozenset({2})
     log: list[str] = []
     runner = hf.JobRunner(log_job(log, 2), hf.MultiNodeCheckpointManager(storage))
@@ -317,7 +313,7 @@ def test_a_last_save_that_fails_is_raised_when_all_else_is_done() -> None:
 
 
 def test_saves_in_the_background_come_to_the_same() -> None:
-    storage = FullStorage("full")
+    storage = FullForSteps("full")
     storage.full = frozenset({1, 3})
     last, totals, result = train(storage, background=True)
     assert (last, totals) == (4, [145.0] * 3)
@@ -341,7 +337,7 @@ def test_a_handler_without_access_and_one_that_fails() -> None:
         epoch = 0
 
     handler = Handler()
-    storage = FullStorage("place")
+    storage = FullForSteps("place")
     events: list[Event] = []
     log: list[str] = []
     job = log_job(log, 3)
@@ -823,7 +819,7 @@ def test_the_last_saved_epoch_is_uploaded_and_can_be_restored_there(tmp_path: Pa
 
 
 def test_the_last_epoch_really_saved_is_uploaded(tmp_path: Path) -> None:
-    storage = FullStorage("full")
+    storage = FullForSteps("full")
     storage.full = frozenset({3, 4})
     runner, last, error = upload(tmp_path, UploadTo(tmp_path / "there"), storage)
     assert isinstance(error, SaveFailedError)
@@ -856,7 +852,7 @@ def test_an_upload_that_fails_is_raised_and_the_exit_tasks_still_run(tmp_path: P
     runner, last, error = upload(tmp_path, hf.UploadTaskGroupBuilder())
     assert isinstance(error, NotImplementedError)
     assert last.output.fetch() == "the end"
-    storage = FullStorage("full")
+    storage = FullForSteps("full")
     storage.full = None
     runner, last, error = upload(tmp_path, UploadTo(tmp_path / "nowhere"), storage)
     assert isinstance(error, SaveFailedError)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from epoch_jobs import make_job, totals_of
+from epoch_jobs import epochs_of, make_job, totals_of
 from holdfast.errors import NodeLostError, TaskFailedError, UsageError
 from holdfast.events import Committed, Event, NodesTimed
 from holdfast.jobs import Task, UploadTo, Workspace
@@ -80,10 +80,6 @@ class Deadly:
 
 def add_total(job: hf.Job) -> Task:
     return job.exit_group.add(lambda workspace: float(workspace["total"][0]))
-
-
-def epochs_of(place: Path) -> tuple[int, ...]:
-    return hf.MultiNodeCheckpointManager(place).epochs()
 
 
 def test_the_canonical_job_from_scratch_and_from_each_epoch(session: hf.RaySession, tmp_path: Path) -> None:

@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import holdfast as hf
 import preloaded
-from epoch_jobs import FullStorage, count_threads, make_job, totals_of, wait_for_threads
+from epoch_jobs import FullForSteps, count_threads, epochs_of, make_job, totals_of, wait_for_threads
 from holdfast.cluster import Cluster
 from holdfast.errors import (
     AbsentError,
@@ -32,6 +31,8 @@ from holdfast.testing.processes import Workers, python
 from memory_engine import run_workers
 from places import PROGRAMS, TESTS
 
+pytestmark = pytest.mark.usefixtures("numpy_is_known")
+
 PROGRAM = PROGRAMS / "job_worker.py"
 NODES = ["worker_0", "worker_1", "worker_2"]
 ALL = dict.fromkeys(NODES, 145.0)
@@ -45,10 +46,6 @@ def start(workers: Workers, tmp_path: Path, *arguments: str | Path) -> None:
     for rank in range(3):
         environment = {"RANK": str(rank), "WORLD_SIZE": "3", "JOB_STORE": str(store)}
         workers.start(python(PROGRAM, *arguments), environment, preloaded.Popen)
-
-
-def epochs_of(place: Any) -> tuple[int, ...]:
-    return hf.MultiNodeCheckpointManager(place).epochs()
 
 
 def check_nothing_partial(directory: Path) -> None:
@@ -136,13 +133,6 @@ def test_random_kills_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path)
 # Threads, each of which is a worker.
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _numpy_is_known() -> None:
-    """The first object of a library has its integration imported, which is no matter for threads."""
-    with hf.CheckpointManager("memory://warm", hf.Checkpoint(array=np.zeros(1)), begin_anew=True) as manager:
-        manager.save(1)
-
-
 def run_three(work: Callable[[TorchrunSession], Any], **options: Any) -> list[Any]:
     """Does the same in three sessions of one job; gives what each has returned, or raised."""
 
@@ -213,7 +203,7 @@ def test_the_canonical_job_is_kept_and_goes_on_from_each_epoch(tmp_path: Path) -
 
 
 def test_a_disk_that_is_full_for_one_worker_loses_that_epoch_for_all() -> None:
-    storage = FullStorage("full for one")
+    storage = FullForSteps("full for one")
     storage.full, storage.file = frozenset({3}), "data-00001"
 
     def work(session: TorchrunSession) -> Any:
@@ -225,7 +215,7 @@ def test_a_disk_that_is_full_for_one_worker_loses_that_epoch_for_all() -> None:
 
 
 def test_a_disk_that_is_always_full_for_one_worker_ends_the_job_on_all() -> None:
-    storage = FullStorage("always full for one")
+    storage = FullForSteps("always full for one")
     storage.full, storage.file = None, "data-00001"
     runners: dict[str, hf.JobRunner] = {}
 

@@ -34,6 +34,7 @@ from holdfast.training.run import Run
 from patience import PATIENCE_SECONDS
 from places import PROGRAMS
 from preemption_jobs import TOTAL, Job
+from whole_runs import steps_of
 
 LOOPS = ["resumable", "run", "steps", "own"]
 
@@ -56,10 +57,6 @@ def jobs() -> Iterator[list[Job]]:
         if job.process.poll() is None:
             job.process.kill()
         job.process.communicate(timeout=PATIENCE_SECONDS)
-
-
-def steps_of(directory: Path) -> list[int]:
-    return [name.step for name in StoredRun(LocalStorage(directory)).look().living]
 
 
 def events_of(directory: Path) -> list[AnyEvent]:

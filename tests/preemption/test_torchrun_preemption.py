@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import preloaded
-from holdfast.catalog import StoredRun
-from holdfast.storage import LocalStorage
 from holdfast.testing.processes import Workers, python
 from places import PROGRAMS
+from whole_runs import steps_of
 
 pytest.importorskip("torch")
 
@@ -42,10 +41,6 @@ def start_pair(workers: Workers, directory: Path, what: str, world_size: int = 2
 
 def found(records: list[dict[str, Any]], key: str) -> dict[int, Any]:
     return {record["rank"]: record[key] for record in records if key in record}
-
-
-def steps_of(directory: Path) -> list[int]:
-    return [name.step for name in StoredRun(LocalStorage(directory)).look().living]
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ import pytest
 import holdfast as hf
 import preloaded
 from command_line import run_file
+from faulty import FullStorage
 from holdfast.catalog import StoredRun
-from holdfast.errors import FencedError, SaveFailedError, StorageError, StorageFullError, UsageError
+from holdfast.errors import FencedError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Committed, Event, Failed, Staged
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.checks import as_storage_errors, lost_bytes_as_damage
@@ -27,17 +28,6 @@ from holdfast.storage.memory import MemoryWriter
 from interrupts import save_struck
 from patience import PATIENCE_SECONDS, killed_after, read_line
 from places import PROGRAMS
-
-
-class FullStorage(MemoryStorage):
-    """A storage that has no room while `full` is set."""
-
-    full = True
-
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
-        if self.full:
-            raise StorageFullError("no room", path=path)
-        return super().open_writer(path, size_bytes)
 
 
 class WatchedStorage(MemoryStorage):
@@ -218,7 +208,7 @@ def test_a_failed_save_that_nobody_can_be_told_of_counts(tmp_path: Path) -> None
 
 
 def test_a_save_tried_again_after_a_failure_saves() -> None:
-    storage = FullStorage("full")
+    storage = FullStorage()
     with hf.resumable(storage, a=np.zeros(3), save_every=hf.Steps(1000)) as run:
         for step in run.steps(10):
             if step == 9:
@@ -226,20 +216,20 @@ def test_a_save_tried_again_after_a_failure_saves() -> None:
                 assert handle is not None
                 with pytest.raises(SaveFailedError):
                     handle.wait_committed(60)
-                storage.full = False
+                storage.is_full = False
                 assert run.save() is not None
     assert [name.step for name in StoredRun(storage).look().living] == [10]
 
 
 def test_a_save_that_reports_an_earlier_failure_counts() -> None:
-    storage = FullStorage("full")
+    storage = FullStorage()
     with hf.resumable(storage, a=np.zeros(3), save_every=hf.Steps(1000)) as run:
         for step in run.steps(10):
             if step == 5:
                 handle = run.save()
                 assert handle is not None
                 handle.wait_ended(60)
-                storage.full = False
+                storage.is_full = False
             if step == 9:
                 with pytest.raises(SaveFailedError) as caught:
                     run.save()
@@ -373,7 +363,7 @@ def test_a_sink_that_leaves_hangs_nobody() -> None:
     def sink(event: Event) -> None:
         raise SystemExit(3)
 
-    manager = hf.CheckpointManager(FullStorage("full"), hf.Checkpoint(a=np.zeros(3)), sinks=[sink])
+    manager = hf.CheckpointManager(FullStorage(), hf.Checkpoint(a=np.zeros(3)), sinks=[sink])
     with pytest.raises(SaveFailedError, match="no room"):
         manager.save(1).wait_committed(60)
     manager.close(60)
@@ -392,10 +382,10 @@ def test_a_number_that_no_generation_may_have_is_an_error(tmp_path: Path) -> Non
 
 
 def test_steps_rise_over_failed_saves_too() -> None:
-    storage = FullStorage("full")
+    storage = FullStorage()
     manager = hf.CheckpointManager(storage, hf.Checkpoint(a=np.zeros(3)), failures_allowed=9)
     manager.save(4).wait_ended(60)
-    storage.full = False
+    storage.is_full = False
     with pytest.raises(UsageError, match="older than step 4"):
         manager.save(3)
     manager.save(4)

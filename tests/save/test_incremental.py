@@ -12,13 +12,14 @@ import pytest
 from safetensors.numpy import load_file
 
 import holdfast as hf
+from command_line import flip_bit
+from faulty import FullStorage
 from holdfast.catalog import StoredRun
 from holdfast.errors import (
     DamageError,
     FormatError,
     NoWholeCheckpointError,
     SaveFailedError,
-    StorageFullError,
     UsageError,
 )
 from holdfast.events import Committed, Event, PassedOver, Retained
@@ -28,7 +29,6 @@ from holdfast.format.records import Manifest
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.save.incremental import MAX_KEPT_STEPS
 from holdfast.storage import LocalStorage, MemoryStorage, Storage
-from holdfast.storage.memory import MemoryWriter
 
 MIB = 1 << 20
 
@@ -97,14 +97,6 @@ def damages_of(storage: Storage) -> dict[int, list[DamageError]]:
         name.step: verify_data(storage, open_step(storage, name.directory, name))
         for name in StoredRun(storage).look().committed
     }
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 # What is written.
@@ -409,7 +401,7 @@ def test_damage_in_a_source_is_found_from_every_step_that_refers_to_it(tmp_path:
             train(objects, step)
             manager.save(step)
     data = "step-000000002.g0001/data-00000-of-00001.safetensors"
-    flip(tmp_path / data, table_offset(tmp_path, 2) + MIB + 7)
+    flip_bit(tmp_path / data, table_offset(tmp_path, 2) + MIB + 7)
     events: list[Event] = []
     with manager_of(tmp_path, make_objects(), sinks=[events.append]) as manager:
         restored = manager.restore()
@@ -543,28 +535,17 @@ def rewrite(run: Path, manifest: Manifest, index: bytes) -> None:
     (directory / "manifest.json").write_bytes(seal(msgspec.structs.replace(manifest, workers=(worker,))))
 
 
-class FullStorage(MemoryStorage):
-    """A storage that has no room while `full` is set."""
-
-    full = False
-
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
-        if self.full:
-            raise StorageFullError("no room", path=path, hint="make room")
-        return super().open_writer(path, size_bytes)
-
-
 def test_after_a_failed_save_the_next_refers_to_what_was_committed() -> None:
     objects = make_objects()
-    storage = FullStorage()
+    storage = FullStorage(is_full=False)
     with manager_of(storage, objects) as manager:
         manager.save(1)
         manager.wait()
-        storage.full = True
+        storage.is_full = True
         train(objects, 2)
         with pytest.raises(SaveFailedError, match="no room"):
             manager.save(2).wait_committed(60)
-        storage.full = False
+        storage.is_full = False
         train(objects, 3)
         manager.save(3)
     assert references_of(storage, 3) == {1: 2}

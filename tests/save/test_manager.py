@@ -19,6 +19,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import holdfast as hf
+from command_line import flip_bit
+from faulty import FullStorage
 from holdfast.catalog import StoredRun
 from holdfast.errors import (
     ClosedError,
@@ -68,14 +70,6 @@ def set_value(objects: dict[str, Any], value: float) -> None:
     objects["counter"]["seen"] = int(value)
 
 
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 def data_file(run: Path, step: int, generation: int = 1) -> Path:
     return run / StepName(step, generation).directory / "data-00000-of-00001.safetensors"
 
@@ -89,17 +83,6 @@ class HeldStorage(MemoryStorage):
 
     def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
         assert self.go_on.wait(60)
-        return super().open_writer(path, size_bytes)
-
-
-class FullStorage(MemoryStorage):
-    """A storage that has no room while `full` is set."""
-
-    full = True
-
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
-        if self.full:
-            raise StorageFullError("no room", path=path, hint="make room")
         return super().open_writer(path, size_bytes)
 
 
@@ -349,13 +332,13 @@ def test_waits_have_deadlines() -> None:
 
 def test_failure_is_an_event_at_once_and_raised_once_by_the_next_save() -> None:
     events: list[Event] = []
-    storage = FullStorage("full")
+    storage = FullStorage()
     manager = manager_of(storage, sinks=[events.append])
     first = manager.save(1)
     first.wait_ended(60)
     assert [event.step for event in events if isinstance(event, Failed)] == [1]
     assert StoredRun(storage).look().unfinished == (), "a failed save leaves no debris"
-    storage.full = False
+    storage.is_full = False
     with pytest.raises(SaveFailedError, match="step 1 was not saved: no room") as caught:
         manager.save(2)
     assert isinstance(caught.value.__cause__, StorageFullError)
@@ -368,7 +351,7 @@ def test_failure_is_an_event_at_once_and_raised_once_by_the_next_save() -> None:
 
 @pytest.mark.parametrize("way", ["wait", "close", "handle", "with"])
 def test_a_failure_is_raised_by_whatever_comes_next(way: str) -> None:
-    manager = manager_of(FullStorage("full"))
+    manager = manager_of(FullStorage())
     handle = manager.save(1)
     ways: dict[str, Callable[[], object]] = {
         "wait": manager.wait,
@@ -382,20 +365,20 @@ def test_a_failure_is_raised_by_whatever_comes_next(way: str) -> None:
 
 
 def test_failures_may_be_tolerated_but_never_the_last() -> None:
-    storage = FullStorage("full")
+    storage = FullStorage()
     manager = manager_of(storage, failures_allowed=2)
     manager.save(1)
     manager.save(2)
     manager.wait(60)
-    storage.full = False
+    storage.is_full = False
     manager.save(3)
     manager.wait(60)
-    storage.full = True
+    storage.is_full = True
     manager.save(4)
     with pytest.raises(SaveFailedError, match="step 4"):
         manager.close(60)
 
-    manager = manager_of(FullStorage("full"), failures_allowed=1)
+    manager = manager_of(FullStorage(), failures_allowed=1)
     manager.save(1)
     manager.save(2).wait_ended(60)
     with pytest.raises(SaveFailedError, match="step 2"):
@@ -405,7 +388,7 @@ def test_failures_may_be_tolerated_but_never_the_last() -> None:
 
 def test_an_error_in_the_block_is_not_hidden_by_a_failed_save() -> None:
     def train() -> None:
-        with manager_of(FullStorage("full")) as manager:
+        with manager_of(FullStorage()) as manager:
             manager.save(1)
             raise ZeroDivisionError
 
@@ -473,7 +456,7 @@ def test_a_job_that_slept_before_its_first_save_does_not_take_over(tmp_path: Pat
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3)
-    flip(data_file(tmp_path, 3), 4096 + 100)
+    flip_bit(data_file(tmp_path, 3), 4096 + 100)
     data_file(tmp_path, 2).unlink()
     objects = make_objects()
     events: list[Event] = []

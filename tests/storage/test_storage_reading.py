@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from command_line import flip_bit
-from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.convert.exporter import export_checkpoint
 from holdfast.errors import DamageError
 from holdfast.format.digests import digest
+from holdfast.restore.verify import CheckOutcome, judge_step
 from holdfast.storage import LocalStorage
 from holdfast.storage.buffers import Scratch, address_of, parts_beyond, take_pages
 from holdfast.storage.local.direct import PAGE_BYTES, Residency

@@ -251,9 +251,9 @@ def make_run(directory: Path) -> Path:
 
 
 def flip_bit(path: Path, offset_bytes: int) -> None:
-    """Changes one bit of a file."""
+    """Changes one bit of a file; a negative offset counts from its end."""
     with path.open("r+b") as file:
-        file.seek(offset_bytes)
+        file.seek(offset_bytes, os.SEEK_SET if offset_bytes >= 0 else os.SEEK_END)
         byte = file.read(1)[0]
-        file.seek(offset_bytes)
+        file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 4]))

@@ -78,7 +78,7 @@ def wait_for_threads(most: int) -> None:
         os.sched_yield()
 
 
-class FullStorage(MemoryStorage):
+class FullForSteps(MemoryStorage):
     """A storage that has no room for files with `file` in their names of the steps in `full`; None for any step."""
 
     full: frozenset[int] | None = frozenset()
@@ -88,3 +88,8 @@ class FullStorage(MemoryStorage):
         if self.file in path and (self.full is None or int(path[5:14]) in self.full):
             raise StorageFullError("no room", path=path)
         return super().open_writer(path, size_bytes)
+
+
+def epochs_of(location: Any) -> tuple[int, ...]:
+    """The epochs that a job has saved."""
+    return hf.MultiNodeCheckpointManager(location).epochs()

@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError, StorageError, StorageFullError
 from holdfast.storage.checks import flat, temporary_name
+from holdfast.storage.memory import MemoryStorage, MemoryWriter
 from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage, Traits
 
 _T = TypeVar("_T")
@@ -65,6 +66,20 @@ class Fault:
             f"call {self.call_number} was told to fail, with {self.done} of it done: {call.name} {call.path}",
             path=call.path,
         )
+
+
+class FullStorage(MemoryStorage):
+    """A storage that has no room for a data file as long as it is full."""
+
+    def __init__(self, *, is_full: bool = True) -> None:
+        super().__init__("full")
+        self.is_full = is_full
+
+    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        """See `Storage`."""
+        if self.is_full:
+            raise StorageFullError("no room", path=path, hint="make room")
+        return super().open_writer(path, size_bytes)
 
 
 class FaultyStorage:

@@ -1,4 +1,4 @@
-"""Whether all that a run has committed is whole."""
+"""The steps that a run has committed, and that all of them are whole."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import Path
 from holdfast.catalog import StoredRun
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import Storage, open_storage
+
+
+def steps_of(location: Path | Storage) -> list[int]:
+    """The steps of a run's current lineage."""
+    return [name.step for name in StoredRun(open_storage(location)).look().living]
 
 
 def check_whole(location: Path | Storage) -> list[int]:

@@ -25,6 +25,7 @@ import torch
 import holdfast as hf
 import preloaded
 from command_line import run_file, run_python
+from faulty import FullStorage
 from holdfast.catalog import StoredRun
 from holdfast.errors import (
     MismatchError,
@@ -35,20 +36,11 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import Event, Failed, Retained, Warned
-from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.storage.memory import MemoryWriter
+from holdfast.storage import LocalStorage
 from mounts import fill, mounted
 from patience import PATIENCE_SECONDS, killed_after, read_line
 from places import PROGRAMS
-
-
-class FullStorage(MemoryStorage):
-    full = True
-
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
-        if self.full:
-            raise StorageFullError("no room", path=path)
-        return super().open_writer(path, size_bytes)
+from whole_runs import steps_of
 
 
 def train(place: Any, total: int, *, fail_at: int | None = None, break_at: int | None = None, **options: Any) -> Any:
@@ -66,11 +58,6 @@ def train(place: Any, total: int, *, fail_at: int | None = None, break_at: int |
             if step == break_at:
                 break
     return done
-
-
-def steps_of(place: Any) -> list[int]:
-    storage = LocalStorage(place) if isinstance(place, Path) else place
-    return [name.step for name in StoredRun(storage).look().living]
 
 
 def test_a_run_saves_by_policy_and_at_the_end(tmp_path: Path) -> None:
@@ -176,14 +163,14 @@ def test_a_save_by_hand_within_a_step_counts_it_as_complete(tmp_path: Path) -> N
 
 def test_failed_saves_end_the_loop_unless_tolerated() -> None:
     with pytest.raises(SaveFailedError, match="no room"):
-        train(FullStorage("full"), 20)
+        train(FullStorage(), 20)
     events: list[Event] = []
-    storage = FullStorage("full")
+    storage = FullStorage()
 
     def make_room(event: Event) -> None:
         events.append(event)
         if sum(isinstance(event, Failed) for event in events) == 2:
-            storage.full = False
+            storage.is_full = False
 
     assert train(storage, 20, failures_allowed=3, sinks=[make_room]) == list(range(20))
     assert steps_of(storage)[-1] == 20
@@ -191,7 +178,7 @@ def test_failed_saves_end_the_loop_unless_tolerated() -> None:
 
 def test_a_run_that_could_not_keep_its_end_raises() -> None:
     with pytest.raises(SaveFailedError):
-        train(FullStorage("full"), 2, save_every=hf.Steps(100), failures_allowed=9)
+        train(FullStorage(), 2, save_every=hf.Steps(100), failures_allowed=9)
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
@@ -1272,7 +1259,7 @@ def test_an_evaluation_that_is_left_in_its_block_is_done_again(order: str, tmp_p
     """And whatever else follows the last step of the epoch, once; unless that changes arrays before the block."""
 
     def train(directory: Path, stop_in: int) -> tuple[int, str]:
-        done = run_file("evaluated_epochs", directory, order, "3", str(stop_in))
+        done = run_file("evaluated_epochs", directory, order, "3", str(stop_in), preload=preloaded.TRAINING)
         return done.returncode, done.stdout or done.stderr
 
     code, whole = train(tmp_path / "whole", -1)
@@ -1287,5 +1274,5 @@ def test_an_evaluation_that_is_left_in_its_block_is_done_again(order: str, tmp_p
 
 def test_a_second_failure_of_a_save_is_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SaveFailedError, match="no room") as failed:
-        train(FullStorage("full"), 20)
+        train(FullStorage(), 20)
     assert failed.value.__notes__ == [f"holdfast: step {failed.value.step + 3} was not saved either"]

@@ -18,31 +18,20 @@ import pytest
 import holdfast as hf
 import preloaded
 from command_line import run_file
+from faulty import FullStorage
 from holdfast.catalog import StoredRun
 from holdfast.errors import (
     FencedError,
     MismatchError,
     NoWholeCheckpointError,
     SaveFailedError,
-    StorageFullError,
     UsageError,
 )
 from holdfast.events import Event, Failed, Warned
-from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.storage.memory import MemoryWriter
+from holdfast.storage import LocalStorage
 from patience import read_line
 from places import PROGRAMS
-
-
-class FullStorage(MemoryStorage):
-    """A storage that has no room while `full` is set."""
-
-    full = True
-
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
-        if self.full:
-            raise StorageFullError("no room", path=path)
-        return super().open_writer(path, size_bytes)
+from whole_runs import steps_of
 
 
 def state_in(place: Any, weights: np.ndarray[Any, Any] | None = None, **options: Any) -> hf.WorkerTrainingState:
@@ -65,10 +54,6 @@ def train(place: Any, epochs: int, *, fail_in: int | None = None, **options: Any
             state.back_up(epoch)
         state.delete_backup()
     return trained, weights.tolist()
-
-
-def steps_of(place: Path) -> list[int]:
-    return [name.step for name in StoredRun(LocalStorage(place)).look().living]
 
 
 def test_a_training_that_failed_goes_on_with_the_epoch_that_failed(tmp_path: Path) -> None:
@@ -209,13 +194,13 @@ def test_a_backup_that_was_set_aside_is_no_one_elses(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_no_training_and_the_older_backup_stays() -> None:
-    storage = FullStorage("full")
-    storage.full = False
+    storage = FullStorage()
+    storage.is_full = False
     events: list[Event] = []
     weights = np.zeros(10)
     state = state_in(storage, weights, sinks=[events.append])
     state.back_up(0).wait_committed()
-    storage.full = True
+    storage.is_full = True
     for epoch in range(1, 5):
         weights += 1
         state.back_up(epoch).wait_ended()
@@ -231,11 +216,11 @@ def test_a_full_disk_ends_no_training_and_the_older_backup_stays() -> None:
 
 
 def test_failures_are_counted_if_that_is_asked_for() -> None:
-    storage = FullStorage("full")
+    storage = FullStorage()
     state = state_in(storage, failures_allowed=1)
     state.back_up(0).wait_ended()
     state.back_up(1).wait_ended()
-    storage.full = False
+    storage.is_full = False
     with pytest.raises(SaveFailedError) as raised:
         state.back_up(2)
     raised.value.next_save.wait_committed()
@@ -245,7 +230,7 @@ def test_failures_are_counted_if_that_is_asked_for() -> None:
 
 
 def test_backups_that_all_failed_can_be_deleted() -> None:
-    state = state_in(FullStorage("full"))
+    state = state_in(FullStorage())
     state.back_up(0).wait_ended()
     assert state.delete_backup()
     state.close()

@@ -13,7 +13,7 @@ import pytest
 
 import holdfast as hf
 import preloaded
-from epoch_jobs import FullStorage, count_threads, wait_for_threads
+from epoch_jobs import FullForSteps, count_threads, wait_for_threads
 from holdfast.catalog import StoredRun
 from holdfast.cluster import Cluster
 from holdfast.errors import AbsentError, ClosedError, FencedError, HoldfastError, PeerError, UsageError
@@ -23,16 +23,11 @@ from holdfast.testing.processes import Workers, python
 from memory_engine import run_workers
 from places import PROGRAMS
 
+pytestmark = pytest.mark.usefixtures("numpy_is_known")
+
 PROGRAM = PROGRAMS / "backup_worker.py"
 PATIENCE_SECONDS = 60.0
 LIVENESS_SECONDS = 2.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _numpy_is_known() -> None:
-    """The first object of a library has its integration imported, which is no matter for threads."""
-    with hf.CheckpointManager("memory://warm", hf.Checkpoint(array=np.zeros(1)), begin_anew=True) as manager:
-        manager.save(1)
 
 
 class Training:
@@ -172,7 +167,7 @@ def test_what_the_leader_meets_with_is_told_to_the_others(tmp_path: Path) -> Non
 
 
 def test_full_disk_of_one_worker_loses_that_backup_for_all() -> None:
-    storage = FullStorage("full for one worker")
+    storage = FullForSteps("full for one worker")
     storage.full, storage.file = frozenset({3, 4}), "data-00002"
 
     def work(training: Training) -> int | None:

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.cli.target import Contents
 from holdfast.convert.leaf_stream import Extent, LeafReader, StoredLeaf
-from holdfast.format.dtypes import ITEM_BYTES
+from holdfast.format.dtypes import ITEM_BYTES, is_numeric, to_numbers
 from holdfast.format.encoding import MAX_DEPTH
 from holdfast.format.nodes import SHOWN_ELEMENTS, describe, find_array, is_sequence, list_children
 from holdfast.format.scalars import Node
 
+if TYPE_CHECKING:
+    from holdfast.format.dtypes import Bytes, Numbers
+
 ChangeKind: TypeAlias = Literal["changed", "added", "removed", "dtype", "shape"]
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-Numbers: TypeAlias = npt.NDArray[np.float64] | npt.NDArray[np.complex128]
 
 WINDOW_BYTES: Final = 8 << 20
 _CHUNK_ELEMENTS: Final = WINDOW_BYTES // max(ITEM_BYTES.values())
@@ -37,7 +37,13 @@ class Norms:
     largest: float = 0.0
     nonfinite: int = 0
 
-    def add(self, numbers: Numbers) -> None:
+    def add(self, data: Bytes, dtype: str) -> Numbers:
+        """Adds the numbers of an array, and returns them."""
+        numbers = to_numbers(data, dtype)
+        self.add_numbers(numbers)
+        return numbers
+
+    def add_numbers(self, numbers: Numbers) -> None:
         """Adds numbers. Infinities and NaN are counted, and left out of the norm."""
         magnitudes = np.abs(numbers)
         finite = np.isfinite(magnitudes)
@@ -86,37 +92,17 @@ class LeafChange:
         difference = self.norm_difference.norm if self.norm_difference else None
         return difference / before if before and difference is not None else None
 
-    def fields(self) -> dict[str, Any]:
-        """**Pure.** The change in a JSON document."""
-        return {
-            "name": self.name,
-            "change": self.kind,
-            "a": None if self.a is None else {"dtype": self.a.dtype, "shape": list(self.a.shape)},
-            "b": None if self.b is None else {"dtype": self.b.dtype, "shape": list(self.b.shape)},
-            "changed_elements": self.changed_elements,
-            "norm_a": self.norm_a.norm if self.norm_a else None,
-            "norm_b": self.norm_b.norm if self.norm_b else None,
-            "norm_difference": self.norm_difference.norm if self.norm_difference else None,
-            "relative_difference": self.relative,
-            "largest_difference": self.norm_difference.largest if self.norm_difference else None,
-            "nonfinite_a": self.norm_a.nonfinite if self.norm_a else None,
-            "nonfinite_b": self.norm_b.nonfinite if self.norm_b else None,
-        }
-
 
 def find_changed(a: Contents, b: Contents, select: Callable[[str], bool] | None) -> tuple[list[LeafChange], int]:
     """**Pure.** Compares arrays by their records alone. Returns those that differ, and the number of equal ones."""
     before, after = _signatures(a), _signatures(b)
+    leaves_a, leaves_b = a.leaves(), b.leaves()
     changes: list[LeafChange] = []
-    same = 0
-    for name in sorted(before.keys() | after.keys()):
-        if select is not None and not select(name):
+    names = [name for name in sorted(before.keys() | after.keys()) if select is None or select(name)]
+    for name in names:
+        if before.get(name) == after.get(name):
             continue
-        old, new = before.get(name), after.get(name)
-        if old == new:
-            same += 1
-            continue
-        leaf_a, leaf_b = old and old[0], new and new[0]
+        leaf_a, leaf_b = leaves_a.get(name), leaves_b.get(name)
         kind: ChangeKind = "changed"
         if leaf_a is None or leaf_b is None:
             kind = "added" if leaf_a is None else "removed"
@@ -125,22 +111,17 @@ def find_changed(a: Contents, b: Contents, select: Callable[[str], bool] | None)
         elif leaf_a.dtype != leaf_b.dtype:
             kind = "dtype"
         changes.append(LeafChange(name, kind, leaf_a, leaf_b))
-    return changes, same
+    return changes, len(names) - len(changes)
 
 
-_Signature: TypeAlias = tuple[StoredLeaf, frozenset[tuple[object, ...]]]
-
-
-def _signatures(contents: Contents) -> dict[str, _Signature]:
-    """Returns the type and shape of each leaf, and the digests of its boxes with the offsets of each box."""
-    spans: dict[str, set[tuple[object, ...]]] = {}
-    forms: dict[str, StoredLeaf] = {}
+def _signatures(contents: Contents) -> dict[str, set[tuple[object, ...]]]:
+    """Returns for each leaf its type and shape, and of each of its boxes the offsets and the digests."""
+    signatures: dict[str, set[tuple[object, ...]]] = {}
     for index in contents.opened.indexes:
         for stored in index.stored_boxes():
-            forms[stored.leaf] = StoredLeaf(stored.dtype, stored.global_shape)
-            box = (stored.box.offsets, stored.box.shape, index.span_bytes, stored.record.spans)
-            spans.setdefault(stored.leaf, set()).add(box)
-    return {name: (form, frozenset(spans[name])) for name, form in forms.items()}
+            form = (stored.dtype, stored.global_shape, stored.box.offsets, stored.box.shape)
+            signatures.setdefault(stored.leaf, set()).add((*form, index.span_bytes, stored.record.spans))
+    return signatures
 
 
 def measure(changes: Sequence[LeafChange], a: LeafReader, b: LeafReader) -> Iterator[LeafChange | None]:
@@ -152,18 +133,14 @@ def measure(changes: Sequence[LeafChange], a: LeafReader, b: LeafReader) -> Iter
         DamageError: If bytes are not what was written.
         StorageError: If a place fails.
     """
-    pieces_a = a.stream(_cut([one.name for one in changes if one.a is not None], a))
-    pieces_b = b.stream(_cut([one.name for one in changes if one.b is not None], b))
+    pieces_a = a.stream(extent for one in changes for extent in _cut(one.name, one.a))
+    pieces_b = b.stream(extent for one in changes for extent in _cut(one.name, one.b))
     for change in changes:
         yield _measure_one(change, pieces_a, pieces_b)
 
 
-def _cut(names: Sequence[str], reader: LeafReader) -> Iterator[Extent]:
-    for name in names:
-        yield from _chunks(name, reader.leaves[name].elements)
-
-
-def _chunks(name: str, elements: int) -> Iterator[Extent]:
+def _cut(name: str, leaf: StoredLeaf | None) -> Iterator[Extent]:
+    elements = leaf.elements if leaf is not None else 0
     for begin in range(0, elements, _CHUNK_ELEMENTS):
         yield Extent(name, begin, min(begin + _CHUNK_ELEMENTS, elements))
 
@@ -173,32 +150,23 @@ def _measure_one(
 ) -> LeafChange | None:
     norm_a = Norms() if change.a is not None and is_numeric(change.a.dtype) else None
     norm_b = Norms() if change.b is not None and is_numeric(change.b.dtype) else None
-    if change.a is None or change.b is None or change.kind == "shape":
-        for leaf, pieces, norms in ((change.a, pieces_a, norm_a), (change.b, pieces_b, norm_b)):
-            for _ in _chunks(change.name, leaf.elements) if leaf is not None else ():
-                data = np.frombuffer(next(pieces), np.uint8)
-                if norms is not None and leaf is not None:
-                    norms.add(to_numbers(data, leaf.dtype))
-        return LeafChange(change.name, change.kind, change.a, change.b, None, norm_a, norm_b)
+    have_same_shape = change.kind in ("changed", "dtype")
+    difference = Norms() if have_same_shape and norm_a is not None and norm_b is not None else None
     changed = 0
-    difference = Norms() if norm_a is not None and norm_b is not None else None
-    for _ in _chunks(change.name, change.a.elements):
-        data_a, data_b = np.frombuffer(next(pieces_a), np.uint8), np.frombuffer(next(pieces_b), np.uint8)
-        if change.kind == "changed":
+    for extent_a, extent_b in zip_longest(_cut(change.name, change.a), _cut(change.name, change.b)):
+        data_a = np.frombuffer(next(pieces_a) if extent_a else b"", np.uint8)
+        data_b = np.frombuffer(next(pieces_b) if extent_b else b"", np.uint8)
+        if change.kind == "changed" and change.a is not None:
             changed += _count_changed(data_a, data_b, ITEM_BYTES[change.a.dtype])
-        numbers_a = to_numbers(data_a, change.a.dtype) if norm_a is not None else None
-        numbers_b = to_numbers(data_b, change.b.dtype) if norm_b is not None else None
-        if norm_a is not None and numbers_a is not None:
-            norm_a.add(numbers_a)
-        if norm_b is not None and numbers_b is not None:
-            norm_b.add(numbers_b)
+        numbers_a = norm_a.add(data_a, change.a.dtype) if norm_a is not None and change.a is not None else None
+        numbers_b = norm_b.add(data_b, change.b.dtype) if norm_b is not None and change.b is not None else None
         if difference is not None and numbers_a is not None and numbers_b is not None:
             with np.errstate(invalid="ignore", over="ignore"):
-                difference.add(numbers_b - numbers_a)
+                difference.add_numbers(numbers_b - numbers_a)
     if change.kind == "changed" and changed == 0:
         return None
     count = changed if change.kind == "changed" else None
-    return LeafChange(change.name, change.kind, change.a, change.b, count, norm_a, norm_b, difference)
+    return replace(change, changed_elements=count, norm_a=norm_a, norm_b=norm_b, norm_difference=difference)
 
 
 def _count_changed(a: Bytes, b: Bytes, item_bytes: int) -> int:
@@ -206,68 +174,6 @@ def _count_changed(a: Bytes, b: Bytes, item_bytes: int) -> int:
         whole = np.dtype(f"u{item_bytes}")
         return int(np.count_nonzero(a.view(whole) != b.view(whole)))
     return int(np.count_nonzero((a != b).reshape(-1, item_bytes).any(axis=1)))
-
-
-_PLAIN: Final = {
-    "BOOL": "u1",
-    "U8": "u1",
-    "I8": "i1",
-    "I16": "i2",
-    "U16": "u2",
-    "F16": "f2",
-    "I32": "i4",
-    "U32": "u4",
-    "F32": "f4",
-    "F64": "f8",
-    "I64": "i8",
-    "U64": "u8",
-}
-_COMPLEX: Final = {"C64": "c8", "complex128": "c16"}
-_EIGHT_BITS: Final = {
-    # Bits of the exponent, bits of the fraction, the exponent's bias, and the codes of NaN and of infinity.
-    "F8_E5M2": (5, 2, 15, range(0x7D, 0x80), 0x7C),
-    "F8_E4M3": (4, 3, 7, range(0x7F, 0x80), None),
-    "F8_E5M2FNUZ": (5, 2, 16, range(0), None),
-    "F8_E4M3FNUZ": (4, 3, 8, range(0), None),
-    "F8_E8M0": (8, 0, 127, range(0), None),
-}
-
-
-def is_numeric(dtype: str) -> bool:
-    """**Pure.** True if `to_numbers` can convert elements of this type."""
-    return dtype in _PLAIN or dtype in _COMPLEX or dtype in _EIGHT_BITS or dtype == "BF16"
-
-
-def to_numbers(data: Bytes, dtype: str) -> Numbers:
-    """**Pure.** Converts bytes to float64 or complex128; `is_numeric(dtype)` must be true."""
-    with np.errstate(invalid="ignore"):  # A NaN that signals is a NaN.
-        if dtype in _COMPLEX:
-            return data.view(np.dtype(_COMPLEX[dtype])).astype(np.complex128)
-        if dtype == "BF16":
-            wide = data.view(np.uint16).astype(np.uint32) << np.uint32(16)
-            return wide.view(np.float32).astype(np.float64)
-        if dtype in _EIGHT_BITS:
-            return _eight_bit_table(dtype)[data]
-        return data.view(np.dtype(_PLAIN[dtype])).astype(np.float64)
-
-
-@cache
-def _eight_bit_table(dtype: str) -> npt.NDArray[np.float64]:
-    exponent_bits, fraction_bits, bias, nans, infinity = _EIGHT_BITS[dtype]
-    table = np.zeros(256)
-    for code in range(256):
-        sign = -1.0 if code >> (exponent_bits + fraction_bits) else 1.0
-        magnitude = code & ((1 << (exponent_bits + fraction_bits)) - 1)
-        exponent, fraction = magnitude >> fraction_bits, magnitude & ((1 << fraction_bits) - 1)
-        # Without bits of a fraction there is no number below the smallest exponent, nor a sign.
-        is_normal = exponent > 0 or fraction_bits == 0
-        value = (is_normal + fraction / (1 << fraction_bits)) * 2.0 ** (max(exponent, int(not is_normal)) - bias)
-        if magnitude in nans or (dtype.endswith("FNUZ") and code == 0x80) or (dtype == "F8_E8M0" and code == 0xFF):
-            value = math.nan
-        elif infinity is not None and magnitude == infinity:
-            value = math.inf
-        table[code] = sign * value
-    return table
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import enum
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NoWholeCheckpointError, UsageError
@@ -60,22 +55,3 @@ def error_fields(error: BaseException, exit_code: int, message: str, hint: str =
 def holdfast_error_fields(error: HoldfastError) -> dict[str, Any]:
     """**Pure.** An error of `holdfast.errors` that ended a verb, in a JSON document."""
     return error_fields(error, exit_code_of(error), error.message, error.hint)
-
-
-@contextmanager
-def ending_on(*numbers: signal.Signals) -> Iterator[None]:
-    """Lets signals end the body as an exception does, so that its processes and files go as well.
-
-    One that is ignored (`nohup` does that) stays ignored.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in handled}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn, TextIO
 
 import click
 
+from holdfast import __version__
 from holdfast.cli.exit_codes import ExitCode, error_fields, holdfast_error_fields
 from holdfast.errors import HoldfastError
 from holdfast.tracebacks import TRACEBACK_VARIABLE
@@ -121,23 +122,12 @@ def _write_error(ctx: click.Context, fields: dict[str, Any]) -> None:
         sys.stdout.flush()
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, is_asked: bool) -> None:
-    if not is_asked or ctx.resilient_parsing:
-        return
-    from holdfast import __version__
-
-    click.echo(f"holdfast {__version__}")
-    ctx.exit()
-
-
 @click.group(
     cls=Verbs,
     commands={verb: click.Command(verb, short_help=line) for verb, line in VERBS.items()},
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
-)
+@click.version_option(__version__, message="%(prog)s %(version)s", help="Show the version.")
 def holdfast() -> None:
     """Inspect and manage the checkpoints of training jobs.
 

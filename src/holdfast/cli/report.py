@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -47,8 +47,9 @@ TEXT: Final = Kind(str, str)
 NAME: Final = Kind(str, unspaced)
 """Text that may hold spaces: other programs split the lines of a table at spaces."""
 COUNT: Final = Kind(str, str, True)
+SHARE: Final = Kind(str, str, True)
 SIZE: Final = Kind(size_text, str, True)
-TIME: Final = Kind(lambda seconds: when_text(seconds, time.time()), lambda seconds: iso_text(seconds) or "-")
+TIME: Final = Kind(when_text, lambda unix_seconds: iso_text(unix_seconds) or "-")
 FIGURE: Final = Kind(figure_text, figure_text, True)
 
 
@@ -98,6 +99,11 @@ class Column(Generic[Row]):
         return text, style
 
 
+def text_columns(*titles: str) -> list[Column[Sequence[Words]]]:
+    """**Pure.** The columns of rows that are texts already."""
+    return [Column(title, operator.itemgetter(place)) for place, title in enumerate(titles)]
+
+
 def split_style(fact: Any, style: str = PLAIN) -> tuple[Any, str]:
     """**Pure.** A fact and its style."""
     return fact if isinstance(fact, tuple) else (fact, style)
@@ -126,7 +132,7 @@ class Report:
         self._verb = verb
         self.is_json = as_json
         self._screen = Screen(sys.stdout)
-        self._notes = Screen(sys.stderr)
+        self._notes = Screen(sys.stderr) if sys.stderr is not None else None
         self.is_page = self._screen.is_terminal and not as_json
         self.has_symbols = self._screen.has_symbols
         self.fields: dict[str, Any] = {}
@@ -145,17 +151,14 @@ class Report:
 
     def note(self, *words: Words) -> None:
         """Writes a line to the error stream, so that a pipe gets the facts alone."""
-        if not self.is_json:
-            sys.stdout.flush()
+        sys.stdout.flush()
+        if self._notes is not None and not self.is_json:
             self._notes.say(*words)
 
     def facts(self, facts: Mapping[str, str]) -> None:
         """Writes each text after its label, without those that are empty."""
-        columns: list[Column[tuple[str, str]]] = [
-            Column("", lambda fact: fact[0], style=FAINT),
-            Column("", lambda fact: fact[1]),
-        ]
-        self.table(columns, [fact for fact in facts.items() if fact[1]], indent=2)
+        rows: list[list[Words]] = [[(label, FAINT), text] for label, text in facts.items() if text]
+        self.table(text_columns("", ""), rows, indent=2)
 
     def table(self, columns: Sequence[Column[Row]], rows: Sequence[Row], *, indent: int = 0) -> None:
         """Writes a table. A page names the columns that it has no room for below it."""

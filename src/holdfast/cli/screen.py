@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -14,7 +16,7 @@ import click
 from holdfast.events.kinds import span_text
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 DOCUMENT_VERSION: Final = 1
 """Of all JSON documents. Fields may be added to them without a new version; none changes its meaning or goes."""
@@ -76,7 +78,7 @@ class Screen:
 
         A row is always one line: its path stays in one piece and can be copied, and the terminal goes on below it.
         """
-        measure = terminal_width if self.is_terminal else _length
+        measure = terminal_width if self.is_terminal else lambda words: len(_text(words))
         lines = [*([[(title, FAINT) for title in titles]] if any(titles) else []), *rows]
         widths = [max((measure(line[place]) for line in lines), default=0) for place in range(len(titles))]
         for line in lines:
@@ -92,10 +94,6 @@ def terminal_width(words: Words) -> int:
     from rich.cells import cell_len
 
     return cell_len(_text(words))
-
-
-def _length(words: Words) -> int:
-    return len(_text(words))
 
 
 def write_json(stream: TextIO, verb: str | None, fields: dict[str, Any]) -> None:
@@ -126,41 +124,54 @@ def _legible(words: Words) -> Words:
 
 
 class Bar:
-    """**Thread-safe.** Progress bar for reading or writing; a `ProgressWatcher`."""
+    """**Thread-safe.** Shows how far something is; a `ProgressWatcher`. Without a terminal it does nothing."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress
-        self._task = task
+
+    def label(self, text: str) -> None:
+        """Says what is being done."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], description=text, refresh=True)
 
     def expect(self, total_bytes: int) -> None:
         """Starts, or restarts, the bar with this many bytes to do."""
-        self._progress.reset(self._task, total=total_bytes)
+        if self._progress is not None:
+            self._progress.reset(self._progress.task_ids[0], total=total_bytes)
 
     def advance(self, moved_bytes: int) -> None:
         """Adds bytes that are done."""
-        self._progress.advance(self._task, moved_bytes)
+        if self._progress is not None:
+            self._progress.advance(self._progress.task_ids[0], moved_bytes)
 
 
 @contextmanager
-def byte_progress(stream: TextIO, label: str) -> Iterator[Bar | None]:
-    """Shows a bar while the body runs, if the stream is a terminal; gone afterwards."""
-    if not stream.isatty():
-        yield None
+def show_progress(label: str, *, counts_bytes: bool = True) -> Iterator[Bar]:
+    """Shows a bar, or a spinner, while the body runs, if the error stream is a terminal; gone afterwards."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield Bar()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
     from rich.theme import Theme
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    text = TextColumn("{task.description}", markup=False)
+    bar = BarColumn(complete_style="cyan", finished_style="cyan", pulse_style="cyan")
+    columns = (text, bar, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     quiet = Theme({"progress.download": "none", "progress.data.speed": "none", "progress.remaining": "dim"})
-    with Progress(*columns, console=Console(file=stream, theme=quiet), transient=True) as progress:
-        yield Bar(progress, progress.add_task(label, total=None))
+    console = Console(file=sys.stderr, theme=quiet)
+    shown = columns if counts_bytes else (SpinnerColumn(style="cyan"), text)
+    with Progress(*shown, console=console, transient=True) as progress:
+        progress.add_task(label, total=None)
+        yield Bar(progress)
 
 
 def legible(text: str) -> str:
@@ -181,11 +192,6 @@ def unspaced(text: str) -> str:
     return text.replace(" ", "_")
 
 
-def shortened(text: str, limit: int) -> str:
-    """**Pure.** Text of at most so many characters; what was cut is an ellipsis."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
 def age_text(age_seconds: float) -> str:
     """**Pure.** How long ago something was, such as `3 min ago`."""
     if age_seconds < -60:
@@ -196,11 +202,9 @@ def age_text(age_seconds: float) -> str:
 _LONG_AGO_SECONDS: Final = 2 * 86400
 
 
-def when_text(unix_seconds: float | None, now_unix_seconds: float) -> str:
-    """How long ago it was if that is less than two days, else the day and the minute; `-` where there is no time."""
-    if unix_seconds is None:
-        return "-"
-    age_seconds = now_unix_seconds - unix_seconds
+def when_text(unix_seconds: float) -> str:
+    """How long ago it was if that is less than two days, else the day and the minute."""
+    age_seconds = time.time() - unix_seconds
     if -60 <= age_seconds < _LONG_AGO_SECONDS:
         return age_text(age_seconds)
     return local_time_text(unix_seconds)[:16]

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from holdfast.catalog import Catalog, StoredRun, StoredStep, make_lost_error
 from holdfast.catalog.survey import State, checkpoint_bytes
+from holdfast.convert.leaf_stream import StoredLeaf
 from holdfast.errors import (
     DamageError,
     NoCheckpointError,
@@ -18,7 +19,6 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.format.dtypes import array_bytes
 from holdfast.format.index import StoredBox
 from holdfast.format.names import (
     COMMITTED_NAME,
@@ -30,7 +30,6 @@ from holdfast.format.names import (
     is_own_file,
     parse_step_directory,
 )
-from holdfast.format.nodes import find_nodes
 from holdfast.format.records import Manifest
 from holdfast.format.scalars import Node
 from holdfast.restore.records import OpenedStep
@@ -149,13 +148,10 @@ def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
 
 def _split(text: str) -> tuple[str, int | None]:
     location, at, step = text.rpartition("@")
-    if not at or not location or not _is_step(step) or _exists(text):
+    is_step = step.isascii() and step.isdigit() and len(step) <= _MAX_STEP_DIGITS
+    if not at or not location or not is_step or _exists(text):
         return text, None
     return location, int(step)
-
-
-def _is_step(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _MAX_STEP_DIGITS
 
 
 def _exists(location: str) -> bool:
@@ -294,7 +290,6 @@ def _read_heading(target: RunTarget) -> Heading | None:
 class Contents:
     """The records of one checkpoint."""
 
-    heading: Heading
     opened: OpenedStep
 
     @property
@@ -316,23 +311,15 @@ class Contents:
             arrays += (Array(stored, *place) for stored, place in zip(index.stored_boxes(), places, strict=True))
         return [array for array in arrays if select is None or select(array.stored.leaf)]
 
-    def leaves(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """Returns the type, shape and size of each leaf, in the order in which the files list them."""
-        leaves: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        for stored, _, _ in self.arrays():
-            dtype, shape = stored.dtype, stored.global_shape
-            leaves.setdefault(stored.leaf, (dtype, shape, array_bytes(dtype, shape)))
-        return leaves
-
-    def values(self, select: Callable[[str], bool] | None = None) -> dict[str, Node]:
-        """The selected nodes, by their path; all objects by default."""
-        return dict(find_nodes(self.objects, select))
+    def leaves(self) -> dict[str, StoredLeaf]:
+        """Returns the type and shape of each leaf, in the order in which the files list them."""
+        return {stored.leaf: StoredLeaf(stored.dtype, stored.global_shape) for stored, _, _ in self.arrays()}
 
     def sizes(self) -> dict[str, dict[str, int]]:
         """For each object the size of each of its leaves."""
         sizes: dict[str, dict[str, int]] = {name: {} for name in self.objects}
-        for leaf, (_, _, size_bytes) in self.leaves().items():
-            sizes.setdefault(leaf.partition("/")[0], {})[leaf] = size_bytes
+        for name, leaf in self.leaves().items():
+            sizes.setdefault(name.partition("/")[0], {})[name] = leaf.size_bytes
         return sizes
 
 
@@ -348,7 +335,7 @@ def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]
         if heading is None:
             continue
         try:
-            return heading, Contents(heading, open_step(target.storage, heading.directory, heading.expected))
+            return heading, Contents(open_step(target.storage, heading.directory, heading.expected))
         except DamageError as damage:
             if heading.expected is None or StoredRun(target.storage).step(heading.expected).is_committed():
                 return heading, damage

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Bytes: TypeAlias = npt.NDArray[np.uint8]
+    Numbers: TypeAlias = npt.NDArray[np.float64] | npt.NDArray[np.complex128]
 
 
 class ElementType(NamedTuple):
@@ -160,3 +168,59 @@ def array_bytes(dtype: str, shape: Iterable[int]) -> int:
     if total > MAX_ARRAY_BYTES:
         raise ValueError(f"shape {list(lengths)} of {dtype} is larger than {MAX_ARRAY_BYTES} bytes")
     return total
+
+
+_EIGHT_BITS: Final = {
+    # Bits of the exponent, bits of the fraction, the exponent's bias, and the codes of NaN and of infinity.
+    "F8_E5M2": (5, 2, 15, range(0x7D, 0x80), 0x7C),
+    "F8_E4M3": (4, 3, 7, range(0x7F, 0x80), None),
+    "F8_E5M2FNUZ": (5, 2, 16, range(0), None),
+    "F8_E4M3FNUZ": (4, 3, 8, range(0), None),
+    "F8_E8M0": (8, 0, 127, range(0), None),
+}
+_NATIVE: Final = {
+    one.name: one.library_name
+    for one in ELEMENT_TYPES
+    if one.name == "complex128" or not (one.is_raw or one.name in _EIGHT_BITS or one.name == "BF16")
+}
+"""The types that NumPy has by itself, with its names."""
+
+
+def is_numeric(dtype: str) -> bool:
+    """**Pure.** True if `to_numbers` can convert elements of this type."""
+    return dtype in _NATIVE or dtype in _EIGHT_BITS or dtype == "BF16"
+
+
+def to_numbers(data: Bytes, dtype: str) -> Numbers:
+    """**Pure.** Converts bytes to float64 or complex128; `is_numeric(dtype)` must be true."""
+    import numpy as np
+
+    if dtype in _EIGHT_BITS:
+        return _eight_bit_table(dtype)[data]
+    with np.errstate(invalid="ignore"):  # A NaN that signals is a NaN.
+        if dtype == "BF16":
+            wide = data.view(np.uint16).astype(np.uint32) << np.uint32(16)
+            return wide.view(np.float32).astype(np.float64)
+        numbers = data.view(np.dtype(_NATIVE[dtype]))
+        return numbers.astype(np.complex128) if numbers.dtype.kind == "c" else numbers.astype(np.float64)
+
+
+@cache
+def _eight_bit_table(dtype: str) -> npt.NDArray[np.float64]:
+    import numpy as np
+
+    exponent_bits, fraction_bits, bias, nans, infinity = _EIGHT_BITS[dtype]
+    table = np.zeros(256)
+    for code in range(256):
+        sign = -1.0 if code >> (exponent_bits + fraction_bits) else 1.0
+        magnitude = code & ((1 << (exponent_bits + fraction_bits)) - 1)
+        exponent, fraction = magnitude >> fraction_bits, magnitude & ((1 << fraction_bits) - 1)
+        # Without bits of a fraction there is no number below the smallest exponent, nor a sign.
+        is_normal = exponent > 0 or fraction_bits == 0
+        value = (is_normal + fraction / (1 << fraction_bits)) * 2.0 ** (max(exponent, int(not is_normal)) - bias)
+        if magnitude in nans or (dtype.endswith("FNUZ") and code == 0x80) or (dtype == "F8_E8M0" and code == 0xFF):
+            value = math.nan
+        elif infinity is not None and magnitude == infinity:
+            value = math.inf
+        table[code] = sign * value
+    return table

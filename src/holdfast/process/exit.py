@@ -9,10 +9,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Final, NoReturn, Protocol
 
 from holdfast.errors import HoldfastError
@@ -182,3 +185,22 @@ def _end_now(code: int) -> NoReturn:
 
 
 atexit.register(drain_all)
+
+
+@contextmanager
+def ending_on(*numbers: signal.Signals) -> Iterator[None]:
+    """Lets signals end the body as an exception does, so that its processes and files go as well.
+
+    One that is ignored (`nohup` does that) stays ignored.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

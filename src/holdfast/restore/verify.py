@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
-from holdfast.catalog import StoredStep
-from holdfast.errors import DamageError, FormatError, HoldfastError, NotFoundError
+from holdfast.catalog import StoredRun, StoredStep
+from holdfast.errors import DamageError, FormatError, HoldfastError, NotFoundError, StorageError
 from holdfast.format.digests import digest
 from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import find_cover_problem, find_name_problem
@@ -17,6 +21,8 @@ from holdfast.restore.files import Part, list_parts, open_part
 from holdfast.restore.read import ScratchParts, find_damages, plan_pieces, read_pieces
 from holdfast.restore.records import OpenedStep, Parts, Piece
 from holdfast.storage.protocol import FileReader, Storage
+
+_JUDGE_THREADS: Final = max(2, min(4, os.cpu_count() or 1))
 
 
 def open_step(storage: Storage, directory: str, expected: StepName | None, worker: Worker | None = None) -> OpenedStep:
@@ -106,14 +112,6 @@ def _bytes_of(part: Part, leaf: LeafRecord) -> _Bytes:
     return part.path, leaf.begin, leaf.end, part.index.span_bytes, leaf.spans
 
 
-def count_unread(opened: OpenedStep, checked: Checked) -> int:
-    """**Pure.** Returns how many bytes `verify_data` has to read of a step."""
-    parts = list_parts(opened)
-    headers_bytes = sum(part.index.header_bytes for part in parts if part.referrer is None)
-    unread = (leaf for part in parts for leaf in part.index.leaves if _bytes_of(part, leaf) not in checked)
-    return headers_bytes + sum(leaf.end - leaf.begin for leaf in unread)
-
-
 def verify_data(
     storage: Storage,
     opened: OpenedStep,
@@ -141,12 +139,102 @@ def verify_data(
     return damages
 
 
-def spares_restore(damages: Sequence[HoldfastError]) -> bool:
-    """**Pure.** Returns True if a restore can use a step despite its damages: it reads no header of a data file.
+class CheckOutcome(enum.StrEnum):
+    """Outcome of reading a checkpoint."""
 
-    Arrays begin after the header, so damage at the beginning of a file is in the header.
+    WHOLE = "whole"
+    """Every byte is as it was written."""
+    RESTORABLE = "restorable"
+    """Headers of data files are damaged, which other programs need and a restore does not; all else is whole."""
+    DAMAGED = "damaged"
+    """Something is not as it was written."""
+    UNREADABLE = "unreadable"
+    """An I/O error ended the reading; the rest of the checkpoint was not checked."""
+    REMOVED = "removed"
+    """It was removed while it was being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckVerdict:
+    """Result of reading one checkpoint.
+
+    Attributes:
+        directory: The name of its directory; empty where that itself was named.
+        name: The checkpoint; None if the directory may have any name and its manifest is damaged.
+        outcome: The outcome.
+        problems: The damage, in the order of the files, and any I/O error.
+        read_bytes: Number of bytes that were read.
+        seconds: Duration of the reading.
     """
-    return all(isinstance(damage, DamageError) and damage.offset_bytes == 0 and not damage.tensor for damage in damages)
+
+    directory: str
+    name: StepName | None
+    outcome: CheckOutcome
+    problems: tuple[HoldfastError, ...]
+    read_bytes: int
+    seconds: float
+
+
+def judge_step(
+    storage: Storage,
+    directory: str,
+    name: StepName | None,
+    *,
+    beside: Storage | None = None,
+    checked: Checked | None = None,
+    expect: Callable[[int], None] = lambda size_bytes: None,
+    progress: Callable[[int], None] = lambda size_bytes: None,
+) -> CheckVerdict:
+    """**Blocks.** Reads every byte of one checkpoint.
+
+    `beside` holds the steps that it refers to; their data that are in `checked` are not read again. `expect` is called
+    with the number of bytes to read, `progress` from any thread with those that were just read.
+
+    Raises:
+        StorageError: If the run's directory cannot be listed.
+    """
+    begun_at = time.monotonic()
+    read_bytes = 0
+    problems: list[HoldfastError] = []
+    outcome = CheckOutcome.WHOLE
+    checked = {} if checked is None else checked
+    try:
+        opened = open_step(storage, directory, name)
+        name = opened.name
+        expect(_count_unread(opened, checked))
+
+        def count(just_read_bytes: int) -> None:
+            # Called from several threads; should two of them collide, a figure for people is a little too small.
+            nonlocal read_bytes
+            read_bytes += just_read_bytes
+            progress(just_read_bytes)
+
+        problems += verify_data(storage, opened, threads=_JUDGE_THREADS, progress=count, beside=beside, checked=checked)
+    except (DamageError, StorageError) as error:
+        problems.append(error)
+    if problems:
+        outcome = CheckOutcome.DAMAGED
+        if isinstance(problems[-1], StorageError):
+            outcome = CheckOutcome.UNREADABLE
+        elif all(map(_spares_restore, problems)):
+            outcome = CheckOutcome.RESTORABLE
+        # A job that runs removes old steps, manifest first: what is missing then was not damaged.
+        if directory and name not in StoredRun(storage).look(closely=True).committed:
+            outcome = CheckOutcome.REMOVED
+    return CheckVerdict(directory, name, outcome, tuple(problems), read_bytes, time.monotonic() - begun_at)
+
+
+def _count_unread(opened: OpenedStep, checked: Checked) -> int:
+    """**Pure.** Returns how many bytes `verify_data` has to read of a step."""
+    parts = list_parts(opened)
+    headers_bytes = sum(part.index.header_bytes for part in parts if part.referrer is None)
+    unread = (leaf for part in parts for leaf in part.index.leaves if _bytes_of(part, leaf) not in checked)
+    return headers_bytes + sum(leaf.end - leaf.begin for leaf in unread)
+
+
+def _spares_restore(damage: HoldfastError) -> bool:
+    """A restore reads no header of a data file, and arrays begin after it: damage at the beginning is in the header."""
+    return isinstance(damage, DamageError) and damage.offset_bytes == 0 and not damage.tensor
 
 
 def _verify_part(

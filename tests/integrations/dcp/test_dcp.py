@@ -31,6 +31,7 @@ from holdfast.restore.verify import open_step, verify_data  # noqa: E402
 from holdfast.storage import LocalStorage  # noqa: E402
 from holdfast.testing.processes import Workers, python  # noqa: E402
 from places import PROGRAMS  # noqa: E402
+from whole_runs import steps_of  # noqa: E402
 
 DATA = "data-00000-of-00001.safetensors"
 PATIENCE_SECONDS = 300.0
@@ -90,10 +91,6 @@ def load(run: Any, state: dict[str, Any], **options: Any) -> hf.dcp.StorageReade
     reader = hf.dcp.StorageReader(run, **options)
     dcp.load(state, storage_reader=reader)
     return reader
-
-
-def steps_of(run: Path) -> list[int]:
-    return [name.step for name in StoredRun(LocalStorage(run)).look().living]
 
 
 def cause_of(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:

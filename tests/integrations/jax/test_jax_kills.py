@@ -16,9 +16,10 @@ import holdfast as hf
 import preloaded
 from holdfast.testing.processes import Workers, python
 from places import PROGRAMS
+from repetitions import repeated
 
 STEPS = 240
-SIGNALS = [signal.SIGKILL] * 5 + [signal.SIGTERM] * 2
+SIGNALS = [signal.SIGKILL] * repeated(5, in_gate=2) + [signal.SIGTERM] * repeated(2, in_gate=1)
 LEFT = hf.TerminationConfig().exit_code
 """The exit code of a job that has saved and left."""
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from command_line import flip_bit
 from holdfast.catalog import StoredRun
 from holdfast.cluster import AloneCluster, Cluster
 from holdfast.cluster.store import JoinedCluster
@@ -36,10 +37,12 @@ from holdfast.format.names import StepName
 from holdfast.policies import SaveDecision, SaveMoment
 from holdfast.process.latch import Latch
 from holdfast.restore.verify import open_step
-from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage import LocalStorage
 from holdfast.storage.local.streams import LocalWriter
 from memory_engine import MemoryEngine, run_threads, run_workers
 from whole_runs import check_whole
+
+pytestmark = pytest.mark.usefixtures("numpy_is_known")
 
 PATIENCE_SECONDS = 30.0
 LIVENESS_SECONDS = 1.0
@@ -68,13 +71,6 @@ class Toy:
     def manager(self, place: Path | LocalStorage, cluster: Cluster, **options: Any) -> hf.CheckpointManager:
         options = {"liveness_seconds": LIVENESS_SECONDS, "timeout_seconds": PATIENCE_SECONDS, "threads": 2} | options
         return hf.CheckpointManager(place, self.checkpoint, cluster=cluster, **options)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _numpy_is_known() -> None:
-    """The first object of a library has its integration imported, which is no matter for threads."""
-    with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(array=np.zeros(1))) as manager:
-        manager.save(1)
 
 
 class Meeting:
@@ -231,7 +227,7 @@ def test_no_thread_stays(tmp_path: Path) -> None:
 # One of them fails.
 
 
-class FullStorage(LocalStorage):
+class FullNode(LocalStorage):
     """A node whose disk is full, as long as that is so."""
 
     is_full = False
@@ -247,7 +243,7 @@ def test_a_full_disk_on_one_node_ends_the_save_on_all(tmp_path: Path, guilty: in
     meeting = Meeting(3)
 
     def work(cluster: Cluster) -> None:
-        toy, storage = Toy(cluster.rank), FullStorage(tmp_path)
+        toy, storage = Toy(cluster.rank), FullNode(tmp_path)
         with toy.manager(storage, cluster, failures_allowed=2) as manager:
             manager.save(1).wait_committed()
             manager.wait()
@@ -743,12 +739,6 @@ def test_leader_that_hosts_the_store_leaves_when_all_know_the_result(tmp_path: P
 # Restores that all make alike.
 
 
-def flip(path: Path, offset_bytes: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset_bytes] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("what", ["data", "index", "manifest"])
 def test_damage_that_one_finds_takes_all_to_the_older_step(tmp_path: Path, what: str) -> None:
     def save(cluster: Cluster) -> None:
@@ -781,7 +771,7 @@ def test_damage_that_one_finds_takes_all_to_the_older_step(tmp_path: Path, what:
         "index": next(step.glob("index-00002-*")),
         "manifest": step / "manifest.json",
     }
-    flip(paths[what], -1 if what == "data" else 40)
+    flip_bit(paths[what], -1 if what == "data" else 40)
     run_workers(3, restore)
 
 

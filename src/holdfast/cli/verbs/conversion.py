@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -11,14 +10,14 @@ from typing import Final
 import click
 from msgspec import structs
 
-from holdfast.cli.exit_codes import ending_on
 from holdfast.cli.report import Report, name_fields, verb
-from holdfast.cli.screen import FAINT, byte_progress, counted, parse_size
+from holdfast.cli.screen import FAINT, counted, parse_size, show_progress
 from holdfast.cli.target import choose_step, find_target
 from holdfast.convert.exporter import FILE_BYTES, ExportOptions, export_chosen, export_step
 from holdfast.convert.importer import import_checkpoint
 from holdfast.errors import DamageError, UsageError
 from holdfast.events.kinds import time_text
+from holdfast.process.exit import ending_on
 
 _SHOWN: Final = 20
 
@@ -68,7 +67,7 @@ def export_command(
     target = find_target(run)
     options = ExportOptions(to, only or None, keep_prefix, repeat_shared, overwrite, file_size or FILE_BYTES)
     try:
-        with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "exporting") as progress:
+        with ending_on(signal.SIGTERM, signal.SIGHUP), show_progress("exporting") as progress:
             options = structs.replace(options, watcher=progress)
             if target.is_step:
                 export = export_step(target.storage, "", None, target.beside, out, options)
@@ -144,7 +143,7 @@ def import_command(
     names = dict(one.partition("=")[::2] for one in rename)
     if len(names) < len(rename) or not all(names.values()) or not all(names):
         raise UsageError(f"--rename {' '.join(rename)} is not understood", hint="Write OLD=NEW, each OLD once.")
-    with ending_on(signal.SIGTERM, signal.SIGHUP), byte_progress(sys.stderr, "importing") as progress:
+    with ending_on(signal.SIGTERM, signal.SIGHUP), show_progress("importing") as progress:
         made = import_checkpoint(
             source,
             run,

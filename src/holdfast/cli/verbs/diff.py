@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -13,8 +12,8 @@ import click
 from holdfast.catalog import StoredRun
 from holdfast.cli.difference import WINDOW_BYTES, LeafChange, ValueChange, compare_values, find_changed, measure
 from holdfast.cli.exit_codes import ExitCode
-from holdfast.cli.report import COUNT, NAME, SIZE, TIME, Column, Kind, Report, name_fields, time_fields, verb
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, byte_progress, counted, shape_text, share_text
+from holdfast.cli.report import COUNT, NAME, SHARE, SIZE, TIME, Column, Kind, Report, name_fields, time_fields, verb
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, counted, shape_text, share_text, show_progress
 from holdfast.cli.target import Contents, Heading, RunTarget, find_target, read_checkpoint
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.errors import DamageError, NoCheckpointError, StorageError, UsageError
@@ -27,7 +26,6 @@ _STYLES: Final = {"changed": PLAIN, "added": GOOD, "removed": BAD, "dtype": NOTA
 _CHANGE_KIND: Final = Kind(_SIGNS.__getitem__, str)
 _NUMBER: Final = Kind("{:.4g}".format, "{:.4g}".format, True)
 _CHANGE: Final = Kind("{:+.4g}".format, "{:+.4g}".format, True)
-_SHARE: Final = Kind(str, str, True)
 
 
 @verb("diff")
@@ -79,7 +77,7 @@ def command(
         "is_measured": not quick,
         "metrics": {metric: {"a": before, "b": after, "change": change} for metric, before, after, change in metrics},
         "same_arrays": same,
-        "arrays": [change.fields() for change in changes],
+        "arrays": [_change_fields(change) for change in changes],
         "values": [{"path": one.path, "a": one.a, "b": one.b} for one in values],
         "witness": witness,
         "seconds": time.monotonic() - begun_at,
@@ -116,12 +114,10 @@ def _open(place: str) -> _Side:
 
 def _measure(sides: Sequence[_Side], changes: Sequence[LeafChange]) -> Iterator[LeafChange | None]:
     size_bytes = sum(leaf.size_bytes for one in changes for leaf in (one.a, one.b) if leaf is not None)
-    with byte_progress(sys.stderr, "comparing") as bar:
-        if bar is not None:
-            bar.expect(size_bytes)
-        advance = bar.advance if bar is not None else None
+    with show_progress("comparing") as bar:
+        bar.expect(size_bytes)
         readers = [
-            LeafReader(target.storage, contents.opened, target.beside, window_bytes=WINDOW_BYTES, advance=advance)
+            LeafReader(target.storage, contents.opened, target.beside, window_bytes=WINDOW_BYTES, advance=bar.advance)
             for target, _, contents in sides
         ]
         with closing(readers[0]), closing(readers[1]):
@@ -186,6 +182,23 @@ def _heading_fields(heading: Heading) -> dict[str, Any]:
     }
 
 
+def _change_fields(change: LeafChange) -> dict[str, Any]:
+    return {
+        "name": change.name,
+        "change": change.kind,
+        "a": change.a and {"dtype": change.a.dtype, "shape": list(change.a.shape)},
+        "b": change.b and {"dtype": change.b.dtype, "shape": list(change.b.shape)},
+        "changed_elements": change.changed_elements,
+        "norm_a": change.norm_a and change.norm_a.norm,
+        "norm_b": change.norm_b and change.norm_b.norm,
+        "norm_difference": change.norm_difference and change.norm_difference.norm,
+        "relative_difference": change.relative,
+        "largest_difference": change.norm_difference and change.norm_difference.largest,
+        "nonfinite_a": change.norm_a and change.norm_a.nonfinite,
+        "nonfinite_b": change.norm_b and change.norm_b.nonfinite,
+    }
+
+
 def _show_headings(report: Report, a: Heading, b: Heading, metrics: Sequence[_Metric]) -> None:
     columns: list[Column[tuple[str, Heading]]] = [
         Column("", lambda side: side[0], plain="SIDE"),
@@ -233,7 +246,7 @@ def _show_changes(report: Report, changes: Sequence[LeafChange], limit: int | No
     ]
     if is_measured:
         columns += [
-            Column("changed", lambda one: share_text(one.changed_elements, one.a.elements if one.a else 0), _SHARE),
+            Column("changed", lambda one: share_text(one.changed_elements, one.a.elements if one.a else 0), SHARE),
             Column("norm A", lambda one: one.norm_a and one.norm_a.norm, _NUMBER),
             Column("norm B", lambda one: one.norm_b and one.norm_b.norm, _NUMBER),
             Column("norm B-A", lambda one: one.norm_difference and one.norm_difference.norm, _NUMBER),

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +24,26 @@ import holdfast
 from holdfast.catalog import StoredRun
 from holdfast.catalog.survey import checkpoint_bytes
 from holdfast.checkpoint import Checkpoint
-from holdfast.cli.exit_codes import ExitCode, ending_on
-from holdfast.cli.report import Column, Report, verb
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, STRONG, figure_text, parse_seconds, parse_size
+from holdfast.cli.exit_codes import ExitCode
+from holdfast.cli.report import Report, text_columns, verb
+from holdfast.cli.screen import (
+    BAD,
+    FAINT,
+    GOOD,
+    NOTABLE,
+    STRONG,
+    Words,
+    figure_text,
+    parse_seconds,
+    parse_size,
+    show_progress,
+)
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.events.kinds import size_text, span_text, time_text
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Auto, Latest, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound
+from holdfast.process.exit import ending_on
 from holdfast.save import copy_plan
 from holdfast.storage import LocalStorage, digesting, open_storage
 from holdfast.storage.checks import as_storage_errors
@@ -99,21 +110,25 @@ def command(report: Report, directory: str | None, size: int | None, mtbf: float
         findings = list(examine_installation())
         report.fields = {"is_fit": are_fit(findings), "findings": [finding._asdict() for finding in findings]}
         if report.is_page:
-            report.table(_FINDINGS, findings)
+            _show_findings(report, findings)
         else:
-            report.table(_FIGURES, [(one.name.replace(" ", "_"), one.text) for one in findings])
+            report.table(text_columns("name", "value"), [(one.name.replace(" ", "_"), one.text) for one in findings])
         _end(report, findings)
         return
     storage = _find_directory(directory)
     step, size_bytes, has_checkpoint = _find_size(storage, size)
     # The trial's own saves are no business of the person's: what ends them comes back as an error.
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
-    with ending_on(signal.SIGTERM, signal.SIGHUP), _progress() as label, _scratch(Path(storage.url)) as scratch:
+    with (
+        ending_on(signal.SIGTERM, signal.SIGHUP),
+        show_progress("", counts_bytes=False) as bar,
+        _scratch(Path(storage.url)) as scratch,
+    ):
         examined = Examination(LocalStorage(scratch), size_bytes)
-        label("looking at the file system")
+        bar.label("looking at the file system")
         examined.look(has_checkpoint=has_checkpoint)
         if examined.can_commit:
-            examined.measure(label)
+            examined.measure(bar.label)
             examined.advise(mtbf or DEFAULT_MTBF_SECONDS)
     is_fit = are_fit(examined.findings)
     report.fields = {
@@ -129,14 +144,14 @@ def command(report: Report, directory: str | None, size: int | None, mtbf: float
     if report.is_page:
         verdict = ("fit for checkpoints", GOOD) if is_fit else ("not fit for checkpoints", BAD)
         report.line((directory, STRONG), "   ", verdict)
-        report.table(_FINDINGS, examined.findings, indent=2)
+        _show_findings(report, examined.findings, indent=2)
         if examined.can_commit:
             _show_costs(report, examined, step)
     else:
         rows = [("directory", "fit" if is_fit else "unfit")]
         rows += [(one.name.replace(" ", "_"), one.status) for one in examined.findings]
         rows += [(name, str(n) if isinstance(n, int) else figure_text(n)) for name, n in examined.figures.items()]
-        report.table(_FIGURES, [*rows, ("save_every", examined.save_every or "-")])
+        report.table(text_columns("name", "value"), [*rows, ("save_every", examined.save_every or "-")])
     _end(report, examined.findings)
 
 
@@ -331,11 +346,9 @@ class Examination:
             StorageFullError: If there is too little room.
             SaveFailedError: If the place fails in a save.
         """
-        # A checkpoint and the one that follows it, and as much for all others.
-        room_bytes = (
-            max(int(self.figures.get("free_bytes", math.inf) // 4), 1) if "free_bytes" in self.figures else None
-        )
-        trial_bytes = min(self.size_bytes, _TRIAL_BYTES, room_bytes or _TRIAL_BYTES)
+        # Of the room: a checkpoint and the one that follows it, and as much for all others.
+        free_bytes = self.figures.get("free_bytes", math.inf)
+        trial_bytes = int(min(self.size_bytes, _TRIAL_BYTES, max(free_bytes // 4, 1)))
         directory = Path(self.storage.url) / "run"
         objects = Checkpoint(model=_make_arrays(trial_bytes))
         blocked, durable, restored = [], [], []
@@ -422,15 +435,9 @@ def _forget(directory: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-_FINDINGS: Final[list[Column[Finding]]] = [
-    Column("", lambda finding: (finding.status, _STYLES[finding.status])),
-    Column("", lambda finding: finding.name),
-    Column("", lambda finding: finding.text, style=FAINT),
-]
-_FIGURES: Final[list[Column[tuple[str, str]]]] = [
-    Column("name", lambda figure: figure[0]),
-    Column("value", lambda figure: figure[1]),
-]
+def _show_findings(report: Report, findings: Sequence[Finding], *, indent: int = 0) -> None:
+    rows: list[list[Words]] = [[(one.status, _STYLES[one.status]), one.name, (one.text, FAINT)] for one in findings]
+    report.table(text_columns("", "", ""), rows, indent=indent)
 
 
 def _end(report: Report, findings: Sequence[Finding]) -> None:
@@ -447,35 +454,15 @@ def _show_costs(report: Report, examined: Examination, step: int | None) -> None
     report.line()
     report.line(f"what a save of {size_text(examined.size_bytes)} costs,", f"{origin} by saves of {trial}")
     write, read = (f"{size_text(figures[f'{way}_bytes_per_second'])}/s" for way in ("write", "read"))
-    costs = [
-        ("training waits", time_text(figures["blocked_seconds"]), ""),
-        ("durable after", time_text(figures["durable_seconds"]), write),
-        ("a restore takes", time_text(figures["restore_seconds"]), f"{read}, every byte checked"),
+    costs: list[list[Words]] = [
+        ["training waits", time_text(figures["blocked_seconds"]), ""],
+        ["durable after", time_text(figures["durable_seconds"]), (write, FAINT)],
+        ["a restore takes", time_text(figures["restore_seconds"]), (f"{read}, every byte checked", FAINT)],
     ]
-    columns: list[Column[tuple[str, str, str]]] = [
-        Column("", lambda cost: cost[0]),
-        Column("", lambda cost: cost[1]),
-        Column("", lambda cost: cost[2], style=FAINT),
-    ]
-    report.table(columns, costs, indent=2)
+    report.table(text_columns("", "", ""), costs, indent=2)
     report.line()
     report.line(f"how often to save, with a failure every {span_text(figures['mtbf_seconds'])}")
     report.line((f"  save_every={examined.save_every}", f"bold {GOOD}"))
     report.line("  ", _WHY[examined.bound].format(young=time_text(figures["young_seconds"])))
     lost, failure = f"{100 * figures['lost_share']:.2g} %", time_text(figures["per_failure_seconds"])
     report.line(f"  Saves and failures then take {lost} of the time, and one failure costs {failure}.")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows on the error stream what is being done, if that is a terminal; gone afterwards."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn
-
-    columns = (SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("")
-        yield lambda text: progress.update(task, description=text, refresh=True)

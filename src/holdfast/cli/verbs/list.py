@@ -222,12 +222,7 @@ def _make_document(url: str, survey: Survey, columns: Sequence[Column[Found]]) -
             metric: {"lowest_step": lowest.step if lowest else None, "highest_step": highest.step if highest else None}
             for metric, (lowest, highest) in find_extremes(living).items()
         },
-        "steps": list_fields(State.LIVING),
-        "off_line": list_fields(State.OFF_LINE),
-        "unfinished": list_fields(State.UNFINISHED),
-        "lost": list_fields(State.LOST),
-        "set_aside": list_fields(State.SET_ASIDE),
-        "spare": list_fields(State.SPARE),
+        **{"steps" if state is State.LIVING else state.value: list_fields(state) for state in State},
         "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],
     }
 

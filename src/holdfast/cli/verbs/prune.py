@@ -14,13 +14,13 @@ from holdfast.catalog import Catalog, find_owner
 from holdfast.catalog.removal import RemovalPlan, Removed, Wishes, carry_out, check_unchanged, plan_removals
 from holdfast.catalog.survey import Found, State, Survey, survey_run
 from holdfast.cli.report import SIZE, Column, Kind, Report, found_fields, verb
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, counted
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, counted, show_progress
 from holdfast.cli.target import find_run
-from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import NoCheckpointError, NoWholeCheckpointError, UsageError
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import Best, EveryHours, EveryN, Latest, Newer, RetentionPolicy
 from holdfast.policies.retention import AnyKeeps
+from holdfast.restore.verify import CheckOutcome, judge_step
 from holdfast.storage import Storage
 
 BRING_BACK: Final = (
@@ -234,7 +234,8 @@ def _find_named(survey: Survey, steps: Iterable[str]) -> Iterator[Found]:
 def find_newest_whole(storage: Storage, living: Sequence[StepName]) -> StepName:
     """**Blocks.** Reads the lineage, the newest first, until one is whole; `NoWholeCheckpointError` if none is."""
     for name in reversed(living):
-        verdict = judge_step(storage, name.directory, name, f"is step {name.step} whole?")
+        with show_progress(f"is step {name.step} whole?") as bar:
+            verdict = judge_step(storage, name.directory, name, expect=bar.expect, progress=bar.advance)
         if verdict.outcome is CheckOutcome.WHOLE:
             return name
         if verdict.outcome is CheckOutcome.UNREADABLE:

@@ -6,12 +6,12 @@ import click
 
 from holdfast.catalog import StoredRun, describe_steps, find_owner
 from holdfast.cli.report import Report, name_fields, verb
-from holdfast.cli.screen import FAINT, GOOD
+from holdfast.cli.screen import FAINT, GOOD, show_progress
 from holdfast.cli.target import choose_step, find_target
-from holdfast.cli.verbs.verify import CheckOutcome, judge_step
 from holdfast.errors import DamageError, UsageError
 from holdfast.format.names import parse_step_directory
 from holdfast.format.records import choose_living, make_base
+from holdfast.restore.verify import CheckOutcome, judge_step
 from holdfast.witness.ring import remove_rings
 
 
@@ -47,7 +47,8 @@ def command(report: Report, checkpoint: str) -> None:
             f"a job has {location} open now: {owner}",
             hint="Stop it first (SIGTERM lets it save), then run the command again.",
         )
-    verdict = judge_step(storage, name.directory, name, f"is step {name.step} whole?")
+    with show_progress(f"is step {name.step} whole?") as bar:
+        verdict = judge_step(storage, name.directory, name, expect=bar.expect, progress=bar.advance)
     if verdict.outcome not in (CheckOutcome.WHOLE, CheckOutcome.RESTORABLE):
         problem = verdict.problems[-1]
         text = f"step {name.step} of {location} is not whole, so nothing was changed: {problem.message}"

@@ -7,14 +7,13 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 from msgspec import to_builtins
 
 from holdfast.catalog.survey import State
-from holdfast.cli.report import COUNT, SIZE, Column, Kind, Report, manifest_fields, name_fields, verb
+from holdfast.cli.report import COUNT, SHARE, SIZE, Column, Report, manifest_fields, name_fields, text_columns, verb
 from holdfast.cli.screen import (
     FAINT,
     GOOD,
@@ -28,13 +27,13 @@ from holdfast.cli.screen import (
     local_time_text,
     shape_text,
     share_text,
-    shortened,
 )
 from holdfast.cli.target import Array, Contents, Heading, RunTarget, find_target, read_checkpoint
+from holdfast.convert.leaf_stream import StoredLeaf
 from holdfast.errors import DamageError, UsageError
 from holdfast.events import WitnessAgreed, WitnessDiffers, read_events
 from holdfast.format.names import data_name, index_name, join
-from holdfast.format.nodes import count_values, describe, list_values
+from holdfast.format.nodes import count_values, describe, find_nodes, list_values
 from holdfast.format.scalars import Node
 from holdfast.restore.candidates import make_selection
 from holdfast.witness.ring import read_ring
@@ -65,7 +64,7 @@ def command(report: Report, run: str, names: tuple[str, ...], depth: int, larges
         _show_heading(report, heading, witness)
     if isinstance(contents, DamageError):
         raise contents
-    arrays, values = contents.arrays(selection), contents.values(selection)
+    arrays, values = contents.arrays(selection), dict(find_nodes(contents.objects, selection))
     if selection is not None and selection.unmatched:
         raise UsageError(
             f"step {heading.manifest.step} of {target.location} has nothing named "
@@ -83,10 +82,11 @@ def command(report: Report, run: str, names: tuple[str, ...], depth: int, larges
 
 def _read_witness(target: RunTarget) -> dict[str, Any] | None:
     """Returns the records of the last steps of a run, and how the last repeated ones compared; None without records."""
+    place = target.storage.location
     records = {} if target.is_step else read_ring(target.storage, 0)
-    if not records:
+    if not records or place is None:
         return None
-    events = read_events(Path(target.storage.url) / "events.jsonl")
+    events = read_events(place / "events.jsonl")
     compared = [event for event in events if isinstance(event, WitnessAgreed | WitnessDiffers)]
     last = {**to_builtins(compared[-1]), "text": str(compared[-1])} if compared else None
     return {"first_step": min(records), "last_step": max(records), "last_comparison": last}
@@ -157,7 +157,9 @@ def _show_heading(report: Report, heading: Heading, witness: Mapping[str, Any] |
     references = (
         f"{reference.name.directory} for {report.size(reference.size_bytes)}" for reference in manifest.references
     )
+    notes = json.dumps(manifest.metadata, ensure_ascii=False) if manifest.metadata else ""
     last = witness["last_comparison"] if witness else None
+    restart = f"; last restart: {last['text']}" if last else ""
     facts = {
         "directory": f"{heading.url}/{heading.directory}".rstrip("/"),
         "committed": f"{local_time_text(at)}, {age_text(time.time() - at)}" if report.is_page else iso_text(at) or "?",
@@ -167,40 +169,37 @@ def _show_heading(report: Report, heading: Heading, witness: Mapping[str, Any] |
         "refers to": ", ".join(references),
         "written by": ", ".join(f"{library} {version}" for library, version in sorted(manifest.versions.items())),
         "metrics": ", ".join(f"{metric} = {figure_text(value)}" for metric, value in manifest.metrics.items()),
-        "metadata": shortened(json.dumps(manifest.metadata, ensure_ascii=False), _MAX_NOTE_CHARACTERS)
-        if manifest.metadata
-        else "",
-        "witness": f"steps {witness['first_step']} to {witness['last_step']}"
-        + (f"; last restart: {last['text']}" if last else "")
-        if witness
-        else "",
+        "metadata": notes if len(notes) <= _MAX_NOTE_CHARACTERS else notes[: _MAX_NOTE_CHARACTERS - 3] + "...",
+        "witness": f"steps {witness['first_step']} to {witness['last_step']}{restart}" if witness else "",
     }
     report.facts(facts)
 
 
-_FIGURE_TEXT: Final = Kind(str, str, True)
-
-
 def _show_tree(report: Report, contents: Contents, depth: int) -> None:
     """Shows where the bytes are: the objects as a tree."""
-    objects, sizes, forms = contents.objects, contents.sizes(), contents.leaves()
-    total_bytes = sum(sum(leaves.values()) for leaves in sizes.values())
-    lines = [line for name, leaves in sizes.items() for line in list_tree(grow_tree(name, leaves.items()), depth)]
+    objects, leaves = contents.objects, contents.leaves()
+    total_bytes = sum(leaf.size_bytes for leaf in leaves.values())
+    lines = [
+        line for name, sizes in contents.sizes().items() for line in list_tree(grow_tree(name, sizes.items()), depth)
+    ]
 
     def label(line: Line) -> Words:
         style = STRONG if line.depth == 0 else FAINT if line.label.startswith("(") else PLAIN
         return "  " * line.depth + line.label, style
 
+    def form(line: Line) -> StoredLeaf | None:
+        return leaves[line.branch.leaf] if line.branch.leaf and line.branch.leaves == 1 else None
+
     columns: list[Column[Line]] = [
         Column("object", label),
-        Column("arrays", lambda line: line.leaves or None, COUNT),
-        Column("size", lambda line: line.size_bytes if line.leaves else None, SIZE),
-        Column("share", lambda line: share_text(line.size_bytes, total_bytes), _FIGURE_TEXT, style=FAINT),
-        Column("dtype", lambda line: (found := forms.get(line.leaf)) and found[0], style=FAINT),
-        Column("shape", lambda line: (found := forms.get(line.leaf)) and shape_text(found[1]), style=FAINT),
+        Column("arrays", lambda line: line.branch.leaves or None, COUNT),
+        Column("size", lambda line: line.branch.size_bytes if line.branch.leaves else None, SIZE),
+        Column("share", lambda line: share_text(line.branch.size_bytes, total_bytes), SHARE, style=FAINT),
+        Column("dtype", lambda line: (leaf := form(line)) and leaf.dtype, style=FAINT),
+        Column("shape", lambda line: (leaf := form(line)) and shape_text(leaf.shape), style=FAINT),
         Column(
             "other values",
-            lambda line: _values_text(objects.get(line.label), line.leaves > 0) if line.depth == 0 else "",
+            lambda line: _values_text(objects.get(line.label), line.branch.leaves > 0) if line.depth == 0 else "",
             plain="OTHER VALUES",
             style=FAINT,
         ),
@@ -210,15 +209,15 @@ def _show_tree(report: Report, contents: Contents, depth: int) -> None:
 
 
 def _show_largest(report: Report, contents: Contents, largest: int) -> None:
-    leaves = sorted(contents.leaves().items(), key=lambda leaf: -leaf[1][2])
+    leaves = sorted(contents.leaves().items(), key=lambda leaf: -leaf[1].size_bytes)
     if not largest or not leaves:
         return
     title = "array" if len(leaves) <= largest else f"largest of {len(leaves)} arrays"
-    columns: list[Column[tuple[str, tuple[str, tuple[int, ...], int]]]] = [
+    columns: list[Column[tuple[str, StoredLeaf]]] = [
         Column(title, lambda leaf: leaf[0], plain=title.upper()),
-        Column("dtype", lambda leaf: leaf[1][0]),
-        Column("shape", lambda leaf: shape_text(leaf[1][1])),
-        Column("size", lambda leaf: leaf[1][2], SIZE),
+        Column("dtype", lambda leaf: leaf[1].dtype),
+        Column("shape", lambda leaf: shape_text(leaf[1].shape)),
+        Column("size", lambda leaf: leaf[1].size_bytes, SIZE),
     ]
     report.line()
     report.table(columns, leaves[:largest])
@@ -253,7 +252,7 @@ def _show_values(report: Report, values: Mapping[str, Node], *, after_arrays: bo
     if rows:
         if after_arrays:
             report.line()
-        report.table([Column("value", lambda row: row[0]), Column("", lambda row: row[1])], rows)
+        report.table(text_columns("value", ""), rows)
 
 
 def _values_text(node: Node, has_leaves: bool) -> str:
@@ -285,15 +284,12 @@ class Branch:
     children: dict[str, Branch] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One line of a tree that is shown."""
 
     depth: int
     label: str
-    leaves: int
-    size_bytes: int
-    leaf: str = ""
+    branch: Branch
 
 
 def grow_tree(root: str, leaves: Iterable[tuple[str, int]]) -> Branch:
@@ -319,7 +315,7 @@ def list_tree(tree: Branch, max_depth: int, depth: int = 0) -> Iterator[Line]:
         if child.leaves < tree.leaves:
             break  # The branch is a leaf itself.
         label, tree = label + child.name, child
-    yield Line(depth, label, tree.leaves, tree.size_bytes, tree.leaf if tree.leaves == 1 else "")
+    yield Line(depth, label, tree)
     if depth == max_depth:
         return
     children = sorted(tree.children.values(), key=lambda child: _natural_key(child.name))
@@ -328,12 +324,8 @@ def list_tree(tree: Branch, max_depth: int, depth: int = 0) -> Iterator[Line]:
         yield from list_tree(child, max_depth, depth + 1)
     rest = children[len(shown) :]
     if rest:
-        yield Line(
-            depth + 1,
-            f"({len(rest)} more)",
-            sum(child.leaves for child in rest),
-            sum(child.size_bytes for child in rest),
-        )
+        others = Branch("", sum(child.leaves for child in rest), sum(child.size_bytes for child in rest))
+        yield Line(depth + 1, f"({len(rest)} more)", others)
 
 
 def _parts(name: str) -> Iterator[str]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import enum
-import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import click
@@ -17,101 +13,12 @@ from holdfast.catalog import Catalog, StoredRun, StoredStep
 from holdfast.catalog.survey import State
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import Report, name_fields, problem_fields, verb
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, byte_progress, counted
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, counted, show_progress
 from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step, find_target, no_living
-from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, UsageError
+from holdfast.errors import DamageError, NotFoundError, UsageError
 from holdfast.events.kinds import size_text, time_text
 from holdfast.format.names import COMMITTED_NAME, StepName
-from holdfast.restore.verify import Checked, count_unread, open_step, spares_restore, verify_data
-from holdfast.storage import Storage
-
-_THREADS: Final = max(2, min(4, os.cpu_count() or 1))
-
-
-class CheckOutcome(enum.StrEnum):
-    """Outcome of reading a checkpoint."""
-
-    WHOLE = "whole"
-    """Every byte is as it was written."""
-    RESTORABLE = "restorable"
-    """Headers of data files are damaged, which other programs need and a restore does not; all else is whole."""
-    DAMAGED = "damaged"
-    """Something is not as it was written."""
-    UNREADABLE = "unreadable"
-    """An I/O error ended the reading; the rest of the checkpoint was not checked."""
-    REMOVED = "removed"
-    """It was removed while it was being read."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckVerdict:
-    """Result of reading one checkpoint.
-
-    Attributes:
-        directory: The name of its directory; empty where that itself was named.
-        name: The checkpoint; None if the directory may have any name and its manifest is damaged.
-        outcome: The outcome.
-        problems: The damage, in the order of the files, and any I/O error.
-        read_bytes: Number of bytes that were read.
-        seconds: Duration of the reading.
-    """
-
-    directory: str
-    name: StepName | None
-    outcome: CheckOutcome
-    problems: tuple[HoldfastError, ...]
-    read_bytes: int
-    seconds: float
-
-
-def judge_step(
-    storage: Storage,
-    directory: str,
-    name: StepName | None,
-    label: str = "reading",
-    *,
-    beside: Storage | None = None,
-    checked: Checked | None = None,
-) -> CheckVerdict:
-    """**Blocks.** Reads every byte of one checkpoint, with a bar on the error stream if that is a terminal.
-
-    `beside` holds the steps that it refers to; their data that are in `checked` are not read again.
-
-    Raises:
-        StorageError: If the run's directory cannot be listed.
-    """
-    begun_at = time.monotonic()
-    read_bytes = 0
-    problems: list[HoldfastError] = []
-    outcome = CheckOutcome.WHOLE
-    checked = {} if checked is None else checked
-    try:
-        opened = open_step(storage, directory, name)
-        name = opened.name
-        with byte_progress(sys.stderr, label) as bar:
-            if bar is not None:
-                bar.expect(count_unread(opened, checked))
-
-            def count(just_read_bytes: int) -> None:
-                # Called from several threads; should two of them collide, a figure for people is a little too small.
-                nonlocal read_bytes
-                read_bytes += just_read_bytes
-                if bar is not None:
-                    bar.advance(just_read_bytes)
-
-            problems.extend(
-                verify_data(storage, opened, threads=_THREADS, progress=count, beside=beside, checked=checked)
-            )
-    except (DamageError, StorageError) as error:
-        problems.append(error)
-    if problems:
-        is_failure = isinstance(problems[-1], StorageError)
-        damaged = CheckOutcome.RESTORABLE if spares_restore(problems) else CheckOutcome.DAMAGED
-        outcome = CheckOutcome.UNREADABLE if is_failure else damaged
-        # A job that runs removes old steps, manifest first: what is missing then was not damaged.
-        if directory and name not in StoredRun(storage).look(closely=True).committed:
-            outcome = CheckOutcome.REMOVED
-    return CheckVerdict(directory, name, outcome, tuple(problems), read_bytes, time.monotonic() - begun_at)
+from holdfast.restore.verify import Checked, CheckOutcome, CheckVerdict, judge_step
 
 
 @verb("verify")
@@ -214,8 +121,17 @@ def _judge(target: RunTarget, names: Sequence[StepName | None]) -> Iterator[Chec
     for number, name in enumerate(names, start=1):
         label = f"step {name.step}" if name else "reading"
         label += f" ({number} of {len(names)})" if len(names) > 1 else ""
-        directory = name.directory if name else ""
-        yield judge_step(target.storage, directory, name, label, beside=target.beside, checked=checked)
+        with show_progress(label) as bar:
+            verdict = judge_step(
+                target.storage,
+                name.directory if name else "",
+                name,
+                beside=target.beside,
+                checked=checked,
+                expect=bar.expect,
+                progress=bar.advance,
+            )
+        yield verdict
 
 
 _SHOWN_PROBLEMS: Final = 20
