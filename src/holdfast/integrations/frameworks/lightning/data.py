@@ -78,7 +78,7 @@ class FitData:
                 loader.load_state_dict(state)
         return taken
 
-    def begin_epochs_anew(self, stored: list[Any]) -> None:
+    def begin_epochs_again(self, stored: list[Any]) -> None:
         """Restores positions between two epochs once more: Lightning may have begun one to look at it."""
         for place, state in zip(self._places, stored, strict=False):
             if place is not None and state is not None:

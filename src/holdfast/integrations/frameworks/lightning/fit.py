@@ -249,7 +249,7 @@ class LightningFit(Fit):
         end_restart(trainer.fit_loop)
         if own is not None:
             if not self._is_in_epoch:
-                self._data.begin_epochs_anew(own["loaders"])
+                self._data.begin_epochs_again(own["loaders"])
             load_logged(trainer, own["logged"])
             load_metrics(trainer.lightning_module, own["metrics"])
             load_gradients(trainer.lightning_module, own["gradients"])
