@@ -88,13 +88,13 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1315,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2170,
+    "catalog": 2183,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 3518,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2354,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
-    "convert": 4295,
+    "convert": 4293,
     # Each event with its text, and what takes events.
     "events": 946,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
@@ -104,15 +104,15 @@ BUDGETS = {
     # The reader and the writer of DCP.
     "integrations/dcp": 989,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 5220,
+    "integrations/frameworks": 5218,
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 643,
     # Sessions of Ray.
-    "integrations/ray": 555,
+    "integrations/ray": 554,
     # Modules, optimizers, tensors, meshes, loaders.
     "integrations/torch": 3526,
     # Jobs of several tasks, and those of torchrun.
-    "jobs": 3416,
+    "jobs": 3415,
     # Saving and retention, as pure functions.
     "policies": 623,
     # Notices, the agreement of workers, the last save.
@@ -122,13 +122,13 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2196,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5650,
+    "save": 5642,
     # A tree of objects taken apart, captured, and matched.
     "state": 5843,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 2300,
+    "storage": 2333,
     # Contracts for storages and clusters of others.
-    "testing": 1067,
+    "testing": 1145,
     # The run, its loop, the handler, the state of workers.
     "training": 2449,
     # The ring of repeated steps.
