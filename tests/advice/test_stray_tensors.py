@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -102,6 +103,18 @@ LOST: dict[str, tuple[Callable[[Any], object], Callable[[Any, torch.Tensor], obj
         lambda part, _: setattr(part, "strength", 0.9 * part.strength),
         "strength",
     ),
+    "an array, in place": (put(mean=np.zeros(3)), lambda part, _: part.mean.__iadd__(1.0), "mean"),
+    "an array, replaced": (
+        put(mean=np.zeros((2, 3), dtype=np.float32)),
+        lambda part, _: setattr(part, "mean", 0.9 * part.mean + 1),
+        "mean",
+    ),
+    "a large array, in place": (put(sums=np.zeros((300, 300))), lambda part, _: part.sums.__iadd__(1), "sums"),
+    "an array's number": (
+        put(best=np.float64(9)),
+        lambda part, _: setattr(part, "best", part.best - 1),
+        "best",
+    ),
     "complex numbers": (
         put(phase=torch.zeros(2, dtype=torch.complex64)),
         lambda part, _: part.phase.add_(1j),
@@ -138,6 +151,10 @@ CALM: dict[str, tuple[Callable[[Any], object], Callable[[Any, torch.Tensor], obj
     "what a step leaves behind, with its graph": (
         put(last=torch.zeros(2, 3)),
         lambda part, out: setattr(part, "last", out),
+    ),
+    "an array that stays, and one of texts": (
+        put(edges=np.linspace(0, 1, 5), names=np.array(["a", "b"])),
+        lambda part, _: setattr(part, "edges", np.linspace(0, 1, 5)),
     ),
     "another shape each time": (
         put(cache=torch.zeros(1)),
@@ -184,6 +201,8 @@ def test_what_is_saved_in_another_way_is_not_named(tmp_path: Path) -> None:
     make = put(pointer=torch.zeros(1))
     named: Any = Part(make, count_in_place)
     kept: Any = Part(make, count_in_place)
+    array: Any = Part(put(mean=np.zeros(2)), lambda part, _: part.mean.__iadd__(1))
+    assert warnings_of(tmp_path / "array", model=array, more={"mean": array.mean}) == []
     own = WithExtraState(put(mean=torch.zeros(3)), replace_mean)
     assert warnings_of(tmp_path / "named", model=named, more={"pointer": named.pointer}) == []
     assert warnings_of(tmp_path / "kept", model=kept, keeper=Keeper(kept.pointer)) == []

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import xxhash
 
 import holdfast as hf
 from holdfast.catalog import StoredRun
@@ -34,6 +33,7 @@ from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.scalars import DECODERS
 from holdfast.storage import LocalStorage
 from places import DATA
+from plain_reader import digest, open_record
 
 LAW = DATA.parent.parent / "docs" / "reference" / "format.md"
 RUNS = [DATA / "v1"]
@@ -376,21 +376,6 @@ def sample_at(place: int, length: int, key: int) -> int:
         place = high << low_bits | low
         if place < length:
             return place
-
-
-def open_record(path: Path, kind: str) -> dict[str, Any]:
-    text = path.read_bytes()
-    record = json.loads(text)
-    assert list(record) == ["holdfast", "version", "digest", "body"]
-    assert (record["holdfast"], record["version"]) == (kind, 1)
-    body = text[text.index(b'"body":') + len(b'"body":') : -1]
-    assert digest(body) == record["digest"]
-    assert json.loads(body) == record["body"]
-    return dict(record["body"])
-
-
-def digest(data: bytes) -> str:
-    return xxhash.xxh3_128(data, seed=0).hexdigest()
 
 
 if __name__ == "__main__":

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
 import holdfast as hf
 from places import DATA
+from plain_reader import digests, open_record
 
 RUN = DATA / "v1-references"
 
@@ -75,9 +73,9 @@ def test_a_new_save_refers_to_it(run: Path) -> None:
 def test_the_law_of_the_format_is_enough_to_read_it(run: Path, step: int) -> None:
     """A reader that is made from `docs/reference/format.md` alone, and shares no code with holdfast."""
     (directory,) = run.glob(f"step-{step:09d}.g*")
-    manifest = open_record(directory / "manifest.json")
+    manifest = open_record(directory / "manifest.json", "manifest")
     assert manifest["features"] == ["references"]
-    index = open_record(directory / "index-00000-of-00001.json")
+    index = open_record(directory / "index-00000-of-00001.json", "index")
     span_bytes = index["span_bytes"]
     assert len(index["leaves"]) + len(index["referred"]) == 4
 
@@ -110,17 +108,6 @@ def test_the_law_of_the_format_is_enough_to_read_it(run: Path, step: int) -> Non
     for name, values in make_arrays(step).items():
         dtype, shape, content = arrays[f"arrays/{name}"]
         assert np.frombuffer(content, types[dtype]).reshape(shape).tolist() == values.tolist()
-
-
-def digests(data: bytes, span_bytes: int) -> str:
-    spans = (data[begin : begin + span_bytes] for begin in range(0, len(data), span_bytes))
-    return "".join(xxhash.xxh3_128(span, seed=0).hexdigest() for span in spans)
-
-
-def open_record(path: Path) -> dict[str, Any]:
-    record = json.loads(path.read_bytes())
-    assert record["version"] == 1
-    return dict(record["body"])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
 import holdfast as hf
 from holdfast.catalog import StoredRun
@@ -22,6 +20,7 @@ from holdfast.format.records import Worker
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import LocalStorage
 from places import DATA
+from plain_reader import digests, open_record
 from simulated_job import commit_parts, restore_part, save_part
 
 RUN = DATA / "v1-shards"
@@ -105,12 +104,12 @@ def test_others_have_it_back_too(run: LocalStorage, workers: int) -> None:
 def test_the_law_of_the_format_is_enough_to_read_it() -> None:
     """A reader that is made from `docs/reference/format.md` alone, and shares no code with holdfast."""
     directory = RUN / "step-000000007.g0001"
-    manifest = open_record(directory / "manifest.json")
+    manifest = open_record(directory / "manifest.json", "manifest")
     assert manifest["features"] == ["shards"]
     assert len(manifest["workers"]) == 2
     leaves: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
-    indexes = [open_record(directory / f"index-{rank:05d}-of-00002.json") for rank in range(2)]
+    indexes = [open_record(directory / f"index-{rank:05d}-of-00002.json", "index") for rank in range(2)]
     types = {"F64": "<f8", "F32": "<f4", "I16": "<i2", "I64": "<i8"}
     for rank, index in enumerate(indexes):
         assert (index["rank"], index["world_size"]) == (rank, 2)
@@ -134,17 +133,6 @@ def test_the_law_of_the_format_is_enough_to_read_it() -> None:
         node = index["objects"]["own"]
         assert (node["$"], node["k"], node["v"]["rank"]) == ("object", "per_worker", rank)
         assert leaves[node["v"]["x"]["v"]].tolist() == [rank, rank]
-
-
-def digests(data: bytes, span_bytes: int) -> str:
-    spans = (data[begin : begin + span_bytes] for begin in range(0, len(data), span_bytes))
-    return "".join(xxhash.xxh3_128(span, seed=0).hexdigest() for span in spans)
-
-
-def open_record(path: Path) -> dict[str, Any]:
-    record = json.loads(path.read_bytes())
-    assert record["version"] == 1
-    return dict(record["body"])
 
 
 if __name__ == "__main__":

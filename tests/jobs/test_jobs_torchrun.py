@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import holdfast as hf
@@ -31,6 +30,8 @@ from holdfast.jobs import Task, TorchrunSession, UploadTo, Workspace
 from holdfast.testing.processes import Workers, python
 from memory_engine import run_workers
 from places import PROGRAMS, TESTS
+
+pytestmark = pytest.mark.usefixtures("numpy_is_known")
 
 PROGRAM = PROGRAMS / "job_worker.py"
 NODES = ["worker_0", "worker_1", "worker_2"]
@@ -130,13 +131,6 @@ def test_random_kills_end_at_the_same_total_with_two_epochs_kept(tmp_path: Path)
 
 
 # Threads, each of which is a worker.
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _numpy_is_known() -> None:
-    """The first object of a library has its integration imported, which is no matter for threads."""
-    with hf.CheckpointManager("memory://warm", hf.Checkpoint(array=np.zeros(1)), begin_anew=True) as manager:
-        manager.save(1)
 
 
 def run_three(work: Callable[[TorchrunSession], Any], **options: Any) -> list[Any]:

@@ -13,6 +13,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Final, TypeVar
 
+import numpy as np
+import pytest
+
+import holdfast as hf
 from holdfast.cluster.protocol import Cluster
 from holdfast.cluster.store import JoinedCluster
 from holdfast.process.latch import Latch
@@ -20,6 +24,13 @@ from holdfast.process.latch import Latch
 _T = TypeVar("_T")
 
 _PATIENCE_SECONDS: Final = 120.0
+
+
+@pytest.fixture(scope="module")
+def numpy_is_known() -> None:
+    """The first object of a library has its integration imported, which is no matter for threads."""
+    with hf.CheckpointManager("memory://warm", hf.Checkpoint(array=np.zeros(1)), begin_anew=True) as manager:
+        manager.save(1)
 
 
 class MemoryEngine:

@@ -232,3 +232,25 @@ def test_an_exit_inside_of_an_optimizers_step_saves_nothing(tmp_path: Path, capl
         train()
     assert steps_of(tmp_path / "run") == (5,)
     assert "exited inside of torch.optim.optimizer, and nothing was saved: the 2 steps since step 5" in caplog.text
+
+
+def test_a_cancelled_task_says_which_steps_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Here the program's main coroutine returns while another task trains: nothing is raised that a person sees."""
+
+    async def train() -> None:
+        with hf.resumable(tmp_path, a=np.zeros(2), save_every=hf.Steps(5)) as run:
+            for step in run.steps(1000):
+                if step == 7:
+                    reached.set()
+                await asyncio.sleep(0)
+
+    async def main() -> None:
+        task = asyncio.create_task(train())
+        await reached.wait()
+        assert not task.done()
+
+    reached = asyncio.Event()
+    asyncio.run(main())
+    assert "the program exited as its task was cancelled, and nothing was saved:" in caplog.text
+    assert "a restart trains from step 5" in caplog.text
+    assert steps_of(tmp_path)[-1] == 5

@@ -570,10 +570,15 @@ def test_optimizer_of_a_kept_model_that_is_not_kept_is_warned_of(tmp_path: Path)
     assert train(adam, model=model) == [adam_text]
     assert train(adam, model={"deep": model}) == [adam_text.replace("model", "model/deep")]
     assert train(scheduled, model=model, schedule=schedule) == [adam_text.replace("AdamW", "SGD")]
+    # Neither the optimizer nor what it trains is saved, as the second pair of a GAN.
+    [apart_text] = train(plain, aside, model=model)
+    assert apart_text == "AdamW updates 2 parameters that no saved object holds, so a restart begins with new values"
     # Right programs: it is kept, in a state of another object too; it has no state; it trains a copy; another thread.
     assert train(adam, model=model, optimizer=[adam]) == []
     assert train(adam, model=model, trainer=Trainer(adam)) == []
-    assert train(plain, aside, model=model) == []
+    assert train(plain, aside, model=model, more={"deep": other}, second=aside) == []
+    assert train(plain, aside, model=model, agent=Agent(other)) == []
+    assert train(plain, aside, model=model, weights=list(other.parameters())) == []
     assert train(adam, thread=True, model=model) == []
     assert train(adam, optimizer=adam) == ["the parameters of optimizer belong to no saved object"]
     assert train(adam, optimizer=adam, weights=list(model.parameters())) == []
@@ -613,21 +618,26 @@ def test_trained_parameters_that_no_saved_object_has_are_warned_of(tmp_path: Pat
     alone = torch.optim.AdamW([*model.parameters(), loose := torch.nn.Parameter(torch.ones(3))])
     frozen = torch.optim.AdamW([*model.parameters(), *head.parameters()])
 
+    advice: list[str] = []
+
     def save(**objects: Any) -> list[str]:
         events: list[Event] = []
         place = tmp_path / str(len(list(tmp_path.iterdir())))
         with hf.CheckpointManager(place, hf.Checkpoint(**objects), sinks=[events.append]) as manager:
             manager.save(1)
             manager.save(2)
+        advice[:] = [event.text.partition(": ")[2] for event in events if isinstance(event, Warned)]
         return [text for text, _ in told(events)]
 
     rest = "so a restart begins with new values"
     assert save(model=model, optimizer=adam) == [
         f"optimizer trains 3 parameters of a Head that no saved object has (shape [], [2, 2], [2]), {rest}"
     ]
+    assert advice == ["pass the module, as in criterion=criterion, too"]
     assert save(model=model, optimizer={"first": alone}) == [
         f"optimizer/first trains a parameter that no saved object has (shape [3]), {rest}"
     ]
+    assert advice == ["pass the parameter itself, as in scale=scale, too"]
     # Right programs: the loss is saved too, by itself, within another module, as tensors, or by an object of theirs.
     assert save(model=model, head=head, optimizer=adam) == []
     assert save(both=torch.nn.ModuleList([model, head]), optimizer=adam) == []

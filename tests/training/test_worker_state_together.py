@@ -23,16 +23,11 @@ from holdfast.testing.processes import Workers, python
 from memory_engine import run_workers
 from places import PROGRAMS
 
+pytestmark = pytest.mark.usefixtures("numpy_is_known")
+
 PROGRAM = PROGRAMS / "backup_worker.py"
 PATIENCE_SECONDS = 60.0
 LIVENESS_SECONDS = 2.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _numpy_is_known() -> None:
-    """The first object of a library has its integration imported, which is no matter for threads."""
-    with hf.CheckpointManager("memory://warm", hf.Checkpoint(array=np.zeros(1)), begin_anew=True) as manager:
-        manager.save(1)
 
 
 class Training:

@@ -350,6 +350,7 @@ class TrainingWatch:
     def note_counted(self) -> None:
         """Called when a step is counted, so the program does count them. A saved optimizer must step as well."""
         self._is_counted = True
+        self._strays.step += 1
         if self._ends:
             self._counted += 1
             if not self._updates or any(self._updates.values()):
@@ -373,6 +374,8 @@ class TrainingWatch:
         if self._has_plain:
             self._has_plain = None
             self._warn_else(_PLAIN)
+        for text in self._strays.take_apart():
+            self._warn_else(text)
         self._seen, self._since = self._read(), " since the newest save"
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Detects what is trained but not saved: parameters that no saved object has, and optimizers of saved modules."""
+"""Detects what is trained but not saved: parameters that no saved object has, and optimizers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ def find_strays(
     held = {id(parameter) for one in found.values() for parameter in one.holds}
     if all(id(parameter) in held for one in found.values() for parameter in one.trains):
         return []
-    kept = held.union(id(value) for obj in objects.values() for value in list_values(obj))
-    # An object of the program's own class may keep the parameters, or the model, in its state.
+    kept = held | _list_kept(objects, members)
     own = [obj for _, obj, adapter in members if is_own_class(obj, adapter)]
-    kept.update(id(value) for obj in own for value in list_reached(obj))
     may_hold = held or own or find_array(list(objects.values())) is not None
     texts: list[str] = []
     for path, one in found.items():
@@ -45,11 +43,15 @@ def find_strays(
             shapes = [str(list(parameter.shape)) for parameter in strays]
             more = ", ..." if len(shapes) > _MOST_SHAPES else ""
             number = "a parameter" if len(strays) == 1 else f"{len(strays)} parameters"
-            owners = " and ".join(f"a {type(owner).__name__}" for owner in one.find_owners(strays))
+            modules = one.find_owners(strays)
+            owners = " and ".join(f"a {type(owner).__name__}" for owner in modules)
+            owned = {id(parameter) for owner in modules for parameter in owner.parameters()}
+            advice = ["the module, as in criterion=criterion"] if modules else []
+            advice += [] if owned.issuperset(map(id, strays)) else ["the parameter itself, as in scale=scale"]
             texts.append(
                 f"{path} trains {number}{owners and f' of {owners}'} that no saved object has (shape "
-                f"{', '.join(shapes[:_MOST_SHAPES])}{more}), so a restart begins with new values: pass the module too, "
-                "as in criterion=criterion"
+                f"{', '.join(shapes[:_MOST_SHAPES])}{more}), so a restart begins with new values: pass "
+                f"{' and '.join(advice)}, too"
             )
         elif held:
             texts.append(
@@ -59,6 +61,14 @@ def find_strays(
         elif not may_hold:
             texts.append(f"the parameters of {path} belong to no saved object: pass the model too, model=model")
     return texts
+
+
+def _list_kept(objects: Mapping[str, object], members: Sequence[tuple[str, Any, Adapter]]) -> set[int]:
+    """Returns the ids of all values in the trees; objects of the program's own classes may keep others in their state,
+    such as parameters, or the model."""
+    kept = {id(value) for obj in objects.values() for value in list_values(obj)}
+    own = [obj for _, obj, adapter in members if is_own_class(obj, adapter)]
+    return kept.union(id(value) for obj in own for value in list_reached(obj))
 
 
 def describe_unsaved(objects: Mapping[str, object], changed: Sequence[tuple[str, object]]) -> str:
@@ -120,7 +130,11 @@ def list_reached(obj: object) -> list[object]:
 
 
 class StrayOptimizers:
-    """Detects optimizers that train a saved module but are not saved themselves."""
+    """Detects optimizers that are not saved themselves: of a saved module, or of parameters that are not saved either.
+
+    Attributes:
+        step: Grows with each counted step.
+    """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         """Knows none yet.
@@ -130,6 +144,9 @@ class StrayOptimizers:
         """
         self._objects = objects
         self._known: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        # Those that may train what no saved object has, with the first and the newest step in which they stepped.
+        self._apart: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self.step = 0
 
     def find(self, optimizer: Any) -> tuple[str, str]:
         """Returns the saved module that an unsaved optimizer trains, and a warning about it at the first step.
@@ -137,16 +154,51 @@ class StrayOptimizers:
         Both are empty if there is nothing to report. An optimizer without any state loses nothing.
         """
         if (known := self._known.get(optimizer)) is not None:
+            if self._apart and optimizer in self._apart:
+                self._apart[optimizer] = self._apart[optimizer][0], self.step
             return known, ""
         # A program that makes optimizers all the time tries steps out, on copies say.
-        path = "" if len(self._known) > _MOST_STEPPED else self._find_module(optimizer)
+        is_one_of_many = len(self._known) > _MOST_STEPPED
+        path = "" if is_one_of_many else self._find_module(optimizer)
         self._known[optimizer] = path
+        if not path and not is_one_of_many:
+            self._apart[optimizer] = self.step, self.step
         if not path or not _has_state(optimizer):
             return path, self._find_scaler()
         return path, (
             f"{type(optimizer).__name__} updates the parameters of {path} but is not saved, so a restart begins "
             "with a new one: pass it too, optimizer=optimizer"
         )
+
+    def take_apart(self) -> list[str]:
+        """Returns a warning about each optimizer that trains what no saved object has, once; called at a save.
+
+        One that has stepped within a single step only may be made again in each, on a copy say.
+        """
+        texts = []
+        for optimizer, (first, newest) in list(self._apart.items()):
+            if newest > first:
+                del self._apart[optimizer]
+                if self._is_apart(optimizer):
+                    number = len(_list_parameters(optimizer))
+                    texts.append(
+                        f"{type(optimizer).__name__} updates {number} {'parameter' if number == 1 else 'parameters'} "
+                        "that no saved object holds, so a restart begins with new values: pass the module and the "
+                        "optimizer too. If this training does not need them, ignore this"
+                    )
+        return texts
+
+    def _is_apart(self, optimizer: Any) -> bool:
+        members = list_members(self._objects)
+        found = [adapter.oversights_of(obj) for _, obj, adapter in members]
+        saved = {id(one) for each in found for one in (*each.holds, *each.trains)}
+        # A wrapper may hide which parameters its optimizer has.
+        saved.update(id(part) for _, obj, _ in members for part in getattr(obj, "__dict__", {}).values())
+        own = _list_parameters(optimizer)
+        if id(optimizer) in saved or not own or not own.isdisjoint(saved):
+            return False
+        kept = _list_kept(self._objects, members)
+        return id(optimizer) not in kept and own.isdisjoint(kept)
 
     def _find_scaler(self) -> str:
         """Returns a warning about a scaler of gradients that makes this step and is not saved; "" if there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
@@ -119,15 +120,16 @@ NOTHING: Final = Survey(Catalog((), (), (), (), (), 0, (), None), (), None)
 
 def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
     """**Blocks.** Examines every directory of a run; reads the manifests, but no arrays."""
-    catalog = StoredRun(storage).look(closely=closely)
+    run = StoredRun(storage)
+    catalog = run.look(closely=closely)
     living = set(catalog.living)
     committed = [
-        look_at_step(storage, name, State.LIVING if name in living else State.OFF_LINE) for name in catalog.committed
+        look_at_step(run, name, State.LIVING if name in living else State.OFF_LINE) for name in catalog.committed
     ]
     if not closely and None in committed:
         # The step is being removed, or the summary that lists it as committed is wrong.
         return survey_run(storage, closely=True)
-    lost = {*catalog.lost, *StoredRun(storage).find_lost(catalog), *StoredRun(storage).find_journaled(catalog)}
+    lost = {*catalog.lost, *run.find_lost(catalog), *run.find_journaled(catalog)}
     unfinished = (
         Found(
             name.directory,
@@ -146,13 +148,13 @@ def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
     found = _connect(
         [
             *(one for one in committed if one is not None),
-            *(_look_at_lost(storage, name) for name in sorted(lost)),
+            *(_look_at_damaged(run, name, State.LOST, _make_lost_damage(name)) for name in sorted(lost)),
             *unfinished,
             *trash,
             *(spare if catalog.spare_bytes is not None else ()),
         ]
     )
-    return Survey(catalog, found, _read_opening(storage, catalog.generation))
+    return Survey(catalog, found, run.try_opening(catalog.generation))
 
 
 def _connect(found: Sequence[Found]) -> tuple[Found, ...]:
@@ -186,19 +188,16 @@ def _find_lacking(one: Found, by_directory: dict[str, Found]) -> Iterable[Damage
                 yield DamageError(f"{damage.message}; {one.directory} refers to it", step=step, path=damage.path)
 
 
-def look_at_step(storage: Storage, name: StepName, state: State) -> Found | None:
+def look_at_step(run: StoredRun, name: StepName, state: State) -> Found | None:
     """**Blocks.** Reads a committed step's manifest and compares the sizes of its files with it; None if it is gone."""
     directory = name.directory
     try:
-        manifest = StoredRun(storage).step(name).manifest()
+        manifest = run.step(name).manifest()
     except NotFoundError:
         return None
     except DamageError as damage:
-        # One that a newer holdfast wrote says nevertheless what it needs.
-        refers_to = _read_references(storage, name)
-        size_bytes = _size_bytes(storage, directory)
-        return Found(directory, state, name, size_bytes, damages=(damage,), refers_to=refers_to)
-    sizes = {entry.name: entry.size_bytes for entry in storage.list(directory) if not entry.is_directory}
+        return _look_at_damaged(run, name, state, damage)
+    sizes = {entry.name: entry.size_bytes for entry in run.storage.list(directory) if not entry.is_directory}
     if MANIFEST_NAME not in sizes:
         return None  # It goes just now, and nothing of it is damaged.
     misfits = tuple(_find_misfits(directory, manifest, sizes))
@@ -206,19 +205,13 @@ def look_at_step(storage: Storage, name: StepName, state: State) -> Found | None
     return Found(directory, state, name, checkpoint_bytes(manifest), manifest, misfits, refers_to=refers_to)
 
 
-def _look_at_lost(storage: Storage, name: StepName) -> Found:
-    path = name.manifest_path
-    damage = DamageError(f"{path} is missing, but the step was committed", step=name.step, path=path)
-    size_bytes = _size_bytes(storage, name.directory)
-    refers_to = _read_references(storage, name)
-    return Found(name.directory, State.LOST, name, size_bytes, damages=(damage,), refers_to=refers_to)
-
-
-def _read_references(storage: Storage, name: StepName) -> tuple[StepName, ...]:
-    try:
-        return StoredRun(storage).step(name).references()
-    except (DamageError, NotFoundError):
-        return ()
+def _look_at_damaged(run: StoredRun, name: StepName, state: State, damage: DamageError) -> Found:
+    refers_to: tuple[StepName, ...] = ()
+    with suppress(DamageError, NotFoundError):
+        # A manifest that a newer holdfast wrote, or the copy of a lost one, says nevertheless what it needs.
+        refers_to = run.step(name).references()
+    size_bytes = _size_bytes(run.storage, name.directory)
+    return Found(name.directory, state, name, size_bytes, damages=(damage,), refers_to=refers_to)
 
 
 def checkpoint_bytes(manifest: Manifest) -> int:
@@ -246,13 +239,27 @@ def _size_bytes(storage: Storage, directory: str) -> int:
     return sum(entry.size_bytes for entry in storage.list(directory))
 
 
-def _read_opening(storage: Storage, generation: int) -> Opening | None:
-    if generation == 0:
-        return None
-    try:
-        return StoredRun(storage).opening(generation)
-    except HoldfastError:
-        return None  # It only says by whom; `verify --all` names the damage.
+def find_damaged_records(run: StoredRun, catalog: Catalog, *, closely: bool) -> list[DamageError]:
+    """**Blocks.** Returns the damage of a run's own records, which give the order of its steps.
+
+    These are the faults of the catalog, lost manifests of steps that would be the newest, and, if looked at closely, of
+    all others, and the records of all generations.
+    """
+    lost = [name for name in run.find_lost(catalog) if catalog.newest is None or closely or name > catalog.newest]
+    damages = [*catalog.faults, *map(_make_lost_damage, lost)]
+    for generation in run.list_generations() if closely else ():
+        try:
+            run.opening(generation)
+        except NotFoundError:
+            continue
+        except DamageError as damage:
+            damages.append(damage)
+    return damages
+
+
+def _make_lost_damage(name: StepName) -> DamageError:
+    path = name.manifest_path
+    return DamageError(f"{path} is missing, but the step was committed", step=name.step, path=path)
 
 
 def find_extremes(steps: Sequence[Found]) -> dict[str, tuple[StepName | None, StepName | None]]:
@@ -308,29 +315,28 @@ class RunSummary:
 
 def summarize_run(storage: Storage, location: str) -> RunSummary:
     """**Blocks.** Looks at a run: the names of its steps, the sizes of files, and the newest manifest alone."""
+    run = StoredRun(storage)
     try:
         for _ in range(_MOST_LOOKS):
-            catalog = StoredRun(storage).look()
-            newest = catalog.newest
-            looked = look_at_step(storage, newest, State.LIVING) if newest else None
-            if newest is None or looked is not None:
+            catalog = run.look()
+            newest = look_at_step(run, catalog.newest, State.LIVING) if catalog.newest else None
+            if catalog.newest is None or newest is not None:
                 break  # Else a job that goes on has removed it just now.
         names = (*catalog.committed, *catalog.unfinished, *catalog.lost)
         directories = (*(name.directory for name in names), *catalog.trash)
         size_bytes = sum(_size_bytes(storage, directory) for directory in directories) + (catalog.spare_bytes or 0)
-        opening = _read_opening(storage, catalog.generation)
-        state = _find_state(storage, catalog, looked)
-        return RunSummary(location, storage.url, state, looked, len(catalog.living), size_bytes, opening)
+        state, opening = _find_state(run, catalog, newest), run.try_opening(catalog.generation)
+        return RunSummary(location, storage.url, state, newest, len(catalog.living), size_bytes, opening)
     except HoldfastError as error:
         return RunSummary(location, storage.url, "unreadable", problem=error.message)
 
 
-def _find_state(storage: Storage, catalog: Catalog, newest: Found | None) -> RunState:
+def _find_state(run: StoredRun, catalog: Catalog, newest: Found | None) -> RunState:
     if catalog.faults or (newest is not None and newest.damages):
         return "damaged"
-    lost = StoredRun(storage).find_lost(catalog)
+    lost = run.find_lost(catalog)
     if lost and (catalog.newest is None or lost[-1] > catalog.newest):
         return "lost"
-    if find_owner(storage):
+    if find_owner(run.storage):
         return "running"
     return "ok" if newest is not None else "empty"

@@ -208,7 +208,7 @@ def _compare(path: str, a: Node, b: Node, depth: int) -> Iterator[ValueChange]:
         return
     parts_a = list_children(a) if depth <= MAX_DEPTH and a is not _NOTHING else None
     parts_b = list_children(b) if depth <= MAX_DEPTH and b is not _NOTHING else None
-    if _are_alike(a, b, parts_a, parts_b):
+    if _have_parts_in_common(a, b, parts_a, parts_b):
         before, after = dict(parts_a or ()), dict(parts_b or ())
         for part in dict.fromkeys((*before, *after)):
             yield from _compare(f"{path}/{part}", before.get(part, _NOTHING), after.get(part, _NOTHING), depth + 1)
@@ -228,7 +228,7 @@ def _compare(path: str, a: Node, b: Node, depth: int) -> Iterator[ValueChange]:
 _Parts: TypeAlias = list[tuple[str, Node]] | None
 
 
-def _are_alike(a: Node, b: Node, parts_a: _Parts, parts_b: _Parts) -> bool:
+def _have_parts_in_common(a: Node, b: Node, parts_a: _Parts, parts_b: _Parts) -> bool:
     """True if two containers are to be compared part by part, or one container that the other checkpoint lacks."""
     is_deep = any(list_children(part) or find_array(part) for parts in (parts_a, parts_b) for _, part in parts or ())
     if a is _NOTHING or b is _NOTHING:

@@ -64,7 +64,12 @@ class RunTarget:
     is_step: bool
 
     @property
-    def beside(self) -> Storage | None:
+    def run(self) -> StoredRun:
+        """**Pure.** The run, as if nothing of it was read yet."""
+        return StoredRun(self.storage)
+
+    @property
+    def siblings(self) -> Storage | None:
         """Directory with the steps that a step may refer to: the run, or the parent of a single step's directory."""
         if not self.is_step:
             return self.storage
@@ -115,7 +120,7 @@ def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
             raise no_living(catalog, target)
         return catalog.newest
     if all(name.step != target.step for name in catalog.committed):
-        if lost := [name for name in StoredRun(target.storage).find_lost(catalog) if name.step == target.step]:
+        if lost := [name for name in target.run.find_lost(catalog) if name.step == target.step]:
             raise make_lost_error(lost, target.location)
         for name in catalog.unfinished:
             if name.step == target.step:
@@ -128,7 +133,7 @@ def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
 
 def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
     """**Blocks.** The error for a run without a checkpoint in its current lineage."""
-    if lost := StoredRun(target.storage).find_lost(catalog):
+    if lost := target.run.find_lost(catalog):
         return make_lost_error(lost, target.location)
     off_line = len(catalog.committed) - len(catalog.living)
     if off_line:
@@ -260,7 +265,7 @@ def _read_heading(target: RunTarget) -> Heading | None:
     """
     name, state, is_newest = None, None, False
     if not target.is_step:
-        catalog = StoredRun(target.storage).look()
+        catalog = target.run.look()
         name = choose_step(catalog, target)
         state = State.LIVING if name in catalog.living else State.OFF_LINE
         is_newest = name == catalog.newest
@@ -337,7 +342,7 @@ def read_checkpoint(target: RunTarget) -> tuple[Heading, Contents | DamageError]
         try:
             return heading, Contents(open_step(target.storage, heading.directory, heading.expected))
         except DamageError as damage:
-            if heading.expected is None or StoredRun(target.storage).step(heading.expected).is_committed():
+            if heading.expected is None or target.run.step(heading.expected).is_committed():
                 return heading, damage
     raise NoCheckpointError(
         f"{target.location}: every checkpoint was removed before it could be read",

@@ -199,8 +199,11 @@ class TrainingLoop:
         """
         if error is None:
             return None
-        is_own = isinstance(error, SystemExit | GeneratorExit) and not isinstance(error, LeavingExit)
-        if not is_own or self.guard.has_left:
+        if self.guard.has_left or isinstance(error, LeavingExit):
+            return ""
+        if type(error).__name__ == "CancelledError":  # At any `await`, which may be in the midst of a step.
+            return "as its task was cancelled"
+        if not isinstance(error, SystemExit | GeneratorExit):
             return ""
         return find_inside(error, trace, self.guard.config.exit_code) or None
 

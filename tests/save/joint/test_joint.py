@@ -37,10 +37,12 @@ from holdfast.format.names import StepName
 from holdfast.policies import SaveDecision, SaveMoment
 from holdfast.process.latch import Latch
 from holdfast.restore.verify import open_step
-from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage import LocalStorage
 from holdfast.storage.local.streams import LocalWriter
 from memory_engine import MemoryEngine, run_threads, run_workers
 from whole_runs import check_whole
+
+pytestmark = pytest.mark.usefixtures("numpy_is_known")
 
 PATIENCE_SECONDS = 30.0
 LIVENESS_SECONDS = 1.0
@@ -69,13 +71,6 @@ class Toy:
     def manager(self, place: Path | LocalStorage, cluster: Cluster, **options: Any) -> hf.CheckpointManager:
         options = {"liveness_seconds": LIVENESS_SECONDS, "timeout_seconds": PATIENCE_SECONDS, "threads": 2} | options
         return hf.CheckpointManager(place, self.checkpoint, cluster=cluster, **options)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _numpy_is_known() -> None:
-    """The first object of a library has its integration imported, which is no matter for threads."""
-    with hf.CheckpointManager(MemoryStorage(), hf.Checkpoint(array=np.zeros(1))) as manager:
-        manager.save(1)
 
 
 class Meeting:

@@ -70,7 +70,7 @@ def export_command(
         with ending_on(signal.SIGTERM, signal.SIGHUP), show_progress("exporting") as progress:
             options = structs.replace(options, watcher=progress)
             if target.is_step:
-                export = export_step(target.storage, "", None, target.beside, out, options)
+                export = export_step(target.storage, "", None, target.siblings, out, options)
             else:
                 choose = partial(choose_step, target=target)
                 export = export_chosen(target.storage, choose, out, options)

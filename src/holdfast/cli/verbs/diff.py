@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import click
 
-from holdfast.catalog import StoredRun
 from holdfast.cli.difference import WINDOW_BYTES, LeafChange, ValueChange, compare_values, find_changed, measure
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import COUNT, NAME, SHARE, SIZE, TIME, Column, Kind, Report, name_fields, time_fields, verb
@@ -117,7 +116,7 @@ def _measure(sides: Sequence[_Side], changes: Sequence[LeafChange]) -> Iterator[
     with show_progress("comparing") as bar:
         bar.expect(size_bytes)
         readers = [
-            LeafReader(target.storage, contents.opened, target.beside, window_bytes=WINDOW_BYTES, advance=bar.advance)
+            LeafReader(target.storage, contents.opened, target.siblings, window_bytes=WINDOW_BYTES, advance=bar.advance)
             for target, _, contents in sides
         ]
         with closing(readers[0]), closing(readers[1]):
@@ -125,10 +124,7 @@ def _measure(sides: Sequence[_Side], changes: Sequence[LeafChange]) -> Iterator[
                 yield from measure(changes, *readers)
             except (DamageError, StorageError) as error:
                 for target, heading, _ in sides:
-                    if (
-                        heading.expected is not None
-                        and not StoredRun(target.storage).step(heading.expected).is_committed()
-                    ):
+                    if heading.expected is not None and not target.run.step(heading.expected).is_committed():
                         raise NoCheckpointError(
                             f"step {heading.manifest.step} of {heading.location} was removed while it was read",
                             hint="A running job removes old steps. Compare steps that it keeps.",

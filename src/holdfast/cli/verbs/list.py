@@ -97,11 +97,11 @@ def command(report: Report, places: tuple[str, ...], show_all: bool) -> None:
 
 def list_columns(survey: Survey, shown: Sequence[Found]) -> list[Column[Found]]:
     """**Pure.** The columns of a list of checkpoints. A fact with a `key` is in the JSON document too."""
-    extremes = find_extremes(survey.of(State.LIVING))
+    extremes, newest, styles = find_extremes(survey.of(State.LIVING)), survey.newest, {State.LIVING: PLAIN}
     several_generations = len({one.name.generation for one in shown if one.name}) > 1
     with_references = any(one.refers_to for one in shown)
     return [
-        Column("step", lambda one: (one.step, _style(survey, one)), COUNT),
+        Column("step", lambda one: (one.step, STRONG if one is newest else styles.get(one.state, FAINT)), COUNT),
         Column(
             "gen",
             lambda one: one.name.generation if one.name else None,
@@ -127,10 +127,6 @@ def list_columns(survey: Survey, shown: Sequence[Found]) -> list[Column[Found]]:
         *(_make_metric_column(metric, *ends) for metric, ends in extremes.items()),
         Column("", lambda one: _mark(survey, one), in_pipe=False),
     ]
-
-
-def _style(survey: Survey, one: Found) -> str:
-    return STRONG if one is survey.newest else PLAIN if one.state is State.LIVING else FAINT
 
 
 def _list_marks(survey: Survey, one: Found, extremes: Mapping[str, Sequence[StepName | None]]) -> list[str]:

@@ -31,9 +31,9 @@ def command(report: Report, checkpoint: str) -> None:
     if target.is_step:
         directory = storage.location
         name = None if directory is None else parse_step_directory(directory.resolve().name)
-        if name is None or target.beside is None:
+        if name is None or target.siblings is None:
             raise UsageError(f"{location} is not in a run", hint="Name RUN@STEP.")
-        storage, location = target.beside, location.rstrip("/").rpartition("/")[0] or "."
+        storage, location = target.siblings, location.rstrip("/").rpartition("/")[0] or "."
         catalog = StoredRun(storage).look(closely=True)
     elif target.step is None:
         steps = ", ".join(str(one.step) for one in catalog.living) or "none"

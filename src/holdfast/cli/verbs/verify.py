@@ -9,13 +9,13 @@ from typing import Final
 
 import click
 
-from holdfast.catalog import Catalog, StoredRun, StoredStep
-from holdfast.catalog.survey import State
+from holdfast.catalog import Catalog, StoredStep
+from holdfast.catalog.survey import State, find_damaged_records
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import Report, name_fields, problem_fields, verb
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, counted, show_progress
 from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step, find_target, no_living
-from holdfast.errors import DamageError, NotFoundError, UsageError
+from holdfast.errors import UsageError
 from holdfast.events.kinds import size_text, time_text
 from holdfast.format.names import COMMITTED_NAME, StepName
 from holdfast.restore.verify import Checked, CheckOutcome, CheckVerdict, judge_step
@@ -38,7 +38,7 @@ def command(report: Report, run: str, verify_all: bool) -> None:
     if verify_all and (target.is_step or target.step is not None):
         raise UsageError("--all reads every checkpoint of a run", hint="Name the run alone, or leave out --all.")
     catalog, names = _choose(target, verify_all)
-    records = list(_find_damaged_records(target, catalog, verify_all))
+    records = find_damaged_records(target.run, catalog, closely=verify_all) if catalog is not None else []
     for damage in records:
         report.line(("damaged   ", BAD), damage.message)
     verdicts: list[CheckVerdict] = []
@@ -90,30 +90,12 @@ def command(report: Report, run: str, verify_all: bool) -> None:
 def _choose(target: RunTarget, verify_all: bool) -> tuple[Catalog | None, Sequence[StepName | None]]:
     if target.is_step:
         return None, [None]
-    catalog = StoredRun(target.storage).look(closely=True)
+    catalog = target.run.look(closely=True)
     if not verify_all:
         return catalog, [choose_step(catalog, target)]
     if not catalog.committed:
         raise no_living(catalog, target)
     return catalog, catalog.committed
-
-
-def _find_damaged_records(target: RunTarget, catalog: Catalog | None, verify_all: bool) -> Iterator[DamageError]:
-    """Yields the damage of the run's own records, which give the order of its steps."""
-    if catalog is None:
-        return
-    yield from catalog.faults
-    for name in StoredRun(target.storage).find_lost(catalog):
-        if catalog.newest is None or verify_all or name > catalog.newest:
-            path = name.manifest_path
-            yield DamageError(f"{path} is missing, but the step was committed", step=name.step, path=path)
-    for generation in StoredRun(target.storage).list_generations() if verify_all else ():
-        try:
-            StoredRun(target.storage).opening(generation)
-        except NotFoundError:
-            continue
-        except DamageError as damage:
-            yield damage
 
 
 def _judge(target: RunTarget, names: Sequence[StepName | None]) -> Iterator[CheckVerdict]:
@@ -126,7 +108,7 @@ def _judge(target: RunTarget, names: Sequence[StepName | None]) -> Iterator[Chec
                 target.storage,
                 name.directory if name else "",
                 name,
-                beside=target.beside,
+                beside=target.siblings,
                 checked=checked,
                 expect=bar.expect,
                 progress=bar.advance,

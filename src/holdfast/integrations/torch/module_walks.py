@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -206,7 +207,8 @@ def _are_torchs(modules: list[nn.Module], names: tuple[str, ...]) -> bool:
 
 
 def watch_tensors(root: nn.Module) -> Callable[[], list[tuple[str, Any]]]:
-    """Begins to watch tensors and numbers that are in no state dict: plain attributes, buffers that are not persistent.
+    """Begins to watch tensors, arrays and numbers that are in no state dict: attributes, buffers that are not
+    persistent.
 
     Those that do not exist yet are left out, as a step leaves its results in attributes. So are torch's own modules,
     metrics, and modules that add to their state. The result lists the names and tensors that changed since its last
@@ -225,36 +227,54 @@ def watch_tensors(root: nn.Module) -> Callable[[], list[tuple[str, Any]]]:
         earlier, seen = seen, {}
         changed: dict[str, Any] = {}
         for path, ref, name in watched:
-            for number, one in enumerate(_list_unsaved(ref(), name)):
-                spec, is_small = (one.shape, one.dtype, one.device), one.numel() <= _MOST_COMPARED
+            for number, (value, one) in enumerate(_list_unsaved(ref(), name)):
+                spec, is_small = (one.shape, one.dtype, one.device), value is not one or one.numel() <= _MOST_COMPARED
                 # Copies, as bytes: then values that are not numbers are equal.
                 flat = one.resolve_conj().resolve_neg().reshape(-1) if is_small else None
-                now = one._version if flat is None else flat.view(torch.uint8).clone()
+                now: Any = one._version if flat is None else flat.view(torch.uint8).clone()
                 seen[path, number] = weakref.ref(one), spec, now
                 before = earlier.get((path, number), (None, None, None))
                 if before[1] != spec:
                     continue
                 if not torch.equal(before[2], now) if is_small else before[0]() is one and before[2] != now:
-                    changed[path] = one
+                    changed[path] = value
         state = [*list_values(read_state(list_modules(module)))] if changed and (module := whole()) is not None else []
         tensors: list[Any] = [one for one in state if type(one) in (torch.Tensor, nn.Parameter)]
         held = {one.untyped_storage().data_ptr() for one in tensors}  # Such as that of a buffer with a view of it.
-        return [(path, one) for path, one in changed.items() if one.untyped_storage().data_ptr() not in held]
+        return [(path, value) for path, value in changed.items() if _address(value) not in held]
 
     return look if watched else list
 
 
-def _list_unsaved(module: nn.Module | None, name: str) -> list[Any]:
-    """Returns the tensors without a gradient in an attribute, and in containers there; of very many, some.
+def _address(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor):
+        return value.untyped_storage().data_ptr()
+    return value.__array_interface__["data"][0] if isinstance(value, np.ndarray) else None
 
-    A number comes as a tensor: it may be the place in a queue, or a weight that is lowered.
+
+def _list_unsaved(module: nn.Module | None, name: str) -> list[tuple[Any, torch.Tensor]]:
+    """Returns the tensors without a gradient and the arrays in an attribute, and in containers there; of very many,
+    some.
+
+    Each comes with a tensor to compare. That of a number has it as its only element: it may be the place in a queue, or
+    a weight that is lowered. That of a large array has some of its elements, as arrays have no version.
     """
     # torch derives a weight from the parameter weight_orig, say.
     if module is None or any(own.startswith(f"{name}_") for own in module._parameters):
         return []
     value: Any = vars(module).get(name, module._buffers.get(name))
     if type(value) in (int, float) and abs(value) < sys.maxsize:
-        return [torch.tensor(float(value), dtype=torch.float64)]
-    values = islice(list_values(value), _MOST_VALUES)
-    plain = (one for one in values if type(one) is torch.Tensor and one.layout is torch.strided)
-    return [one for one in plain if not (one.requires_grad or one.is_meta or one.is_inference() or one.is_quantized)]
+        return [(value, torch.tensor(float(value), dtype=torch.float64))]
+    found: list[tuple[Any, torch.Tensor]] = []
+    for one in islice(list_values(value), _MOST_VALUES):
+        if isinstance(one, np.ndarray | np.generic):
+            if one.dtype.kind in "biufc" and one.dtype.isnative:
+                part = np.ascontiguousarray(one.flat[:: 1 + one.size // _MOST_COMPARED])
+                found.append((one, torch.from_numpy(part.view(np.uint8))))
+        elif (
+            type(one) is torch.Tensor
+            and one.layout is torch.strided
+            and not (one.requires_grad or one.is_meta or one.is_inference() or one.is_quantized)
+        ):
+            found.append((one, one))
+    return found
