@@ -169,7 +169,7 @@ class StorageContract:
         assert storage.list("") == []
 
     def test_discard(self, storage: Storage) -> None:
-        """Files are gone, whether or not their space is kept, which is no one else's file."""
+        """Files are gone, whether or not the space of one is kept for the next file."""
         size_bytes = 2 << 20
         for name in ("kept", "removed"):
             _create(storage, f"{name}/data", _pattern(size_bytes))
