@@ -110,7 +110,7 @@ BUDGETS = {
     # Sessions of Ray.
     "integrations/ray": 554,
     # Modules, optimizers, tensors, meshes, loaders, and the position in a loader that is only followed.
-    "integrations/torch": 4124,
+    "integrations/torch": 4145,
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3415,
     # Saving and retention, as pure functions.
@@ -124,7 +124,7 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5642,
     # A tree of objects taken apart, captured, and matched.
-    "state": 6078,
+    "state": 6102,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2333,
     # Contracts for storages and clusters of others.

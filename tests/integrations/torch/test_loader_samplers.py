@@ -65,6 +65,17 @@ class Counting(Sampler[int]):
         return iter(order)
 
 
+class CountingLate(Sampler[int]):
+    """Has no count until it is iterated."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        self.late = getattr(self, "late", 0) + 1
+        return iter(random.Random(self.late).sample(ROWS, LENGTH))
+
+
 class Endless(Counting):
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
@@ -93,6 +104,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "subset": lambda: SubsetRandomSampler(range(4, 11)),
     "per class": PerClass,
     "counting": Counting,
+    "counting late": CountingLate,
 }
 
 

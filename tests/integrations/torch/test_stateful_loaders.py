@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -108,6 +110,30 @@ class CountingBatches(BatchSampler):
         yield from (order[at : at + self.batch_size] for at in range(0, LENGTH, self.batch_size))
 
 
+@dataclasses.dataclass
+class Record:
+    epoch: int = 0
+
+
+class InContainers(AtOnce):
+    """Counts its epochs in an object, and in containers of several kinds."""
+
+    def __init__(self) -> None:
+        self.record, self.queue, self.seen = Record(), collections.deque(ROWS, maxlen=LENGTH), frozenset[int]()
+        self.counts, self.content = collections.defaultdict[str, int](int), bytearray(1)
+
+    def __iter__(self) -> Iterator[int]:
+        self.record.epoch += 1
+        self.queue.rotate(5)
+        self.counts["epoch"] += 2
+        self.content[0] += 3
+        self.seen |= {len(self.seen)}
+        order = [*self.queue]
+        numbers = (self.record.epoch, self.counts["epoch"], self.content[0], len(self.seen))
+        random.Random(repr(numbers)).shuffle(order)
+        return iter(order)
+
+
 class Skipping(DataLoader[Any]):
     """A loader with a state of its own as people write it: it counts, and skips what it has counted."""
 
@@ -159,6 +185,7 @@ LOADERS: dict[str, Callable[[int], Any]] = {
     "whole batches, of a subclass": over(
         lambda: CountingBatches(SequentialSampler(ROWS), BATCH, drop_last=False), is_whole=True
     ),
+    "counted in containers": over(InContainers),
     "not a Sampler": over(Duck),
     "generator of the loader": lambda workers: stateful.StatefulDataLoader(
         ROWS, batch_size=BATCH, shuffle=True, generator=seeded(4), num_workers=workers

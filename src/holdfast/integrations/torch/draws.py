@@ -90,6 +90,13 @@ def write_parts(loader: Any, states: Mapping[str, Mapping[str, Any]] | Sequence[
         attributes.write(state)
 
 
+def begin_again(loader: Any, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Restores like `write_parts`, and deletes the attributes that samplers have made since `note_parts`."""
+    write_parts(loader, states)
+    for path, attributes in _look_at(loader).items():
+        attributes.forget_new(states.get(path, {}))
+
+
 def write_arrays(loader: Any, states: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> None:
     """Restores the arrays alone: those that training changes within an epoch, such as the weights of samples.
 
@@ -139,7 +146,7 @@ def _list_parts(loader: Any) -> list[tuple[str, Any]]:
     parts, seen = [("", loader)], {id(loader)}
     for path, part in parts:
         for name, value in _list_members(part):
-            if id(value) not in seen and (_is_sampler(value) or _holds_parts(value)):
+            if id(value) not in seen and (_is_sampler(value) or _holds_parts(value) or _is_record(value)):
                 seen.add(id(value))
                 is_row = isinstance(value, list | tuple | dict)
                 parts.append((f"{path}.{name}", SimpleNamespace(**dict(_list_members(value))) if is_row else value))
@@ -162,6 +169,12 @@ def _holds_parts(value: Any) -> bool:
         and len(value) <= _LOOKED_AT
         and any(is_random(each) or _is_sampler(each) for _, each in _list_members(value))
     )
+
+
+def _is_record(value: Any) -> bool:
+    """Returns True for an object of a dataclass that may change, such as a sampler's count of its epochs."""
+    params = getattr(type(value), "__dataclass_params__", None)
+    return params is not None and not params.frozen and hasattr(value, "__dict__") and not isinstance(value, Dataset)
 
 
 def _is_sampler(value: Any) -> bool:

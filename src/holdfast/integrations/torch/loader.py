@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.digests import derive
-from holdfast.integrations.torch.draws import keep_draws, note_parts, read_parts, seed_parts, write_parts
+from holdfast.integrations.torch.draws import begin_again, keep_draws, note_parts, read_parts, seed_parts
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable
 from holdfast.state.data.attributes import RANDOM
@@ -244,7 +244,7 @@ class _DrawnOrder:
                 indices = self._draw(seed, epoch)
                 if self._counts and epoch and before != (seed, epoch - 1):
                     # It counts its epochs by itself, so it draws those before as well.
-                    write_parts(self._parts, self._begin)
+                    begin_again(self._parts, self._begin)
                     indices = [self._draw(seed, number) for number in range(epoch + 1)][-1]
             self._drawn = (seed, epoch), indices
         return self._drawn[1]

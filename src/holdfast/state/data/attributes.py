@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 import random
@@ -50,6 +51,11 @@ class Attributes:
             name: value for name, value in self._list().items() if name not in began or not _is_same(value, began[name])
         }
 
+    def forget_new(self, values: Mapping[str, Any]) -> None:
+        """Deletes the attributes that were not there when the values were noted, except those in `values`."""
+        for name in self._list().keys() - self._began.keys() - values.keys():
+            delattr(self.obj, name)
+
     def write(self, values: Mapping[str, Any]) -> None:
         """Restores them; unchanged attributes get their value at the beginning of training."""
         present = self._list()
@@ -63,7 +69,10 @@ class Attributes:
 
     def _put(self, name: str, value: Any) -> None:
         if type(value) is not dict or value.keys() != {RANDOM}:
-            setattr(self.obj, name, _decode(value))
+            decoded, live = _decode(value), getattr(self.obj, name, None)
+            if isinstance(live, collections.defaultdict) and isinstance(decoded, dict):
+                decoded = collections.defaultdict(live.default_factory, decoded)  # Functions are not stored.
+            setattr(self.obj, name, decoded)
             return
         generator = getattr(self.obj, name, None)
         if (found := _find_random(generator)) is not None:
@@ -83,6 +92,10 @@ class Attributes:
 _NO_VALUE: Final = object()
 
 _JSON: Final = "JSON of a list"
+_FLAT_KIND: Final = "kind of a container"
+_FLAT: Final = (collections.deque, set, frozenset, bytearray)
+"""Containers that are stored as a list of their parts, or as bytes."""
+
 _ROWS: Final = {"list": list, "tuple": tuple}
 
 
@@ -181,7 +194,11 @@ def _copy_plain(value: Any) -> Any:
             return encoded
         parts = [_copy_plain(part) for part in value]
         return _NO_VALUE if any(part is _NO_VALUE for part in parts) else type(value)(parts)
-    if type(value) is dict:
+    if type(value) in _FLAT:
+        part = bytes(value) if type(value) is bytearray else _copy_plain([*value])
+        length = getattr(value, "maxlen", None)
+        return _NO_VALUE if part is _NO_VALUE else {_FLAT_KIND: type(value).__name__, "parts": part, "length": length}
+    if type(value) in (dict, collections.defaultdict):
         if not all(type(key) in (str, int) for key in value):
             return _NO_VALUE
         named = {key: _copy_plain(part) for key, part in value.items()}
@@ -215,6 +232,10 @@ def _decode(value: Any) -> Any:
         kind, row = value["kinds"]
         decoded = msgspec.json.decode(value[_JSON])
         return _ROWS[kind](map(_ROWS[row], decoded) if row else decoded)
+    if type(value) is dict and _FLAT_KIND in value:
+        make: Any = next(each for each in _FLAT if each.__name__ == value[_FLAT_KIND])
+        limit = () if make is not collections.deque else (value["length"],)
+        return make(_decode(value["parts"]), *limit)
     if type(value) is dict:
         return {key: _decode(part) for key, part in value.items()}
     return type(value)(map(_decode, value)) if type(value) in (list, tuple) else copy.deepcopy(value)
