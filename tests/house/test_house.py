@@ -86,7 +86,7 @@ BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
     ".": 2055,
     # A table of rules and four moments.
-    "advice": 1380,
+    "advice": 1450,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2176,
     # Ten verbs, each with one report for a page, a pipe and JSON.
@@ -137,7 +137,7 @@ BUDGETS = {
 """How many lines a package may have, with what it does. A commit that raises one lowers another, or says in its message
 which feature is worth it."""
 
-MAX_MODULES = 267
+MAX_MODULES = 269
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""
