@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from holdfast.advice.strays import list_values
+from holdfast.advice.strays import keeps_draws, list_values
 from holdfast.state.registry import list_members
 from holdfast.state.rng import RNG
 
-_GENERATORS: Final = ("rng", "random", "generator", "seed")
 _LOOKED_AT: Final = (2, 3, 4)
 """The counted steps that are compared. A loader may draw a seed in the first one."""
-
-
-def keeps_draws(objects: Mapping[str, object]) -> bool:
-    """Returns True if the shared generators are saved, or others in a way of the program's own."""
-    is_named = any(word in name.lower() for name in objects for word in _GENERATORS)
-    return is_named or any(isinstance(obj, RNG) for _, obj, _ in list_members(objects))
 
 
 class DrawWatch:

@@ -9,8 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from holdfast.advice.draws import DrawWatch, keeps_draws
-from holdfast.advice.strays import StrayOptimizers, describe_unsaved, find_strays, is_own_class, list_values
+from holdfast.advice.draws import DrawWatch
+from holdfast.advice.strays import (
+    StrayOptimizers,
+    describe_unsaved,
+    find_strays,
+    is_own_class,
+    keeps_draws,
+    list_values,
+)
 from holdfast.state.data.sampler import (
     BatchCount,
     ResumableSampler,
