@@ -26,6 +26,7 @@ from holdfast.cluster.discover import describe_lone_task
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, UsageError
 from holdfast.events import Sink, Skipped, Sums, Totals, Warned
+from holdfast.format.encoding import escape
 from holdfast.format.records import ALONE
 from holdfast.options import (
     SaveOptions,
@@ -39,7 +40,7 @@ from holdfast.options import (
 )
 from holdfast.policies import All, RetentionPolicy, SavePolicy
 from holdfast.process.terminal import inform
-from holdfast.restore.candidates import make_selection
+from holdfast.restore.candidates import Selection, make_selection
 from holdfast.restore.engine import make_agreement, restore_objects
 from holdfast.restore.records import Restoration
 from holdfast.save.failures import PendingFailures, raise_newest
@@ -72,7 +73,8 @@ class CheckpointManager:
         restored: The newest complete restore; None before one.
         worker, participant: This worker's rank among all, and its part in the job; None if it is alone.
         emit: Sends an event to the log, the sinks and the run's journal, from any thread.
-        is_in_run: True while this belongs to a run that was entered, which alone may restore.
+        find_steps: Returns the step at which the run that this belongs to was entered, and the number of complete
+            steps; None if this belongs to no run.
         wait_until_free: Waits a while if another process of this machine has the run open; called before a restore.
         check_ready: Checks, once, that the objects and the directory can be saved; called before training begins.
         url: The URL of the run.
@@ -196,7 +198,8 @@ class CheckpointManager:
             )
             if reserve_bytes is not None or save_every is None:
                 self._saver.prepare(reserve_bytes)
-            self.begin_anew, self._closed, self.is_in_run = begin_anew, False, False
+            self.begin_anew, self._closed = begin_anew, False
+            self.find_steps: Callable[[], tuple[int, int]] | None = None
             self.witness = Witness(self._storage, self.worker, self.emit)
             self.restored: Restoration | None = None
             self.wait_until_free: Callable[[], None] = (
@@ -327,19 +330,18 @@ class CheckpointManager:
             MismatchError: If checkpoint and objects differ, or the number of workers differs and that is refused. The
                 error lists the differences, and nothing is changed.
             UsageError: If an argument is wrong, an entry of `keep_current` cannot be kept, or this is inside of the
-                block of a run and `only` is not given; nothing is changed.
+                block of a run: only a part may be restored there, and once a step was trained, only of the current
+                step. Nothing is changed.
             NoCheckpointError: If the step does not exist.
             NoWholeCheckpointError: If there are checkpoints, but all are damaged or have lost their manifests.
             StorageError: If the storage fails.
         """
         self._check_usable()
-        if self.is_in_run and only is None:
-            raise UsageError(
-                "manager.restore inside the block of a run would change its objects, but not the number of its step",
-                hint="To go back, leave the block, and start the run with hf.resumable(..., start_from="
-                f"{40 if step is None else step!r}). To load a part, pass only=...",
-            )
+        if self.find_steps is not None and only is None:
+            raise _make_block_error("manager.restore", step)
         self._settle(None)
+        if self.find_steps is not None:
+            self._check_partial(step, make_selection(only), *self.find_steps())
         check_objects(self.checkpoint.objects)
         self._saver.fresh_look.note(self.checkpoint.objects)
         is_first = step is None and self.restored is None and self.newest_asked < 0
@@ -383,6 +385,13 @@ class CheckpointManager:
         else:
             self._origin = replace_fields(self._origin, sources=(*self._origin.sources, restoration.name))
         return restoration
+
+    def _check_partial(self, step: int | None, select: Selection | None, entered_at: int, done: int) -> None:
+        """Checks that objects that are trained do not go back to another step than that of their run."""
+        step = self.latest_step() if step is None else step
+        is_whole = select is not None and all(select(escape(name)) for name in self.checkpoint.objects)
+        if step is not None and step != done and (is_whole or done > entered_at):
+            raise _make_block_error(f"manager.restore of step {step}, in step {done},", step)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """**Blocks.** Waits until no save is in progress.
@@ -574,3 +583,12 @@ class CheckpointManager:
                     self._living.add(request.step)
                 if request.progress.ended.is_open:
                     self._in_flight = None
+
+
+def _make_block_error(what: str, step: int | None) -> UsageError:
+    return UsageError(
+        f"{what} inside the block of a run would change its objects, but not the number of its step",
+        hint="To go back, leave the block, and start the run with hf.resumable(..., start_from="
+        f"{40 if step is None else step!r}). A part can be loaded with only=..., before the first step or from the "
+        "current one. To evaluate another step, leave the block, and use a new CheckpointManager.",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,6 +92,33 @@ def test_a_restore_inside_of_the_block_is_refused_and_one_of_a_part_is_not(tmp_p
         assert (run.step, state["updates"][0]) == (60, 60)
         assert run.manager.restore(40, only="state") is not None
         assert state["updates"][0] == 40
+
+
+def test_a_part_of_another_step_is_refused_once_a_step_was_trained(tmp_path: Path) -> None:
+    train(tmp_path, 60)
+    state, extra = {"updates": np.zeros(1)}, {"seen": np.zeros(1)}
+    options: dict[str, Any] = {"strict": False, "quiet": True, "save_every": hf.Steps(10), "keep": hf.All()}
+    with hf.resumable(tmp_path, state=state, **options) as run:
+        for only in ("*", ["state"], "state*"):
+            with pytest.raises(UsageError, match="not the number of its step"):
+                run.manager.restore(40, only=only)
+        assert run.manager.restore(60, only="*") is not None
+        run.checkpoint.extra = extra
+        refused = 0
+        for step in run.steps(75):
+            state["updates"] += 1
+            if step == 70:
+                assert run.manager.restore(70, only="extra") is not None
+                assert run.manager.restore(only="extra") is not None
+            elif step > 60:
+                for asked in (40, None) if step > 70 else (40,):
+                    with pytest.raises(UsageError, match="not the number of its step"):
+                        run.manager.restore(asked, only="state")
+                    refused += 1
+        assert (run.step, state["updates"][0]) == (75, 75)
+    assert refused == 17
+    with hf.CheckpointManager(tmp_path, hf.Checkpoint(state=state)) as manager:
+        assert manager.restore(40, only="state") is not None
 
 
 def test_managers_and_handlers_go_back_as_well(tmp_path: Path) -> None:

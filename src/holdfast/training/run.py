@@ -404,7 +404,7 @@ class Run:
         base, say = None if self._restored is None else step, self._announcements.say
         witness, objects = self.manager.witness, self.checkpoint.objects
         witness.begin(objects, base, say, same_loss=is_same, strict=self._strict_resume)
-        self._entered = self.manager.is_in_run = True
+        self._entered, self.manager.find_steps = True, lambda: (step, self._count.done)
         atexit.register(self._leave_at_exit)
         return self
 

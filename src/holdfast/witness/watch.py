@@ -60,6 +60,7 @@ class Witness:
         self.process = 0
         self._logs: list[BatchLog] = []
         self._undo: list[Callable[[], object]] = []
+        self._early: list[Callable[[], None]] = []  # What is to be followed once this begins.
         self._loss: float | Callable[[], float | None] | None = None
         self._pending: deque[tuple[StepRecord, Callable[[], float | None] | None]] = deque()
         self._ring: int | None = None
@@ -110,6 +111,8 @@ class Witness:
         for path, obj, adapter in list_members(objects):
             if adapter.follow_batches is not None:
                 self.follow(path, partial(adapter.follow_batches, obj), partial(adapter.facts_of_batches, obj))
+        while self._early:
+            self._early.pop(0)()
 
     def follow(
         self,
@@ -117,7 +120,7 @@ class Witness:
         follow: Callable[[Callable[[Any], None]], Callable[[], object] | None],
         facts: Callable[[], object],
     ) -> None:
-        """Follows what gives batches, until the end.
+        """Follows what gives batches, from the beginning or from now on, until the end.
 
         Args:
             name: Its name, for people.
@@ -125,6 +128,9 @@ class Witness:
                 if that is impossible, or done already.
             facts: See `BatchLog`.
         """
+        if not self.process:
+            self._early.append(partial(self.follow, name, follow, facts))
+            return
         log = BatchLog(name, facts)
         if (undo := follow(partial(self._see, log))) is not None:
             self._undo.append(undo)
