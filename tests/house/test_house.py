@@ -86,7 +86,7 @@ BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
     ".": 2073,
     # A table of rules and four moments.
-    "advice": 1455,
+    "advice": 1500,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2176,
     # Ten verbs, each with one report for a page, a pipe and JSON.
@@ -110,7 +110,7 @@ BUDGETS = {
     # Sessions of Ray.
     "integrations/ray": 554,
     # Modules, optimizers, tensors, meshes, loaders.
-    "integrations/torch": 3553,
+    "integrations/torch": 3570,
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3416,
     # Saving and retention, as pure functions.
@@ -124,7 +124,7 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5650,
     # A tree of objects taken apart, captured, and matched.
-    "state": 5843,
+    "state": 5860,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2298,
     # Contracts for storages and clusters of others.

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.encoding import escape
+from holdfast.state.adapters import Layout
 from holdfast.state.registry import adapter_of, backend_of, list_unmade
 
 
@@ -17,6 +18,7 @@ class FreshLook:
 
     def __init__(self) -> None:
         self._first: dict[str, str] | None = None
+        self._layouts: dict[str, Layout] = {}
         self._names: set[str] = set()
         self._is_begun = False
         self._warned: set[str] = set()
@@ -26,6 +28,7 @@ class FreshLook:
         """Called before the first restore, or else the first save: notes what the program begins with."""
         if self._first is None:
             self._first, self._names = _list_looks(objects), {*objects}
+            self._layouts = _list_layouts(objects)
 
     def look(self, objects: Mapping[str, object]) -> list[str]:
         """Returns the warnings at a save, each once; after a look that takes long, the next saves go without."""
@@ -33,12 +36,21 @@ class FreshLook:
         if begun_at < self._rests_until_at:
             return []
         looks = _list_looks(objects)
+        layouts = _list_layouts(objects)
         if self._first is None:
-            self._first, self._names = looks, {*objects}
+            self._first, self._names, self._layouts = looks, {*objects}, layouts
         if not self._is_begun:  # What was named before the first save is there at a restart as well.
             new = {name: root for name, root in objects.items() if name not in self._names}
             self._is_begun, self._first = True, {**self._first, **_list_looks(new)}
+            self._layouts = _list_layouts(new) | self._layouts
         texts = []
+        for path, layout in layouts.items():
+            change = _describe_change(self._layouts.get(path, layout), layout)
+            if change and path not in self._warned:
+                self._warned.add(path)
+                texts.append(
+                    f"{path} {change}. A restart that begins as this program did is refused: {_ADVICE['object']}"
+                )
         for path in looks.keys() | self._first.keys():
             then, now = self._first.get(path, ""), looks.get(path, "")
             kind = _kind_refused(then, now)
@@ -54,6 +66,7 @@ class FreshLook:
         return texts
 
 
+_MOST_NAMED: Final = 3
 _SHORT_SECONDS: Final = 0.001
 _RESTS: Final = 100
 """After a look that was not short, there is no other for this many times as long."""
@@ -74,6 +87,38 @@ def _kind_refused(then: str, now: str) -> str:
         return "type" if kind == "type" else "object"
     # Arithmetic makes a number of an array without dimensions; any other value takes an array.
     return "array" if then and not (then.endswith("[]") and not now) else ""
+
+
+def _list_layouts(objects: Mapping[str, object]) -> dict[str, Layout]:
+    found: dict[str, Layout] = {}
+    for name, root in objects.items():
+        for path, value in list_unmade(root, escape(name)):
+            adapter = adapter_of(value)
+            layout = None if adapter is None else adapter.layout_of(value)
+            if layout is not None:
+                found[path] = layout
+    return found
+
+
+def _describe_change(then: Layout, now: Layout) -> str:
+    """**Pure.** Returns what an object has gained, lost or reshaped, as far as a load would refuse it; "" for nothing.
+
+    What it loads in its own way may change: its class decides.
+    """
+    gained, lost, reshaped = (
+        [name for name in names if not name.startswith(then.own_prefixes or (" ",))]
+        for names in (
+            now.shapes.keys() - then.shapes.keys(),
+            then.shapes.keys() - now.shapes.keys(),
+            [name for name, shape in now.shapes.items() if then.shapes.get(name, shape) != shape],
+        )
+    )
+    parts = [
+        f"{word} {', '.join(sorted(names)[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}"
+        for word, names in (("has gained", gained), ("has lost", lost), ("has another shape of", reshaped))
+        if names
+    ]
+    return f"{', '.join(parts)} since the program began" if parts else ""
 
 
 def _list_looks(objects: Mapping[str, object]) -> dict[str, str]:
