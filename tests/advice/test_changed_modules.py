@@ -59,7 +59,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_restart_refuses_of_a_module_is_said_at_the_save(tmp_path: Path, name: str) -> None:
+def test_a_module_that_a_restart_refuses_is_named_at_the_save(tmp_path: Path, name: str) -> None:
     change, words = CHANGES[name]
     [text] = run_of(tmp_path, Net(), change)
     assert text.startswith(f"model {words}"), text

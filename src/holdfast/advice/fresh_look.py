@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.encoding import escape
-from holdfast.state.adapters import Layout
+from holdfast.state.adapters import LoadNeeds
 from holdfast.state.registry import adapter_of, backend_of, list_unmade
 
 
@@ -18,7 +18,7 @@ class FreshLook:
 
     def __init__(self) -> None:
         self._first: dict[str, str] | None = None
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, LoadNeeds] = {}
         self._names: set[str] = set()
         self._is_begun = False
         self._warned: set[str] = set()
@@ -27,22 +27,20 @@ class FreshLook:
     def note(self, objects: Mapping[str, object]) -> None:
         """Called before the first restore, or else the first save: notes what the program begins with."""
         if self._first is None:
-            self._first, self._names = _list_looks(objects), {*objects}
-            self._layouts = _list_layouts(objects)
+            (self._first, self._layouts), self._names = _list_looks(objects), {*objects}
 
     def look(self, objects: Mapping[str, object]) -> list[str]:
         """Returns the warnings at a save, each once; after a look that takes long, the next saves go without."""
         begun_at = time.monotonic()
         if begun_at < self._rests_until_at:
             return []
-        looks = _list_looks(objects)
-        layouts = _list_layouts(objects)
+        looks, layouts = _list_looks(objects)
         if self._first is None:
             self._first, self._names, self._layouts = looks, {*objects}, layouts
         if not self._is_begun:  # What was named before the first save is there at a restart as well.
             new = {name: root for name, root in objects.items() if name not in self._names}
-            self._is_begun, self._first = True, {**self._first, **_list_looks(new)}
-            self._layouts = _list_layouts(new) | self._layouts
+            new_looks, new_layouts = _list_looks(new)
+            self._is_begun, self._first, self._layouts = True, self._first | new_looks, self._layouts | new_layouts
         texts = []
         for path, layout in layouts.items():
             change = _describe_change(self._layouts.get(path, layout), layout)
@@ -89,18 +87,7 @@ def _kind_refused(then: str, now: str) -> str:
     return "array" if then and not (then.endswith("[]") and not now) else ""
 
 
-def _list_layouts(objects: Mapping[str, object]) -> dict[str, Layout]:
-    found: dict[str, Layout] = {}
-    for name, root in objects.items():
-        for path, value in list_unmade(root, escape(name)):
-            adapter = adapter_of(value)
-            layout = None if adapter is None else adapter.layout_of(value)
-            if layout is not None:
-                found[path] = layout
-    return found
-
-
-def _describe_change(then: Layout, now: Layout) -> str:
+def _describe_change(then: LoadNeeds, now: LoadNeeds) -> str:
     """**Pure.** Returns what an object has gained, lost or reshaped, as far as a load would refuse it; "" for nothing.
 
     What it loads in its own way may change: its class decides.
@@ -121,14 +108,17 @@ def _describe_change(then: Layout, now: Layout) -> str:
     return f"{', '.join(parts)} since the program began" if parts else ""
 
 
-def _list_looks(objects: Mapping[str, object]) -> dict[str, str]:
-    """Returns what a restart must find in the program, by its path; types by their names."""
+def _list_looks(objects: Mapping[str, object]) -> tuple[dict[str, str], dict[str, LoadNeeds]]:
+    """Returns what a restart must find in the program, by its path; types by their names. Also what loads need."""
     looks: dict[str, str] = {}
+    layouts: dict[str, LoadNeeds] = {}
     value: Any
     for name, root in objects.items():
         for path, value in list_unmade(root, escape(name)):
             adapter, library = adapter_of(value), backend_of(value)
             if adapter is not None:
+                if (layout := adapter.layout_of(value)) is not None:
+                    layouts[path] = layout
                 groups = value.param_groups if adapter.kind == "torch.optimizer" else ()
                 numbers = [len(group["params"]) for group in groups]
                 looks[path] = f"object ({adapter.kind})" + (f" with {numbers} parameters in groups" if numbers else "")
@@ -138,4 +128,4 @@ def _list_looks(objects: Mapping[str, object]) -> dict[str, str]:
                     looks[path] = f"array {spec.dtype} {list(spec.shape)}"
             else:
                 looks[f"{type(value).__qualname__} in {path}"] = "type that is not registered"
-    return looks
+    return looks, layouts

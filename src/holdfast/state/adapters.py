@@ -266,8 +266,8 @@ class Oversights(NamedTuple):
     watch_unsaved: Callable[[], Callable[[], Sequence[tuple[str, Any]]]] | None = None
 
 
-class Layout(NamedTuple):
-    """What a load must find in an object.
+class LoadNeeds(NamedTuple):
+    """The arrays that a load must find in an object.
 
     Attributes:
         shapes: The shapes of its arrays, by name.
@@ -362,7 +362,7 @@ class Adapter:
         """Returns what a restart is likely to lack although the object is saved."""
         return Oversights()
 
-    def layout_of(self, obj: Any) -> Layout | None:
+    def layout_of(self, obj: Any) -> LoadNeeds | None:
         """Returns what a load must find in an object; None if that is not known, or the object has no names."""
         return None
 

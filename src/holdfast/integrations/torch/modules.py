@@ -27,7 +27,7 @@ from holdfast.state.adapters import (
     OWNED,
     Adapter,
     CaptureContext,
-    Layout,
+    LoadNeeds,
     Loading,
     Oversights,
     Readable,
@@ -139,14 +139,14 @@ class ModuleAdapter(Adapter):
         """Returns values by name."""
         return _read(obj)
 
-    def layout_of(self, obj: Any) -> Layout | None:
+    def layout_of(self, obj: Any) -> LoadNeeds | None:
         """See `Adapter`. None if the module's classes or hooks decide what is saved."""
         modules = list_modules(obj)
         if not has_plain_state(modules):
             return None
         rename = find_renaming(modules)
         shapes = {rename(name): tuple(value.shape) for name, value in read_state(modules).items() if not is_lazy(value)}
-        return Layout(shapes, ("",) if _loads_itself(obj) else _special_prefixes(obj))
+        return LoadNeeds(shapes, ("",) if _loads_itself(obj) else _special_prefixes(obj))
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Compares names, shapes and types."""
