@@ -28,8 +28,8 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from holdfast.advice.oversights import find_oversights  # noqa: E402
-from holdfast.integrations.frameworks.places import DataPlace  # noqa: E402
 from holdfast.integrations.torch.draws import keep_draws  # noqa: E402
+from holdfast.integrations.torch.places import DataPlace  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
 from holdfast.state.match.matching import match_objects  # noqa: E402
 from holdfast.state.rng import RNG  # noqa: E402

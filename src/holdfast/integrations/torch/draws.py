@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from holdfast.format.digests import derive
-from holdfast.integrations.frameworks.attributes import (
+from holdfast.state.data.attributes import (
     RANDOM,
     Attributes,
     is_random,

@@ -20,10 +20,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.digests import derive
-from holdfast.integrations.frameworks.attributes import RANDOM
 from holdfast.integrations.torch.draws import keep_draws, note_parts, read_parts, seed_parts, write_parts
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable
+from holdfast.state.data.attributes import RANDOM
 from holdfast.state.data.position import is_position
 from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, current_epoch, leave_alone
 from holdfast.state.leaves import Skeleton
