@@ -234,7 +234,7 @@ def test_an_exit_inside_of_an_optimizers_step_saves_nothing(tmp_path: Path, capl
     assert "exited inside of torch.optim.optimizer, and nothing was saved: the 2 steps since step 5" in caplog.text
 
 
-def test_a_cancelled_task_says_which_steps_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_canceled_task_says_which_steps_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Here the program's main coroutine returns while another task trains: nothing is raised that a person sees."""
 
     async def train() -> None:
@@ -251,6 +251,6 @@ def test_a_cancelled_task_says_which_steps_are_lost(tmp_path: Path, caplog: pyte
 
     reached = asyncio.Event()
     asyncio.run(main())
-    assert "the program exited as its task was cancelled, and nothing was saved:" in caplog.text
+    assert "the program exited as its task was canceled, and nothing was saved:" in caplog.text
     assert "a restart trains from step 5" in caplog.text
     assert steps_of(tmp_path)[-1] == 5

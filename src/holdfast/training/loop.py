@@ -202,7 +202,7 @@ class TrainingLoop:
         if self.guard.has_left or isinstance(error, LeavingExit):
             return ""
         if type(error).__name__ == "CancelledError":  # At any `await`, which may be in the midst of a step.
-            return "as its task was cancelled"
+            return "as its task was canceled"
         if not isinstance(error, SystemExit | GeneratorExit):
             return ""
         return find_inside(error, trace, self.guard.config.exit_code) or None
