@@ -94,7 +94,7 @@ BUDGETS = {
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2354,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
-    "convert": 4295,
+    "convert": 4391,
     # Each event with its text, and what takes events.
     "events": 946,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
