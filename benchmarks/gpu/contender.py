@@ -26,7 +26,7 @@ from benchmarks.page_cache import drop
 from benchmarks.peers import find_missing
 from benchmarks.timing import timed
 from holdfast.format.index import round_up
-from holdfast.storage.digesting import PIECE_BYTES
+from holdfast.storage.protocol import PIECE_BYTES
 
 STEPS_BETWEEN: Final = 20
 """Steps between two saves."""

@@ -438,12 +438,12 @@ def test_whatever_becomes_of_a_run_the_summary_is_true(seed: int) -> None:
                 for name in choose.sample(catalog.committed, min(3, len(catalog.committed) - 1)):
                     if name != catalog.newest:
                         for entry in storage.list(name.directory):
-                            storage.remove(f"{name.directory}/{entry.name}")
-                        storage.remove_directory(name.directory)
+                            storage.delete([f"{name.directory}/{entry.name}"])
+                        storage.delete([name.directory])
             case 5:  # Or summaries, or what other programs left.
                 for summary in list_summaries(storage):
                     if choose.random() < 0.5:
-                        storage.remove(f"generations/{summary}")
+                        storage.delete([f"generations/{summary}"])
         check_true(storage)
         assert StoredRun(storage).look() == StoredRun(storage).look()
     assert check_whole(storage)[-1] == last
@@ -453,7 +453,7 @@ def test_whatever_becomes_of_a_run_the_summary_is_true(seed: int) -> None:
 
 
 def remove_manifest(storage: Storage, name: StepName) -> None:
-    storage.remove(name.manifest_path)
+    storage.delete([name.manifest_path])
 
 
 def test_a_step_that_has_lost_its_manifest_is_not_offered() -> None:
@@ -477,8 +477,8 @@ def test_the_newest_step_is_looked_for_though_a_summary_vouches_for_it() -> None
     for name in catalog.living:
         if name not in history.believed or name.step > 30:
             for entry in storage.list(name.directory):
-                storage.remove(f"{name.directory}/{entry.name}")
-            storage.remove_directory(name.directory)
+                storage.delete([f"{name.directory}/{entry.name}"])
+            storage.delete([name.directory])
     newest = StoredRun(storage).look().living[-1]
     assert newest in history.believed
     remove_manifest(storage, newest)
@@ -513,7 +513,7 @@ def forge(storage: Storage, change: Callable[[Summary], Summary | bytes]) -> Non
     generation, number = parse_summary_file(path.rpartition("/")[2]) or (0, 0)
     summary = decode_summary(storage.read(path, 1 << 30), path=path, generation=generation, number=number)
     forged = change(summary)
-    storage.remove(path)
+    storage.delete([path])
     storage.write(path, forged if isinstance(forged, bytes) else seal(forged))
 
 
@@ -581,8 +581,8 @@ def test_a_job_that_knows_of_no_summaries_may_go_on() -> None:
     known = StoredRun(storage).look()
     publish(storage, Opening("older", "host", 1, 0.0, generation=3), make_base(3, known.newest))
     removed = known.committed[0]
-    storage.remove(removed.committed_path)
-    storage.remove(removed.manifest_path)
+    storage.delete([removed.committed_path])
+    storage.delete([removed.manifest_path])
     assert check_true(storage).unfinished == (removed,)
     save_steps(storage, 1)
     assert check_true(storage).unfinished == ()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -228,10 +228,11 @@ def test_what_cannot_be_withdrawn_keeps_what_it_refers_to(name: StepName) -> Non
     class Stubborn(Interrupted):
         stubborn = False
 
-        def remove(self, path: str) -> None:
-            if self.stubborn and path == name.manifest_path:
+        def delete(self, paths: Iterable[str]) -> bool:
+            every = [*paths]
+            if self.stubborn and name.manifest_path in every:
                 raise SaveFailedError("it stays", step=name.step)
-            super().remove(path)
+            return super().delete(every)
 
     storage = Stubborn()
     manager, _, plan = lay_ground(storage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,19 +47,20 @@ class HeldStorage(LocalStorage):
     def has_let_go(self) -> bool:
         return self._let_go.is_set()
 
-    def remove(self, path: str) -> None:
-        if path.startswith("step-000000001.") and not self._let_go.is_set():
+    def delete(self, paths: Iterable[str]) -> bool:
+        every = [*paths]
+        if any(path.startswith("step-000000001.") for path in every) and not self._let_go.is_set():
             self.is_removing.set()
             assert self._let_go.wait(PATIENCE_SECONDS)
             if self.error is not None:
                 raise self.error
-        super().remove(path)
+        return super().delete(every)
 
-    def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
+    def create(self, path: str, size_bytes: int) -> LocalWriter:
         if self.is_broken.is_set():
             raise StorageError("broken")
         try:
-            return super().open_writer(path, size_bytes)
+            return super().create(path, size_bytes)
         except StorageFullError:
             self.is_full.set()
             raise
@@ -136,16 +138,16 @@ def test_what_a_save_in_progress_writes_is_not_swept(tmp_path: Path) -> None:
             super().__init__(root)
             self.has_opened, self.has_looked = threading.Event(), threading.Event()
 
-        def list(self, path: str) -> Any:
+        def list(self, path: str, *, deep: bool = False) -> Any:
             if path == "" and threading.current_thread().name.startswith("holdfast-tidier") and self.is_second():
                 assert self.has_opened.wait(PATIENCE_SECONDS)
-            return super().list(path)
+            return super().list(path, deep=deep)
 
         def is_second(self) -> bool:
             return (tmp_path / "step-000000002.g0001" / "manifest.json").exists() and not self.has_looked.is_set()
 
-        def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
-            writer = super().open_writer(path, size_bytes)
+        def create(self, path: str, size_bytes: int) -> LocalWriter:
+            writer = super().create(path, size_bytes)
             if path.startswith("step-000000003."):
                 self.has_opened.set()
                 assert self.has_looked.wait(PATIENCE_SECONDS)
@@ -219,15 +221,15 @@ def test_a_save_that_finds_out_late_that_there_is_no_room_waits_for_it(tmp_path:
         def __init__(self, inner: FileWriter) -> None:
             self.finish, self.abandon, self._write_at = inner.finish, inner.abandon, inner.write_at
 
-        def write_at(self, offset_bytes: int, data: memoryview) -> None:
+        def write_at(self, offset_bytes: int, data: memoryview, parts: Sequence[memoryview] = ()) -> list[str]:
             if not storage.has_let_go():
                 storage.is_full.set()
                 raise StorageFullError("no room")
-            self._write_at(offset_bytes, data)
+            return self._write_at(offset_bytes, data, parts)
 
     class Storage(HeldStorage):
-        def open_writer(self, path: str, size_bytes: int) -> Any:
-            writer = super().open_writer(path, size_bytes)
+        def create(self, path: str, size_bytes: int) -> Any:
+            writer = super().create(path, size_bytes)
             return Writer(writer) if path.startswith("step-000000003.") else writer
 
     storage = Storage(tmp_path)
@@ -271,11 +273,11 @@ def test_a_step_replaces_another_only_once_it_has_been_published(tmp_path: Path)
             super().__init__(root)
             self.is_seen, self.has_looked = threading.Event(), threading.Event()
 
-        def list(self, path: str) -> Any:
+        def list(self, path: str, *, deep: bool = False) -> Any:
             is_tidier = threading.current_thread().name.startswith("holdfast-tidier")
             if is_tidier and (tmp_path / "step-000000002.g0001" / "manifest.json").exists():
                 assert self.is_seen.wait(PATIENCE_SECONDS)
-            return super().list(path)
+            return super().list(path, deep=deep)
 
         def publish(self, path: str, data: bytes) -> bool:
             is_new = super().publish(path, data)
@@ -371,6 +373,7 @@ def test_a_program_that_ends_without_closing_leaves_no_spare(tmp_path: Path) -> 
     """The first file that could be kept for the next save is removed when the program waits for its last one."""
     program = """
 import sys
+from collections.abc import Iterable, Sequence
 import numpy as np
 import holdfast as hf
 

@@ -329,9 +329,9 @@ class PrunedStorage(LocalStorage):
         self._method = method
         self.pruned: list[str] = []
 
-    def set_aside(self, path: str) -> str:
-        self._meet("set_aside", path)
-        return super().set_aside(path)
+    def retire(self, directory: str) -> str:
+        self._meet("retire", directory)
+        return super().retire(directory)
 
     def sync_directory(self, path: str) -> None:
         self._meet("sync_directory", path)
@@ -347,7 +347,7 @@ class PrunedStorage(LocalStorage):
             assert remove_own_files(LocalStorage(self.url), path)
 
 
-@pytest.mark.parametrize("method", ["set_aside", "sync_directory"])
+@pytest.mark.parametrize("method", ["retire", "sync_directory"])
 def test_a_step_that_is_pruned_while_a_job_removes_it_is_no_failure(run: Path, method: str) -> None:
     storage, withdrawn = PrunedStorage(run, method), StepName(300, 1)
     with hf.CheckpointManager(storage, hf.Checkpoint(**make_objects(3)), keep=hf.Latest(1)) as manager:

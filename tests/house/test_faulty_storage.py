@@ -30,16 +30,15 @@ def _prepared() -> MemoryStorage:
 
 CALLS: dict[str, Callable[[Storage], object]] = {
     "make_directory": lambda storage: storage.make_directory("run/made"),
-    "open_writer": lambda storage: storage.open_writer("run/begun", 4),
+    "create": lambda storage: storage.create("run/begun", 4),
     "write": lambda storage: storage.write("run/written", b"abcd"),
     "sync_directory": lambda storage: storage.sync_directory("run"),
     "publish": lambda storage: storage.publish("run/published", b"abcd"),
     "read": lambda storage: storage.read("run/file", 10),
     "open_reader": lambda storage: storage.open_reader("run/file"),
     "list": lambda storage: storage.list("run"),
-    "remove": lambda storage: storage.remove("run/file"),
-    "remove_directory": lambda storage: storage.remove_directory("run/empty"),
-    "set_aside": lambda storage: storage.set_aside("run"),
+    "delete": lambda storage: storage.delete(["run/file", "run/empty"]),
+    "retire": lambda storage: storage.retire("run"),
 }
 
 
@@ -69,14 +68,13 @@ def test_nothing_done(name: str) -> None:
     ("name", "leaves"),
     [
         ("make_directory", ["run/empty:0", "run/file:10", "run/made:0"]),
-        ("open_writer", ["run/begun:4", "run/empty:0", "run/file:10"]),
+        ("create", ["run/begun:4", "run/empty:0", "run/file:10"]),
         ("write", ["run/empty:0", "run/file:10", "run/written:4"]),
         ("publish", ["run/empty:0", "run/file:10", "run/published:4"]),
         ("read", ["run/empty:0", "run/file:10"]),
         ("open_reader", ["run/empty:0", "run/file:10"]),
-        ("remove", ["run/empty:0"]),
-        ("remove_directory", ["run/file:10"]),
-        ("set_aside", [".trash-/empty:0", ".trash-/file:10"]),
+        ("delete", []),
+        ("retire", [".trash-/empty:0", ".trash-/file:10"]),
     ],
 )
 @pytest.mark.parametrize("stops_dead", [False, True])
@@ -91,11 +89,11 @@ def test_all_done_and_the_reply_lost(name: str, leaves: list[str], stops_dead: b
 @pytest.mark.parametrize(
     ("name", "leaves"),
     [
-        ("open_writer", ["run/begun:4", "run/empty:0", "run/file:10"]),
+        ("create", ["run/begun:4", "run/empty:0", "run/file:10"]),
         ("write", ["run/empty:0", "run/file:10", "run/written:2"]),
         ("publish", ["run/tmp:2", "run/empty:0", "run/file:10"]),
-        ("remove", ["run/empty:0", "run/file:10"]),
-        ("set_aside", ["run/empty:0", "run/file:10"]),
+        ("delete", ["run/empty:0"]),
+        ("retire", ["run/empty:0", "run/file:10"]),
     ],
 )
 @pytest.mark.parametrize("stops_dead", [False, True])
@@ -145,7 +143,7 @@ def test_torn_write(done: Done, content: bytes, stops_dead: bool) -> None:
     inner = MemoryStorage()
     fault = Fault(2, done=done, stops_dead=stops_dead)
     storage = FaultyStorage(inner, [fault])
-    writer = storage.open_writer("file", 4)
+    writer = storage.create("file", 4)
     errors = []
     for attempt in (partial(writer.write_at, 0, memoryview(b"abcd")), writer.finish, writer.finish):
         with pytest.raises(StoppedDead if stops_dead else StorageError) as caught:
@@ -158,7 +156,7 @@ def test_torn_write(done: Done, content: bytes, stops_dead: bool) -> None:
 
 def test_finish_fails_for_good() -> None:
     storage = FaultyStorage(MemoryStorage(), [Fault(3, done="all")])
-    writer = storage.open_writer("file", 1)
+    writer = storage.create("file", 1)
     writer.write_at(0, memoryview(b"1"))
     for _ in range(2):
         with pytest.raises(StorageError, match="call 3"):
@@ -214,7 +212,7 @@ def test_death_closes_open_files(tmp_path: Path) -> None:
     storage = FaultyStorage(LocalStorage(tmp_path), [Fault(4, stops_dead=True)])
     storage.write("read", b"1")
     reader = storage.open_reader("read")
-    writer = storage.open_writer("written", 1)
+    writer = storage.create("written", 1)
     with pytest.raises(StoppedDead):
         writer.write_at(0, memoryview(b"1"))
     assert len(list(OPEN_FILES.iterdir())) == before
@@ -224,8 +222,7 @@ def test_death_closes_open_files(tmp_path: Path) -> None:
 
 def _replace(storage: Storage) -> bool:
     """Puts a new version beside the old one, tells which is current by a publish, and then removes the old one."""
-    storage.make_directory("v2")
-    writer = storage.open_writer("v2/data", len(NEW))
+    writer = storage.create("v2/data", len(NEW))
     try:
         writer.write_at(0, memoryview(NEW))
         writer.finish()
@@ -233,8 +230,8 @@ def _replace(storage: Storage) -> bool:
         writer.abandon()
     storage.sync_directory("v2")
     has_committed = storage.publish("v2/commit", b"token")
-    storage.remove("v1/commit")
-    storage.remove("v1/data")
+    storage.delete(["v1/commit"])
+    storage.delete(["v1/data"])
     return has_committed
 
 
@@ -261,11 +258,11 @@ def test_every_call_can_be_the_last(done: Done, stops_dead: bool) -> None:
     assert _replace(counted)
     assert _current(counted) == NEW
     names = [call.name for call in counted.calls]
-    assert names[:6] == ["make_directory", "open_writer", "write_at", "finish", "sync_directory", "publish"]
-    for number in range(1, 9):
+    assert names[:7] == ["create", "write_at", "finish", "sync_directory", "publish", "delete", "delete"]
+    for number in range(1, 8):
         inner = _with_old()
         fault = Fault(number, done=done, stops_dead=stops_dead)
         with pytest.raises((StorageError, StoppedDead)):
             _replace(FaultyStorage(inner, [fault]))
-        is_published = number > 6 or (number == 6 and done == "all")
+        is_published = number > 5 or (number == 5 and done == "all")
         assert _current(inner) == (NEW if is_published else OLD)

@@ -906,12 +906,12 @@ place, way = sys.argv[1:]
 heard = threading.Event()
 
 class Slow(LocalStorage):
-    def open_writer(self, path, size_bytes):
+    def create(self, path, size_bytes):
         if way != "run" and path.startswith("step-000000002"):
             if way == "save":
                 os.kill(os.getpid(), signal.SIGTERM)
             assert heard.wait(100)  # The notice comes while this save is in flight.
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 with hf.Job() as job:
     @job.init_group

@@ -330,12 +330,12 @@ class BlindStorage(LocalStorage):
         super().__init__(path)
         self.looks = looks
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str, *, deep: bool = False) -> list[Entry]:
         if path == "":
             self.looks -= 1
             if self.looks < 0:
                 raise StorageError("stale file handle", path=path)
-        return super().list(path)
+        return super().list(path, deep=deep)
 
 
 def check_told(errors: list[BaseException], blind: int, kind: type[Exception], text: str) -> list[PeerError]:

@@ -245,9 +245,9 @@ def test_a_handler_that_is_closed_does_not_wait_for_ever_for_a_save(tmp_path: Pa
     go_on = threading.Event()
 
     class Held(LocalStorage):
-        def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
+        def create(self, path: str, size_bytes: int) -> LocalWriter:
             assert go_on.wait(PATIENCE_SECONDS)
-            return super().open_writer(path, size_bytes)
+            return super().create(path, size_bytes)
 
     state = {"value": np.zeros(3)}
     manager = hf.CheckpointManager(Held(tmp_path), hf.Checkpoint(state=state), timeout_seconds=0.5)

@@ -60,10 +60,10 @@ class Slow(LocalStorage):
 
     heard: threading.Event | None = None
 
-    def open_writer(self, path: str, size_bytes: int) -> Any:
+    def create(self, path: str, size_bytes: int) -> Any:
         if self.heard is not None and path.startswith("step-000000002"):
             assert self.heard.wait(100)
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 
 def leave_when_asked(place: str, way: str) -> None:

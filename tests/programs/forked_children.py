@@ -28,9 +28,9 @@ class HeldPublication(MemoryStorage):
 class HeldWriter(LocalStorage):
     """A storage that writes once that is allowed."""
 
-    def open_writer(self, path: str, size_bytes: int) -> Any:
+    def create(self, path: str, size_bytes: int) -> Any:
         GO_ON.wait()
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 
 def save_in_child(directory: str) -> None:

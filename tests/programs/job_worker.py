@@ -42,10 +42,10 @@ class Place(LocalStorage):
         super().__init__(root)
         self._befalls = befalls
 
-    def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
+    def create(self, path: str, size_bytes: int) -> LocalWriter:
         if self._befalls == "dies" and path.startswith("step-000000003.") and "data-00001" in path:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 
 def keep(session: TorchrunSession, directory: str, befalls: str = "") -> None:

@@ -124,21 +124,21 @@ class Learned:
 class SlowStorage(LocalStorage):
     """A disk that takes its time for every file."""
 
-    def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
+    def create(self, path: str, size_bytes: int) -> LocalWriter:
         time.sleep(OPTIONS["disk_seconds"])
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 
 class SilentStorage(LocalStorage):
     """Storage that does not answer any more when it is first looked at, or a step is to be committed, or has been."""
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str, *, deep: bool = False) -> list[Entry]:
         if "looking" in OPTIONS.get("pause", []):
             pause("looking")
             OPTIONS["pause"].remove("looking")
             if OPTIONS.get("look_fails"):
                 raise StorageError("it is gone", path=path)
-        return super().list(path)
+        return super().list(path, deep=deep)
 
     def publish(self, path: str, data: bytes) -> bool:
         if path.startswith("step-") and path.endswith(MANIFEST_NAME):

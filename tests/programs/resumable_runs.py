@@ -19,7 +19,7 @@ from holdfast.storage import LocalStorage
 class Held(LocalStorage):
     """A storage that never begins to write."""
 
-    def open_writer(self, path: str, size_bytes: int) -> Any:
+    def create(self, path: str, size_bytes: int) -> Any:
         # Not print: a process that leaves at once finds the lock of the output taken by this thread, and aborts.
         os.write(1, b"held\n")
         threading.Event().wait(600)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.storage import LocalStorage
+from holdfast.storage.local.recycle import try_keep
 from spare_files import MIB, identity, lay, lay_over, pattern, spare_of
 
 
@@ -16,9 +17,9 @@ def write_in_turn(directory: str, turns: str) -> None:
     storage = LocalStorage(directory)
     lay(storage, "0/data", 0, MIB)
     for turn in range(1, int(turns)):
-        storage.spare.try_keep(f"{turn - 1}/data", MIB)
+        try_keep(storage.location, f"{turn - 1}/data", MIB)
         lay_over(storage, f"{turn}/data", turn, MIB)
-        storage.remove(f"{turn - 1}/data")
+        storage.delete([f"{turn - 1}/data"])
     print("through")
 
 
@@ -37,8 +38,8 @@ def compete(directory: str, turns: str, own_number: str) -> None:
         if kept is not None:
             # Until here it counted.
             assert kept[0].read_bytes() == pattern(kept[1], 2 * MIB), "other code has written into it"
-            storage.spare.try_keep(str(kept[0].relative_to(storage.url)), 2 * MIB)
-            storage.remove(str(kept[0].relative_to(storage.url)))
+            try_keep(storage.location, str(kept[0].relative_to(storage.url)), 2 * MIB)
+            storage.delete([str(kept[0].relative_to(storage.url))])
         kept = (path, number)
     print(taken)
 

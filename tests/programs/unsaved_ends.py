@@ -18,7 +18,7 @@ from holdfast.storage import LocalStorage, MemoryStorage
 class Full(LocalStorage):
     """A storage that has no room."""
 
-    def open_writer(self, path: str, size_bytes: int) -> Any:
+    def create(self, path: str, size_bytes: int) -> Any:
         raise StorageFullError("no room", path=path)
 
 

@@ -424,7 +424,7 @@ def test_what_cannot_be_stored_or_filled_is_not_plain(odd: torch.Tensor) -> None
 
 
 def write_file(storage: Storage, content: bytes) -> None:
-    writer = storage.open_writer("data", len(content))
+    writer = storage.create("data", len(content))
     writer.write_at(0, memoryview(content))
     writer.finish()
 

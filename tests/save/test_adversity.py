@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ class WatchedStorage(MemoryStorage):
         super().__init__()
         self.writers: list[MemoryWriter] = []
 
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
-        self.writers.append(super().open_writer(path, size_bytes))
+    def create(self, path: str, size_bytes: int) -> MemoryWriter:
+        self.writers.append(super().create(path, size_bytes))
         return self.writers[-1]
 
 
@@ -165,10 +166,10 @@ class Refusing(MemoryStorage):
         self.told: list[str] = []
         self.told_before_last: list[str] = []
 
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+    def create(self, path: str, size_bytes: int) -> MemoryWriter:
         if self.refuses:
             raise StorageError("refused", path=path)
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
     def sync_directory(self, path: str) -> None:
         self.told_before_last = [*self.told]
@@ -286,10 +287,11 @@ def test_an_odd_old_manifest_troubles_no_save(tmp_path: Path) -> None:
 
 def test_what_cannot_be_removed_is_a_warning_once() -> None:
     class Stubborn(MemoryStorage):
-        def remove(self, path: str) -> None:
-            if path.startswith("step-000000001") and path.endswith("manifest.json"):
-                raise StorageError("cannot remove", path=path)
-            super().remove(path)
+        def delete(self, paths: Iterable[str]) -> bool:
+            every = [*paths]
+            if any(path.startswith("step-000000001") and path.endswith("manifest.json") for path in every):
+                raise StorageError("cannot remove", path=every[0])
+            return super().delete(every)
 
     events: list[Event] = []
     manager = hf.CheckpointManager(

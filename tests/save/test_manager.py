@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -81,9 +81,9 @@ class HeldStorage(MemoryStorage):
         super().__init__("held")
         self.go_on = threading.Event()
 
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+    def create(self, path: str, size_bytes: int) -> MemoryWriter:
         assert self.go_on.wait(60)
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 
 def test_state_comes_back_in_place(tmp_path: Path) -> None:
@@ -566,10 +566,11 @@ def test_a_users_own_files_are_never_removed(tmp_path: Path) -> None:
 
 def test_old_files_that_cannot_be_removed_do_not_fail_the_save(caplog: pytest.LogCaptureFixture) -> None:
     class Stubborn(MemoryStorage):
-        def remove(self, path: str) -> None:
-            if path.endswith("manifest.json"):
-                raise StorageError("cannot remove", path=path)
-            super().remove(path)
+        def delete(self, paths: Iterable[str]) -> bool:
+            every = [*paths]
+            if any(path.endswith("manifest.json") for path in every):
+                raise StorageError("cannot remove", path=every[0])
+            return super().delete(every)
 
     storage = Stubborn("stubborn")
     events: list[Event] = []
@@ -625,7 +626,7 @@ import sys, numpy as np, holdfast as hf
 from holdfast.errors import StorageFullError
 from holdfast.storage import LocalStorage
 class Full(LocalStorage):
-    def open_writer(self, path, size_bytes):
+    def create(self, path, size_bytes):
         raise StorageFullError("no room", path=path)
 def main():
     storage = Full(sys.argv[1]) if sys.argv[2] == "full" else sys.argv[1]

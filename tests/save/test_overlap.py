@@ -139,9 +139,9 @@ class BlockedStorage(MemoryStorage):
         super().__init__()
         self.may_write = threading.Event()
 
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+    def create(self, path: str, size_bytes: int) -> MemoryWriter:
         assert self.may_write.wait(60)
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 
 def test_the_step_waits_for_the_copy_and_not_for_the_write(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_kept_optimizer_may_step_in_a_thread_that_training_waits_for(tmp_path: P
 
 def test_an_error_whose_causes_go_round_fails_the_save_like_any_other() -> None:
     class Round(MemoryStorage):
-        def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        def create(self, path: str, size_bytes: int) -> MemoryWriter:
             first, second = StorageError("first"), StorageError("second")
             first.__cause__, second.__cause__ = second, first
             raise first
@@ -676,10 +676,10 @@ def test_a_manager_that_is_gone_holds_up_no_step_and_is_kept_alive_by_none(tmp_p
 @pytest.mark.parametrize("fails", [False, True])
 def test_once_a_save_has_ended_nothing_of_it_is_kept_alive(fails: bool) -> None:
     class Storage(MemoryStorage):
-        def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+        def create(self, path: str, size_bytes: int) -> MemoryWriter:
             if fails:
                 raise StorageError("the disk is gone")
-            return super().open_writer(path, size_bytes)
+            return super().create(path, size_bytes)
 
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters())

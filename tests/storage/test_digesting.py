@@ -120,7 +120,7 @@ def test_each_byte_comes_into_the_file_with_the_digests_asked_for(
     for size, end in zip(sizes, accumulate(sizes), strict=True):
         own = sorted(begin for begin in begins if end - size <= begin < end)
         parts = [memory[begin : begin + 70_000 if begin % 2 else end] for begin in own]
-        digests = writer.write_digested(end - size, memory[end - size : end], parts)
+        digests = writer.write_at(end - size, memory[end - size : end], parts)
         assert digests == [digest(part) for part in parts]
     writer.finish()
     is_right = (tmp_path / "file").read_bytes() == memory[:total_bytes]

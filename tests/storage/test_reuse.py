@@ -291,9 +291,9 @@ def test_a_storage_of_ones_own_is_still_asked(run: Path) -> None:
     class Counting(LocalStorage):
         opened = 0
 
-        def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
+        def create(self, path: str, size_bytes: int) -> LocalWriter:
             self.opened += 1
-            return super().open_writer(path, size_bytes)
+            return super().create(path, size_bytes)
 
     storage, array = Counting(run), np.zeros(LENGTH)
     with hf.CheckpointManager(storage, hf.Checkpoint(a=array), keep=hf.Latest(1)) as manager:

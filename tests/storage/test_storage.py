@@ -29,6 +29,7 @@ pytest.register_assert_rewrite("holdfast.testing.storage_contract")
 
 from faulty import FaultyStorage  # noqa: E402
 from holdfast.testing.storage_contract import StorageContract  # noqa: E402
+from object_storage import ObjectStorage  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -60,6 +61,16 @@ class TestMemory(StorageContract):
         return MemoryStorage()
 
 
+class TestObjects(StorageContract):
+    def make_storage(self, tmp_path: Path) -> Storage:
+        return ObjectStorage()
+
+
+class TestObjectsInParts(StorageContract):
+    def make_storage(self, tmp_path: Path) -> Storage:
+        return ObjectStorage(least_piece_bytes=2 * 4096, most_pieces=16)
+
+
 class TestFaultyWithoutFault(StorageContract):
     def make_storage(self, tmp_path: Path) -> Storage:
         return FaultyStorage(MemoryStorage())
@@ -70,7 +81,6 @@ def test_directory_must_be_made_first() -> None:
     for write in (
         lambda: storage.write("a/file", b""),
         lambda: storage.publish("a/file", b""),
-        lambda: storage.open_writer("a/file", 1),
     ):
         with pytest.raises(NotFoundError):
             write()
@@ -80,14 +90,14 @@ def test_directory_must_be_made_first() -> None:
 
 def test_memory_is_full() -> None:
     with pytest.raises(StorageFullError):
-        MemoryStorage().open_writer("file", 1 << 62)
+        MemoryStorage().create("file", 1 << 62)
 
 
 def test_open_file_outlives_its_name() -> None:
     storage = MemoryStorage()
     storage.write("file", b"12")
     reader = storage.open_reader("file")
-    storage.remove("file")
+    storage.delete(["file"])
     into = bytearray(2)
     reader.read_into(0, memoryview(into))
     assert into == b"12"
@@ -97,7 +107,7 @@ def test_memory_file_in_place_of_a_directory() -> None:
     storage = MemoryStorage()
     storage.write("file", b"")
     with pytest.raises(StorageError, match="is a file"):
-        storage.remove("file/below")
+        storage.delete(["file/below"])
 
 
 # Locations.

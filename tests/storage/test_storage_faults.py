@@ -109,7 +109,7 @@ def test_order_of_publish(trace: Trace) -> None:
 @needs_strace
 def test_order_of_directories(trace: Trace) -> None:
     """Each name is made to last in the directory above it, also where it was there before."""
-    trace.run("storage.make_directory('a/b'); storage.make_directory('a/c'); print(storage.set_aside('a/b'))")
+    trace.run("storage.make_directory('a/b'); storage.make_directory('a/c'); print(storage.retire('a/b'))")
     assert [step if "trash" not in step else "rename" for step in trace.steps()] == [
         "mkdir root",
         f"fsync {trace.tmp_path.name}",
@@ -138,8 +138,7 @@ def test_the_roots_own_name_is_made_to_last(trace: Trace) -> None:
 @needs_strace
 def test_order_of_a_large_file(trace: Trace) -> None:
     printed = trace.run(f"""
-storage.make_directory("step")
-writer = storage.open_writer("step/data", {DIRECT_BYTES + 1})
+writer = storage.create("step/data", {DIRECT_BYTES + 1})
 writer.write_at(0, memoryview(mmap.mmap(-1, {DIRECT_BYTES + PAGE_BYTES})))
 writer.finish()
 storage.sync_directory("step")
@@ -165,7 +164,7 @@ print(writer.is_direct)
 def test_a_failed_sync_ends_the_writer(trace: Trace) -> None:
     trace.run(
         """
-writer = storage.open_writer("data", len(content))
+writer = storage.create("data", len(content))
 writer.write_at(0, memoryview(content))
 first = failure(writer.finish)
 assert failure(writer.finish) is first and failure(writer.write_at, 0, memoryview(content)) is first
@@ -186,7 +185,7 @@ assert not [name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/pr
 def test_a_failed_write_ends_the_writer(trace: Trace) -> None:
     trace.run(
         """
-writer = storage.open_writer("data", len(content))
+writer = storage.create("data", len(content))
 first = failure(writer.write_at, 0, memoryview(content))
 assert failure(writer.write_at, 0, memoryview(content)) is first and failure(writer.finish) is first
 """,
@@ -202,7 +201,7 @@ def test_a_write_that_is_cut_short_goes_on(trace: Trace) -> None:
     printed = trace.run(
         """
 memory = memoryview(mmap.mmap(-1, len(content)))
-writer = storage.open_writer("data", len(content))
+writer = storage.create("data", len(content))
 writer.write_at(0, memory)
 writer.finish()
 print(writer.is_direct)
@@ -241,7 +240,7 @@ def test_no_direct_writes(trace: Trace, refusal: str) -> None:
     printed = trace.run(
         """
 for name in ("first", "second"):
-    writer = storage.open_writer(name, len(content))
+    writer = storage.create(name, len(content))
     assert not writer.is_direct
     writer.write_at(0, memoryview(content))
     writer.finish()
@@ -260,7 +259,7 @@ print(LocalStorage(storage.url).traits.hindrance, end="")
 def test_no_preallocation(trace: Trace, refusal: str) -> None:
     trace.run(
         """
-writer = storage.open_writer("file", len(content))
+writer = storage.create("file", len(content))
 writer.write_at(0, memoryview(content))
 writer.finish()
 assert storage.read("file", len(content)) == content

@@ -64,7 +64,7 @@ def test_limit_on_the_size_of_files(tmp_path: Path) -> None:
         """
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 for call, arguments in (
-    (storage.open_writer, ("data", len(content))),
+    (storage.create, ("data", len(content))),
     (storage.write, ("data", content)),
     (storage.publish, ("data", content)),
 ):
@@ -84,7 +84,7 @@ def test_limit_on_the_size_of_files_that_is_met_in_the_room_of_another(tmp_path:
         """
 import mmap
 large = memoryview(mmap.mmap(-1, 4 << 20))
-writer = storage.open_writer("data", len(large))
+writer = storage.create("data", len(large))
 resource.setrlimit(resource.RLIMIT_FSIZE, ((2 << 20) + 1, resource.RLIM_INFINITY))
 error = failure(writer.write_at, 0, large)
 assert isinstance(error, StorageFullError), error
@@ -98,7 +98,7 @@ def test_a_writer_that_ran_out_of_room_is_at_its_end(tmp_path: Path) -> None:
     _run(
         tmp_path,
         """
-writer = storage.open_writer("data", len(content))
+writer = storage.create("data", len(content))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 error = failure(writer.write_at, 1 << 20, memoryview(content)[1 << 20:])
 assert isinstance(error, StorageFullError), error
@@ -106,7 +106,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
 assert failure(writer.write_at, 0, memoryview(content)) is error
 assert failure(writer.finish) is error
 writer.abandon()
-storage.remove("data")
+storage.delete(["data"])
 """,
     )
 
@@ -125,7 +125,7 @@ def _fill(storage: LocalStorage) -> int:
 def _check_full_disk(root: Path) -> None:
     storage = LocalStorage(root)
     with pytest.raises(StorageFullError, match=r"10000000 bytes are needed and \d+ bytes are free"):
-        storage.open_writer("data", 10_000_000)
+        storage.create("data", 10_000_000)
     fillers = _fill(storage)
     assert fillers > 10
     for call in (storage.write, storage.publish):
@@ -134,7 +134,7 @@ def _check_full_disk(root: Path) -> None:
     names = [entry.name for entry in storage.list("") if entry.name != "lost+found"]
     assert sorted(names) == sorted(f"filler-{number}" for number in range(fillers))
     for number in range(fillers):
-        storage.remove(f"filler-{number}")
+        storage.delete([f"filler-{number}"])
     assert storage.publish("manifest", b"room again")
 
 

@@ -51,7 +51,7 @@ def test_root_is_made_by_the_first_write_only(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b"
     storage = LocalStorage(root)
     assert storage.list("") == []
-    storage.remove("file")
+    storage.delete(["file"])
     with pytest.raises(NotFoundError):
         storage.read("file", 1)
     with pytest.raises(NotFoundError):
@@ -77,7 +77,7 @@ def test_root_that_goes_is_not_made_again(tmp_path: Path) -> None:
         lambda: storage.write("file", b"2"),
         lambda: storage.publish("file", b"2"),
         lambda: storage.make_directory("a"),
-        lambda: storage.open_writer("file", 1),
+        lambda: storage.create("file", 1),
     ):
         with pytest.raises(NotFoundError):
             write()
@@ -99,7 +99,6 @@ def test_directory_must_be_made_first(tmp_path: Path) -> None:
     for write in (
         lambda: storage.write("a/file", b""),
         lambda: storage.publish("a/file", b""),
-        lambda: storage.open_writer("a/file", 1),
     ):
         with pytest.raises(NotFoundError) as caught:
             write()
@@ -113,7 +112,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     (entry,) = storage.list("")
     assert storage.read(entry.name, 1) == b"1"
-    storage.remove(entry.name)
+    storage.delete([entry.name])
     assert storage.list("") == []
 
 
@@ -121,7 +120,7 @@ def test_the_longest_name_can_be_published_and_set_aside(tmp_path: Path) -> None
     storage = LocalStorage(tmp_path)
     storage.make_directory("d" * 255)
     assert storage.publish("d" * 255 + "/" + "m" * 255, b"1")
-    assert storage.read(storage.set_aside("d" * 255) + "/" + "m" * 255, 1) == b"1"
+    assert storage.read(storage.retire("d" * 255) + "/" + "m" * 255, 1) == b"1"
 
 
 def test_a_file_cut_short_under_its_reader(tmp_path: Path) -> None:
@@ -138,8 +137,8 @@ def test_a_file_cut_short_under_its_reader(tmp_path: Path) -> None:
 def test_set_aside_takes_the_way_from_a_late_writer(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     storage.make_directory("step")
-    late = storage.open_writer("step/data", 3)
-    aside = storage.set_aside("step")
+    late = storage.create("step/data", 3)
+    aside = storage.retire("step")
     late.write_at(0, memoryview(b"abc"))
     late.finish()
     with pytest.raises(NotFoundError):
@@ -196,17 +195,16 @@ def test_special_files_are_not_read(hostile: LocalStorage, name: str) -> None:
 def test_special_files_are_not_written_or_entered(hostile: LocalStorage, name: str) -> None:
     changes: list[Callable[[], object]] = [
         lambda: hostile.write(name, b"1"),
-        lambda: hostile.open_writer(name, 1),
+        lambda: hostile.create(name, 1),
         lambda: hostile.make_directory(name),
         lambda: hostile.make_directory(f"{name}/deeper"),
         lambda: hostile.write(f"{name}/secret", b"1"),
-        lambda: hostile.open_writer(f"{name}/new", 1),
+        lambda: hostile.create(f"{name}/new", 1),
         lambda: hostile.publish(f"{name}/new", b"1"),
-        lambda: hostile.remove(f"{name}/secret"),
-        lambda: hostile.remove_directory(f"{name}/secret"),
-        lambda: hostile.remove_directory(name),
-        lambda: hostile.set_aside(name),
-        lambda: hostile.set_aside(f"{name}/secret"),
+        lambda: hostile.delete([f"{name}/secret"]),
+        lambda: hostile.delete(["none", f"{name}/secret"]),
+        lambda: hostile.retire(name),
+        lambda: hostile.retire(f"{name}/secret"),
         lambda: hostile.sync_directory(name),
     ]
     with no_descriptor_left():
@@ -226,7 +224,7 @@ def test_special_files_are_not_written_or_entered(hostile: LocalStorage, name: s
 def test_special_files_are_listed_and_removed_themselves(hostile: LocalStorage) -> None:
     assert hostile.list("") == [Entry(name, False, 0) for name in sorted(SPECIAL)]
     for name in SPECIAL:
-        hostile.remove(name)
+        assert hostile.delete([name])
     assert hostile.list("") == []
 
 
@@ -240,15 +238,15 @@ def test_failures_leave_no_descriptor_and_no_debris(tmp_path: Path) -> None:
         lambda: storage.write("file", b""),
         lambda: storage.write("file/below", b""),
         lambda: storage.write("none/file", b""),
-        lambda: storage.open_writer("file", 1),
-        lambda: storage.open_writer("huge", 1 << 60),
+        lambda: storage.create("file", 1),
+        lambda: storage.create("huge", 1 << 60),
         lambda: storage.publish("none/file", b""),
         lambda: storage.make_directory("file"),
         lambda: storage.read("directory", 1),
         lambda: storage.read("file", 4),
         lambda: storage.open_reader("directory"),
-        lambda: storage.remove("directory"),
-        lambda: storage.set_aside("file"),
+        lambda: storage.delete(["file/below"]),
+        lambda: storage.retire("file"),
         lambda: storage.sync_directory("file"),
     ]
     with no_descriptor_left():
@@ -257,7 +255,7 @@ def test_failures_leave_no_descriptor_and_no_debris(tmp_path: Path) -> None:
                 fail()
         assert storage.publish("file", b"") is False
         with pytest.raises(UsageError):
-            storage.open_writer("file", -1)
+            storage.create("file", -1)
     assert storage.list("") == [Entry("directory", True, 0), Entry("file", False, 5)]
 
 
@@ -312,7 +310,7 @@ print("".join("01"[storage.publish(f"manifest-{{number}}", sys.argv[1].encode())
 
 
 def _direct_writer(root: Path, size_bytes: int) -> LocalWriter:
-    writer = LocalStorage(root).open_writer("file", size_bytes)
+    writer = LocalStorage(root).create("file", size_bytes)
     if not writer.is_direct:
         writer.abandon()
         pytest.skip("the file system of the temporary directory has no direct writes")
@@ -389,8 +387,8 @@ def test_direct_bytes_are_on_the_device(tmp_path: Path) -> None:
 
 
 def test_small_files_and_wishes_go_through_the_page_cache(tmp_path: Path) -> None:
-    small = LocalStorage(tmp_path).open_writer("small", PAGE_BYTES)
-    large = LocalStorage(tmp_path, direct=False).open_writer("large", DIRECT_BYTES)
+    small = LocalStorage(tmp_path).create("small", PAGE_BYTES)
+    large = LocalStorage(tmp_path, direct=False).create("large", DIRECT_BYTES)
     assert not small.is_direct
     assert not large.is_direct
     small.abandon()
@@ -401,7 +399,7 @@ def test_more_than_there_is_on_the_disk(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     free_bytes = shutil.disk_usage(tmp_path).free
     with pytest.raises(StorageFullError, match=rf"hint: {free_bytes * 100} bytes are needed and \d+ bytes are free"):
-        storage.open_writer("file", free_bytes * 100)
+        storage.create("file", free_bytes * 100)
     assert storage.list("") == []
 
 

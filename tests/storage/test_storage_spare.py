@@ -16,7 +16,7 @@ from faulty import FaultyStorage
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.format.names import SPARE_NAME
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.storage.protocol import SparingStorage
+from holdfast.storage.local.recycle import remove_spare, try_keep
 from mounts import mounted, small_disk
 from patience import PATIENCE_SECONDS
 from places import PROGRAMS
@@ -40,7 +40,7 @@ def storage(tmp_path: Path, request: pytest.FixtureRequest) -> LocalStorage:
 def test_the_same_file_with_new_bytes_and_its_own_size(storage: LocalStorage, size_bytes: int) -> None:
     old = lay(storage, "old/data", 1, 3 * MIB)
     number = identity(old)
-    assert storage.spare.try_keep("old/data", 3 * MIB)
+    assert try_keep(storage.location, "old/data", 3 * MIB)
     assert not old.exists()
     new = lay_over(storage, "new/data", 2, size_bytes)
     assert identity(new) == number
@@ -60,27 +60,26 @@ def test_again_and_again_in_the_room_of_one_file(storage: LocalStorage) -> None:
         new = lay_over(storage, f"{turn}/data", turn, size_bytes)
         assert new.read_bytes() == pattern(turn, size_bytes)
         numbers.add(identity(new))
-        assert storage.spare.try_keep(f"{turn}/data", size_bytes)
+        assert try_keep(storage.location, f"{turn}/data", size_bytes)
     assert len(numbers) == 1
-    assert storage.spare.remove()
-    assert not storage.spare.remove()
+    assert remove_spare(storage.location)
+    assert not remove_spare(storage.location)
 
 
 def test_a_writer_that_was_given_up_leaves_no_spare(storage: LocalStorage) -> None:
     lay(storage, "old/data", 1, 3 * MIB)
-    assert storage.spare.try_keep("old/data", 3 * MIB)
-    storage.make_directory("new")
-    storage.open_writer("new/data", 3 * MIB).abandon()
+    assert try_keep(storage.location, "old/data", 3 * MIB)
+    storage.create("new/data", 3 * MIB).abandon()
     assert [entry.name for entry in storage.list("")] == ["new", "old"]
-    storage.remove("new/data")
+    storage.delete(["new/data"])
 
 
 def test_a_name_that_is_taken_is_never_written_over(storage: LocalStorage) -> None:
     lay(storage, "old/data", 1, 2 * MIB)
     mine = lay(storage, "mine/data", 2, 2 * MIB)
-    assert storage.spare.try_keep("old/data", 2 * MIB)
+    assert try_keep(storage.location, "old/data", 2 * MIB)
     with pytest.raises(StorageError, match="EEXIST"):
-        storage.open_writer("mine/data", 2 * MIB)
+        storage.create("mine/data", 2 * MIB)
     assert mine.read_bytes() == pattern(2, 2 * MIB)
 
 
@@ -90,9 +89,9 @@ def test_a_name_that_is_taken_is_never_written_over(storage: LocalStorage) -> No
 def test_the_largest_is_kept_and_there_is_only_one(storage: LocalStorage) -> None:
     for number, size_bytes in enumerate((2 * MIB, 3 * MIB, MIB)):
         lay(storage, f"{number}/data", number, size_bytes)
-    assert storage.spare.try_keep("0/data", 3 * MIB)
-    assert storage.spare.try_keep("1/data", 3 * MIB)
-    assert not storage.spare.try_keep("2/data", 3 * MIB)
+    assert try_keep(storage.location, "0/data", 3 * MIB)
+    assert try_keep(storage.location, "1/data", 3 * MIB)
+    assert not try_keep(storage.location, "2/data", 3 * MIB)
     assert spare_of(storage).read_bytes() == pattern(1, 3 * MIB)
     assert [path.name for path in Path(storage.url).rglob("data")] == ["data"]
 
@@ -109,30 +108,45 @@ def test_what_is_of_no_use_is_not_kept(storage: LocalStorage, tmp_path: Path) ->
     (odd / "directory").mkdir()
     names = ("small/data", "linked/data", "odd/link", "odd/fifo", "odd/directory", "odd/nothing", "nowhere/data")
     for path in names:
-        assert not storage.spare.try_keep(path, ANY_SIZE), path
-    assert not storage.spare.try_keep("large/data", 2 * MIB - 1), "the next file will be much smaller"
+        assert not try_keep(storage.location, path, ANY_SIZE), path
+    assert not try_keep(storage.location, "large/data", 2 * MIB - 1), "the next file will be much smaller"
     assert not os.path.lexists(spare_of(storage))
     assert all(path.exists() for path in (small, large, linked))
     spare_of(storage).mkdir()
-    assert not storage.spare.try_keep("large/data", ANY_SIZE), "a directory stands in the way"
-    assert not storage.spare.remove()
+    assert not try_keep(storage.location, "large/data", ANY_SIZE), "a directory stands in the way"
+    assert not remove_spare(storage.location)
     assert lay_over(storage, "new/data", 3, 2 * MIB).read_bytes() == pattern(3, 2 * MIB)
     assert spare_of(storage).is_dir()
 
 
 def test_a_small_file_does_not_take_it(storage: LocalStorage) -> None:
     lay(storage, "old/data", 1, 2 * MIB)
-    assert storage.spare.try_keep("old/data", 2 * MIB)
+    assert try_keep(storage.location, "old/data", 2 * MIB)
     lay_over(storage, "new/data", 2, MIB - 1)
-    assert not storage.spare.remove(2 * MIB)
-    assert storage.spare.remove(2 * MIB - 1)
+    assert not remove_spare(storage.location, 2 * MIB)
+    assert remove_spare(storage.location, 2 * MIB - 1)
+    assert not os.path.lexists(spare_of(storage))
+
+
+def test_discarded_file_is_kept_for_a_file_of_its_size(storage: LocalStorage) -> None:
+    for number, size_bytes in enumerate((2 * MIB, 3 * MIB, 6 * MIB + 1)):
+        lay(storage, f"{number}/data", number, size_bytes)
+    storage.discard(["0/data", "1/data", "2/data"], 3 * MIB)
+    assert spare_of(storage).read_bytes() == pattern(1, 3 * MIB), "the largest of at most twice the size"
+    assert list(Path(storage.url).rglob("data")) == []
+    storage.discard((), 2 * MIB)
+    assert os.path.lexists(spare_of(storage))
+    storage.discard((), MIB)
+    assert not os.path.lexists(spare_of(storage))
+    lay(storage, "3/data", 3, 2 * MIB)
+    storage.discard(["3/data"], 0)
     assert not os.path.lexists(spare_of(storage))
 
 
 def test_storages_that_cannot_do_it_do_not_say_that_they_can(tmp_path: Path) -> None:
-    assert isinstance(LocalStorage(tmp_path), SparingStorage)
-    assert not isinstance(MemoryStorage(), SparingStorage)
-    assert not isinstance(FaultyStorage(LocalStorage(tmp_path)), SparingStorage)
+    assert LocalStorage(tmp_path).traits.keeps_space
+    assert not MemoryStorage().traits.keeps_space
+    assert not FaultyStorage(LocalStorage(tmp_path)).traits.keeps_space
 
 
 def test_nothing_is_kept_in_memory(tmp_path: Path) -> None:
@@ -149,7 +163,7 @@ def test_who_reads_the_old_file_keeps_reading_the_old_bytes(storage: LocalStorag
 
     old = lay(storage, "old/data", 1, 3 * MIB)
     with reader_of(old, how) as reader:
-        assert storage.spare.try_keep("old/data", 3 * MIB)
+        assert try_keep(storage.location, "old/data", 3 * MIB)
         new = lay_over(storage, "new/data", 2, 3 * MIB)
         assert reader.communicate("go\n", timeout=60)[0].strip() == sha256(pattern(1, 3 * MIB)).hexdigest()
     assert new.read_bytes() == pattern(2, 3 * MIB)
@@ -159,14 +173,14 @@ def test_who_reads_the_old_file_keeps_reading_the_old_bytes(storage: LocalStorag
 def test_an_open_file_of_this_process_counts_too(storage: LocalStorage) -> None:
     old = lay(storage, "old/data", 1, 3 * MIB)
     with old.open("rb") as mine:
-        assert storage.spare.try_keep("old/data", 3 * MIB)
+        assert try_keep(storage.location, "old/data", 3 * MIB)
         lay_over(storage, "new/data", 2, 3 * MIB)
         assert mine.read() == pattern(1, 3 * MIB)
 
 
 def test_a_hard_link_that_came_later_keeps_its_bytes(storage: LocalStorage, tmp_path: Path) -> None:
     lay(storage, "old/data", 1, 3 * MIB)
-    assert storage.spare.try_keep("old/data", 3 * MIB)
+    assert try_keep(storage.location, "old/data", 3 * MIB)
     os.link(spare_of(storage), tmp_path / "copy")
     assert lay_over(storage, "new/data", 2, 3 * MIB).read_bytes() == pattern(2, 3 * MIB)
     assert (tmp_path / "copy").read_bytes() == pattern(1, 3 * MIB)
@@ -176,7 +190,7 @@ def test_other_permissions_than_a_new_file_has_are_not_inherited(storage: LocalS
     old = lay(storage, "old/data", 1, 3 * MIB)
     usual = old.stat().st_mode
     old.chmod(0o640 if usual & 0o777 != 0o640 else 0o600)
-    assert storage.spare.try_keep("old/data", 3 * MIB)
+    assert try_keep(storage.location, "old/data", 3 * MIB)
     new = lay_over(storage, "new/data", 2, 3 * MIB)
     assert new.stat().st_mode == usual
 
@@ -190,7 +204,7 @@ def test_a_link_under_its_name_leads_nowhere(storage: LocalStorage, tmp_path: Pa
         assert lay_over(storage, f"{turn}/data", turn, 3 * MIB).read_bytes() == pattern(turn, 3 * MIB)
         assert not os.path.lexists(spare_of(storage))
     spare_of(storage).symlink_to(outside)
-    assert storage.spare.try_keep("0/data", 3 * MIB)
+    assert try_keep(storage.location, "0/data", 3 * MIB)
     assert spare_of(storage).is_file()
     assert not spare_of(storage).is_symlink()
     assert outside.read_bytes() == pattern(9, 3 * MIB)
@@ -202,7 +216,7 @@ def test_a_fifo_or_a_socket_under_its_name_holds_nothing_up(storage: LocalStorag
     assert lay_over(storage, "new/data", 2, 3 * MIB).read_bytes() == pattern(2, 3 * MIB)
     assert not os.path.lexists(spare_of(storage))
     os.mkfifo(spare_of(storage))
-    assert storage.spare.remove()
+    assert remove_spare(storage.location)
 
 
 def start_writer(program: str, directory: Path, *numbers: int) -> subprocess.Popen[str]:
@@ -275,12 +289,12 @@ def test_the_spare_is_never_why_there_is_no_room(tmp_path: Path) -> None:
             "make_directory": lambda: make_many(storage),
             "write": lambda: storage.write("old/small", pattern(3, MIB)),
             "publish": lambda: storage.publish("manifest.json", pattern(3, MIB)),
-            "small open_writer": lambda: storage.open_writer("old/small", MIB - 1).abandon(),
-            "open_writer": lambda: storage.open_writer("old/large", 8 * MIB).abandon(),
+            "small create": lambda: storage.create("old/small", MIB - 1).abandon(),
+            "create": lambda: storage.create("old/large", 8 * MIB).abandon(),
         }
         for name, take_room in takes_room.items():
             lay(storage, "old/data", 1, 8 * MIB)
-            assert storage.spare.try_keep("old/data", 8 * MIB), name
+            assert try_keep(storage.location, "old/data", 8 * MIB), name
             filler = fill(root)
             take_room()
             filler.unlink()
@@ -293,10 +307,9 @@ def test_a_file_that_grows_beyond_the_disk_is_told_as_ever(tmp_path: Path) -> No
     with small_disk(tmp_path, 64 * MIB) as root:
         storage = LocalStorage(root)
         lay(storage, "old/data", 1, 8 * MIB)
-        assert storage.spare.try_keep("old/data", 8 * MIB)
-        storage.make_directory("new")
+        assert try_keep(storage.location, "old/data", 8 * MIB)
         with pytest.raises(StorageFullError, match="200000000 bytes are needed"):
-            storage.open_writer("new/data", 200_000_000)
+            storage.create("new/data", 200_000_000)
         assert [entry.name for entry in storage.list("new")] == []
         assert not os.path.lexists(spare_of(storage))
 
@@ -305,7 +318,7 @@ def test_a_nearly_full_disk_is_written_in_the_room_that_the_old_file_had(tmp_pat
     with small_disk(tmp_path, 64 * MIB) as root:
         storage = LocalStorage(root / "run")
         lay(storage, "old/data", 1, 16 * MIB)
-        assert storage.spare.try_keep("old/data", 16 * MIB)
+        assert try_keep(storage.location, "old/data", 16 * MIB)
         filler = fill(root)
         # A little for the directory.
         os.truncate(filler, filler.stat().st_size - 64 * 1024)
@@ -319,5 +332,5 @@ def test_a_disk_with_less_free_than_it_takes_keeps_none(tmp_path: Path) -> None:
     with small_disk(tmp_path, 64 * MIB) as root:
         storage = LocalStorage(root / "run")
         lay(storage, "old/data", 1, 32 * MIB)
-        assert not storage.spare.try_keep("old/data", 32 * MIB)
-        storage.remove("old/data")
+        assert not try_keep(storage.location, "old/data", 32 * MIB)
+        storage.delete(["old/data"])

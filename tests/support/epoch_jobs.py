@@ -84,10 +84,10 @@ class FullForSteps(MemoryStorage):
     full: frozenset[int] | None = frozenset()
     file = ""
 
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+    def create(self, path: str, size_bytes: int) -> MemoryWriter:
         if self.file in path and (self.full is None or int(path[5:14]) in self.full):
             raise StorageFullError("no room", path=path)
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 
 def epochs_of(location: Any) -> tuple[int, ...]:

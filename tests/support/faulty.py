@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import msgspec
+
 from holdfast.errors import HoldfastError, StorageError, StorageFullError
 from holdfast.storage.checks import flat, temporary_name
 from holdfast.storage.memory import MemoryStorage, MemoryWriter
@@ -44,7 +46,7 @@ class Fault:
     Attributes:
         call_number: Which call, from 1.
         done: How much of it is done before it goes wrong: `"all"` is a lost reply. Of a call that is done at once or
-            not at all, `"half"` does nothing; a half `publish` leaves a half temporary file, a half `open_writer` the
+            not at all, `"half"` does nothing; a half `publish` leaves a half temporary file, a half `create` the
             file without its writer.
         stops_dead: True if the process dies there: `StoppedDead` is raised there and at every later call, none of which
             does anything. False if the caller gets an error and goes on.
@@ -75,11 +77,11 @@ class FullStorage(MemoryStorage):
         super().__init__("full")
         self.is_full = is_full
 
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+    def create(self, path: str, size_bytes: int) -> MemoryWriter:
         """See `Storage`."""
         if self.is_full:
             raise StorageFullError("no room", path=path, hint="make room")
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 
 class FaultyStorage:
@@ -107,8 +109,8 @@ class FaultyStorage:
 
     @property
     def traits(self) -> Traits:
-        """The inner storage's traits."""
-        return self._inner.traits
+        """The inner storage's traits, but that no space is kept."""
+        return msgspec.structs.replace(self._inner.traits, keeps_space=False)
 
     @property
     def location(self) -> None:
@@ -128,14 +130,14 @@ class FaultyStorage:
         """See `Storage`."""
         self._gate.pass_through(Call("make_directory", path), lambda: self._inner.make_directory(path))
 
-    def open_writer(self, path: str, size_bytes: int) -> FileWriter:
+    def create(self, path: str, size_bytes: int) -> FileWriter:
         """See `Storage`."""
 
         def leave_file() -> None:
-            self._inner.open_writer(path, size_bytes).abandon()
+            self._inner.create(path, size_bytes).abandon()
 
         writer = self._gate.pass_through(
-            Call("open_writer", path), lambda: self._inner.open_writer(path, size_bytes), leave_file, leave_file
+            Call("create", path), lambda: self._inner.create(path, size_bytes), leave_file, leave_file
         )
         return _FaultyWriter(writer, path, self._gate)
 
@@ -175,21 +177,26 @@ class FaultyStorage:
         )
         return _FaultyReader(reader, path, self._gate)
 
-    def list(self, path: str) -> builtins.list[Entry]:
+    def list(self, path: str, *, deep: bool = False) -> builtins.list[Entry]:
         """See `Storage`."""
-        return self._gate.pass_through(Call("list", path), lambda: self._inner.list(path))
+        return self._gate.pass_through(Call("list", path), lambda: self._inner.list(path, deep=deep))
 
-    def remove(self, path: str) -> None:
+    def delete(self, paths: Iterable[str]) -> bool:
         """See `Storage`."""
-        self._gate.pass_through(Call("remove", path), lambda: self._inner.remove(path))
+        every = [*paths]
+        return self._gate.pass_through(
+            Call("delete", " ".join(every)),
+            lambda: self._inner.delete(every),
+            lambda: self._inner.delete(every[: len(every) // 2]),
+        )
 
-    def remove_directory(self, path: str) -> bool:
-        """See `Storage`."""
-        return self._gate.pass_through(Call("remove_directory", path), lambda: self._inner.remove_directory(path))
+    def discard(self, paths: Iterable[str], next_bytes: int) -> None:
+        """Like `delete`: no space is kept."""
+        self.delete(paths)
 
-    def set_aside(self, path: str) -> str:
+    def retire(self, directory: str) -> str:
         """See `Storage`."""
-        return self._gate.pass_through(Call("set_aside", path), lambda: self._inner.set_aside(path))
+        return self._gate.pass_through(Call("retire", directory), lambda: self._inner.retire(directory))
 
 
 class _Gate:
@@ -256,11 +263,11 @@ class _FaultyWriter:
         self._gate = gate
         self._failure: StorageError | None = None
 
-    def write_at(self, offset_bytes: int, data: memoryview) -> None:
+    def write_at(self, offset_bytes: int, data: memoryview, parts: Sequence[memoryview] = ()) -> list[str]:
         def do_half() -> None:
             self._inner.write_at(offset_bytes, flat(data)[: data.nbytes // 2])
 
-        self._do("write_at", lambda: self._inner.write_at(offset_bytes, data), do_half)
+        return self._do("write_at", lambda: self._inner.write_at(offset_bytes, data, parts), do_half)
 
     def finish(self) -> None:
         self._do("finish", self._inner.finish)
@@ -268,11 +275,11 @@ class _FaultyWriter:
     def abandon(self) -> None:
         self._inner.abandon()
 
-    def _do(self, name: str, do_all: Callable[[], None], do_half: Callable[[], None] | None = None) -> None:
+    def _do(self, name: str, do_all: Callable[[], _T], do_half: Callable[[], None] | None = None) -> _T:
         if self._failure is not None:
             raise self._failure
         try:
-            self._gate.pass_through(Call(name, self._path), do_all, do_half)
+            return self._gate.pass_through(Call(name, self._path), do_all, do_half)
         except StorageError as error:
             self._failure = error
             self._inner.abandon()

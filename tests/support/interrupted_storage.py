@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from holdfast.storage import Entry, MemoryStorage
@@ -47,9 +47,9 @@ class Interrupted(MemoryStorage):
         with self._call():
             super().make_directory(path)
 
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+    def create(self, path: str, size_bytes: int) -> MemoryWriter:
         with self._call():
-            return super().open_writer(path, size_bytes)
+            return super().create(path, size_bytes)
 
     def open_reader(self, path: str) -> MemoryReader:
         with self._call():
@@ -71,18 +71,14 @@ class Interrupted(MemoryStorage):
         with self._call():
             return super().read(path, limit_bytes)
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str, *, deep: bool = False) -> list[Entry]:
         with self._call():
-            return super().list(path)
+            return super().list(path, deep=deep)
 
-    def remove(self, path: str) -> None:
+    def delete(self, paths: Iterable[str]) -> bool:
         with self._call():
-            super().remove(path)
+            return super().delete(paths)
 
-    def remove_directory(self, path: str) -> bool:
+    def retire(self, directory: str) -> str:
         with self._call():
-            return super().remove_directory(path)
-
-    def set_aside(self, path: str) -> str:
-        with self._call():
-            return super().set_aside(path)
+            return super().retire(directory)

@@ -13,6 +13,7 @@ from pathlib import Path
 import preloaded
 from holdfast.format.names import SPARE_NAME
 from holdfast.storage import LocalStorage
+from holdfast.storage.local.recycle import try_keep
 from patience import read_line
 from places import PROGRAMS
 
@@ -26,8 +27,7 @@ def pattern(number: int, size_bytes: int) -> bytes:
 
 def lay(storage: LocalStorage, path: str, number: int, size_bytes: int) -> Path:
     """A whole file of its own directory."""
-    storage.make_directory(path.rpartition("/")[0])
-    writer = storage.open_writer(path, size_bytes)
+    writer = storage.create(path, size_bytes)
     writer.write_at(0, memoryview(pattern(number, size_bytes)))
     writer.finish()
     return Path(storage.url) / path
@@ -35,8 +35,7 @@ def lay(storage: LocalStorage, path: str, number: int, size_bytes: int) -> Path:
 
 def lay_over(storage: LocalStorage, path: str, number: int, size_bytes: int) -> Path:
     """The same, in the room of the spare if that can be had."""
-    storage.make_directory(path.rpartition("/")[0])
-    writer = storage.open_writer(path, size_bytes)
+    writer = storage.create(path, size_bytes)
     try:
         half = size_bytes // 2
         content = memoryview(pattern(number, size_bytes))
@@ -60,7 +59,7 @@ def identity(path: Path) -> tuple[int, int]:
 def can_reuse(directory: Path) -> bool:
     storage = LocalStorage(directory / "trial")
     lay(storage, "a/data", 1, MIB)
-    return storage.spare.try_keep("a/data", MIB)
+    return try_keep(storage.location, "a/data", MIB)
 
 
 def spare_of(storage: LocalStorage) -> Path:

@@ -136,7 +136,7 @@ def test_an_exit_with_an_error_code_saves_nothing_and_says_so(tmp_path: Path, ca
 class Full(LocalStorage):
     """A storage that has no room."""
 
-    def open_writer(self, path: str, size_bytes: int) -> Any:
+    def create(self, path: str, size_bytes: int) -> Any:
         raise StorageFullError("no room", path=path)
 
 

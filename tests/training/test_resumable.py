@@ -436,25 +436,6 @@ def test_a_step_that_the_user_has_saved_by_the_manager_is_saved(
     assert steps_of(tmp_path) == [*range(1, last + 1)]
 
 
-def test_a_loop_of_steps_within_another_one_is_warned_of_once(tmp_path: Path) -> None:
-    events: list[Event] = []
-    with hf.resumable(tmp_path, state=[0], save_every=hf.Steps(100), sinks=[events.append]) as run:
-        for _ in run.steps(3):
-            break
-        for _ in run.steps(5):
-            pass
-        assert not any(isinstance(event, Warned) for event in events), "one after the other is no fault"
-        for _ in run.steps(20):
-            for step in run.steps(9):
-                if step % 2:
-                    break
-            if run.step > 14:
-                break
-    assert [event.text[:39] for event in events if isinstance(event, Warned)] == [
-        "a loop over run.steps is inside of anot"
-    ]
-
-
 @pytest.mark.parametrize("is_set", [False, True])
 def test_epoch_kept_as_a_number_and_never_set_is_warned_of_at_the_end(tmp_path: Path, is_set: bool) -> None:
     events: list[Event] = []

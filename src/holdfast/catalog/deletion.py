@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 from holdfast.catalog.listing import Catalog
 from holdfast.catalog.openers import RunLock, is_own
@@ -29,7 +28,7 @@ from holdfast.format.names import (
 )
 from holdfast.format.records import make_base
 from holdfast.process.exit import register_drain, unregister_drain
-from holdfast.storage.protocol import SparingStorage, Storage
+from holdfast.storage.protocol import Storage
 from holdfast.witness.ring import remove_rings
 
 
@@ -43,54 +42,49 @@ def sweep(
     """
     swept: list[str] = []
     problems: list[HoldfastError] = []
-    work: list[tuple[str, Callable[[], object]]] = [(name.directory, run.step(name).discard) for name in unfinished]
+    work: list[tuple[str, Callable[[], bool]]] = [(name.directory, run.step(name).discard) for name in unfinished]
     work += [(directory, partial(remove_own_files, run.storage, directory)) for directory in trash]
     try:
         for entry in run.storage.list(GENERATIONS_DIRECTORY):
             number = parse_generation_temporary(entry.name)
             if number is not None and number <= generation and not entry.is_directory:
                 path = f"{GENERATIONS_DIRECTORY}/{entry.name}"
-                work.append((path, partial(run.storage.remove, path)))
+                work.append((path, partial(run.storage.delete, [path])))
     except HoldfastError as error:
         problems.append(error)
     for path, remove in work:
         try:
-            if remove() is not False:
+            if remove():
                 swept.append(path)
         except HoldfastError as error:
             problems.append(error)
     return swept, problems
 
 
-_MAX_SHARE: Final = 2
-"""How many times larger than the newest data file the spare may be: the next one is likely to be of that size."""
-
-
 class FileRecycler:
     """Recycles the data file of a removed checkpoint for the next save of one run writer.
 
-    While the job lives, one data file stays as the spare. It is removed when the manager is closed, or else when the
-    program ends; after a crash the next job that saves here uses it. One save uses it at a time; `close` may be called
-    at any time. Its `lock` marks the run as open until then.
+    While the job lives, the storage may keep the space of one data file. It is given back when the manager is closed,
+    or else when the program ends; after a crash the next job that saves here uses it. One save uses it at a time;
+    `close` may be called at any time. Its `lock` marks the run as open until then.
     """
 
     def __init__(self, storage: Storage, *, reuse: bool) -> None:
         self._storage = storage
-        self._spare = storage.spare if isinstance(storage, SparingStorage) else None
         self._generation = 0
         self.lock = RunLock(storage)
         # Guards the two fields below, and that nothing is kept any more when they say so.
         self._lock = threading.Lock()
-        self._reuse = reuse and self._spare is not None
+        self._reuse = reuse and storage.traits.keeps_space
         self._has_kept = False
 
     def begin(self, generation: int) -> None:
         """**Blocks.** Called when a generation was opened, which now has the spare; if none is kept, removes it."""
         self._generation = generation
-        if self._spare is not None and not self._reuse:
+        if not self._reuse:
             # If this fails, the sweep reports it.
             with suppress(HoldfastError):
-                self._spare.remove()
+                self._storage.discard((), 0)
 
     def discard_withdrawn(self, directory: str, newest_bytes: int) -> bool:
         """**Blocks.** Removes the files of a committed step that was withdrawn here, and to which nothing refers.
@@ -98,29 +92,32 @@ class FileRecycler:
         A data file may stay as the spare, unless it is much larger than that of the newest commit. Only such a step's
         may: the files of another unfinished directory may still be written to.
         """
-        for entry in self._storage.list(directory) if self._reuse else ():
+        reuses = self._reuse
+        for entry in self._storage.list(directory) if reuses else ():
             if is_own_file(entry.name) and entry.name.endswith(DATA_SUFFIX) and not entry.is_directory:
-                path = f"{directory}/{entry.name}"
                 with self._lock:
-                    if self._reuse and self._spare and self._spare.try_keep(path, _MAX_SHARE * newest_bytes):
-                        self._has_kept = True
-                        register_drain(self)
+                    if not self._reuse:
+                        break
+                    self._has_kept = True
+                    register_drain(self)
+                self._storage.discard([f"{directory}/{entry.name}"], newest_bytes)
+        if reuses and not self._reuse:  # It was closed meanwhile.
+            self._storage.discard((), 0)
         return remove_own_files(self._storage, directory)
 
     def sweep(self, newest_bytes: int) -> None:
         """**Blocks.** Removes a spare that is too large by now, or any if none is to be kept."""
-        if self._spare is not None:
-            self._spare.remove(_MAX_SHARE * newest_bytes if self._reuse else -1)
+        self._storage.discard((), newest_bytes if self._reuse else 0)
 
     def close(self) -> None:
         """**Blocks.** Removes the spare that was kept here, unless a newer job has begun, which owns it then.
 
         From now on nothing is kept.
         """
-        if self._end() and self._spare is not None:
+        if self._end():
             with suppress(FencedError):
                 StoredRun(self._storage).check_fence(self._generation)
-                self._spare.remove()
+                self._storage.discard((), 0)
 
     def abandon(self) -> None:
         """Like `close`, but leaves the spare where it is, as a crash does."""
@@ -192,11 +189,10 @@ def clear_run(run: StoredRun, known_generation: int, *, keeps_files: bool = Fals
     # The newest record fences all older generations by itself.
     for other in run.list_generations():
         if other < generation:
-            for path in (base_path(other), generation_path(other)):
-                try:
-                    run.storage.remove(path)
-                except HoldfastError as error:
-                    problems.append(error)
+            try:
+                run.storage.delete([base_path(other), generation_path(other)])
+            except HoldfastError as error:
+                problems.append(error)
     with suppress(HoldfastError):  # They say nothing about the newest generation.
         run.history.drop_summaries()
     remove_rings(run.storage)

@@ -108,7 +108,7 @@ class History:
         # The last one goes last, and is the only one by then: an older one may vouch for what has been removed since.
         files = [entry.name for entry in self._storage.list(GENERATIONS_DIRECTORY) if not entry.is_directory]
         for summary in sorted(filter(None, map(parse_summary_file, files))):
-            self._storage.remove(summary_path(*summary))
+            self._storage.delete([summary_path(*summary)])
             self._storage.sync_directory(GENERATIONS_DIRECTORY)
         self.believe(None)
 

@@ -183,8 +183,7 @@ def _remove(storage: Storage, one: Found, error: HoldfastError | None) -> Remove
         return Removed(one, False, error)
     try:
         if one.state is State.SPARE:
-            storage.remove(one.directory)
-            return Removed(one, True)
+            return Removed(one, storage.delete([one.directory]))
         if one.name is not None and one.state in (State.UNFINISHED, State.LOST):
             return Removed(one, StoredRun(storage).step(one.name).discard())
         return Removed(one, remove_own_files(storage, one.directory))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -18,6 +18,7 @@ from holdfast.format.digests import seal
 from holdfast.format.names import (
     COMMITTED_NAME,
     GENERATIONS_DIRECTORY,
+    MANIFEST_NAME,
     MAX_GENERATION,
     SPARE_NAME,
     TRASH_PREFIX,
@@ -77,6 +78,8 @@ class StoredRun:
         avoid looking into thousands of directories, the newest generation's summary is trusted about old steps. Reading
         such a step shows whether its manifest still exists.
 
+        If the storage lists deep, one listing says of every directory what is in it, and no summary is trusted.
+
         A running job may commit a step that is not in the list of directories yet, and then remove one that is, before
         that one is looked into. So if a directory has no manifest, and others have come since, all are looked at again.
 
@@ -86,15 +89,18 @@ class StoredRun:
         Raises:
             StorageError: If the storage cannot be read.
         """
-        history, entries = self.history, self.storage.list("")
-        bases, faults = history.look(closely=closely)
-        for _ in range(_MOST_LOOKS):
-            committed, lost, unfinished = self._sort_steps(entries)
+        history, known = self.history, set[str]()
+        for looks in range(_MOST_LOOKS):
+            entries, files = self._list_deep() if self.storage.traits.lists_deep else (self.storage.list(""), None)
+            if not looks:
+                # After the steps: a step that has been seen is of a generation that is seen.
+                bases, faults = history.look(closely=closely)
+            elif not any(entry.name not in known and parse_step_directory(entry.name) for entry in entries):
+                break
+            committed, lost, unfinished = self._sort_steps(entries, files)
             if not (lost or unfinished):
                 break
-            known, entries = {entry.name for entry in entries}, self.storage.list("")
-            if not any(entry.name not in known and parse_step_directory(entry.name) for entry in entries):
-                break
+            known = {entry.name for entry in entries}
         trash: list[str] = []
         spare_bytes = None
         for entry in entries:
@@ -322,7 +328,21 @@ class StoredRun:
                             found = {one for one in found if one[0] not in event.removed}
         return found
 
-    def _sort_steps(self, entries: Iterable[Entry]) -> tuple[list[StepName], list[StepName], list[StepName]]:
+    def _list_deep(self) -> tuple[list[Entry], dict[str, set[str]]]:
+        """Returns the entries of the root, and the names of the files in each directory."""
+        files: dict[str, set[str]] = {}
+        entries: list[Entry] = []
+        for entry in self.storage.list("", deep=True):
+            directory, slash, name = entry.name.partition("/")
+            if slash:
+                files.setdefault(directory, set()).add(name)
+            else:
+                entries.append(entry)
+        return [*entries, *(Entry(directory, True, 0) for directory in files)], files
+
+    def _sort_steps(
+        self, entries: Iterable[Entry], files: Mapping[str, set[str]] | None
+    ) -> tuple[list[StepName], list[StepName], list[StepName]]:
         """Returns the steps of a run, in order: with a manifest, with a lost one, and those that never had one."""
         committed: list[StepName] = []
         lost: list[StepName] = []
@@ -332,9 +352,10 @@ class StoredRun:
             name for entry in entries if entry.is_directory and (name := parse_step_directory(entry.name))
         ):
             step = self.step(name)
-            if name in self.history.believed or step.is_committed():
+            there = None if files is None else files[name.directory]
+            if (name in self.history.believed or step.is_committed()) if there is None else MANIFEST_NAME in there:
                 committed.append(name)
-            elif not step.has(COMMITTED_NAME):
+            elif not (step.has(COMMITTED_NAME) if there is None else COMMITTED_NAME in there):
                 unfinished.append(name)
             elif step.is_committed():  # Since the first look.
                 committed.append(name)

@@ -149,7 +149,7 @@ class StoredStep:
         data = self.storage.read(join(self.directory, MANIFEST_NAME), MAX_MANIFEST_BYTES)
         path = join(self.directory, COMMITTED_NAME)
         decode_manifest(data, path=join(self.directory, MANIFEST_NAME), expected=self.name, is_read=False)
-        self.storage.remove(path)
+        self.storage.delete([path])
         self.storage.write(path, data)
 
     def withdraw(self) -> None:
@@ -162,8 +162,8 @@ class StoredStep:
         A crash after this leaves a directory without a manifest, which the next sweep removes.
         """
         # First: a step without a manifest that has this file is one that has lost it, and is kept.
-        self.storage.remove(join(self.directory, COMMITTED_NAME))
-        self.storage.remove(join(self.directory, MANIFEST_NAME))
+        self.storage.delete([join(self.directory, COMMITTED_NAME)])
+        self.storage.delete([join(self.directory, MANIFEST_NAME)])
         # The manifest must be gone for good before the data goes: the other order would leave half a checkpoint.
         with suppress(NotFoundError):  # Another process has removed it all, as `holdfast prune` may.
             self.storage.sync_directory(self.directory)
@@ -178,7 +178,7 @@ class StoredStep:
         if any(not is_own_file(name) for name in self.list_names()):
             return remove_own_files(self.storage, self.directory)
         try:
-            aside = self.storage.set_aside(self.directory)
+            aside = self.storage.retire(self.directory)
         except NotFoundError:
             return True  # Another process has removed it, as `holdfast prune` may.
         return remove_own_files(self.storage, aside)
@@ -192,7 +192,5 @@ class StoredStep:
 def remove_own_files(storage: Storage, directory: str) -> bool:
     """**Blocks.** Removes holdfast's own files from a directory, and it if nothing else is there; returns True if all
     went."""
-    for entry in storage.list(directory):
-        if not entry.is_directory and is_own_file(entry.name):
-            storage.remove(f"{directory}/{entry.name}")
-    return storage.remove_directory(directory)
+    own = [entry.name for entry in storage.list(directory) if not entry.is_directory and is_own_file(entry.name)]
+    return storage.delete([*(f"{directory}/{name}" for name in own), directory])

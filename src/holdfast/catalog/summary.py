@@ -152,5 +152,4 @@ class Summarizer:
         before = [one for one in self._history.summaries if one < own]
         self._history.summaries = [*before[-1:], own]
         self._history.believe(summary)
-        for owner, number in before[:-1]:
-            self._run.storage.remove(summary_path(owner, number))
+        self._run.storage.delete([summary_path(owner, number) for owner, number in before[:-1]])

@@ -51,7 +51,7 @@ from holdfast.save.run_writer import RunWriter
 from holdfast.save.writer import write_index
 from holdfast.storage import Storage, open_storage
 from holdfast.storage.buffers import take_pages
-from holdfast.storage.digesting import PIECE_BYTES
+from holdfast.storage.checks import choose_piece_bytes
 from holdfast.tracebacks import short_traceback
 
 _STEP_NAMES: Final = ("step", "global_step", "iter_num", "iteration", "iter", "num_updates")
@@ -492,9 +492,8 @@ def _take_back(storage: Storage, generation: int) -> None:
     """**Blocks.** Removes the records of a generation in which nothing was saved, unless another has begun since."""
     if max(StoredRun(storage).list_generations(), default=0) == generation:
         # In this order: a crash in between leaves a generation that saved nothing.
-        storage.remove(base_path(generation))
-        storage.remove(generation_path(generation))
-        storage.remove_directory(GENERATIONS_DIRECTORY)
+        storage.delete([base_path(generation)])
+        storage.delete([generation_path(generation), GENERATIONS_DIRECTORY])
 
 
 def _write(
@@ -505,8 +504,7 @@ def _write(
     watcher: ProgressWatcher | None,
 ) -> list[LeafRecord]:
     """Writes the data file piece by piece, and computes digests on the way."""
-    storage.make_directory(name.directory)
-    writer = storage.open_writer(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
+    writer = storage.create(f"{name.directory}/{data_name(0, 1)}", layout.size_bytes)
     leaves: list[LeafRecord] = []
     offset_bytes = 0
 
@@ -520,7 +518,7 @@ def _write(
             leaves.append(LeafRecord(place.name, place.dtype, place.shape, place.begin, place.end, "".join(spans)))
 
     try:
-        for piece in _pack(list_parts(), take_pages(PIECE_BYTES)):
+        for piece in _pack(list_parts(), take_pages(choose_piece_bytes(storage.traits, layout.size_bytes))):
             writer.write_at(offset_bytes, piece)
             offset_bytes += len(piece)
             if watcher is not None:

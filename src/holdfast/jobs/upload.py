@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import closing
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from holdfast.catalog import StoredRun
 from holdfast.errors import StorageError
@@ -17,11 +17,10 @@ from holdfast.jobs.workspace import Workspace
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step, verify_data
 from holdfast.storage import Storage, open_storage
+from holdfast.storage.checks import choose_piece_bytes
 
 if TYPE_CHECKING:
     from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
-
-_PIECE_BYTES: Final = 8 << 20
 
 
 class UploadTaskGroupBuilder:
@@ -89,7 +88,6 @@ def copy_step(source: Storage, destination: Storage, name: StepName) -> None:
     if MANIFEST_NAME not in there:
         if there:
             StoredRun(destination).step(name).discard()
-        destination.make_directory(name.directory)
         for rank, index in enumerate(opened.indexes):
             _copy_data(source, destination, opened.data_path(rank), index.data_bytes)
             path = f"{name.directory}/{index_name(rank, len(opened.indexes))}"
@@ -113,13 +111,14 @@ def _check(storage: Storage, opened: OpenedStep) -> None:
 
 
 def _copy_data(source: Storage, destination: Storage, path: str, size_bytes: int) -> None:
-    writer = destination.open_writer(path, size_bytes)
+    writer = destination.create(path, size_bytes)
+    piece_bytes = choose_piece_bytes(destination.traits, size_bytes)
     try:
         with closing(source.open_reader(path)) as reader:
             # Of whole pages, as files are read and written fastest; the end of the last one is padding.
-            piece = mmap.mmap(-1, _PIECE_BYTES)
-            for begin in range(0, size_bytes, _PIECE_BYTES):
-                part_bytes = min(_PIECE_BYTES, size_bytes - begin)
+            piece = mmap.mmap(-1, piece_bytes)
+            for begin in range(0, size_bytes, piece_bytes):
+                part_bytes = min(piece_bytes, size_bytes - begin)
                 reader.read_into(begin, memoryview(piece)[:part_bytes])
                 writer.write_at(begin, memoryview(piece)[:part_bytes])
         writer.finish()

@@ -362,7 +362,7 @@ class FinalSave:
             by_hand: True if a person at a terminal asked for it; None to take that from the notices.
 
         Raises:
-            SystemExit: With the code that tells whether the state is saved.
+            SystemExit: With the code that says whether the state is saved.
             KeyboardInterrupt: Instead, in a notebook's cell or at a prompt: the process continues.
             SaveFailedError: Instead, in that case, if the state is not saved.
         """

@@ -18,7 +18,7 @@ from holdfast.errors import ClusterError, DeadlineError, HoldfastError, PeerErro
 from holdfast.events import Warned
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import describe_early_exit, is_cause, is_of_save, name_dead
-from holdfast.preemption.consensus.single import SingleConsensus
+from holdfast.preemption.consensus.single import GuardCalls, SingleConsensus
 from holdfast.preemption.decide import NEXT, GuardState, Turning, Verdict, make_plan
 from holdfast.preemption.final_save import FinalSave, Saves, end_by
 from holdfast.preemption.grace import Action, Outlook, Plan, allow_for_others, decide, is_by_hand
@@ -128,7 +128,7 @@ class Guard:
             self.close()
             raise
         left = lambda: None if self._closed else self.inbox.demand().left_seconds  # noqa: E731
-        self._consensus.open(self.inbox.receive, self.inbox.ring, left)
+        self._consensus.open(GuardCalls(self.inbox.receive, self.inbox.ring, left))
 
     def close(self) -> None:
         """**Blocks** for a moment. Stops listening, and restores signal handlers; a second call does nothing."""
@@ -171,7 +171,7 @@ class Guard:
         while not may_resume:
             changed = self._consensus.changed
             with self._lock:
-                may_resume = bool(pause.changed) or self._consensus.try_resume(pause.step or 0)
+                may_resume = bool(pause.changed) or self._consensus.try_resume(max(pause.begun, pause.step or 0))
                 if may_resume:
                     self._pause = None
                 self._turn(Turning.RESUME if may_resume else Turning.AWAIT)
@@ -189,9 +189,10 @@ class Guard:
         """
         if mark is None and saved is None:
             self._progress.safe_step = step or 0
-        self._consensus.pause(step or 0, begins=self._pause is None)
+        begun, is_anew = self._consensus.pause(step or 0), saved is not None and step == self.provisional
         with self._lock:
-            self._pause = PausedState(step, mark, saved, is_anew=saved is not None and step == self.provisional)
+            begun = begun if self._pause is None else self._pause.begun
+            self._pause = PausedState(step, begun, mark, saved, is_anew=is_anew)
             self._turn(Turning.PAUSE)
         if self._is_alert():
             self.inbox.ring()
@@ -278,7 +279,9 @@ class Guard:
             self._turn(Turning.SETTLE)
             changed = self._consensus.changed
             self._raise_peer_failure(step)
-            verdict = self._consensus.settle(step, self._make_plan(), ends=ends, is_over=self._is_over)
+            verdict = self._consensus.settle(
+                step, self._make_plan(), is_tentative=self.is_tentative, ends=ends, is_over=self._is_over
+            )
             if verdict.action is Action.TRAIN:
                 # The time of a save does not count for any step.
                 self._progress.passed_at = time.monotonic()

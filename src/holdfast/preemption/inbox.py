@@ -22,6 +22,7 @@ from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.protocol import Hear, Notice
 from holdfast.preemption.sources.signals import Signals
 from holdfast.process.exit import end_process, is_interactive
+from holdfast.process.interrupt import Interrupter
 from holdfast.process.latch import Latch
 from holdfast.process.terminal import say, say_from_signal_handler
 from holdfast.process.wakeup import ANSWERED, Wakeup, answer
@@ -157,7 +158,7 @@ class NoticeInbox:
             self._bell.ring()
 
     def take_no_more(self) -> None:
-        """Stops receiving: the process is exiting, with a code that tells if the state is saved. No signal changes
+        """Stops receiving: the process is exiting, with a code that says if the state is saved. No signal changes
         that.
 
         Launchers send several signals, one at the notice and one at the end. But a person who repeats Ctrl-C won't
@@ -243,18 +244,18 @@ class EarlyNotices:
         self._config = config
         self._sources: list[Signals] = []
         self._received: list[ReceivedNotice] = []
-        # Guards that the signal is sent once more only while this listens.
-        self._lock = threading.Lock()
+        self._interrupter = Interrupter(self._leave_late)
         self._closed = Latch()
         self._is_late = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for source in self._config.make_sources():
-                # One that is open is another run's, which acts on what it hears.
+                # One that is open is another run's, which acts on what it receives.
                 if isinstance(source, Signals) and not source.is_open:
                     self._sources.append(source)
                     source.open(self._receive)
+            self._interrupter.open()
         return self
 
     def __exit__(
@@ -282,10 +283,6 @@ class EarlyNotices:
             receive(replace(each.notice, left_seconds=left_seconds))
 
     def _receive(self, notice: Notice) -> bool:
-        if self._is_late:
-            self._is_late = False
-            self._end(self._describe_delay())
-            return True
         if notice.by_hand:
             return False
         if len(self._received) < _MOST_SIGNALS:
@@ -299,26 +296,26 @@ class EarlyNotices:
     def _hurry(self) -> None:
         """Interrupts the wait of the main thread if the run is late; or ends the process, if that is in foreign code.
 
-        The signal is sent again: its handler raises where the main thread waits, so that the others learn of it.
+        The exit is raised where the main thread waits, so that the others learn of it.
         """
         if self._closed.wait(_WAIT_SECONDS):
             return
-        with self._lock:
-            handled = [number for source in self._sources for number in source.numbers if source.handles(number)]
-            if handled:
-                self._is_late = True
-                signal.pthread_kill(threading.main_thread().ident or 0, handled[0])
-        if not self._closed.wait(_WAIT_SECONDS) and self._is_late:
+        self._is_late = True
+        self._interrupter.interrupt()
+        if not self._closed.wait(_WAIT_SECONDS):
             try:
-                self._end(self._describe_delay())
+                self._leave_late()
             except SystemExit as leaving:
                 end_process(leaving.code if isinstance(leaving.code, int) else 1)
 
-    def _describe_delay(self) -> str:
-        return (
-            f"{self._received[0].notice.text} while the run was being created, which did not end within "
-            f"{_WAIT_SECONDS:g} s"
-        )
+    def _leave_late(self) -> None:
+        """Exits, once, because the run was not created in time."""
+        if self._is_late:
+            self._is_late = False
+            self._end(
+                f"{self._received[0].notice.text} while the run was being created, which did not end within "
+                f"{_WAIT_SECONDS:g} s"
+            )
 
     def _end(self, text: str, error: BaseException | None = None) -> None:
         exit_fn, code = self._config.exit_fn, self._config.exit_code
@@ -333,7 +330,6 @@ class EarlyNotices:
 
     def _close(self) -> None:
         self._closed.open()
-        with self._lock:
-            sources, self._sources = self._sources, []
-        for source in sources:
+        self._interrupter.close()
+        for source in self._sources:
             source.close()

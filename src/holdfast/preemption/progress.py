@@ -102,6 +102,7 @@ class PausedState(msgspec.Struct):
 
     Attributes:
         step: How many steps are complete; None before that is known.
+        begun: How many steps the training thread had begun before it paused, or may have.
         mark: Their state, to be saved if needed; None if all is saved, or nothing was trained.
         saved: The save of that step, if one is in progress or done.
         changed: Why the state cannot be saved: the objects that have changed.
@@ -110,6 +111,7 @@ class PausedState(msgspec.Struct):
     """
 
     step: int | None
+    begun: int
     mark: Mark | None = None
     saved: SaveHandle | None = None
     changed: str = ""

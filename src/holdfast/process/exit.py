@@ -38,7 +38,7 @@ class Drainable(Protocol):
     def drain(self) -> list[HoldfastError]:
         """**Blocks.** Waits for the work in progress, within its own deadline; returns failures not raised yet.
 
-        If it raises `KeyboardInterrupt`, that tells what is lost.
+        If it raises `KeyboardInterrupt`, that says what is lost.
         """
         ...
 

@@ -156,12 +156,11 @@ class Incremental:
         chosen = choose_sources(self._make_offers(unchanged), wanted)
         kept = {leaf: held for leaf, held in unchanged.items() if held.source.name in chosen}
         layout, segments = _plan_file(snapshot, name, kept)
-        self._storage.make_directory(name.directory)
         worker = snapshot.state.worker
         path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
-        writer = self._storage.open_writer(path, layout.size_bytes)
+        writer = self._storage.create(path, layout.size_bytes)
         try:
-            write_segments(snapshot.image, layout, segments, writer, pool)
+            write_segments(snapshot.image, layout, segments, writer, self._storage.traits, pool)
             writer.finish()
         finally:
             writer.abandon()

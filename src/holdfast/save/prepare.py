@@ -77,11 +77,10 @@ def check_writable(storage: Storage) -> None:
                 # A crash here leaves what the sweep after a save takes for half an opening.
                 opening = f"{GENERATIONS_DIRECTORY}/.0000.json.{token.hex()}.tmp"
                 storage.write(opening, token)
-                storage.remove(opening)
+                storage.delete([opening])
         finally:
             with suppress(HoldfastError):
-                storage.remove(path)
-                storage.remove_directory(trial)
+                storage.delete([path, trial])
     except HoldfastError as error:
         kind = type(error) if isinstance(error, StorageError) else StorageError
         text = f"{storage.url}: no checkpoint can be saved here: {error.message}"

@@ -23,8 +23,9 @@ from holdfast.format.names import StepName, data_name, index_name
 from holdfast.format.records import Reference, WorkerRecord, list_features
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.records import Snapshot
-from holdfast.storage.digesting import PIECE_BYTES, digest_parts
-from holdfast.storage.protocol import DigestingWriter, FileWriter, Storage
+from holdfast.storage.checks import choose_piece_bytes
+from holdfast.storage.digesting import digest_parts
+from holdfast.storage.protocol import PIECE_BYTES, FileWriter, Storage, Traits
 
 _MOST_PIECES: Final = 4
 """So many pieces are written in one go when training no longer waits: to ask for each takes the interpreter's lock."""
@@ -44,14 +45,15 @@ class WholeStepFiles:
     """
 
     def __init__(self, snapshot: Snapshot, storage: Storage, name: StepName) -> None:
-        """**Blocks.** Creates the step's directory, and the file."""
+        """**Blocks.** Creates the file, and the step's directory."""
         self._snapshot, self._storage, self._name = snapshot, storage, name
-        storage.make_directory(name.directory)
         worker = snapshot.state.worker
         data_path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
-        self._writer = storage.open_writer(data_path, snapshot.layout.size_bytes)
+        size_bytes = snapshot.layout.size_bytes
+        self._writer = storage.create(data_path, size_bytes)
         self._digests: list[str] = []
-        self._pieces = _pieces(snapshot, _find_write(self._writer), self._digests)
+        piece_bytes = choose_piece_bytes(storage.traits, size_bytes)
+        self._pieces = _pieces(snapshot, self._writer.write_at, self._digests, piece_bytes)
 
     def write_behind_copy(self, pool: WorkerPool) -> None:
         """See `StepFiles`."""
@@ -100,7 +102,7 @@ def digest_loose(index: Index, loose: Collection[str]) -> str:
 def take_digests(snapshot: Snapshot, pool: WorkerPool) -> list[str]:
     """**Blocks.** Returns for each array, in the order of the image, the digests of its spans."""
     digests: list[str] = []
-    pool.run(_pieces(snapshot, lambda _offset, _data, parts: digest_parts(parts), digests))
+    pool.run(_pieces(snapshot, lambda _offset, _data, parts: digest_parts(parts), digests, PIECE_BYTES))
     return list(_join_digests(snapshot, digests))
 
 
@@ -111,19 +113,7 @@ def _join_digests(snapshot: Snapshot, digests: Iterable[str]) -> Iterator[str]:
         yield "".join(islice(ahead, span_count(place.end - place.begin, SPAN_BYTES)))
 
 
-def _find_write(writer: FileWriter) -> _Write:
-    if isinstance(writer, DigestingWriter):
-        return writer.write_digested
-
-    def write(offset_bytes: int, data: memoryview, parts: list[memoryview]) -> list[str]:
-        digests = digest_parts(parts)
-        writer.write_at(offset_bytes, data)
-        return digests
-
-    return write
-
-
-def _pieces(snapshot: Snapshot, write: _Write, digests: list[str]) -> Iterator[Callable[[], None]]:
+def _pieces(snapshot: Snapshot, write: _Write, digests: list[str], piece_bytes: int) -> Iterator[Callable[[], None]]:
     """Yields jobs that each write a part of the file, and digest the spans that begin there.
 
     Both use what they write while it is in the processor's cache, and both let the other threads run. `digests` gets
@@ -138,8 +128,8 @@ def _pieces(snapshot: Snapshot, write: _Write, digests: list[str]) -> Iterator[C
     while begin < image_bytes:
         pieces = 1
         if snapshot.copied.copy_ended.is_open:
-            pieces = min(max((image_bytes - begin) // (_SHARES * PIECE_BYTES), 1), _MOST_PIECES)
-        end = min(begin + pieces * PIECE_BYTES, image_bytes)
+            pieces = min(max((image_bytes - begin) // (_SHARES * piece_bytes), 1), _MOST_PIECES)
+        end = min(begin + pieces * piece_bytes, image_bytes)
         last = bisect_left(begins, end)
         spans = list(zip(begins[first:last], ends[first:last], strict=True))
         yield partial(_digest_and_write, snapshot, write, (begin, end), spans, range(first, last), digests)
@@ -220,7 +210,12 @@ def plan_segments(layout: Layout, image_begins: Mapping[str, int]) -> list[Segme
 
 
 def write_segments(
-    image: memoryview, layout: Layout, segments: list[Segment], writer: FileWriter, pool: WorkerPool
+    image: memoryview,
+    layout: Layout,
+    segments: list[Segment],
+    writer: FileWriter,
+    traits: Traits,
+    pool: WorkerPool,
 ) -> None:
     """**Blocks.** Writes the file that a layout describes, except for its last sync.
 
@@ -228,7 +223,7 @@ def write_segments(
     """
     lies_alike = len(segments) == 1 and (segments[0].image_begin - segments[0].begin) % ALIGNMENT_BYTES == 0
     # The header is gathered in any case, by one thread.
-    piece_bytes = PIECE_BYTES if lies_alike else _GATHERED_BYTES
+    piece_bytes = choose_piece_bytes(traits, layout.size_bytes, 0 if lies_alike else _GATHERED_BYTES)
     pool.run(_gathered_pieces(_SegmentWriting(image, layout, writer, piece_bytes), segments, piece_bytes))
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
+from holdfast.format.index import round_up
 from holdfast.format.names import TRASH_PREFIX
+from holdfast.storage.protocol import Traits
 
 MAX_PART_BYTES: Final = 255
 """The longest name in any file system in use."""
@@ -119,6 +121,18 @@ def too_short_error(place: str, path: str, end_bytes: int, missing_bytes: int) -
         offset_bytes=end_bytes,
         hint="the file was cut short: restore an older step",
     )
+
+
+def choose_piece_bytes(traits: Traits, size_bytes: int, wanted_bytes: int = 0) -> int:
+    """**Pure.** Returns the size of the pieces in which a file is written, whole pages.
+
+    Args:
+        traits: Those of the storage.
+        size_bytes: The size of the file.
+        wanted_bytes: What the caller would like best; 0 for what the storage does.
+    """
+    least_bytes = -(-size_bytes // traits.most_pieces) if traits.most_pieces else 0
+    return round_up(max(wanted_bytes or traits.best_piece_bytes, traits.least_piece_bytes, least_bytes))
 
 
 def missing_error(path: str, written_bytes: int, size_bytes: int) -> UsageError:

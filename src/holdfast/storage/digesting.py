@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from holdfast.format.digests import digest_each
+from holdfast.storage.protocol import PIECE_BYTES
 
 NO_PAGES: Final = memoryview(bytearray())
 """For reads through the page cache."""
@@ -30,10 +31,6 @@ _FUNCTIONS: Final = (
 
 _TRIAL_LENGTHS: Final = (0, 1, 240, 241, (256 << 10) + 1)
 """Shorter and longer than the sizes at which xxHash changes its method, and than one read."""
-
-
-PIECE_BYTES: Final = 8 << 20
-"""The size of one write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
 
 
 class NativeDigests(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
@@ -20,6 +20,7 @@ from holdfast.storage.checks import (
     too_short_error,
     trash_name,
 )
+from holdfast.storage.digesting import digest_parts
 from holdfast.storage.protocol import Entry, Traits
 
 Parts: TypeAlias = tuple[str, ...]
@@ -30,7 +31,7 @@ _ROOT: Final[Parts] = ()
 class MemoryStorage:
     """**Thread-safe.** A tree of files in memory; see `Storage` for the contract of each method.
 
-    As on a disk, a directory is created before something is put into it, a file is visible as soon as its writer is
+    As on a disk, a directory is created before something is published in it, a file is visible as soon as its writer is
     opened, and an open file can be used after its name has been removed. Syncing does nothing.
 
     Attributes:
@@ -39,7 +40,7 @@ class MemoryStorage:
         location: None.
     """
 
-    traits = Traits(names_are_consistent=True)
+    traits = Traits(has_directories=True, names_are_consistent=True)
     location = None
 
     def __init__(self, name: str = "") -> None:
@@ -63,9 +64,11 @@ class MemoryStorage:
                     raise StorageError(f"{self._place(directory)} is a file, not a directory", path=path)
             self._directories.update(above)
 
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
-        """Begins a new file; see `Storage`."""
+    def create(self, path: str, size_bytes: int) -> MemoryWriter:
+        """Begins a new file, and makes its directory; see `Storage`."""
+        parts = split_path(path)
         check_size(size_bytes, path)
+        self.make_directory("/".join(parts[:-1]))
         return MemoryWriter(self._add(path, size_bytes), path)
 
     def write(self, path: str, data: bytes) -> None:
@@ -102,40 +105,44 @@ class MemoryStorage:
         with self._lock:
             return MemoryReader(self._find(path), path)
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str, *, deep: bool = False) -> list[Entry]:
         """Returns the entries of a directory, in order of name; see `Storage`."""
-        parts = split_directory(path)
+        depth = len(parts := split_directory(path))
         with self._lock:
-            entries = [Entry(at[-1], True, 0) for at in self._directories if at and at[:-1] == parts]
-            entries += [Entry(at[-1], False, len(data)) for at, data in self._files.items() if at[:-1] == parts]
+            entries = [
+                Entry("/".join(at[depth:]), False, len(data))
+                for at, data in self._files.items()
+                if at[:depth] == parts and depth < len(at) and (deep or len(at) == depth + 1)
+            ]
+            if not deep:
+                entries += [Entry(at[-1], True, 0) for at in self._directories if at and at[:-1] == parts]
         return sorted(entries, key=lambda entry: entry.name)
 
-    def remove(self, path: str) -> None:
-        """Removes one file; see `Storage`."""
-        parts = split_path(path)
+    def delete(self, paths: Iterable[str]) -> bool:
+        """Removes files and empty directories; see `Storage`."""
+        all_parts = [split_path(path) for path in paths]
         with self._lock:
-            if parts in self._directories:
-                raise StorageError(f"cannot remove {self._place(parts)}: it is a directory", path=path)
-            self._check_above(parts, path)
-            self._files.pop(parts, None)
+            for parts in all_parts:
+                self._check_above(parts, "/".join(parts))
+                self._files.pop(parts, None)
+            # A directory after those in it.
+            directories = sorted(self._directories.intersection(all_parts), reverse=True)
+            for parts in directories:
+                if not self.list("/".join(parts)):
+                    self._directories.discard(parts)
+            return self._directories.isdisjoint(directories)
 
-    def remove_directory(self, path: str) -> bool:
-        """Removes a directory if it is empty; see `Storage`."""
-        parts = split_path(path)
-        with self._lock:
-            self._check_above((*parts, ""), path)
-            if self.list(path):
-                return False
-            self._directories.discard(parts)
-        return True
+    def discard(self, paths: Iterable[str], next_bytes: int) -> None:
+        """Removes files; see `Storage`."""
+        self.delete(paths)
 
-    def set_aside(self, path: str) -> str:
+    def retire(self, directory: str) -> str:
         """Moves a directory at once to a `.trash-` name in the root; see `Storage`."""
-        parts = split_path(path)
+        parts = split_path(directory)
         with self._lock:
-            self._check_above((*parts, ""), path)
+            self._check_above((*parts, ""), directory)
             if parts not in self._directories:
-                raise NotFoundError(f"{self._place(parts)} does not exist", path=path)
+                raise NotFoundError(f"{self._place(parts)} does not exist", path=directory)
             aside = (trash_name(parts[-1]),)
             depth = len(parts)
             self._files = {aside + at[depth:] if at[:depth] == parts else at: data for at, data in self._files.items()}
@@ -205,14 +212,16 @@ class MemoryWriter:
         self._written_bytes = 0
         self._is_closed = False
 
-    def write_at(self, offset_bytes: int, data: memoryview) -> None:
+    def write_at(self, offset_bytes: int, data: memoryview, parts: Sequence[memoryview] = ()) -> list[str]:
         """**Thread-safe.** Writes one piece; see `FileWriter`."""
+        digests = digest_parts(parts)
         piece = flat(data)
         kept = kept_bytes(offset_bytes, piece.nbytes, len(self._content), self._path)
         with self._lock:
             self._check_open()
             self._content[offset_bytes : offset_bytes + kept] = piece[:kept]
             self._written_bytes += kept
+        return digests
 
     def finish(self) -> None:
         """Closes; see `FileWriter`."""

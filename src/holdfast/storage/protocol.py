@@ -7,18 +7,21 @@ thread-safe unless they say otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import msgspec
+
+PIECE_BYTES: Final = 8 << 20
+"""The size of one write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
 
 
 class Entry(msgspec.Struct, frozen=True):
     """One entry of a directory.
 
     Attributes:
-        name: Its last part only.
+        name: Its last part only; of a deep listing, its path below the directory.
         is_directory: True for a real directory; False for files and for links of any kind.
         size_bytes: The size of a file; 0 for directories.
     """
@@ -31,28 +34,55 @@ class Entry(msgspec.Struct, frozen=True):
 class Traits(msgspec.Struct, frozen=True):
     """The properties of a storage on which others depend: they are asked of the storage, never of its class.
 
-    The defaults are those of a storage that promises nothing.
+    The defaults are those of a storage that promises nothing, and takes pieces of any size.
 
     Attributes:
+        has_directories: True if a directory exists by itself: nothing but `create` puts a file where there is none, and
+            a late writer fails once `retire` has moved its directory. False if `/` is only a part of a name.
+        lists_deep: True if a deep listing takes about as long as that of one directory.
         is_shared: True if another process that opens the storage's URL finds the same files.
         names_are_consistent: True if what one worker has written every other one finds at once. If not, as on some
             network file systems, it is looked for again for a while.
+        keeps_space: True if `discard` may keep the space of a file for the next one.
+        best_piece_bytes: The size of a write that is fast.
+        least_piece_bytes: The least size of each piece of a file but the last one.
+        most_pieces: How many pieces a file may have; 0 for any number.
         hindrance: What makes saves slower than they could be, in words for a person; empty if nothing is known of.
     """
 
+    has_directories: bool = False
+    lists_deep: bool = False
     is_shared: bool = False
     names_are_consistent: bool = False
+    keeps_space: bool = False
+    best_piece_bytes: int = PIECE_BYTES
+    least_piece_bytes: int = 0
+    most_pieces: int = 0
     hindrance: str = ""
 
 
 class FileWriter(Protocol):
-    """One new file of known size, written in pieces in any order."""
+    """One new file of known size, written in pieces in any order.
 
-    def write_at(self, offset_bytes: int, data: memoryview) -> None:
+    Each piece but the last one of the file has at least the `least_piece_bytes` of the storage's traits, and the part
+    of the file that `most_pieces` of them need.
+    """
+
+    def write_at(self, offset_bytes: int, data: memoryview, parts: Sequence[memoryview] = ()) -> list[str]:
         """**Thread-safe.** Writes one piece. Pieces must not overlap and together cover the file.
 
         It is fast when offset, length and memory address are multiples of 4096; any are allowed. A piece may extend
         beyond the file's size by less than 4096 bytes: that is padding, and not part of the finished file.
+
+        Args:
+            offset_bytes: Where it begins in the file.
+            data: Its bytes, contiguous.
+            parts: Memory to be digested, contiguous, of format `B`, in the order of their addresses; most of them are
+                in `data`.
+
+        Returns:
+            The digest of each part (see `holdfast.format.digests.digest`). A storage that can computes it without
+            holding up other threads, while the processor's cache holds the bytes.
         """
 
     def finish(self) -> None:
@@ -66,20 +96,6 @@ class FileWriter(Protocol):
 
     def abandon(self) -> None:
         """Closes without making anything durable; may follow `finish`. The file may stay, as debris."""
-
-
-@runtime_checkable
-class DigestingWriter(FileWriter, Protocol):
-    """A writer that takes digests as well, because it can do both without holding up other threads. Most cannot."""
-
-    def write_digested(self, offset_bytes: int, data: memoryview, parts: Sequence[memoryview]) -> list[str]:
-        """**Thread-safe.** Like `write_at`; also returns the digest of each part of memory.
-
-        Args:
-            offset_bytes: As there.
-            data: As there.
-            parts: Contiguous, of format `B`, in the order of their addresses; most are in `data`.
-        """
 
 
 class FileReader(Protocol):
@@ -128,10 +144,13 @@ class Storage(Protocol):
         """The directory of this machine in which the files are; None if they are elsewhere."""
 
     def make_directory(self, path: str) -> None:
-        """Creates a directory, and those above it, durably. An existing one is fine."""
+        """Creates a directory, and those above it, durably, for files that are not begun by `create`.
 
-    def open_writer(self, path: str, size_bytes: int) -> FileWriter:
-        """Begins a new file.
+        An existing one is fine. A storage without directories does nothing.
+        """
+
+    def create(self, path: str, size_bytes: int) -> FileWriter:
+        """Begins a new file; creates its directory, and those above it, durably.
 
         Raises:
             StorageError: If the path already exists.
@@ -171,60 +190,39 @@ class Storage(Protocol):
             DamageError: If it is not a regular file.
         """
 
-    def list(self, path: str) -> list[Entry]:
-        """Returns the entries of a directory, in order of name; none if there is no such directory."""
+    def list(self, path: str, *, deep: bool = False) -> list[Entry]:
+        """Returns the entries of a directory, in order of name; none if there is no such directory.
 
-    def remove(self, path: str) -> None:
-        """Removes one file or link. A missing one is fine."""
-
-    def remove_directory(self, path: str) -> bool:
-        """Removes a directory if it is empty.
-
-        Returns:
-            True if it no longer exists, False if it is not empty.
+        Args:
+            path: The directory; `""` is the root.
+            deep: True for all files below it, at any depth, without the directories.
         """
 
-    def set_aside(self, path: str) -> str:
+    def delete(self, paths: Iterable[str]) -> bool:
+        """Removes files, links, and directories that are empty by then; missing ones are fine.
+
+        They go in any order, but a directory after what is in it. If one of the paths cannot be removed, the others
+        are, and then its error is raised.
+
+        Returns:
+            True if none of the paths exists any more, False if there is something in a directory.
+        """
+
+    def discard(self, paths: Iterable[str], next_bytes: int) -> None:
+        """Removes files that no longer count, like `delete`, and may keep the space of one for the next large file.
+
+        What is kept is at most one file in the root, under a name of its own, with no content that anyone may rely on.
+        It is overwritten only if no other process can notice. It never causes a full disk: it is removed before the
+        storage reports one. One that is more than twice as large as the next file is not kept.
+
+        Args:
+            paths: The files. No process may be writing them any more, and all references to them must be gone for good.
+            next_bytes: The likely size of the next file; 0 to keep nothing.
+        """
+
+    def retire(self, directory: str) -> str:
         """Moves a directory at once to a name that no reader uses, so that a late writer finds its path gone.
 
         Returns:
-            Its new path, which begins with `.trash-`. If the storage cannot do that, `path` itself.
+            Its new path, which begins with `.trash-`. A storage without directories returns `directory`.
         """
-
-
-class Spare(Protocol):
-    """At most one removed file, into whose space on the disk the next large one is written.
-
-    It is in the storage's root under a name of its own, and has no content that anyone may rely on. It is overwritten
-    only if no other process can notice; if that is uncertain, it is removed. It never causes a full disk: it is removed
-    before a storage reports one.
-    """
-
-    def try_keep(self, path: str, limit_bytes: int) -> bool:
-        """Makes a whole file that no longer counts the spare, if it is more useful than the current one.
-
-        No process may be writing it any more, and all references to it must be gone for good.
-
-        Args:
-            path: The file.
-            limit_bytes: A larger one is not kept.
-
-        Returns:
-            True if it has left its path. If False, it is there as before, and may be removed.
-        """
-
-    def remove(self, beyond_bytes: int = -1) -> bool:
-        """Removes the spare, if it is larger than that.
-
-        Returns:
-            True if it was removed; False if there was none to remove.
-        """
-
-
-@runtime_checkable
-class SparingStorage(Storage, Protocol):
-    """A storage that supports a spare. Most do not."""
-
-    @property
-    def spare(self) -> Spare:
-        """The spare, even if there is none at the moment."""

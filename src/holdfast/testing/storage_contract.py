@@ -16,6 +16,7 @@ import pytest
 
 from holdfast.errors import DamageError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import digest
+from holdfast.storage.checks import choose_piece_bytes
 from holdfast.storage.open import open_storage
 from holdfast.storage.protocol import Entry, Storage
 
@@ -48,14 +49,18 @@ class StorageContract:
         """It is empty, and looking does no harm."""
         assert storage.list("") == []
         assert storage.list("nowhere/at/all") == []
-        storage.remove("nowhere/file")
-        assert storage.remove_directory("nowhere") is True
+        assert storage.delete(["nowhere/file", "nowhere"]) is True
+        assert storage.delete([]) is True
+        storage.discard(["nowhere/file"], 1)
+        storage.discard((), 0)
         for look in (lambda: storage.read("none", 10), lambda: storage.open_reader("none")):
             with pytest.raises(NotFoundError):
                 look()
-        with pytest.raises(NotFoundError):
-            storage.set_aside("nowhere")
+        if storage.traits.has_directories:
+            with pytest.raises(NotFoundError):
+                storage.retire("nowhere")
         assert storage.list("") == []
+        assert storage.list("", deep=True) == []
 
     # Small files.
 
@@ -73,11 +78,11 @@ class StorageContract:
         """An existing file stays as it is."""
         storage.write("file", b"first")
         storage.make_directory("directory")
-        for path in ("file", "directory"):
+        for path in ("file", "directory") if storage.traits.has_directories else ("file",):
             with pytest.raises(StorageError):
                 storage.write(path, b"second")
             with pytest.raises(StorageError):
-                storage.open_writer(path, 6)
+                storage.create(path, 6)
         assert storage.read("file", LIMIT_BYTES) == b"first"
 
     def test_read_limit(self, storage: Storage) -> None:
@@ -88,27 +93,29 @@ class StorageContract:
         assert caught.value.path == "file"
 
     def test_directory_is_no_file(self, storage: Storage) -> None:
-        """A directory in place of a file is damage, and no file can be removed by that name."""
+        """A directory in place of a file is damage."""
+        if not storage.traits.has_directories:
+            pytest.skip("it has no directories")
         storage.make_directory("directory")
         with pytest.raises(DamageError):
             storage.read("directory", LIMIT_BYTES)
         with pytest.raises(DamageError):
             storage.open_reader("directory")
-        with pytest.raises(StorageError):
-            storage.remove("directory")
 
     def test_file_is_no_directory(self, storage: Storage) -> None:
         """There is nothing below a file, and nothing can be put there."""
+        if not storage.traits.has_directories:
+            pytest.skip("it has no directories")
         storage.write("file", b"")
         assert storage.list("file") == []
         for change in (
             lambda: storage.make_directory("file"),
             lambda: storage.make_directory("file/deeper"),
             lambda: storage.write("file/below", b""),
-            lambda: storage.open_writer("file/below", 1),
+            lambda: storage.create("file/below", 1),
             lambda: storage.publish("file/below", b""),
-            lambda: storage.remove_directory("file"),
-            lambda: storage.set_aside("file"),
+            lambda: storage.delete(["file/below"]),
+            lambda: storage.retire("file"),
         ):
             with pytest.raises(StorageError):
                 change()
@@ -128,40 +135,66 @@ class StorageContract:
 
     def test_list(self, storage: Storage) -> None:
         """Returns all entries of a directory, in order of name, with sizes."""
-        storage.make_directory("b/deep")
+        _create(storage, "b/deep/file", b"12")
         storage.write("c", b"123")
         storage.write("a", b"")
         storage.write("b/inside", b"1")
         assert storage.list("") == [Entry("a", False, 0), Entry("b", True, 0), Entry("c", False, 3)]
         assert storage.list("b") == [Entry("deep", True, 0), Entry("inside", False, 1)]
+        below = [Entry("deep/file", False, 2), Entry("inside", False, 1)]
+        assert storage.list("b", deep=True) == below
+        in_b = [Entry(f"b/{one.name}", False, one.size_bytes) for one in below]
+        assert storage.list("", deep=True) == [Entry("a", False, 0), *in_b, Entry("c", False, 3)]
 
-    def test_remove(self, storage: Storage) -> None:
-        """Files go one by one, directories only when they are empty."""
-        storage.make_directory("a/b")
-        storage.write("a/b/file", b"1")
-        assert storage.remove_directory("a") is False
-        assert storage.remove_directory("a/b") is False
-        storage.remove("a/b/file")
-        storage.remove("a/b/file")
-        assert storage.remove_directory("a/b") is True
-        assert storage.remove_directory("a/b") is True
-        assert storage.remove_directory("a") is True
+    def test_create_makes_directories(self, storage: Storage) -> None:
+        """A new file needs no directory; once it is removed, the directories can be."""
+        _create(storage, "a/b/file", b"1")
+        _create(storage, "a/b/other", b"22")
+        storage.sync_directory("a/b")
+        storage.sync_directory("a")
+        assert storage.list("a/b") == [Entry("file", False, 1), Entry("other", False, 2)]
+        with pytest.raises(StorageError):
+            storage.create("a/b/file", 1)
+        assert storage.read("a/b/file", 1) == b"1"
+
+    def test_delete(self, storage: Storage) -> None:
+        """Files go, and directories that are empty by then; each may be missing."""
+        _create(storage, "a/b/file", b"1")
+        _create(storage, "a/b/other", b"1")
+        assert storage.delete(["a/b"]) is False
+        assert storage.delete(["a/b", "a", "a/b/file"]) is False
+        assert storage.list("a/b") == [Entry("other", False, 1)]
+        assert storage.delete(["a", "a/b", "a/b/file", "a/b/other", "none"]) is True
+        assert storage.delete(["a", "a/b", "a/b/file"]) is True
         assert storage.list("") == []
 
-    def test_set_aside(self, storage: Storage) -> None:
+    def test_discard(self, storage: Storage) -> None:
+        """Files are gone, whether or not the space of one is kept for the next file."""
+        size_bytes = 2 << 20
+        for name in ("kept", "removed"):
+            _create(storage, f"{name}/data", _pattern(size_bytes))
+        storage.discard(["kept/data"], size_bytes)
+        assert storage.list("kept") == []
+        storage.discard(["removed/data"], 0)
+        assert storage.list("", deep=True) == []
+        _create(storage, "new/data", _pattern(size_bytes))
+        assert storage.read("new/data", size_bytes) == _pattern(size_bytes)
+
+    def test_retire(self, storage: Storage) -> None:
         """A directory disappears as a whole, and its name is free."""
-        storage.make_directory("run/step")
-        storage.write("run/step/file", b"old")
-        aside = storage.set_aside("run/step")
-        if aside == "run/step":
+        _create(storage, "run/step/file", b"old")
+        aside = storage.retire("run/step")
+        if not storage.traits.has_directories:
+            assert aside == "run/step"
             return
         assert aside.startswith(".trash-")
         assert storage.list("run") == []
         assert storage.read(f"{aside}/file", LIMIT_BYTES) == b"old"
-        with pytest.raises(StorageError):
-            storage.write("run/step/late", b"")
+        for late in (storage.write, storage.publish):
+            with pytest.raises(StorageError):
+                late("run/step/late", b"")
         storage.make_directory("run/step")
-        assert storage.set_aside("run/step") != aside
+        assert storage.retire("run/step") != aside
 
     # Files written in pieces.
 
@@ -169,9 +202,11 @@ class StorageContract:
     def test_pieces_in_any_order(self, storage: Storage, size_bytes: int) -> None:
         """Pieces cover the file, from several threads, the last first; read back in one and in pieces."""
         data = _pattern(size_bytes)
-        cuts = sorted({0, size_bytes // 3, size_bytes // 2 // PAGE_BYTES * PAGE_BYTES, size_bytes * 3 // 4, size_bytes})
+        least = choose_piece_bytes(storage.traits, size_bytes, 1) if _limits_pieces(storage) else 1
+        wanted = (0, size_bytes // 3, size_bytes // 2 // PAGE_BYTES * PAGE_BYTES, size_bytes * 3 // 4)
+        cuts = sorted({cut if least == 1 else cut // least * least for cut in wanted} | {size_bytes})
         pieces = list(pairwise(cuts))
-        writer = storage.open_writer("file", size_bytes)
+        writer = storage.create("file", size_bytes)
         _in_threads([partial(writer.write_at, start, memoryview(data)[start:end]) for start, end in reversed(pieces)])
         writer.finish()
         writer.abandon()
@@ -188,7 +223,7 @@ class StorageContract:
     def test_padding_is_no_part_of_the_file(self, storage: Storage, size_bytes: int) -> None:
         """A last piece may extend beyond the file's size up to a whole page."""
         padded = _pattern(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
-        writer = storage.open_writer("file", size_bytes)
+        writer = storage.create("file", size_bytes)
         writer.write_at(0, memoryview(padded))
         writer.finish()
         assert storage.list("") == [Entry("file", False, size_bytes)]
@@ -196,7 +231,7 @@ class StorageContract:
 
     def test_empty_file(self, storage: Storage) -> None:
         """No piece is needed for no bytes."""
-        writer = storage.open_writer("file", 0)
+        writer = storage.create("file", 0)
         writer.write_at(0, memoryview(b""))
         writer.finish()
         assert storage.read("file", 0) == b""
@@ -206,7 +241,7 @@ class StorageContract:
 
     def test_pieces_outside_the_file(self, storage: Storage) -> None:
         """A piece that does not fit is the caller's mistake, and has no effect."""
-        writer = storage.open_writer("file", 10)
+        writer = storage.create("file", 10)
         for offset, length in ((-1, 5), (11, 1), (10, PAGE_BYTES), (0, 10 + PAGE_BYTES)):
             with pytest.raises(UsageError):
                 writer.write_at(offset, memoryview(bytes(length)))
@@ -216,24 +251,53 @@ class StorageContract:
         writer.finish()
         assert storage.read("file", 10) == b"0123456789"
         with pytest.raises(UsageError):
-            storage.open_writer("other", -1)
+            storage.create("other", -1)
 
     def test_a_file_with_a_hole_is_not_finished(self, storage: Storage) -> None:
         """Bytes that were never written are not zeros."""
-        writer = storage.open_writer("file", 10)
-        writer.write_at(0, memoryview(b"01234"))
+        half = choose_piece_bytes(storage.traits, 10, 1) if _limits_pieces(storage) else 5
+        data = _pattern(half + 5)
+        writer = storage.create("file", len(data))
+        writer.write_at(0, memoryview(data)[:half])
         with pytest.raises(UsageError):
             writer.finish()
-        writer.write_at(5, memoryview(b"56789"))
+        writer.write_at(half, memoryview(data)[half:])
         writer.finish()
-        assert storage.read("file", 10) == b"0123456789"
+        assert storage.read("file", len(data)) == data
+
+    def test_pieces_that_are_too_small(self, storage: Storage) -> None:
+        """A storage that limits pieces takes those of the size that its traits name, and refuses smaller ones."""
+        if not _limits_pieces(storage):
+            pytest.skip("it takes pieces of any size")
+        size_bytes = 3 * choose_piece_bytes(storage.traits, 1, 1) + 1
+        piece_bytes = choose_piece_bytes(storage.traits, size_bytes, 1)
+        data = _pattern(size_bytes)
+        writer = storage.create("file", size_bytes)
+        with pytest.raises(StorageError):
+            writer.write_at(0, memoryview(data)[: piece_bytes - 1])
+        writer.abandon()
+        storage.delete(["file"])
+        writer = storage.create("file", size_bytes)
+        for begin in range(0, size_bytes, piece_bytes):
+            writer.write_at(begin, memoryview(data)[begin : begin + piece_bytes])
+        writer.finish()
+        assert storage.read("file", size_bytes) == data
+
+    def test_digests_of_what_is_written(self, storage: Storage) -> None:
+        """Each part of memory is digested, also what is not written."""
+        data = _pattern(PAGE_BYTES)
+        parts = [memoryview(data)[:0], memoryview(data)[5:100], memoryview(data)[100:]]
+        writer = storage.create("file", 300)
+        assert writer.write_at(0, memoryview(data)[:300], parts) == [digest(part) for part in parts]
+        writer.finish()
+        assert storage.read("file", 300) == data[:300]
 
     def test_closed_writer(self, storage: Storage) -> None:
         """After its end a writer accepts nothing, and an abandoned file can be removed."""
-        finished = storage.open_writer("finished", 1)
+        finished = storage.create("finished", 1)
         finished.write_at(0, memoryview(b"1"))
         finished.finish()
-        abandoned = storage.open_writer("abandoned", 1)
+        abandoned = storage.create("abandoned", 1)
         abandoned.abandon()
         abandoned.abandon()
         for writer in (finished, abandoned):
@@ -241,12 +305,12 @@ class StorageContract:
                 writer.write_at(0, memoryview(b"2"))
             with pytest.raises(UsageError):
                 writer.finish()
-        storage.remove("abandoned")
+        storage.delete(["abandoned"])
         assert storage.list("") == [Entry("finished", False, 1)]
 
     def test_multi_byte_elements(self, storage: Storage) -> None:
         """A piece is its bytes, for elements of any kind in the view."""
-        writer = storage.open_writer("file", 8)
+        writer = storage.create("file", 8)
         writer.write_at(0, memoryview(b"01234567").cast("I"))
         writer.finish()
         into = memoryview(bytearray(8)).cast("Q")
@@ -310,8 +374,11 @@ class StorageContract:
     def test_publish_over_anything(self, storage: Storage) -> None:
         """Any existing entry counts."""
         storage.write("file", b"")
-        storage.make_directory("directory")
         assert storage.publish("file", b"new") is False
+        assert storage.read("file", 0) == b""
+        if not storage.traits.has_directories:
+            return
+        storage.make_directory("directory")
         assert storage.publish("directory", b"new") is False
         assert storage.list("") == [Entry("directory", True, 0), Entry("file", False, 0)]
 
@@ -337,14 +404,14 @@ class StorageContract:
     def test_hostile_paths(self, storage: Storage, path: str) -> None:
         """A path that leads out of the storage, or is malformed, is the caller's mistake."""
         calls: list[Callable[[], object]] = [
-            lambda: storage.open_writer(path, 1),
+            lambda: storage.create(path, 1),
             lambda: storage.write(path, b""),
             lambda: storage.publish(path, b""),
             lambda: storage.read(path, 1),
             lambda: storage.open_reader(path),
-            lambda: storage.remove(path),
-            lambda: storage.remove_directory(path),
-            lambda: storage.set_aside(path),
+            lambda: storage.delete([path]),
+            lambda: storage.discard([path], 0),
+            lambda: storage.retire(path),
         ]
         if path:
             calls += [
@@ -356,6 +423,17 @@ class StorageContract:
             with pytest.raises(UsageError):
                 call()
         assert storage.list("") == []
+
+
+def _create(storage: Storage, path: str, data: bytes) -> None:
+    """Writes a file of one piece, with its directories."""
+    writer = storage.create(path, len(data))
+    writer.write_at(0, memoryview(data))
+    writer.finish()
+
+
+def _limits_pieces(storage: Storage) -> bool:
+    return storage.traits.least_piece_bytes > 1 or storage.traits.most_pieces > 0
 
 
 def _pattern(size_bytes: int) -> bytes:

@@ -153,7 +153,7 @@ def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _M
     if not changes:
         return ""
     shown = list(changes.items())[:most]
-    told = [
+    named = [
         f"{path} {_value_text(one.restored)} restored (your script says {_value_text(one.script)})"
         for path, one in shown
     ]
@@ -162,7 +162,7 @@ def describe_changes(changes: Mapping[str, HyperparameterChange], most: int = _M
     hint = f"; keep_current=[{kept}] keeps the script's" if kept else ""
     if any(path.endswith(".total_steps") and not one.can_be_kept for path, one in shown):
         hint += "; to continue a longer OneCycleLR, see the guide on restoring"
-    return ", ".join([*told, *more]) + hint
+    return ", ".join([*named, *more]) + hint
 
 
 def describe_differences(differences: Differences) -> str:

@@ -10,6 +10,7 @@ from holdfast.catalog import StoredRun
 from holdfast.errors import DamageError, NotFoundError, SaveFailedError, UsageError
 from holdfast.format.records import Manifest
 from holdfast.restore.records import Restoration
+from holdfast.save.handle import SaveHandle, name_state
 from holdfast.storage import Storage
 
 _NOTE: Final = "backup"
@@ -68,19 +69,53 @@ def check_newest(storage: Storage) -> None:
         read_note(manifest, storage.url)
 
 
-class RecentBackups:
-    """The epochs and batches of the newest backups, by the numbers under which they are saved."""
+class Backups:
+    """The backups of a training that this process has restored or made.
+
+    Attributes:
+        began_from: The one that was restored, for as long as nothing was backed up since.
+        are_unseen: True if there are others that were not restored, also if they have lost their manifests: the next
+            backup would replace them.
+        kept_for: Why what was restored is not to be deleted; empty if it may be.
+    """
 
     def __init__(self) -> None:
-        self._backups: dict[int, Backup] = {}
+        self.began_from: Backup | None = None
+        self.are_unseen = False
+        self.kept_for = ""
+        self._saved: Backup | None = None
+        self._in_flight: tuple[SaveHandle, Backup] | None = None
+        # The newest ones by the numbers under which they are saved.
+        self._named: dict[int, Backup] = {}
 
-    def note(self, step: int, backup: Backup) -> None:
-        """Records that another backup begins, or was restored."""
-        self._backups = {**dict(list(self._backups.items())[-_REMEMBERED:]), step: backup}
+    @property
+    def newest(self) -> Backup | None:
+        """The newest one that was restored, or made and committed; None if there is none."""
+        is_committed = self._in_flight is not None and self._in_flight[0].committed
+        return self._in_flight[1] if self._in_flight is not None and is_committed else self._saved
+
+    def name_next(self, step: int, backup: Backup) -> None:
+        """Records the number under which a backup is saved, or was."""
+        self._named = {**dict(list(self._named.items())[-_REMEMBERED:]), step: backup}
+
+    def begin_from(self, step: int, backup: Backup) -> None:
+        """Records that a backup was restored."""
+        self._saved = self.began_from = backup
+        self.name_next(step, backup)
+
+    def begin(self, handle: SaveHandle, backup: Backup) -> None:
+        """Records that a backup is in progress; the one before has ended by now, and counts if it was committed."""
+        self._saved, self._in_flight = self.newest, (handle, backup)
+        self.began_from, self.kept_for = None, ""
+
+    def wait_ended(self) -> None:
+        """**Blocks** until no backup is in progress."""
+        if self._in_flight is not None:
+            self._in_flight[0].wait_ended()
 
     def name(self, step: int) -> str:
         """Returns the description of the backup with that number."""
-        backup = self._backups.get(step)
+        backup = self._named.get(step)
         return "the backup" if backup is None else f"the backup of {backup}"
 
     def explain(self, failure: SaveFailedError) -> None:
@@ -88,6 +123,7 @@ class RecentBackups:
         failure.message = failure.message.replace(f"step {failure.step} was", f"{self.name(failure.step)} was")
         failure.args = (failure.message,)
 
-    def clear(self) -> None:
-        """Forgets them all."""
-        self._backups.clear()
+    def __str__(self) -> str:
+        if self._in_flight is not None:
+            return f"newest backup of {self._in_flight[1]}, {name_state(self._in_flight[0])}"
+        return "nothing backed up yet" if self._saved is None else f"newest backup of {self._saved}"

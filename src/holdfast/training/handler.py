@@ -183,7 +183,7 @@ class PreemptionCheckpointHandler:
             raise
         except BaseException as error:
             self._has_failed = True
-            # Of several workers the others hear of it at once, also where it is caught further up.
+            # The other workers learn of it at once, also where it is caught further up.
             cause = self._guard.fail(error)
             if cause is not None:
                 raise cause from error
@@ -287,7 +287,7 @@ class PreemptionCheckpointHandler:
             if not self._guard.leaving:
                 self._save_last()
                 self._save_anew()
-                # What comes while the last save is written is heard here still; afterwards a signal would kill.
+                # What comes while the last save is written is still received here; afterwards a signal would kill.
                 self._guard.wait_saved()
                 self._guard.pass_last(self._count.done, is_over=True)
                 self._announcements.end(self._manager, self._count.done)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import itertools
+import enum
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self, SupportsFloat
+from typing import Any, Final, Literal, NamedTuple, Self, SupportsFloat
 
 from msgspec.structs import asdict
 
@@ -136,7 +136,7 @@ def resumable(
         names = check_kept(keep_current, kept.objects)
         manager = CheckpointManager(directory, kept, **asdict(options))
         with explaining(manager.participant):
-            run = Run(manager, termination, strict=strict, keep_current=names, strict_resume=strict_resume, quiet=quiet)
+            run = Run(manager, termination, _Resumption(strict, [*names], strict_resume), quiet=quiet)
             early.hand_over(run._guard.inbox.receive)
     return run
 
@@ -165,6 +165,23 @@ def _find_checkpoint(directory: object, given: tuple[object, ...], objects: Mapp
     return kept
 
 
+class _Resumption(NamedTuple):
+    """The options of a restore at the beginning of a run; see `resumable`."""
+
+    strict: bool
+    keep_current: list[str]
+    strict_resume: bool
+
+
+class _Phase(enum.IntEnum):
+    """The phases of a run, in order: a run can be entered once."""
+
+    NEW = 0
+    ENTERING = 1
+    ENTERED = 2
+    ENDED = 3
+
+
 @short_traceback
 class Run:
     """A training run from its restore to its last save. Use it from one thread, with `with`.
@@ -176,29 +193,20 @@ class Run:
     """
 
     def __init__(
-        self,
-        manager: CheckpointManager,
-        termination: TerminationConfig,
-        *,
-        strict: bool,
-        keep_current: Iterable[str],
-        strict_resume: bool,
-        quiet: bool,
+        self, manager: CheckpointManager, termination: TerminationConfig, resumption: _Resumption, *, quiet: bool
     ) -> None:
         self.manager = manager
         self.checkpoint = manager.checkpoint
         self._loop = TrainingLoop(manager, partial(make_guard, manager, termination))
-        self._count, self._guard = self._loop.count, self._loop.guard
+        self._guard = self._loop.guard
         self._restored: Restoration | None = None
-        self._strict, self._keep_current, self._strict_resume = strict, [*keep_current], strict_resume
+        self._resumption = resumption
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self.completes_step: Callable[[], bool] = lambda: True
-        self._loops = itertools.count(1)
-        # The loop of `steps` that was begun last and has taken a step; 0 once a warning of another one was logged.
-        self._newest_loop = -1
         # How many loops of `steps` were left within a step, and how many steps the last one was to have.
         self._left = self._total = 0
-        self._is_used = self._entered = self._has_ended = self._counts_own = False
+        self._phase = _Phase.NEW
+        self._counts_own = False
         self._process = os.getpid()
         self._unentered = weakref.finalize(self, warn_never_entered, self._announcements.place, self._process)
 
@@ -206,7 +214,7 @@ class Run:
     def step(self) -> int:
         """The number of complete steps, including those of earlier processes: where your own loop begins."""
         self._loop.watch.resumption = ""
-        return self._count.done
+        return self._loop.count.done
 
     @property
     def restored(self) -> Restoration | None:
@@ -236,7 +244,7 @@ class Run:
         """
         self._check_entered()
         whole = check_whole("total", total)
-        begin_turn = partial(self._begin_turn, whole, next(self._loops))
+        begin_turn = partial(self._begin_turn, whole)
         return StepNumbers("run.steps(n)", self._loop, whole, begin_turn, self._end_steps)
 
     def finish_step(self) -> None:
@@ -270,9 +278,9 @@ class Run:
         """
         self._check_entered()
         if self._restored is not None or self._loop.count_with_open_step():
-            raise UsageError(f"the run is at step {self._count.done} and cannot begin at another")
-        self._count.done = check_whole("step", step)
-        self._guard.pause(self._count.done)
+            raise UsageError(f"the run is at step {self._loop.count.done} and cannot begin at another")
+        self._loop.count.done = check_whole("step", step)
+        self._guard.pause(self._loop.count.done)
 
     def report(self, *unnamed: object, **metrics: SupportsFloat) -> None:
         """Records metrics of the current step; of the last step, if that is saved and the next one has not begun.
@@ -293,10 +301,10 @@ class Run:
                 "metrics must be reported by name",
                 hint="Write run.report(loss=loss), or run.report(**metrics) for a dict.",
             )
-        count, figures = self._count, check_metrics(metrics)
+        count, figures = self._loop.count, check_metrics(metrics)
         is_late = not self._loop.is_in_step and count.is_begun(count.done)
         if is_late and self._counts_own:
-            # A batch begins the next step. Where no saved loader counts them, `save` tells.
+            # A batch begins the next step. Where no saved loader counts them, `save` says so.
             is_late = bool(count.taken) and count.taken == count_taken(self.checkpoint.objects)
         (count.late_metrics if is_late else self._loop.metrics).update(figures)
         if "loss" in figures:
@@ -328,7 +336,7 @@ class Run:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
         self._check_entered()
-        return self._loop.checkpointable(self._loop.count_with_open_step() if step_done else self._count.done)
+        return self._loop.checkpointable(self._loop.count_with_open_step() if step_done else self._loop.count.done)
 
     def save(self, *, metadata: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """Saves now, regardless of the policy: between steps, or last in a step, which then counts as complete.
@@ -350,15 +358,17 @@ class Run:
             )
         step = self._loop.count_with_open_step()
         # Of several workers, some may have saved it by hand before they came to where others have saved it in a block.
-        is_saved = self._count.is_begun(step) and (self._loop.is_safe(step) or self.manager.participant is not None)
-        if is_saved and not (step == self._count.done and must_save_metrics(self._loop)):
-            if not (step == self._count.done and self._store_metrics()):
+        is_saved = self._loop.count.is_begun(step) and (
+            self._loop.is_safe(step) or self.manager.participant is not None
+        )
+        if is_saved and not (step == self._loop.count.done and must_save_metrics(self._loop)):
+            if not (step == self._loop.count.done and self._store_metrics()):
                 self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
             return None
         return self._loop.save(step, metadata=metadata)
 
     def __repr__(self) -> str:
-        state = f"at step {self._count.done}" if self._entered else "not entered"
+        state = f"at step {self._loop.count.done}" if self._phase >= _Phase.ENTERED else "not entered"
         return f"<Run {state}, {self.manager!r}>"
 
     def __enter__(self) -> Self:
@@ -372,19 +382,21 @@ class Run:
             StorageError: If the storage fails, or the directory cannot be created or written.
             PeerError: If one of these happened on another worker.
         """
-        if self._is_used:
+        if self._phase is not _Phase.NEW:
             raise ClosedError(
                 "this run was entered before; a run can be entered once",
                 hint="Create a new one, `with resumable(...) as run:`. It resumes from the newest checkpoint.",
             )
-        self._is_used = True
+        self._phase = _Phase.ENTERING
         self._unentered.detach()
         try:
             self._guard.pause(None)
             self._guard.open()
             self.manager.wait_until_free()
             if not self.manager.begin_anew:
-                self._restored = self.manager.restore(strict=self._strict, keep_current=self._keep_current)
+                self._restored = self.manager.restore(
+                    strict=self._resumption.strict, keep_current=self._resumption.keep_current
+                )
             self.manager.check_ready()
         except BaseException as error:
             try:
@@ -392,28 +404,28 @@ class Run:
             finally:
                 self._guard.close()
             raise
-        step = self._count.done = 0 if self._restored is None else self._restored.step
-        self._count.join(self.manager)
+        step = self._loop.count.done = 0 if self._restored is None else self._restored.step
+        self._loop.count.join(self.manager)
         self._guard.pause(step)
         watch = self._loop.watch = TrainingWatch(
             self.checkpoint.objects, self._warn_uncounted, _ADVICE, self._loop.warn
         )
         watch.resumption = describe_resumption(step, "run.step", "run.steps(n)") if step else ""
         self._announcements.begin(self.manager, self._restored, step)
-        is_same = self._restored is None or not (self._restored.differences or self._keep_current)
+        is_same = self._restored is None or not (self._restored.differences or self._resumption.keep_current)
         base, say = None if self._restored is None else step, self._announcements.say
         witness, objects = self.manager.witness, self.checkpoint.objects
-        witness.begin(objects, base, say, same_loss=is_same, strict=self._strict_resume)
-        self._entered, self.manager.find_steps = True, lambda: (step, self._count.done)
+        witness.begin(objects, base, say, same_loss=is_same, strict=self._resumption.strict_resume)
+        self._phase, self.manager.find_steps = _Phase.ENTERED, lambda: (step, self._loop.count.done)
         atexit.register(self._leave_at_exit)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if os.getpid() != self._process or self._has_ended:
+        if os.getpid() != self._process or self._phase is _Phase.ENDED:
             return  # A forked child that leaves the block: the run is its parent's. Or the program's end has ended it.
-        self._has_ended, place = True, self._loop.find_exit(error, trace)
+        self._phase, place = _Phase.ENDED, self._loop.find_exit(error, trace)
         atexit.unregister(self._leave_at_exit)
         is_exit, error = isinstance(error, SystemExit), None if place is None else error
         inbox, watch = self._guard.inbox, self._loop.watch
@@ -454,15 +466,15 @@ class Run:
         """Leaves the block when the program ends within it: a generator that was not closed may still be in it."""
         leave_at_exit(
             lambda error: self.__exit__(None if error is None else type(error), error, None),
-            lambda: f"step {self._count.done} may not be saved",
+            lambda: f"step {self._loop.count.done} may not be saved",
         )
 
     def _warn_of_loss(self, place: str | None) -> None:
         """Says which steps are lost by an exit; nothing if that was not raised by the program, or no step is lost."""
         with suppress(HoldfastError):
             newest = (place and self.manager.latest_step()) or 0
-            if place and (steps := self._count.done - newest) > 0:
-                lost = f"the {steps} steps since step {newest} are" if steps > 1 else f"step {self._count.done} is"
+            if place and (steps := self._loop.count.done - newest) > 0:
+                lost = f"the {steps} steps since step {newest} are" if steps > 1 else f"step {self._loop.count.done} is"
                 self._loop.warn(
                     f"the program exited {place}, and nothing was saved: {lost} lost, and a restart trains from step "
                     f"{newest}",
@@ -473,14 +485,14 @@ class Run:
         try:
             self._loop.begin_steps()
             self._loop.finish_step()
-            step = self._count.done
+            step = self._loop.count.done
             self._guard.pass_last(step, is_over=True)
             self._loop.save_last()
             self._store_metrics()
             if self.manager.participant is not None:
                 # Others may wait in a collective, and come to no save, since this worker has left its loop too early.
                 self._guard.wait_saved()
-            if (last := self._count.find(step)) is not None:
+            if (last := self._loop.count.find(step)) is not None:
                 last.wait_ended(at_exit=True)
             self.manager.wait()
             self._guard.pass_end(step)
@@ -492,9 +504,9 @@ class Run:
 
     def _store_metrics(self) -> bool:
         """Stores all that was reported with the step that was saved last; returns True if something was."""
-        self._count.late_metrics |= self._loop.metrics
+        self._loop.count.late_metrics |= self._loop.metrics
         self._loop.metrics = {}
-        return self._count.store_metrics()
+        return self._loop.count.store_metrics()
 
     def _end_badly(self, error: BaseException) -> None:
         """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""
@@ -504,16 +516,9 @@ class Run:
         if cause is not None:
             raise cause from error
 
-    def _begin_turn(self, total: int, loop: int, _: StepNumbers) -> None:
-        if self._newest_loop > loop:
-            self._loop.warn(
-                "a loop over run.steps is inside of another one: both count the same steps, so the outer one ends early"
-            )
-            self._newest_loop = 0
-        elif self._newest_loop:
-            self._newest_loop = loop
+    def _begin_turn(self, total: int, _: StepNumbers) -> None:
         self._total = total
-        is_in_step = self._loop.count_with_open_step() > self._count.done
+        is_in_step = self._loop.count_with_open_step() > self._loop.count.done
         if is_in_step and self._loop.turn() is None:
             # A loop was left within a step, and a new one begins.
             self._left += 1
@@ -527,15 +532,15 @@ class Run:
     def _end_steps(self) -> None:
         self._loop.save_last()
         self._guard.inbox.patient = False
-        self._guard.pause(self._count.done, saved=self._count.find(self._count.done))
+        self._guard.pause(self._loop.count.done, saved=self._loop.count.find(self._loop.count.done))
 
     def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
         # Otherwise the program saves by the manager, and counts by itself.
-        if self.manager.newest_asked <= self._count.done:
+        if self.manager.newest_asked <= self._loop.count.done:
             self._loop.warn(text, is_error=is_error)
 
     def _check_entered(self) -> None:
-        if not self._entered:
+        if self._phase < _Phase.ENTERED:
             raise UsageError(
                 "the run has not been entered: nothing is restored yet", hint="Write: with resumable(...) as run:"
             )

@@ -29,12 +29,12 @@ from holdfast.policies import Latest, RetentionPolicy
 from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.guard import EpochGuard
 from holdfast.restore.engine import make_agreement
-from holdfast.save.handle import SaveHandle, name_state
+from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.delete_run import JointDelete
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements
-from holdfast.training.backup import Backup, RecentBackups, check_newest, make_note, read_note
+from holdfast.training.backup import Backup, Backups, check_newest, make_note, read_note
 from holdfast.training.loop import TrainingLoop
 
 Mode: TypeAlias = Literal["train", "test", "predict"]
@@ -133,8 +133,7 @@ class WorkerTrainingState:
         self._together = JointDelete(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._loop: TrainingLoop | None = None
         self._begins_anew, self._closed = begin_anew, False
-        # The backups that are remembered, and whether it hears that the job is to be taken away.
-        self._backups, self._listens = RecentBackups(), False
+        self._backups, self._listens = Backups(), False
         try:
             loop = self._loop = self._make_loop(begin_anew=begin_anew)
             catalog = StoredRun(self._storage).look()
@@ -150,15 +149,8 @@ class WorkerTrainingState:
         self._announcements = Announcements(self._storage.url, loop.manager.worker, quiet=quiet)
         self._generation = catalog.generation
         loop.count.done = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
-        # Backups that were not restored, also if they have lost their manifests: the next one would replace them.
-        self._unseen = not is_empty
-        self._saved: Backup | None = None
-        self._in_flight: tuple[SaveHandle, Backup] | None = None
-        # Why what was restored is not to be deleted.
-        self._kept_for = ""
-        # What was restored, for as long as nothing was backed up since; and whether more was to be trained then, in how
-        # many epochs in all.
-        self._began_from: Backup | None = None
+        self._backups.are_unseen = not is_empty
+        # Whether it was asked where training begins, and in how many epochs in all.
         self._trains = False
         self._total: int | None = None
         self._steps_per_epoch: int | None = None
@@ -169,10 +161,7 @@ class WorkerTrainingState:
     @property
     def saved(self) -> Backup | None:
         """The newest backup that this object restored, or made and committed; None if there is none."""
-        if self._in_flight is not None and self._in_flight[0].committed:
-            self._saved = self._in_flight[1]
-            self._in_flight = None
-        return self._saved
+        return self._backups.newest
 
     def back_up(
         self, epoch: int, batch: int | None = None, *, metrics: Mapping[str, float] | None = None
@@ -256,17 +245,14 @@ class WorkerTrainingState:
         manager = loop.manager
         peers = None if manager.participant is None else manager.participant.peers
         # The others are notified if one refuses: they would wait for it in the restore.
-        check = partial(check_newest, self._storage) if self._unseen else lambda: None
+        check = partial(check_newest, self._storage) if self._backups.are_unseen else lambda: None
         damage = make_agreement(peers, self._storage.url).run(check)
         if damage is not None:
             raise damage
         restoration = None if self._begins_anew else manager.restore(strict=strict, keep_current=self._keep_current)
         objects_of(self.checkpoint).backup_url = self._storage.url
         self._begin_watch(may_predict=True)
-        self._in_flight = None
-        self._saved = self._began_from = None
-        self._kept_for = ""
-        self._unseen = self._trains = False
+        self._backups, self._trains = Backups(), False
         if restoration is None:
             self._announcements.begin_epochs(None, begins_anew=self._begins_anew)
             return None
@@ -274,11 +260,10 @@ class WorkerTrainingState:
         loop.count.done = max(loop.count.done, restoration.step)
         loop.count.note(restoration.step, None)
         epoch, batch = read_note(restoration.manifest, self._storage.url)
-        self._saved = Backup(epoch, batch, restoration)
-        self._began_from = self._saved
-        self._backups.note(restoration.step, self._saved)
-        self._announcements.begin_epochs(self._saved, begins_anew=False)
-        return self._saved
+        backup = Backup(epoch, batch, restoration)
+        self._backups.begin_from(restoration.step, backup)
+        self._announcements.begin_epochs(backup, begins_anew=False)
+        return backup
 
     def delete_backup(self) -> bool:
         """**Blocks.** Removes all backups at the end of training; a second call does nothing.
@@ -305,8 +290,8 @@ class WorkerTrainingState:
             ClusterError: If the job's store does not respond.
         """
         self._check_open()
-        unseen = "it existed before and was not restored" if self._unseen else ""
-        kept_for = self._together.agree_to_clear(self._kept_for or unseen)
+        unseen = "it existed before and was not restored" if self._backups.are_unseen else ""
+        kept_for = self._together.agree_to_clear(self._backups.kept_for or unseen)
         if kept_for:
             self._warn(f"the backup is kept: {kept_for}")
             return False
@@ -314,7 +299,7 @@ class WorkerTrainingState:
             # A backup that failed was an event; now that all are to go, it matters no more.
             with suppress(SaveFailedError, StorageError):
                 self._loop.manager.close()
-        began_from = self._began_from if self._total is None else None
+        began_from = self._backups.began_from if self._total is None else None
         if began_from is not None:
             text = (
                 f"no epoch was trained: the backup of {began_from} was the last one of an earlier run. It is set "
@@ -327,11 +312,7 @@ class WorkerTrainingState:
         self._watch.finish("a restart would have started from the beginning")
         clearing = self._together.clear(self._storage, self._generation, keeps_files=began_from is not None)
         self._generation = clearing.generation or self._generation
-        self._loop = None
-        self._in_flight = None
-        self._saved = self._began_from = None
-        self._unseen = False
-        self._backups.clear()
+        self._loop, self._backups = None, Backups()
         for problem in clearing.problems:
             raise problem
         self._announcements.end_epochs(None, had_backup=had_backup)
@@ -363,13 +344,12 @@ class WorkerTrainingState:
             raise UsageError(f"mode {mode!r} is not known", hint=f"Use one of {', '.join(map(repr, _MODES))}.")
         if mode != "train":
             return first
-        if self._unseen:
+        if self._backups.are_unseen:
             raise UsageError(
                 f"{self._storage.url} contains a backup that was not restored", hint="Call restore() first."
             )
         self._open().manager.check_ready()
-        if self._in_flight is not None:
-            self._in_flight[0].wait_ended()
+        self._backups.wait_ended()
         backup = self.saved
         self._trains, self._total = True, total
         self._listen()
@@ -380,10 +360,10 @@ class WorkerTrainingState:
             text = f"training continues with epoch {backup.next_epoch}, from the backup, instead of {first}"
             self._emit(Warned(text=text))
         if total is not None:
-            self._kept_for = ""
+            self._backups.kept_for = ""
             if backup.next_epoch > total:
-                self._kept_for = f"it is of {backup}, but this run asks for only {total} epochs, counted from 0"
-                self._warn(f"nothing is trained, and the backup is kept: {self._kept_for}")
+                self._backups.kept_for = f"it is of {backup}, but this run asks for only {total} epochs, counted from 0"
+                self._warn(f"nothing is trained, and the backup is kept: {self._backups.kept_for}")
         return backup.next_epoch
 
     def maybe_load_initial_counters_from_ckpt(
@@ -422,10 +402,10 @@ class WorkerTrainingState:
                 self._loop.manager.close(timeout_seconds)
 
     def __repr__(self) -> str:
-        state = f"newest backup of {self._saved}" if self._saved is not None else "nothing backed up yet"
-        if self._in_flight is not None:
-            state = f"newest backup of {self._in_flight[1]}, {name_state(self._in_flight[0])}"
-        return f"<WorkerTrainingState of {self._storage.url}: {state}{', closed' if self._closed else ''}>"
+        state = str(self._backups)
+        if self._closed:
+            state = f"{state.removesuffix(', committed')}, closed"
+        return f"<WorkerTrainingState of {self._storage.url}: {state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -436,7 +416,7 @@ class WorkerTrainingState:
         with self._ending(error):
             if self._loop is not None:
                 if error is not None:
-                    self._tell_others(error)
+                    self._explain_to_others(error)
                 self._loop.manager.__exit__(kind, error, trace)
 
     @contextmanager
@@ -445,16 +425,17 @@ class WorkerTrainingState:
         if self._loop is not None and not self._closed:
             self._pause(self._loop)
         try:
-            is_idle = self._began_from is not None and self._trains and self._total is None
+            began_from = self._backups.began_from
+            is_idle = began_from is not None and self._trains and self._total is None
             if error is None and is_idle and not self._closed:
                 self._warn(
-                    f"no backup was made after that of {self._began_from}, which was restored. If all epochs were "
+                    f"no backup was made after that of {began_from}, which was restored. If all epochs were "
                     "trained, call delete_backup(); until then every run continues after that epoch"
                 )
             if not isinstance(error, Exception):
                 self._watch.finish("nothing was saved", is_error=True)
             yield
-            if error is None and self._began_from is None and self.saved is not None:
+            if error is None and self._backups.began_from is None and self.saved is not None:
                 self._announcements.end_epochs(self.saved)
         except DeadlineError:
             raise
@@ -467,12 +448,12 @@ class WorkerTrainingState:
 
     def _check_backup(self, epoch: int, batch: int | None) -> Backup:
         backup = Backup(check_whole("epoch", epoch), None if batch is None else check_whole("batch", batch))
-        if self._unseen:
+        if self._backups.are_unseen:
             raise UsageError(
                 f"{self._storage.url} contains a backup that was not restored; this one would replace it",
                 hint="Call restore() before training, or pass begin_anew=True to start from the beginning.",
             )
-        if (begun := self._began_from) is not None and epoch < begun.next_epoch:
+        if (begun := self._backups.began_from) is not None and epoch < begun.next_epoch:
             raise UsageError(
                 f"{begun} was restored, and epoch {epoch} is not after it: it would be trained a second time",
                 hint="Start the loop at maybe_load_initial_epoch_from_ckpt(0, 'train').",
@@ -482,7 +463,7 @@ class WorkerTrainingState:
     def _begin(self, backup: Backup, metrics: Mapping[str, float] | None) -> SaveHandle:
         loop = self._open()
         step = loop.count.done = loop.count.done + 1
-        self._backups.note(step, backup)
+        self._backups.name_next(step, backup)
         loop.metrics, loop.metadata = check_metrics(metrics), make_note(backup)
         try:
             return loop.save(step)
@@ -492,11 +473,9 @@ class WorkerTrainingState:
         finally:
             # A save that reports an earlier failure continues nevertheless.
             if (begun := loop.count.saved) is not None and loop.count.saved_step == step:
-                _ = self.saved  # The one before has ended by now: it counts if it was committed.
-                self._in_flight = begun, backup
+                self._backups.begin(begun, backup)
                 self._watch.note_counted()
                 self._begins_anew = False
-                self._kept_for, self._began_from = "", None
 
     def _listen(self) -> None:
         """Starts handling preemption notices; does nothing if it already does."""
@@ -550,8 +529,8 @@ class WorkerTrainingState:
                 loop.guard.pass_boundary(loop.count.done)
                 raise
 
-    def _tell_others(self, error: BaseException) -> None:
-        """Tells the other workers why this one ends."""
+    def _explain_to_others(self, error: BaseException) -> None:
+        """Explains to the other workers why this one ends."""
         if self._loop is not None and self._loop.manager.participant is not None:
             self._loop.manager.participant.peers.failures.explain(error)
 
@@ -596,5 +575,9 @@ class WorkerTrainingState:
         manager = CheckpointManager(self._storage, self.checkpoint, **options)
         config = self._termination or TerminationConfig(sources=[])
         return TrainingLoop(
-            manager, lambda _: EpochGuard(manager, config, self._keep, self._backups.name, self._tell_others)
+            manager,
+            lambda _: EpochGuard(manager, config, self._keep, self._name_backup, self._explain_to_others),
         )
+
+    def _name_backup(self, step: int) -> str:
+        return self._backups.name(step)  # By a restore others take their place.

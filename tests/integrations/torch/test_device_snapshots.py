@@ -172,9 +172,9 @@ class BlockedStorage(MemoryStorage):
         super().__init__()
         self.may_write = threading.Event()
 
-    def open_writer(self, path: str, size_bytes: int) -> MemoryWriter:
+    def create(self, path: str, size_bytes: int) -> MemoryWriter:
         assert self.may_write.wait(60)
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 
 @pytest.mark.cuda

@@ -21,6 +21,7 @@ from torch.utils.data import (  # noqa: E402
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -80,6 +81,33 @@ class Duck:
         return iter(torch.randperm(LENGTH).tolist())
 
 
+class Counting:
+    """Draws whole batches as soon as it is iterated, and counts its epochs then."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return LENGTH // BATCH
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(LENGTH, generator=seeded(self.epoch)).tolist()
+        self.epoch += 1
+        return iter([order[at : at + BATCH] for at in range(0, LENGTH, BATCH)])
+
+
+class CountingBatches(BatchSampler):
+    """Changes the order of the sampler in it by a count of its own."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = [*self.sampler]
+        random.Random(self.epoch).shuffle(order)
+        self.epoch += 1
+        yield from (order[at : at + self.batch_size] for at in range(0, LENGTH, self.batch_size))
+
+
 class Skipping(DataLoader[Any]):
     """A loader with a state of its own as people write it: it counts, and skips what it has counted."""
 
@@ -127,6 +155,10 @@ LOADERS: dict[str, Callable[[int], Any]] = {
     "drawn at once": over(AtOnce),
     "of its own": over(OfItsOwn),
     "whole batches, of its own": over(lambda: BatchSampler(OfItsOwn(), BATCH, drop_last=False), is_whole=True),
+    "whole batches, counted": over(Counting, is_whole=True),
+    "whole batches, of a subclass": over(
+        lambda: CountingBatches(SequentialSampler(ROWS), BATCH, drop_last=False), is_whole=True
+    ),
     "not a Sampler": over(Duck),
     "generator of the loader": lambda workers: stateful.StatefulDataLoader(
         ROWS, batch_size=BATCH, shuffle=True, generator=seeded(4), num_workers=workers

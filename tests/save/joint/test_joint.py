@@ -232,10 +232,10 @@ class FullNode(LocalStorage):
 
     is_full = False
 
-    def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
+    def create(self, path: str, size_bytes: int) -> LocalWriter:
         if self.is_full:
             raise StorageFullError("no space left on this node", path=path, hint="Make room.")
-        return super().open_writer(path, size_bytes)
+        return super().create(path, size_bytes)
 
 
 @pytest.mark.parametrize("guilty", [0, 1, 2])

@@ -40,6 +40,7 @@ from holdfast.cli.screen import (
 )
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.events.kinds import size_text, span_text, time_text
+from holdfast.format.names import SPARE_NAME
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Auto, Latest, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound
@@ -48,7 +49,6 @@ from holdfast.save import copy_plan
 from holdfast.storage import LocalStorage, digesting, open_storage
 from holdfast.storage.checks import as_storage_errors
 from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES
-from holdfast.storage.local.recycle import has_spare
 
 Status: TypeAlias = Literal["ok", "note", "unfit"]
 
@@ -300,9 +300,9 @@ class Examination:
         self._note("fsync", "ok", f"{time_text(median(samples))} for a small file and its name")
 
     def _look_at_direct_writes(self) -> None:
-        writer = self.storage.open_writer("direct", SMALLEST_DIRECT_BYTES)
+        writer = self.storage.create("direct", SMALLEST_DIRECT_BYTES)
         writer.abandon()
-        self.storage.remove("direct")
+        self.storage.delete(["direct"])
         if writer.is_direct:
             self._note("direct I/O", "ok", "large files bypass the page cache")
         else:
@@ -368,7 +368,7 @@ class Examination:
                     begun_at = time.perf_counter()
                     reader.restore()
                     restored.append(time.perf_counter() - begun_at)
-            is_reused = has_spare(directory)
+            is_reused = os.path.lexists(directory / SPARE_NAME)
         how = "saves reuse the files of removed checkpoints" if is_reused else "each save writes new files"
         self._note("reuse of space", "ok", how)
         times = self.size_bytes / trial_bytes

@@ -309,7 +309,7 @@ class StorageWriter(dcp.StorageWriter):
         if problem:
             raise UsageError(problem, hint="Save from all workers that hold a part of it, in one process group.")
         # A new file is written: existing files are never changed.
-        storage.remove(join(name.directory, index_name(0, len(shares))))
+        storage.delete([join(name.directory, index_name(0, len(shares)))])
         (record,) = write_index(first, storage, name.directory).workers
         features = {feature for index in (first, *others) for feature in list_features(index)}
         return Receipts((record, *(share.record for share in shares[1:])), (), tuple(features))

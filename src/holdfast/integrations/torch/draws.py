@@ -304,8 +304,10 @@ class KeptDraws:
         write_parts(self._parts, repeated["parts"])
         self._begun = {**repeated}
         indices = begin()
+        # Some draw when they are iterated, others with the first index.
+        begun = read_parts(self._parts)
         write_generators(now)
-        return self._draw_first(indices, repeated)
+        return self._draw_first(indices, repeated, begun)
 
     def _note_first(self, indices: Iterator[Any], noted: dict[str, Any]) -> Iterator[Any]:
         now = read_generators()
@@ -321,10 +323,10 @@ class KeptDraws:
             break
         yield from indices
 
-    def _draw_first(self, indices: Iterator[Any], drawn: Mapping[str, Any]) -> Iterator[Any]:
+    def _draw_first(self, indices: Iterator[Any], drawn: Mapping[str, Any], begun: Mapping[str, Any]) -> Iterator[Any]:
         now = read_generators()
         write_generators(drawn["next"] or drawn["iter"])
-        write_parts(self._parts, drawn["parts"])
+        write_parts(self._parts, begun)
         first = list(zip(range(1), indices, strict=False))
         write_generators(now)
         yield from (index for _, index in first)
@@ -402,7 +404,8 @@ def _find_sampler(loader: Any) -> Any:
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if type(sampler).__module__.startswith("torchdata."):
         sampler = getattr(sampler, "sampler", sampler)
-    inner = getattr(sampler, "sampler", sampler)
+    # A class of the program's own may draw in another order than the sampler in it.
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
     is_kept = type(inner).__module__.startswith("torchdata.") or hasattr(sampler, "load_state_dict")
     draws_none = type(inner) in (SequentialSampler, DistributedSampler) or not hasattr(sampler, "__dict__")
     return None if is_kept or draws_none else sampler

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -33,7 +33,7 @@ from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, Warned
 from holdfast.preemption.consensus.peer_failures import PeerFailures
-from holdfast.preemption.consensus.single import SaveOutcome
+from holdfast.preemption.consensus.single import GuardCalls, SaveOutcome
 from holdfast.preemption.consensus.stop_step import (
     Deed,
     Pledge,
@@ -46,14 +46,40 @@ from holdfast.preemption.consensus.stop_step import (
 )
 from holdfast.preemption.decide import StopRecord, Verdict
 from holdfast.preemption.grace import MARGIN_SECONDS, Action, Plan, to_spare
-from holdfast.preemption.sources.protocol import Hear, Notice
+from holdfast.preemption.sources.protocol import Notice
 from holdfast.process.latch import Latch
 
 _SETTLE_SECONDS: Final = 3.0
 """How long a worker that cannot wait for the others any more waits until its result is written."""
 
+_BEING_READ: Final = -1
+"""The number of news while it is being read."""
+
 _WARN_SECONDS: Final = 10.0
 """How long a wait for the others lasts before a warning."""
+
+
+@dataclass
+class _Round:
+    """The knowledge of the round in progress. Another one takes its place once this worker has done its part.
+
+    Attributes:
+        asked: What this worker asks for, and since when; it goes over to the next round if this one does not bring it.
+        call: What was called for; None before a call.
+        stop: The stop step; None before it is known.
+        own: The result of the save here; None before there is one.
+        outcomes: The results of the save on the workers, as far as they were read by this one.
+        result: The result on all workers; None before it is known.
+        is_cut_short: True if there was no time to wait for that.
+    """
+
+    asked: tuple[Plan, float] | None = None
+    call: Plan | None = None
+    stop: StopRecord | None = None
+    own: SaveOutcome | None = None
+    outcomes: dict[int, SaveOutcome] = field(default_factory=dict)
+    result: SaveOutcome | None = None
+    is_cut_short: bool = False
 
 
 class StopCoordinator:
@@ -67,47 +93,50 @@ class StopCoordinator:
 
     def __init__(self, peers: Peers, emit: Callable[[Event], object], url: str) -> None:
         self.begun = 0
-        self.is_alarmed = self.is_outcome_known = self.is_cut_short = False
-        self.call: Plan | None = None
-        self._stop: StopRecord | None = None
-        self._peers = peers
+        self.is_alarmed = False
         self.changed = Latch()
-        self._mailbox = peers.mailbox
+        self._peers = peers
         self._records = peers.open_namespace("stop")
-        self._watch = Watch(self._look, is_urgent=self._is_urgent, on_silence=self._note_silence)
         self.failures = PeerFailures(peers, self._records, emit, url)
+        self._watch = Watch(self._look, is_urgent=self._is_urgent, on_silence=self._note_silence)
         self._timeout = ConsensusTimeout(peers, emit)
-        self._receive: Hear = lambda notice: True
-        self._wake: Callable[[], object] = lambda: None
-        self._find_left: Callable[[], float | None] = lambda: None
-        # What the training thread had begun before it paused.
-        self._begun_before = 0
-        self._is_tentative = False
+        self._listener = GuardCalls(lambda notice: True, lambda: None, lambda: None)
         # Guards what is agreed on, as far as this worker knows.
         self._lock = threading.Lock()
         self._agreement = StopStepAgreement(peers.rank, peers.world_size)
-        self._asked: tuple[Plan, float] | None = None
+        self._round = _Round()
         self._is_over = False
-        self._outcome: SaveOutcome | None = None
-        self._result: SaveOutcome | None = None
-        self._is_stale = True
         # What is to be written down; each is forgotten once the store has it.
         self._deeds: deque[Deed] = deque()
-        # These are the mailbox's thread's own.
-        self._news = 0
-        self._outcomes: dict[int, SaveOutcome] = {}
+        # How much news there was at the last look of the mailbox's thread; None to look in any case.
+        self._news: int | None = None
 
-    def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
+    @property
+    def call(self) -> Plan | None:
+        """The plan that was called for in this round; None before a call."""
+        return self._round.call
+
+    @property
+    def is_outcome_known(self) -> bool:
+        """True if the result of the last save on all workers is known."""
+        return self._round.result is not None
+
+    @property
+    def is_cut_short(self) -> bool:
+        """True if there was no time to wait until all had reported the result of the last save."""
+        return self._round.is_cut_short
+
+    def open(self, listener: GuardCalls) -> None:
         """Starts, as in `SingleConsensus`."""
-        self._receive, self._wake, self._find_left = hear, wake, find_left
-        self._peers.set_end_of_job(lambda: to_spare(find_left()))
+        self._listener = listener
+        self._peers.set_end_of_job(lambda: to_spare(listener.find_left()))
         self.failures.open()
-        self._mailbox.watch(self._watch)
+        self._peers.mailbox.watch(self._watch)
 
     def close(self) -> None:
         """Ends; a second call does nothing."""
         self.failures.close()
-        self._mailbox.unwatch(self._watch)
+        self._peers.mailbox.unwatch(self._watch)
 
     def begin_step(self, step: int, *, is_asked: bool, is_tentative: bool) -> bool:
         """Called when the training thread continues; returns False if it must ask first."""
@@ -116,54 +145,61 @@ class StopCoordinator:
         if not is_asked:
             # In this order: what is pledged for this worker is never less than what it has begun.
             self.begun = step + 1
-        self._is_tentative = is_tentative
         failures.certain = step if is_tentative else step + 1
         if is_asked or self.is_alarmed or failures.error is not None:
             failures.certain = step
             return False
         return True
 
-    def pause(self, step: int, *, begins: bool) -> None:
-        """Called when the training thread pauses."""
-        if begins:
-            self._begun_before = self.begun
-        self.begun = self.failures.step = step
+    def pause(self, step: int) -> int:
+        """Called when the training thread pauses; returns how many steps it had begun, or may have."""
+        begun, self.begun, self.failures.step = self.begun, step, step
         self.failures.certain = max(self.failures.certain, step)
+        return begun
 
-    def try_resume(self, step: int) -> bool:
+    def try_resume(self, begun: int) -> bool:
         """Returns True if the training thread may continue with the step that it had begun."""
-        step = max(self._begun_before, step)
         with self._lock:
             pledge, stop = self._agreement.pledge, self._agreement.stop
-            may = pledge is None or step <= (pledge.step or 0) or (stop is not None and step <= stop)
+            may = pledge is None or begun <= (pledge.step or 0) or (stop is not None and begun <= stop)
             if may:
-                self.begun = step
+                self.begun = begun
             return may or self.failures.error is not None
 
     def should_stop(self, is_to_leave: Callable[[], bool]) -> bool:
         """Returns True if the loop would exit if a step ended now. This worker does not decide that alone."""
-        call, stop = self.call, self._stop
+        call, stop = self._round.call, self._round.stop
         if call is None or stop is None or call.action is not Action.LEAVE:
             return self.failures.error is not None
         return self.begun >= stop.step
 
     def ask(self, plan: Plan | None) -> bool:
         """Makes the call at once, or in the next round. Without the others only an exit is waited for."""
-        if plan is None or (plan.action is Action.SAVE and self._mailbox.trouble):
+        if plan is None or (plan.action is Action.SAVE and self._peers.mailbox.trouble):
             return False
         wanted = _wanted(plan)
         with self._lock:
-            asked = 0 if self._asked is None else _wanted(self._asked[0])
+            asked = 0 if self._round.asked is None else _wanted(self._round.asked[0])
             if max(self._agreement.called or 0, asked) >= wanted:
                 return True
-            self._asked = (replace_fields(plan, rank=self._peers.rank, text=make_brief(plan.text)), time.monotonic())
+            self._round.asked = (
+                replace_fields(plan, rank=self._peers.rank, text=make_brief(plan.text)),
+                time.monotonic(),
+            )
             self._agreement, deeds = self._agreement.wish(wanted)
             self._deeds.extend(deeds)
-        self._mailbox.wake()
+        self._peers.mailbox.wake()
         return True
 
     def settle(
-        self, step: int, plan: Plan | None, *, ends: bool = False, is_over: bool = False, is_paused: bool = False
+        self,
+        step: int,
+        plan: Plan | None,
+        *,
+        is_tentative: bool = True,
+        ends: bool = False,
+        is_over: bool = False,
+        is_paused: bool = False,
     ) -> Verdict:
         """Asks for what this worker plans, and returns what to do when that many steps are complete."""
         is_asked = self.ask(plan)
@@ -172,11 +208,11 @@ class StopCoordinator:
             # The others learn of it, and this worker leaves with them when all is saved.
             turn = Turn.WAIT if is_asked else Turn.GO
         else:
-            turn = self._find_turn(step, is_asked=is_asked, ends=ends or is_paused, is_over=is_over)
-        call, stop = self.call, self._stop
+            turn = self._find_turn(step, is_asked, is_tentative, ends=ends or is_paused, is_over=is_over)
+        call, stop = self._round.call, self._round.stop
         is_behind = is_paused and not is_at_end and stop is not None and step < stop.step
-        trouble = self._mailbox.trouble
-        objection = self._timeout.find_objection(turn, self._find_left(), trouble, is_behind=is_behind)
+        trouble = self._peers.mailbox.trouble
+        objection = self._timeout.find_objection(turn, self._listener.find_left(), trouble, is_behind=is_behind)
         action = Action.TRAIN if turn is Turn.GO else None
         if turn is Turn.STOP and call is not None:
             action = call.action
@@ -184,7 +220,7 @@ class StopCoordinator:
 
     def try_end(self, end: Callable[[HoldfastError], bool], late: HoldfastError) -> bool:
         """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
-        return self._mailbox.ask(lambda: end(late)) is not False
+        return self._peers.mailbox.ask(lambda: end(late)) is not False
 
     def share_outcome(
         self, outcome: SaveOutcome, end_at: float | None, abandon: Callable[[], object] | None
@@ -195,33 +231,32 @@ class StopCoordinator:
             outcome = replace_fields(outcome, error=self._peers.failures.make_error(mistake).message)
         outcome = replace_fields(outcome, error=make_brief(outcome.error))
         with self._lock:
-            self._outcome = outcome
-            number = self._agreement.round
+            known, number = self._round, self._agreement.round
+            known.own = outcome
         write = partial(self._records.post_once, outcome, "outcome", number, self._peers.rank)
         if abandon is None:
-            self._mailbox.post(write)
+            self._peers.mailbox.post(write)
         else:
-            self._mailbox.ask(write)
+            self._peers.mailbox.ask(write)
             abandon()
-        self._mailbox.wake()
+        self._peers.mailbox.wake()
         now = time.monotonic()
         end_at = now + self._peers.timeout_seconds if end_at is None else max(end_at, now + LEAST_SECONDS)
-        if not self._mailbox.wait(lambda: self._result is not None, end_at):
+        if not self._peers.mailbox.wait(lambda: known.result is not None, end_at):
             # What one worker writes down when its time is over is what all leave with.
-            self.is_cut_short = True
+            known.is_cut_short = True
             own = merge([outcome], is_complete=False)
-            self._mailbox.post(lambda: self._note_result(self._records.post_once(own, "result", number), number))
-            if not self._mailbox.wait(lambda: self._result is not None, time.monotonic() + _SETTLE_SECONDS):
+            self._peers.mailbox.post(lambda: self._note_result(self._records.post_once(own, "result", number), number))
+            if not self._peers.mailbox.wait(lambda: known.result is not None, time.monotonic() + _SETTLE_SECONDS):
                 return own
-        result = self._result
-        assert result is not None, "it was waited for"
-        if self._peers.is_leader and self._stop is not None:
+        assert known.result is not None, "it was waited for"
+        if self._peers.is_leader and known.stop is not None:
             # The store may be in this process.
-            absent = {*self._stop.absent, *self._stop.done}
+            absent = {*known.stop.absent, *known.stop.done}
             read = self._records.key("read", number)
             end_at = time.monotonic() + READ_SECONDS
             wait_counted(self._peers.cluster, read, lambda: absent | self._peers.failures.dead, end_at)
-        return result
+        return known.result
 
     def end_round(self, provisional: int | None) -> int | None:
         """Called when this worker has done what was called for.
@@ -230,24 +265,21 @@ class StopCoordinator:
             The step that was saved, if all were there. Some may have saved it in a pause that continues, so all must
             save again if one must.
         """
-        stop = self._stop
+        stop = self._round.stop
         with self._lock:
             self._agreement, deeds = self._agreement.end_round()
             self._deeds.extend(deeds)
-            self.call = self._stop = self._outcome = self._result = None
-            self._outcomes = {}
-            self._is_stale = True
-            self.is_alarmed = self.is_outcome_known = False
-        self._mailbox.wake()
+            self._round, self._news, self.is_alarmed = _Round(self._round.asked), None, False
+        self._peers.mailbox.wake()
         return None if stop is None or stop.done else stop.step
 
     def find_last_call(self, plan: Plan | None) -> Plan | None:
         """**Blocks** for a moment. Returns what was called for when this worker had finished, if anything was."""
         self.ask(plan)
         number = self._agreement.round
-        return self._mailbox.ask(lambda: self._records.read(Plan, "call", number))
+        return self._peers.mailbox.ask(lambda: self._records.read(Plan, "call", number))
 
-    def _find_turn(self, step: int, *, is_asked: bool, ends: bool, is_over: bool) -> Turn:
+    def _find_turn(self, step: int, is_asked: bool, is_tentative: bool, *, ends: bool, is_over: bool) -> Turn:
         with self._lock:
             self.begun = step
             known = self._agreement = self._agreement.reach(step, finished=is_over)
@@ -259,7 +291,7 @@ class StopCoordinator:
             self.is_alarmed = known.called is not None
             if not ends and not is_over:
                 self.begun = step + 1
-                self.failures.certain = step if self._is_tentative else step + 1
+                self.failures.certain = step if is_tentative else step + 1
             return Turn.GO
 
     # In the mailbox's thread.
@@ -267,8 +299,8 @@ class StopCoordinator:
     def _notify(self) -> None:
         changed, self.changed = self.changed, Latch()
         changed.open()
-        self._mailbox.notify()
-        self._wake()
+        self._peers.mailbox.notify()
+        self._listener.wake()
 
     def _note_silence(self, seconds: float, error: str) -> None:
         self.failures.note_silence(seconds, error)
@@ -277,14 +309,14 @@ class StopCoordinator:
     def _is_urgent(self) -> bool:
         known = self._agreement
         is_settling = known.called is not None and known.stop is None
-        return is_settling or (self._outcome is not None and self._result is None)
+        return is_settling or (self._round.own is not None and self._round.result is None)
 
     def _do(self, deed: Deed) -> None:
         """Writes a record, and processes what is in the store then."""
         match deed:
             case WriteCall(number):
-                if self._asked is not None:
-                    call, asked_at = self._asked
+                if self._round.asked is not None:
+                    call, asked_at = self._round.asked
                     left = call.left_seconds
                     left = None if left is None else left - (time.monotonic() - asked_at)
                     first = self._records.post_once(replace_fields(call, left_seconds=left), "call", number)
@@ -319,11 +351,11 @@ class StopCoordinator:
             self.is_alarmed = True
             self._agreement, deeds = replace(known, begun=self.begun).hear_call(_wanted(call))
             self._deeds.extend(deeds)
-            self.call = call
+            self._round.call = call
             if self._agreement.wished is None:
-                self._asked = None
+                self._round.asked = None
         if call.rank != self._peers.rank:
-            self._receive(
+            self._listener.receive(
                 Notice(
                     source=f"rank {call.rank}",
                     text=f"rank {call.rank}: {call.text}",
@@ -336,9 +368,9 @@ class StopCoordinator:
 
     def _note_stop(self, stop: StopRecord) -> None:
         with self._lock:
-            if self._agreement.called is not None and self._stop is None:
+            if self._agreement.called is not None and self._round.stop is None:
                 self._agreement = self._agreement.hear_stop(stop.step)
-                self._stop = stop
+                self._round.stop = stop
         self._notify()
 
     def _look(self) -> None:
@@ -346,11 +378,11 @@ class StopCoordinator:
             self._do(self._deeds[0])
             self._deeds.popleft()
         with self._lock:
-            is_stale, self._is_stale = self._is_stale, False
-            known = self._agreement
+            before, known = self._news, self._agreement
+            self._news = _BEING_READ
         try:
             news = self._records.count(0, "news")
-            is_new = is_stale or news != self._news
+            is_new = news != before
             is_settling = known.called is Wanted.LEAVE and known.stop is None
             if self.failures.look(is_new=is_new, is_settling=is_settling):
                 self._notify()
@@ -359,15 +391,17 @@ class StopCoordinator:
                 if call is not None:
                     self._note_call(known.round, call)
         except BaseException:
-            self._is_stale = True
+            self._news = None
             raise
-        self._news = news
+        with self._lock:
+            # A round that has ended meanwhile has another one's records to read.
+            self._news = news if self._news == _BEING_READ else None
         if self._agreement.called is not None and self._agreement.stop is None:
             self._seek_stop()
-        if self._outcome is not None and self._result is None and self._stop is not None:
-            self._seek_result(self._outcome, self._stop)
+        if self._round.own is not None and self._round.result is None and self._round.stop is not None:
+            self._seek_result(self._round)
         if self._deeds:
-            self._mailbox.wake()
+            self._peers.mailbox.wake()
 
     def _is_collector(self) -> bool:
         """Returns True if all lower ranks are gone, or have finished and no longer read calls.
@@ -394,14 +428,14 @@ class StopCoordinator:
                 if pledge is not None or rank in dead:
                     self._note_pledge(rank, pledge)
 
-    def _seek_result(self, own: SaveOutcome, stop: StopRecord) -> None:
+    def _seek_result(self, known: _Round) -> None:
         number = self._agreement.round
         result = self._records.read(SaveOutcome, "result", number)
-        if result is None and self._is_collector():
+        if result is None and self._is_collector() and known.own is not None and known.stop is not None:
             dead = self._peers.failures.dead
-            outcomes = self._outcomes
-            outcomes[self._peers.rank] = own
-            missing = set(range(self._peers.world_size)) - {*stop.absent, *stop.done, *outcomes}
+            outcomes = known.outcomes
+            outcomes[self._peers.rank] = known.own
+            missing = set(range(self._peers.world_size)) - {*known.stop.absent, *known.stop.done, *outcomes}
             for rank in sorted(missing):
                 outcome = self._records.read(SaveOutcome, "outcome", number, rank)
                 if outcome is None and rank in dead:
@@ -418,12 +452,11 @@ class StopCoordinator:
             self._note_result(result, number)
 
     def _note_result(self, result: SaveOutcome, number: int) -> None:
-        if self._result is None:
+        if self._round.result is None:
             if not self._peers.is_leader:
                 # The leader waits for the others before it takes the store along.
                 self._records.count_read("read", number)
-            self._result = result
-            self.is_outcome_known = True
+            self._round.result = result
             self._notify()
 
     def _delete_round(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Tells a worker's own errors from those caused by a peer's failure. Pure."""
+"""Distinguishes a worker's own errors from those caused by a peer's failure. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EarlyExit(SystemExit):
 
 
 def describe_early_exit(error: BaseException | None) -> str:
-    """**Pure.** Describes which other worker left before its run was created, and why, if the error tells; else empty.
+    """**Pure.** Describes which other worker left before its run was created, and why; empty if the error does not say.
 
     No worker has trained by then, so all may exit.
     """
@@ -46,12 +46,12 @@ def find_missing(error: BaseException) -> PeerError | None:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """**Pure.** Returns True if it was raised by a collective, or because of one: it does not tell who failed."""
+    """**Pure.** Returns True if it was raised by a collective, or because of one: it names no worker."""
     return any(map(_is_raised_by_collective, _causes(error)))
 
 
-def tells_of_collective(error: PeerError) -> bool:
-    """**Pure.** Returns True if a collective raised it on another worker, and it does not tell which is missing."""
+def is_from_collective(error: PeerError) -> bool:
+    """**Pure.** Returns True if a collective raised it on another worker: it names no worker."""
     is_such = error.kind == RuntimeError.__name__ or error.kind.startswith("Dist")
     return is_such and _WORDS.search(error.text) is not None
 
@@ -65,10 +65,10 @@ def may_follow(error: BaseException, kind: str) -> bool:
 
 
 def is_cause(error: ClusterError) -> bool:
-    """**Pure.** Returns True if it tells why that worker failed: more than a missing worker or a failed save."""
+    """**Pure.** Returns True if it says why that worker failed: more than a missing worker or a failed save."""
     if not isinstance(error, PeerError) or error.kind == AbsentError.__name__:
         return False
-    return not is_of_save(error) and not tells_of_collective(error)
+    return not is_of_save(error) and not is_from_collective(error)
 
 
 def is_of_save(error: ClusterError) -> bool:
@@ -77,7 +77,7 @@ def is_of_save(error: ClusterError) -> bool:
 
 
 def find_loss(error: BaseException) -> str:
-    """**Pure.** Returns the message, if it only tells that a worker is missing or a save has failed; else empty.
+    """**Pure.** Returns the message, if it only says that a worker is missing or a save has failed; else empty.
 
     If there was no time to find out which worker is missing, it is what a collective raised.
     """
@@ -87,7 +87,7 @@ def find_loss(error: BaseException) -> str:
 
 
 def name_dead(error: ClusterError | None) -> str:
-    """**Pure.** Returns the message, if it tells that a worker is dead; else empty."""
+    """**Pure.** Returns the message, if it says that a worker is dead; else empty."""
     # Another worker may have reported it before this one could see it.
     is_dead = isinstance(error, PeerError) and error.kind == AbsentError.__name__ and error.text.startswith("has ")
     return error.message if is_dead and error is not None else ""

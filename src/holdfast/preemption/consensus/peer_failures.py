@@ -3,7 +3,7 @@
 done/RANK              a `TrainingEnd`: where a worker's training has ended for good
 end                    a `TrainingEnd`: where the first worker's training has ended
 failure                a `Failure`: the first error that has ended a worker's training
-failure-heard          how many have read that; failure-heard/RANK: this one has
+failure-read           how many have read that; failure-read/RANK: this one has
 news                   is incremented whenever there is something new
 """
 
@@ -86,7 +86,7 @@ class PeerFailures:
         self._is_open = False
         # What has failed on another worker; None as long as nothing has, or where none can be reached.
         self._blamed: Failure | None = None
-        # When that was heard, by the monotonic clock; or since when the training thread waits in vain for it.
+        # When that was read, by the monotonic clock; or since when the training thread waits in vain for it.
         self._erred_at = 0.0
         self._is_reported = False
         # Guarded by nothing: at worst it is in the log twice.
@@ -125,7 +125,7 @@ class PeerFailures:
         self._aborter.is_raised = False
 
     def escalate(self) -> None:
-        """Enforces an error that was not raised yet, with ever stronger means; called repeatedly beside the loop."""
+        """Enforces an error that was not raised yet, with ever stronger means; called repeatedly during the loop."""
         if self.error is not None:
             self._log(self.error)
             if not self._aborter.is_raised:
@@ -134,13 +134,13 @@ class PeerFailures:
     def report(
         self, error: BaseException, left_seconds: float | None = None, *, is_exit: bool = False
     ) -> FailureReport | None:
-        """**Blocks** for a moment. Tells the others of an error that ends training here; returns None if they know."""
+        """**Blocks** for a moment. Reports an error that ends training here to the others; None if they know it."""
         if is_exit:
-            self._tell(error, left_seconds)
+            self._publish(error, left_seconds)
         if is_exit or self._is_reported or not self._is_open:
             return None
         self._is_reported = True
-        cause = self._tell(error, left_seconds)
+        cause = self._publish(error, left_seconds)
         self._log(cause or error)
         blamed = error if isinstance(error, ClusterError) else cause
         return FailureReport(cause, blamed, find_loss(blamed or error))
@@ -224,10 +224,10 @@ class PeerFailures:
             self.done.add(rank)
         return end
 
-    def _tell(self, error: BaseException, left_seconds: float | None = None) -> ClusterError | None:
-        """**Blocks** for a moment. Tells the others of an error that ends this worker's training.
+    def _publish(self, error: BaseException, left_seconds: float | None = None) -> ClusterError | None:
+        """**Blocks** for a moment. Reports an error that ends this worker's training to the others.
 
-        A collective's error only tells that some worker is missing. So it is held back until it is known which one.
+        A collective's error only says that some worker is missing. So it is held back until it is known which one.
 
         Returns:
             The error of another worker from which this one results, as far as that can be known.
@@ -237,7 +237,7 @@ class PeerFailures:
         if cause is None and is_of_collective(error):
             cause = self._await_cause()
         if self._blamed is not None and (cause or error) is self.error and not self._peers.is_leader:
-            # That was written down when it was heard, and the store may be gone with the worker that it is about.
+            # That was written down when it was read, and the store may be gone with the worker that it is about.
             return cause
         begun_at = time.monotonic()
         failure = replace(self._peers.failures.describe(cause or error, traced=True), step=self.step)
@@ -252,9 +252,9 @@ class PeerFailures:
             # The store may be in this process.
             most_seconds = READ_SECONDS if left_seconds is None else min(left_seconds, READ_SECONDS)
             end_at = max(begun_at + most_seconds, time.monotonic() + LEAST_SECONDS)
-            # One that has ended counts, too: it waits for the last save of all, and hears why that does not come.
-            heard = self._records.key("failure-heard")
-            wait_counted(self._peers.cluster, heard, lambda: self._peers.failures.dead, end_at)
+            # One that has ended counts, too: it waits for the last save of all, and learns why that does not come.
+            read = self._records.key("failure-read")
+            wait_counted(self._peers.cluster, read, lambda: self._peers.failures.dead, end_at)
         if found is None and cause is None and error is not self.error:
             trouble = self._peers.mailbox.trouble or "the store of the job is slow"
             _note(error, f"The failure could not be reported to the other workers: {trouble}")
@@ -304,12 +304,12 @@ class PeerFailures:
     def _confirm_failure_is_read(self) -> None:
         """Makes the leader wait for the others before its process, and perhaps the store, is gone."""
         if not self._peers.is_leader:
-            self._records.count_read("failure-heard")
+            self._records.count_read("failure-read")
 
     def _look_for_vain_wait(self, end: TrainingEnd) -> None:
         """Checks whether this worker is in a collective of the step in which another one has left its loop.
 
-        The counts alone do not tell: if workers send to each other, those in the middle count more.
+        The counts alone do not show that: if workers send to each other, those in the middle count more.
         """
         begun = None if self.error is not None or self._is_over or end.collectives is None else count_begun()
         if begun is None or end.collectives is None or begun <= end.collectives:
@@ -338,7 +338,7 @@ class PeerFailures:
                 self._err(failure)
 
     def _err(self, failure: Failure, since: float | None = None) -> None:
-        """Records a failure, and tells the others at once: all of them name the failure that comes first.
+        """Records a failure, and publishes it at once: all of them name the failure that comes first.
 
         `since` is when the training thread began to wait in vain, by the monotonic clock.
         """

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,13 +38,27 @@ class FailureReport(msgspec.Struct, frozen=True):
 
     Attributes:
         cause: The error of another worker from which it results; None if it is this worker's own.
-        blamed: The error that tells which worker is missing; None if none does.
-        loss: The message, if it only tells that a worker is missing or a save has failed; else empty.
+        blamed: The error that names the worker that is missing; None if none does.
+        loss: The message, if it only says that a worker is missing or a save has failed; else empty.
     """
 
     cause: ClusterError | None
     blamed: ClusterError | None
     loss: str
+
+
+class GuardCalls(NamedTuple):
+    """The part of a guard that a consensus calls, in its own thread.
+
+    Attributes:
+        receive: Receives notices of other workers.
+        wake: Called when there is something new.
+        find_left: Returns the time until this process must be gone; None if it is not known.
+    """
+
+    receive: Hear
+    wake: Callable[[], object]
+    find_left: Callable[[], float | None]
 
 
 class NoFailures:
@@ -115,14 +130,8 @@ class SingleConsensus:
         self.call: Plan | None = None
         self.changed = Latch()
 
-    def open(self, hear: Hear, wake: Callable[[], object], find_left: Callable[[], float | None]) -> None:
-        """Starts communicating with the others; waits for nothing.
-
-        Args:
-            hear: Receives notices of other workers.
-            wake: Called when there is something new.
-            find_left: Returns the time until this process must be gone; None if it is not known.
-        """
+    def open(self, listener: GuardCalls) -> None:
+        """Starts communicating with the others; waits for nothing."""
 
     def close(self) -> None:
         """**Blocks** for a moment. Ends; a second call does nothing."""
@@ -137,10 +146,11 @@ class SingleConsensus:
         """
         return not is_asked
 
-    def pause(self, step: int, *, begins: bool) -> None:
-        """Called when the training thread pauses; `begins` if it was not paused until now."""
+    def pause(self, step: int) -> int:
+        """Called when the training thread pauses; returns how many steps it had begun, or may have."""
+        return step
 
-    def try_resume(self, step: int) -> bool:
+    def try_resume(self, begun: int) -> bool:
         """Returns True if the training thread may continue with the step that it had begun before the pause."""
         return True
 
@@ -154,13 +164,21 @@ class SingleConsensus:
         return plan is not None
 
     def settle(
-        self, step: int, plan: Plan | None, *, ends: bool = False, is_over: bool = False, is_paused: bool = False
+        self,
+        step: int,
+        plan: Plan | None,
+        *,
+        is_tentative: bool = True,
+        ends: bool = False,
+        is_over: bool = False,
+        is_paused: bool = False,
     ) -> Verdict:
         """Asks for what this worker plans, and returns what to do when that many steps are complete.
 
         Args:
             step: How many steps.
             plan: What it asks for; None for nothing.
+            is_tentative: As in `begin_step`.
             ends: True if the loop does not continue with another step at once.
             is_over: True if it never will. If there is nothing to do, nothing more can be called for here then.
             is_paused: True if the guard's thread asks, and the training thread is paused.

@@ -59,7 +59,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
         left: object = self.left_seconds
         if left is None:
             return
-        # Compared with anything NaN is false: such a notice would be heard, and nothing done.
+        # Compared with anything NaN is false: such a notice would be received, and nothing done.
         hint = "Pass a number of seconds, or None if it is not known."
         number = left if isinstance(left, bool) or not isinstance(left, Real) else float(left)
         left_seconds = check_seconds("left_seconds", number, least=-math.inf, most=math.inf, hint=hint)

@@ -28,8 +28,7 @@ def try_put_token(storage: Storage) -> str:
     """
     token = os.urandom(16).hex()
     try:
-        storage.make_directory("")
-        storage.remove(START_NAME)
+        storage.delete([START_NAME])
         return token if storage.publish(START_NAME, token.encode()) else ""
     except HoldfastError:
         return ""
@@ -38,7 +37,7 @@ def try_put_token(storage: Storage) -> str:
 def remove_token(storage: Storage) -> None:
     """**Blocks.** Removes that file, if possible."""
     with suppress(HoldfastError):
-        storage.remove(START_NAME)
+        storage.delete([START_NAME])
 
 
 def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout_seconds: float) -> None:

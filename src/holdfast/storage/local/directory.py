@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.errors import DamageError, HoldfastError, StorageError, StorageFullError, UsageError
 from holdfast.format.index import round_up
+from holdfast.format.names import SPARE_NAME
 from holdfast.storage.checks import (
     as_storage_errors,
     check_size,
@@ -32,10 +33,11 @@ from holdfast.storage.local.files import (
     open_directory,
     preallocate,
     publish_file,
+    remove_entry,
     sync_to_disk,
     write_all,
 )
-from holdfast.storage.local.recycle import LocalSpare, has_spare, take_spare
+from holdfast.storage.local.recycle import remove_spare, take_spare, try_keep
 from holdfast.storage.local.streams import LocalReader, LocalWriter
 from holdfast.storage.protocol import Entry, Traits
 
@@ -47,6 +49,8 @@ _READ_BYTES: Final = 1 << 20
 _without_direct_lock: Final = threading.Lock()
 # Guarded by the lock above: the roots of which this process has found that they have no direct writes.
 _without_direct: Final[set[str]] = set()
+_SPARE_SHARE: Final = 2
+"""How many times larger than the next file the spare may be."""
 _NOT_PLAIN: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
 
 
@@ -60,7 +64,7 @@ def _with_room(method: _Method) -> _Method:
         except StorageFullError:
             has_given = False
             with suppress(HoldfastError):
-                has_given = self.spare.remove()
+                has_given = remove_spare(self.location)
             if not has_given:
                 raise
         return method(self, *args, **options)
@@ -76,7 +80,6 @@ class LocalStorage:
     Attributes:
         url: The directory's absolute path.
         traits: See `Storage`. The first storage of a directory in a process finds the hindrance.
-        spare: The recycled file in whose space the next large one may be written; see `Spare`.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, direct: bool = True) -> None:
@@ -86,9 +89,8 @@ class LocalStorage:
             raise UsageError(f"{text!r} is not the name of a directory", hint="pass the path of a directory")
         self._root = Path(text).absolute()
         self.url = str(self._root)
-        self.spare = LocalSpare(self._root)
         self._wants_direct = direct
-        self.traits = Traits(is_shared=True)
+        self.traits = Traits(has_directories=True, is_shared=True, keeps_space=True)
         # Guards the two fields below.
         self._lock = threading.Lock()
         self._root_lasts = False
@@ -117,22 +119,24 @@ class LocalStorage:
             with open_directory(self._root, parts):
                 pass
 
-    def open_writer(self, path: str, size_bytes: int) -> LocalWriter:
-        """Begins a new file; see `Storage`. A crash leaves debris until something publishes a name for it.
+    def create(self, path: str, size_bytes: int) -> LocalWriter:
+        """**Blocks.** Begins a new file; see `Storage`. A crash leaves debris until something publishes a name for it.
 
         If there is a spare, a large file takes its space on the disk.
         """
-        if size_bytes >= SMALLEST_DIRECT_BYTES and has_spare(self._root):
+        check_size(size_bytes, path)
+        if len(parts := split_path(path)) > 1:
+            self.make_directory("/".join(parts[:-1]))
+        if size_bytes >= SMALLEST_DIRECT_BYTES and os.path.lexists(self._root / SPARE_NAME):
             # If it has less room than is needed, and the disk no more, it is gone by now: that may have been too little
             # only because it was there.
             with suppress(StorageFullError):
-                return self._open_writer(path, size_bytes, takes_spare=True)
-        return self._open_writer(path, size_bytes, takes_spare=False)
+                return self._create(path, size_bytes, takes_spare=True)
+        return self._create(path, size_bytes, takes_spare=False)
 
     @_with_room
-    def _open_writer(self, path: str, size_bytes: int, *, takes_spare: bool) -> LocalWriter:
+    def _create(self, path: str, size_bytes: int, *, takes_spare: bool) -> LocalWriter:
         *parents, name = split_path(path)
-        check_size(size_bytes, path)
         with (
             as_storage_errors("make", path, self._root, size_bytes),
             open_directory(self._make_root(), parents) as directory,
@@ -223,16 +227,20 @@ class LocalStorage:
                 os.close(descriptor)
             raise
 
-    def list(self, path: str) -> list[Entry]:
+    def list(self, path: str, *, deep: bool = False) -> list[Entry]:
         """Returns the entries of a directory, in order of name; see `Storage`."""
         parts = split_directory(path)
-        entries = []
+        entries: list[Entry] = []
         with as_storage_errors("list", path, self._root), suppress(FileNotFoundError, NotADirectoryError):
             with open_directory(self._root, parts) as directory, os.scandir(directory) as found:
                 for item in found:
                     # A long run has thousands of directories, and the system tells them from files without a look.
                     if item.is_dir(follow_symlinks=False):
-                        entries.append(Entry(item.name, True, 0))
+                        if deep:
+                            inner = self.list("/".join([*parts, item.name]), deep=True)
+                            entries += [Entry(f"{item.name}/{one.name}", False, one.size_bytes) for one in inner]
+                        else:
+                            entries.append(Entry(item.name, True, 0))
                         continue
                     try:
                         status = item.stat(follow_symlinks=False)
@@ -242,43 +250,44 @@ class LocalStorage:
                     entries.append(Entry(item.name, stat.S_ISDIR(status.st_mode), size_bytes))
         return sorted(entries, key=lambda entry: entry.name)
 
-    def remove(self, path: str) -> None:
-        """Removes one file or link; see `Storage`."""
-        *parents, name = split_path(path)
-        with as_storage_errors("remove", path, self._root), suppress(FileNotFoundError):
-            with open_directory(self._root, parents) as directory:
-                os.unlink(name, dir_fd=directory)
+    def delete(self, paths: Iterable[str]) -> bool:
+        """Removes files, links and empty directories; see `Storage`."""
+        is_gone = True
+        failures: list[StorageError] = []
+        # The deepest first: then a directory is tried after what is in it.
+        for *parents, name in sorted(map(split_path, paths), key=len, reverse=True):
+            try:
+                with as_storage_errors("remove", "/".join((*parents, name)), self._root), suppress(FileNotFoundError):
+                    with open_directory(self._root, parents) as directory:
+                        is_gone &= remove_entry(directory, name)
+            except StorageError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return is_gone
 
-    def remove_directory(self, path: str) -> bool:
-        """Removes a directory if it is empty; see `Storage`."""
-        *parents, name = split_path(path)
-        with as_storage_errors("remove", path, self._root), suppress(FileNotFoundError):
-            with open_directory(self._root, parents) as directory:
-                try:
-                    os.rmdir(name, dir_fd=directory)
-                except OSError as error:
-                    # POSIX allows either of the two errors.
-                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                        return False
-                    raise
-        return True
+    def discard(self, paths: Iterable[str], next_bytes: int) -> None:
+        """**Blocks.** Removes files, or keeps one as the spare; see `Storage`."""
+        limit_bytes = _SPARE_SHARE * next_bytes
+        self.delete([path for path in paths if not (limit_bytes and try_keep(self._root, path, limit_bytes))])
+        remove_spare(self._root, limit_bytes or -1)
 
-    def set_aside(self, path: str) -> str:
+    def retire(self, directory: str) -> str:
         """**Blocks.** Moves a directory at once to a `.trash-` name in the root; see `Storage`.
 
         After a crash it has the old name or the new one, and is whole.
         """
-        *parents, name = split_path(path)
+        *parents, name = split_path(directory)
         aside = trash_name(name)
-        with as_storage_errors("set aside", path, self._root):
-            with open_directory(self._root, ()) as root, open_directory(self._root, parents) as directory:
-                if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+        with as_storage_errors("set aside", directory, self._root):
+            with open_directory(self._root, ()) as root, open_directory(self._root, parents) as above:
+                if not stat.S_ISDIR(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-                os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=root)
+                os.rename(name, aside, src_dir_fd=above, dst_dir_fd=root)
                 # The new name first: in this order a directory moved between two others is never in neither.
                 sync_to_disk(root)
                 if parents:
-                    sync_to_disk(directory)
+                    sync_to_disk(above)
         return aside
 
     def _make_root(self) -> Path:

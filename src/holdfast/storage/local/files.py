@@ -113,6 +113,26 @@ def preallocate(descriptor: int, size_bytes: int) -> None:
     os.ftruncate(descriptor, size_bytes)
 
 
+def remove_entry(directory: int, name: str) -> bool:
+    """Removes a file, a link or an empty directory from an open directory. `OSError` is not handled.
+
+    Returns:
+        True if the name no longer exists, False if it is a directory with something in it.
+    """
+    try:
+        os.unlink(name, dir_fd=directory)
+    except (IsADirectoryError, PermissionError) as error:  # POSIX allows either for a directory.
+        try:
+            os.rmdir(name, dir_fd=directory)
+        except NotADirectoryError:
+            raise error from None
+        except OSError as refusal:
+            if refusal.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+    return True
+
+
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
 _RENAME_NOREPLACE: Final = 1
 

@@ -33,57 +33,49 @@ occupy the memory. Network file systems cannot tell whether another machine has 
 _STATFS_BYTES: Final = 512
 
 
-class LocalSpare:
-    """**Thread-safe.** The one spare file of a storage's root; see `Spare`.
+def try_keep(root_path: Path, path: str, limit_bytes: int) -> bool:
+    """**Thread-safe.** Makes a whole file that no longer counts the spare, if it is more useful than the current one.
 
-    Any number of processes may use it at the same time: the one that renames it has it, and the others find none.
+    A crash leaves it under its own name or as the spare. It is not kept if it is larger than the limit, if something
+    already prevents its use, nor if less space is free on the disk than it takes: on a nearly full disk the rest
+    belongs to others. Any number of processes may use the spare at the same time: the one that renames it has it, and
+    the others find none.
+
+    Returns:
+        True if it has left its path. If False, it is there as before, and may be removed.
     """
+    *parents, name = split_path(path)
+    try:
+        with open_directory(root_path, ()) as root, open_directory(root_path, parents) as directory:
+            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+            if not is_plain or not SMALLEST_DIRECT_BYTES <= status.st_size <= limit_bytes:
+                return False
+            disk = os.fstatvfs(root)
+            if not _can_be_used(root) or disk.f_bavail * disk.f_frsize < status.st_size:
+                return False
+            before = _look(root)
+            if before is not None and stat.S_ISREG(before.st_mode) and before.st_size >= status.st_size:
+                return False
+            # If there is a smaller one, this removes it. It fails if a directory is in the way.
+            os.rename(name, SPARE_NAME, src_dir_fd=directory, dst_dir_fd=root)
+    except OSError:
+        return False
+    return True
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
 
-    def try_keep(self, path: str, limit_bytes: int) -> bool:
-        """Makes a file the spare; see `Spare`. A crash leaves it under its own name or as the spare.
-
-        It is not kept if something already prevents its use, nor if less space is free on the disk than it takes: on a
-        nearly full disk the rest belongs to others.
-        """
-        *parents, name = split_path(path)
+def remove_spare(root_path: Path, beyond_bytes: int = -1) -> bool:
+    """**Thread-safe.** Removes the spare, if it is larger than that; returns False if there was none to remove."""
+    with as_storage_errors("remove", SPARE_NAME, root_path):
         try:
-            with open_directory(self._root, ()) as root, open_directory(self._root, parents) as directory:
-                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
-                if not is_plain or not SMALLEST_DIRECT_BYTES <= status.st_size <= limit_bytes:
+            with open_directory(root_path, ()) as root:
+                status = _look(root)
+                if status is None or stat.S_ISDIR(status.st_mode) or status.st_size <= beyond_bytes:
                     return False
-                disk = os.fstatvfs(root)
-                if not _can_be_used(root) or disk.f_bavail * disk.f_frsize < status.st_size:
-                    return False
-                before = _look(root)
-                if before is not None and stat.S_ISREG(before.st_mode) and before.st_size >= status.st_size:
-                    return False
-                # If there is a smaller one, this removes it. It fails if a directory is in the way.
-                os.rename(name, SPARE_NAME, src_dir_fd=directory, dst_dir_fd=root)
-        except OSError:
-            return False
-        return True
-
-    def remove(self, beyond_bytes: int = -1) -> bool:
-        """Removes the spare; see `Spare`."""
-        with as_storage_errors("remove", SPARE_NAME, self._root):
-            try:
-                with open_directory(self._root, ()) as root:
-                    status = _look(root)
-                    if status is None or stat.S_ISDIR(status.st_mode) or status.st_size <= beyond_bytes:
-                        return False
-                    os.unlink(SPARE_NAME, dir_fd=root)
-            except FileNotFoundError:
-                return False  # Another process took it, or there is no root.
-        return True
-
-
-def has_spare(root: Path) -> bool:
-    """Returns True if the spare's name exists."""
-    return os.path.lexists(root / SPARE_NAME)
+                os.unlink(SPARE_NAME, dir_fd=root)
+        except FileNotFoundError:
+            return False  # Another process took it, or there is no root.
+    return True
 
 
 def take_spare(root: Path, directory: int, name: str, made: int, size_bytes: int) -> int | None:

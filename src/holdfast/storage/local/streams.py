@@ -109,12 +109,8 @@ class LocalWriter:
         self._written_bytes = 0
         self._failure: StorageError | None = None
 
-    def write_at(self, offset_bytes: int, data: memoryview) -> None:
-        """**Thread-safe.** **Blocks.** Writes one piece; see `FileWriter`."""
-        self.write_digested(offset_bytes, data, ())
-
-    def write_digested(self, offset_bytes: int, data: memoryview, parts: Sequence[memoryview]) -> list[str]:
-        """**Thread-safe.** **Blocks.** Writes one piece; see `DigestingWriter`.
+    def write_at(self, offset_bytes: int, data: memoryview, parts: Sequence[memoryview] = ()) -> list[str]:
+        """**Thread-safe.** **Blocks.** Writes one piece; see `FileWriter`.
 
         After a failure it always raises that, because the result of a failed write is unknown.
         """

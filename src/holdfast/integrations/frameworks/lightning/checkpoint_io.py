@@ -200,17 +200,15 @@ def _remove(path: str | os.PathLike[str]) -> None:
         return
     for entry in storage.list(""):
         if entry.is_directory:
-            storage.remove(f"{entry.name}/{_MANIFEST}")
+            storage.delete([f"{entry.name}/{_MANIFEST}"])
     _empty(storage, "")
     if root is not None:
         root.rmdir()
 
 
 def _empty(storage: Storage, directory: str) -> None:
-    for entry in storage.list(directory):
-        path = f"{directory}/{entry.name}".lstrip("/")
+    entries = {f"{directory}/{entry.name}".lstrip("/"): entry for entry in storage.list(directory)}
+    for path, entry in entries.items():
         if entry.is_directory:
             _empty(storage, path)
-            storage.remove_directory(path)
-        else:
-            storage.remove(path)
+    storage.delete(entries)
