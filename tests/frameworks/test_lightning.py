@@ -263,7 +263,7 @@ def test_a_model_that_has_changed_is_refused_and_names_the_tensor(tmp_path: Path
     ("options", "words"),
     [
         ({"save_every": 500}, "save_every"),
-        ({"save_evry": hf.Steps(5)}, "no option 'save_evry'"),
+        ({"save_evry": hf.Steps(5)}, "did you mean save_every"),
         ({"keep": 3}, "keep"),
         ({"preemption": "never"}, "preemption"),
     ],

@@ -367,6 +367,28 @@ class Run:
             return None
         return self._loop.save(step, metadata=metadata)
 
+    # For the doors of frameworks: they know where a training ends, and what comes between its last step and that.
+
+    def save_last(self, *, again: bool = False) -> None:
+        """Saves the last step of a training, waiting for the save before it, unless that step is saved.
+
+        Args:
+            again: True to replace a save of the step that was made before its epoch or its evaluation had ended.
+        """
+        loop, step = self._loop, self._loop.count.done
+        if again and step and loop.is_safe(step):
+            loop.begin_steps()
+            loop.save(step, replace=True)
+        loop.save_last()
+
+    def pass_boundary(self) -> None:
+        """Saves and exits if it is time to, between a step that was counted before and the next one."""
+        self._loop.pass_boundary()
+
+    def warn(self, text: str, *, is_error: bool = False) -> None:
+        """Sends a warning to the log and the sinks, with the number of the step."""
+        self._loop.warn(text, is_error=is_error)
+
     def __repr__(self) -> str:
         state = f"at step {self._loop.count.done}" if self._phase >= _Phase.ENTERED else "not entered"
         return f"<Run {state}, {self.manager!r}>"

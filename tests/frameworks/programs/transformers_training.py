@@ -103,7 +103,7 @@ class Teller(TrainerCallback):  # type: ignore[misc]
         self.evaluated += 1
         sys.stderr.write(f"evaluated {state.global_step}/{self.evaluated}\n")
         if state.global_step == self.leaves_in and self.evaluated == 1:
-            ask_to_leave(self.resumable._session._run, gets_signal=args.process_index == args.world_size - 1)
+            ask_to_leave(self.resumable._fit.run, gets_signal=args.process_index == args.world_size - 1)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Counts anew."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
@@ -28,7 +28,7 @@ class Evaluation:
         """**Collective.** Begins an evaluation.
 
         Args:
-            run: Tells when to exit.
+            run: Knows when to exit.
             module: The model.
             device: Where collectives of small tensors run.
             batches: How many batches this worker evaluates. Workers agree on a batch only if all have the same number.
@@ -38,11 +38,51 @@ class Evaluation:
         self._sums = sum_up(module)
         self._is_joint = run.manager.participant is not None
         self._can_agree = not self._is_joint or self._reduce(batches) == -self._reduce(-batches) < float("inf")
-        # Of several workers, the first one says to all at which batch it says more.
+        # Of several workers, the first one says to all at which batch it says it again.
         self._batches = self._look_at = 1
         self._looked_at = time.monotonic()
+        self._has_asked = False
 
-    def is_to_leave(self) -> bool:
+    def leave_if_asked(self, own_weights: AbstractContextManager[object] | None = None) -> bool | None:
+        """**Collective.** Saves the step before the evaluation and exits, if the job was asked to stop.
+
+        Args:
+            own_weights: In it the model has the weights of training, if callbacks exchange them for the evaluation.
+
+        Returns:
+            None if the job was not asked, or once it was; else whether the step is counted, and the job stays.
+
+        Raises:
+            SystemExit: When the job exits.
+        """
+        if self._has_asked or not self._is_to_leave():
+            return None
+        self._has_asked = True
+        with own_weights or nullcontext():
+            if self.has_own_weights():
+                self.step_back(self._run.finish_step)
+                return True
+            self._run.warn(
+                "the job was asked to stop, but waits until the evaluation ends: the evaluation has changed the "
+                "weights (to average them, for example) and restores them itself"
+            )
+            return False
+
+    def step_back(self, save: Callable[[], object]) -> None:
+        """Calls what saves while the random generators are as when the evaluation began."""
+        now = RNG().state_dict()
+        RNG().load_state_dict(self._random)
+        try:
+            save()
+        finally:
+            RNG().load_state_dict(now)
+
+    def has_own_weights(self) -> bool:
+        """**Collective.** Returns True if the model has the weights with which the evaluation began, on all workers."""
+        is_same = self._sums == sum_up(self._module)
+        return is_same if not self._is_joint else not self._reduce(not is_same)
+
+    def _is_to_leave(self) -> bool:
         """**Collective.** Returns True if the job should exit before the current batch; the same on all workers."""
         if not self._can_agree:
             return False
@@ -53,26 +93,11 @@ class Evaluation:
             return False
         now = time.monotonic()
         per_look = int(self._batches * _LOOK_SECONDS / max(now - self._looked_at, 1e-6))
-        told = torch.tensor([self._run.should_stop(), min(max(per_look, 1), 2 * self._batches)], device=self._device)
-        distributed.broadcast(told, src=0)
-        is_to_leave, self._batches = map(int, told.tolist())
+        asked = torch.tensor([self._run.should_stop(), min(max(per_look, 1), 2 * self._batches)], device=self._device)
+        distributed.broadcast(asked, src=0)
+        is_to_leave, self._batches = map(int, asked.tolist())
         self._look_at, self._looked_at = self._batches, now
         return bool(is_to_leave)
-
-    def has_own_weights(self) -> bool:
-        """**Collective.** Returns True if the model has the weights with which the evaluation began, on all workers."""
-        is_same = self._sums == sum_up(self._module)
-        return is_same if not self._is_joint else not self._reduce(not is_same)
-
-    @contextmanager
-    def stepped_back(self) -> Iterator[None]:
-        """Returns a context in which the random generators are as when the evaluation began."""
-        now = RNG().state_dict()
-        RNG().load_state_dict(self._random)
-        try:
-            yield
-        finally:
-            RNG().load_state_dict(now)
 
     def _reduce(self, value: float) -> float:
         """Returns the maximum of all workers' values."""

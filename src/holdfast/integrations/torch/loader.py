@@ -20,10 +20,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.digests import derive
-from holdfast.integrations.frameworks.attributes import RANDOM
 from holdfast.integrations.torch.draws import keep_draws, note_parts, read_parts, seed_parts, write_parts
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable
+from holdfast.state.data.attributes import RANDOM
 from holdfast.state.data.position import is_position
 from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, current_epoch, leave_alone
 from holdfast.state.leaves import Skeleton
@@ -444,6 +444,9 @@ class LoaderAdapter(SamplerAdapter):
             loading.differences.wrong_kind.append(
                 f"{loading.name()}: stored the position of a ResumableSampler, live a {type(obj).__name__}"
             )
+            return leave_alone
+        if difference := keep_draws(obj).find_difference(state):
+            loading.differences.wrong_shape.append(f"{loading.name()}: {difference}")
             return leave_alone
         return lambda: keep_draws(obj).load_state_dict(loading.complete(state))
 

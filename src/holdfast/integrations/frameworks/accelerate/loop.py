@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from functools import wraps
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from accelerate.data_loader import DataLoaderDispatcher
@@ -16,11 +14,10 @@ import holdfast.training.run
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
-from holdfast.integrations.frameworks.places import DataPlace
+from holdfast.integrations.frameworks.fit import Directory, Replaced, split_options
 from holdfast.integrations.torch.module_walks import find_trained_beside
-from holdfast.options import check_kept_objects, check_names
+from holdfast.integrations.torch.places import DataPlace
 from holdfast.state import RNG, PerWorker
-from holdfast.storage import Storage
 from holdfast.training.run import Run
 
 _SUPPORTED: Final = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP"}
@@ -34,7 +31,7 @@ _SKIPPED: Final = (
 )
 
 
-def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **options: Any) -> Run:
+def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
     """Creates a run, like `hf.resumable`, that saves everything the accelerator has prepared.
 
     Call it after everything is prepared, and call `run.finish_step()` at the end of each batch: it counts a step when
@@ -66,20 +63,14 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
         raise UsageError(
             "the accelerator has not prepared anything yet", hint="Call accelerator.prepare(...) before resumable(...)."
         )
-    known = holdfast.training.run.resumable.__kwdefaults__ or {}
-    own = {name: options.pop(name) for name in [name for name in options if name not in known]}
-    check_names(own, {**known, **options})
-    check_kept_objects(own)
-    if taken := own.keys() & kept.keys():
-        raise UsageError(f"{min(taken)} was prepared by the accelerator, and is saved already")
-    kept |= own
+    settings = split_options(directory, {"on_resize": "refuse", **options}, kept)
+    kept |= settings.others
     # Such as a loss with parameters, which is seldom prepared.
     kept |= find_trained_beside(accelerator._optimizers, kept.values())
     progress = _Progress(accelerator, places)
     kept["accelerator"] = PerWorker(progress)
     kept["rng"] = RNG()
-    options.setdefault("on_resize", "refuse")
-    run = holdfast.training.run.resumable(directory, Checkpoint(**kept), **options)
+    run = holdfast.training.run.resumable(directory, Checkpoint(**kept), **settings.options)
     run.completes_step = lambda: progress.end_batch(run)
     for place in places:
         # The loop goes on where it was by the loader: it need not ask for the step.
@@ -94,14 +85,14 @@ def resumable(accelerator: Any, directory: str | os.PathLike[str] | Storage, **o
 
 
 def _see_losses(accelerator: Any, run: Run) -> None:
-    plain = getattr(accelerator.backward, "__wrapped__", accelerator.backward)
+    replaced: Replaced = vars(accelerator).setdefault("_replaced_by_holdfast", Replaced())
+    replaced.undo()  # By a run before this one.
 
-    @wraps(plain)
-    def backward(loss: Any, **options: Any) -> None:
+    def backward(original: Callable[..., None], loss: Any, **options: Any) -> None:
         run.manager.witness.note_loss(loss)
-        plain(loss, **options)
+        original(loss, **options)
 
-    accelerator.backward = backward
+    replaced.method(accelerator, "backward", backward)
 
 
 def check_strategy(accelerator: Any) -> None:
@@ -209,7 +200,7 @@ class _Progress:
         """Called when the loop takes the rest of a loader's epoch."""
         self._is_restored = False
         for text in {place.remark for place in self._places if place.remark}:
-            run.manager.emit(Warned(text=text, step=run.step))
+            run.warn(text)
         for place in self._places:
             place.remark = ""
         _ = run.step
@@ -221,7 +212,7 @@ class _Progress:
         if self._is_restored:
             self._is_restored = False
             if any(place.resumes for place in self._places):
-                run.manager.emit(Warned(text=_SKIPPED, step=run.step, is_error=True))
+                run.warn(_SKIPPED, is_error=True)
         return bool(self._accelerator.sync_gradients)
 
     def state_dict(self) -> dict[str, Any]:

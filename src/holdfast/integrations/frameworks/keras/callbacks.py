@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
 
 from holdfast.catalog import StoredRun
 from holdfast.catalog.deletion import clear_run
-from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UsageError
-from holdfast.integrations.frameworks.keras.fit import OWN_NAMES, FitRun, FitSaves, end_left_fits, find_fit
+from holdfast.integrations.frameworks.fit import Directory, check_single, split_options, walk_callers
+from holdfast.integrations.frameworks.keras.fit import (
+    OWN_NAMES,
+    FitRun,
+    FitSaves,
+    end_left_fits,
+    find_fit,
+)
 from holdfast.numbers import check_whole
-from holdfast.options import SaveOptions, check_kept_objects, check_names, check_switches
-from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
-from holdfast.preemption.config import TerminationConfig, make_termination
-from holdfast.storage import Storage, open_storage
-from holdfast.training.run import Run, resumable
-
-_OPTIONS = {
-    name: one.default for name, one in inspect.signature(resumable).parameters.items() if one.kind is one.KEYWORD_ONLY
-}
+from holdfast.options import check_switches
+from holdfast.policies import Latest, RetentionPolicy, SavePolicy
+from holdfast.preemption.config import TerminationConfig
+from holdfast.storage import open_storage
 
 
 class Resumable(keras.callbacks.Callback):
@@ -43,7 +43,7 @@ class Resumable(keras.callbacks.Callback):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str] | Storage,
+        directory: Directory,
         *,
         save_every: SavePolicy | Literal["epoch"] | None = None,
         keep: RetentionPolicy | None = None,
@@ -73,55 +73,35 @@ class Resumable(keras.callbacks.Callback):
         if not directory:
             raise UsageError("the directory is empty", hint="Pass the path of the run's directory.")
         saves = FitSaves(at_epochs=True) if save_every == "epoch" else save_every
-        self._directory, self._saves = directory, saves
-        others = {name: value for name, value in options.items() if name not in _OPTIONS}
-        self._options = {
-            **{name: value for name, value in options.items() if name in _OPTIONS},
-            "save_every": saves,
-            "keep": keep,
-            "preemption": preemption,
-        }
-        taken = sorted({*OWN_NAMES} & others.keys())
-        if taken:
-            raise UsageError(
-                f"an object named {taken[0]} is already saved by Resumable", hint="Give the object another name."
-            )
-        check_names(others, self._options)
-        check_kept_objects(others)
-        make_termination(preemption, others)
-        SaveOptions.pick({**_OPTIONS, **self._options}, save_every=Auto(), keep=Latest(3))
-        self._others = others
-        self._at_end: Any = None
+        given = {"save_every": saves, "keep": keep, "preemption": preemption, **options}
+        self._settings = split_options(directory, given, OWN_NAMES)
+        # Called when training has ended and the run is left; None if a failure of its last save is an error.
+        self._at_end: Callable[[], None] | None = None
 
     def set_model(self, model: Any) -> None:
         """Called by Keras with the model, before the first callback begins."""
         super().set_model(model)
-        own = sys._getframe(1).f_locals.get("self")
-        if isinstance(own, keras.callbacks.CallbackList):
-            self._keep_logs(own)
+        found = (variables.get("self") for variables in walk_callers())
+        callbacks = next((one for one in found if isinstance(one, keras.callbacks.CallbackList)), None)
+        if callbacks is not None:
+            self._keep_logs(callbacks)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Moves to the last place among the callbacks, and restores there once all others have begun."""
         end_left_fits()
         callbacks, iterator = find_fit(self._model)
-        if sum(isinstance(one, Resumable) for one in callbacks.callbacks) > 1:
-            raise UsageError(
-                "a fit takes one Resumable or BackupAndRestore",
-                hint="Remove the others: each would resume the same fit.",
-            )
+        check_single(Resumable, callbacks.callbacks, "a fit")
         _check_alone(self._model)
-        fit = FitRun(callbacks, iterator, self._make_run, self._saves, self._others, self._at_end)
+        fit = FitRun(callbacks, iterator, self._settings, self._at_end)
         fit.set_model(self._model)
         fit.set_params(self.params)
         callbacks.callbacks.append(fit)
 
-    def _make_run(self, checkpoint: Checkpoint) -> Run:
-        return resumable(self._directory, checkpoint, **self._options)
-
     def _keep_logs(self, callbacks: Any) -> None:
         """Keeps a log that would be started over, if training resumes."""
         loggers = [one for one in callbacks.callbacks if isinstance(one, keras.callbacks.CSVLogger) and not one.append]
-        if loggers and not self._options.get("begin_anew") and StoredRun(open_storage(self._directory)).look().living:
+        directory, begins_anew = self._settings.directory, self._settings.options.get("begin_anew")
+        if loggers and not begins_anew and StoredRun(open_storage(directory)).look().living:
             for logger in loggers:
                 logger.append = True
 
@@ -187,16 +167,12 @@ class BackupAndRestore(Resumable):
         )
         self.backup_dir, self.save_freq = backup_dir, save_freq
         self.double_checkpoint, self.delete_checkpoint = double_checkpoint, delete_checkpoint
-        self._at_end = partial(_end, backup_dir, delete_checkpoint)
+        self._at_end = self._delete if delete_checkpoint else lambda: None
 
-
-def _end(directory: str | os.PathLike[str], deletes: bool) -> None:
-    if not deletes:
-        return
-    storage = open_storage(directory)
-    clearing = clear_run(StoredRun(storage), StoredRun(storage).look().generation)
-    for problem in clearing.problems:
-        raise problem
+    def _delete(self) -> None:
+        run = StoredRun(open_storage(self.backup_dir))
+        for problem in clear_run(run, run.look().generation).problems:
+            raise problem
 
 
 def _check_alone(model: Any) -> None:

@@ -28,7 +28,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from msgspec.structs import replace
 
 from holdfast.errors import UsageError
-from holdfast.integrations.frameworks.attributes import Attributes
+from holdfast.state.data.attributes import Attributes
 from holdfast.state.rng import RNG, undisturbed
 
 _NOTHING: Final = object()

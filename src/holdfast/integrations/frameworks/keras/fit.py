@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from numbers import Real
-from types import FrameType
 from typing import Any, Final
 
 import keras
+import msgspec
 from keras.src.trainers.epoch_iterator import EpochIterator
 from msgspec.structs import asdict
 
-from holdfast.checkpoint import Checkpoint
 from holdfast.errors import SaveFailedError, StorageError, UsageError
+from holdfast.integrations.frameworks.fit import Fit, Replaced, Settings, walk_callers
 from holdfast.integrations.frameworks.keras.data import Feed, PlaceInData, make_step
 from holdfast.integrations.frameworks.keras.state import (
     CallbackStates,
@@ -32,7 +31,6 @@ from holdfast.policies import SavePolicy
 from holdfast.policies.saving import SaveDecision, SaveMoment
 from holdfast.process.terminal import inform
 from holdfast.state.rng import RNG
-from holdfast.training.run import Run
 
 _UNSET: Final = object()
 
@@ -81,15 +79,12 @@ def find_fit(model: Any) -> tuple[Any, Any]:
         UsageError: If there is no such `fit`.
     """
     callbacks = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        own = frame.f_locals
+    for own in walk_callers():
         if callbacks is None and isinstance(own.get("self"), keras.callbacks.CallbackList):
             callbacks = own["self"]
         iterator = own.get("epoch_iterator")
         if callbacks is not None and isinstance(iterator, EpochIterator):
             return callbacks, iterator
-        frame = frame.f_back
     raise UsageError(
         f"{type(model).__name__} is not trained by Keras' Model.fit, so its position in the data is unknown",
         hint="In your own training loop, use holdfast.resumable.",
@@ -102,54 +97,50 @@ _RUNNING: Final[set[FitRun]] = set()
 
 def end_left_fits() -> None:
     """Ends runs that an error has left open: Python may not have collected them yet."""
-    iterators = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        iterators.append(frame.f_locals.get("epoch_iterator"))
-        frame = frame.f_back
+    iterators = [own.get("epoch_iterator") for own in walk_callers()]
     for left in [one for one in _RUNNING if not any(one.iterator() is each for each in iterators if each is not None)]:
         left.abandon()
 
 
-class FitRun(keras.callbacks.Callback):
+class _RestoredEpoch(msgspec.Struct):
+    """Restored values that are put back once the callbacks have begun the epoch.
+
+    Attributes:
+        state: What was stored of callbacks and data.
+        copies: Small variables.
+        random: The random generators.
+    """
+
+    state: dict[str, Any]
+    copies: list[tuple[Any, Any]] = msgspec.field(default_factory=list)
+    random: dict[str, Any] | None = None
+
+
+class FitRun(keras.callbacks.Callback, Fit):
     """The last callback of one `fit`; counts for a run what the others have trained."""
 
-    def __init__(
-        self,
-        callbacks: Any,
-        iterator: Any,
-        make_run: Callable[[Checkpoint], Run],
-        saves: object,
-        others: dict[str, object],
-        at_end: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, callbacks: Any, iterator: Any, settings: Settings, at_end: Callable[[], None] | None) -> None:
         """Prepares; `on_train_begin` begins.
 
         Args:
             callbacks: The list of all callbacks.
             iterator: The source of the batches.
-            make_run: Creates the run that saves the objects.
-            saves: The policy by which it saves.
-            others: Further objects to save.
-            at_end: Called when training has ended and the run is left, whether or not its last save has failed.
+            settings: What the user's callback was given.
+            at_end: Called when training has ended and the run is left, whether or not its last save has failed; None if
+                a failure of that save is an error.
         """
-        super().__init__()
+        keras.callbacks.Callback.__init__(self)
+        Fit.__init__(self)
         self._callbacks: Callable[[], Any] = weakref.ref(callbacks)
-        self._make_run, self._saves = make_run, saves
-        self._others, self._at_end = others, at_end
+        self._settings, self._at_end = settings, at_end
         self._feed = Feed(iterator, self)
         self.iterator: Callable[[], Any] = weakref.ref(iterator)
-        self._run: Run | None = None
-        self._epoch, self._per_step = 0, int(iterator.steps_per_execution)
-        self._is_stopped = False
+        self._epoch, self._is_stopped = 0, False
         # Whether the last step of the epoch was counted before its end: the job was asked to stop, here or earlier.
         self._is_counted = False
         # The figures of the last step, which a train_step of the user's own may name otherwise than the metrics.
         self._logs: dict[str, Any] = {}
-        # What was stored of callbacks and data, and small variables: put back when the callbacks have begun the epoch.
-        self._restored: dict[str, Any] | None = None
-        self._copies: list[tuple[Any, Any]] = []
-        self._random: dict[str, Any] | None = None
+        self._restored: _RestoredEpoch | None = None
         # What an evaluation changes and what it began with.
         self._before_test: dict[str, Any] | None = None
         self._initial_epoch: Any = _UNSET
@@ -164,22 +155,20 @@ class FitRun(keras.callbacks.Callback):
         self._states = CallbackStates([one for one in callbacks.callbacks if self._is_kept(one)])
         self._optimizers = FurtherOptimizers(model)
         self._feed.source.build(model)
-        run = self._make_run(self._list_objects(model))
         # Not at the end of the program: there the run itself says what becomes of a save on its way.
         self._end = weakref.finalize(self.iterator(), self.abandon)
         self._end.atexit = False
-        run.__enter__()
-        self._run = run
+        run = self.enter(self._settings, self._list_objects(model))
         run.manager.witness.follow("the training data", self._feed.follow_batches, self._feed.describe)
         _RUNNING.add(self)
         self._initial_epoch = model._initial_epoch
         if run.restored is not None:
-            self._random = self._feed.read_random()
-            self._copies = copy_small(self._list_variables(model))
-            restored = self._restored or {}
-            self._random["own"] = restored["own_random"]
+            kept = self._restored or _RestoredEpoch({})
+            restored, kept.random = kept.state, self._feed.read_random()
+            kept.copies = copy_small(self._list_variables(model))
+            kept.random["own"] = restored["own_random"]
             for kind in self._states.write(restored["callbacks"]):
-                run._loop.warn(f"the checkpoint has the state of a {kind}, but this fit has no such callback")
+                run.warn(f"the checkpoint has the state of a {kind}, but this fit has no such callback")
             sizes = restored["place"].get("sizes")
             self._feed.resume(PlaceInData(**restored["place"] | {"sizes": None if sizes is None else tuple(sizes)}))
             self._is_counted = self._feed.place.is_complete
@@ -199,12 +188,12 @@ class FitRun(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes the step's metrics."""
         self._logs = dict(logs or {})
-        if self._run is not None and "loss" in self._logs:
-            self._run.manager.witness.note_loss(self._logs["loss"])
+        if self.run is not None and "loss" in self._logs:
+            self.run.manager.witness.note_loss(self._logs["loss"])
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Counts the last step of the epoch, after the other callbacks have handled its end."""
-        if self._run is None:
+        if self.run is None:
             return
         model = self._model
         self._feed.place = self._feed.end_epoch()
@@ -213,15 +202,15 @@ class FitRun(keras.callbacks.Callback):
         figures = {str(name): value for name, value in (logs or {}).items() if isinstance(value, Real)}
         is_last = self._is_stopped or epoch + 1 >= int(self.params["epochs"])
         with self._leaving():
-            self._run.report(**figures)
+            self.run.report(**figures)
             self._count(ends_epoch=True, is_last=is_last)
             if is_last:
                 # Later actions, such as restoring the best weights, are repeated by a restart.
-                self._run._loop.save_last()
+                self.run.save_last()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Notes what an evaluation at the end of an epoch changes."""
-        if self._run is not None and self._feed.place.is_complete:
+        if self.run is not None and self._feed.place.is_complete:
             self._before_test = {
                 "copies": copy_small(self._list_variables(self._model)),
                 "callbacks": self._states.read(),
@@ -231,7 +220,7 @@ class FitRun(keras.callbacks.Callback):
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Exits from within the evaluation if the job was asked to stop: a restart evaluates again."""
         before = self._before_test
-        if self._run is None or before is None or not self._run.should_stop():
+        if self.run is None or before is None or not self.run.should_stop():
             return
         if hasattr(self._model, "jax_state_sync"):
             self._model.jax_state_sync()
@@ -244,75 +233,68 @@ class FitRun(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Leaves the run, which waits for its saves."""
         self._model._initial_epoch = self._initial_epoch
-        run, self._run = self._run, None
         self._close()
-        if run is None:
-            return
-        if self._at_end is None:
-            run.__exit__(None, None, None)
+        if self.run is None or self._at_end is None:
+            self.leave()
             return
         # A backup that failed was a warning; what is trained is not lost for it.
         with suppress(SaveFailedError, StorageError):
-            run.__exit__(None, None, None)
+            self.leave()
         self._at_end()
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Ends the run after an error; a second call does nothing."""
-        run, self._run = self._run, None
         if self._initial_epoch is not _UNSET and self._model is not None:
             self._model._initial_epoch = self._initial_epoch
         self._close()
-        if run is not None:
-            ended = error or RuntimeError("fit has ended with an error")
-            run.__exit__(type(ended), ended, ended.__traceback__)
+        self.leave(error or RuntimeError("fit has ended with an error"))
 
     # As the data's feed calls it.
 
     def begin_batches(self) -> None:
         """Undoes what callbacks changed when they began the epoch a second time."""
-        if self._copies and self._feed.place.step:
-            put_back(self._copies)
-            self._put_callbacks_back()
-        self._copies = []
+        if (restored := self._restored) is None:
+            return
+        if restored.copies and self._feed.place.step:
+            put_back(restored.copies)
+            self._states.write(restored.state["callbacks"])
+        restored.copies = []
 
     def take_up(self) -> None:
         """Restores the position in the data and the random generators."""
-        if self._restored is not None and self._random is not None:
-            self._feed.source.write(self._restored["data"])
-            self._feed.write_random(self._random)
-        self._restored = self._random = None
+        restored, self._restored = self._restored, None
+        if restored is not None and restored.random is not None:
+            self._feed.source.write(restored.state["data"])
+            self._feed.write_random(restored.random)
 
     def end_step(self, *, is_last: bool) -> None:
         """Counts a step; the last one of an epoch counts when the epoch has ended, unless the job was asked to stop."""
         remark, self._feed.source.remark = self._feed.source.remark, ""
-        if remark and self._run is not None:
-            self._run._loop.warn(remark)
-        if self._run is not None and (self._run.should_stop() if is_last else self._feed.counts_batches):
+        if remark and self.run is not None:
+            self.run.warn(remark)
+        if self.run is not None and (self.run.should_stop() if is_last else self._feed.counts_batches):
             with self._leaving():
                 self._count()
 
     def stand_still(self) -> Iterator[Any]:
         """Lets `fit` reach the end of an epoch that is already trained, by a step in which nothing runs."""
-        model, callbacks = self._model, self._callbacks()
-        if self._restored is not None:
-            self._logs = dict(self._restored["logs"])
-        figures = self._logs
-        function = model.train_function
+        model, callbacks, replaced = self._model, self._callbacks(), Replaced()
+        restored, self._restored = self._restored, None
+        figures = self._logs = self._logs if restored is None else dict(restored.state["logs"])
         is_jax = keras.backend.backend() == "jax"
-        model.train_function = lambda *state: (figures, state[0]) if is_jax else figures
-        callbacks.on_train_batch_begin = callbacks.on_train_batch_end = _ignore
+        replaced.value(model, "train_function", lambda *state: (figures, state[0]) if is_jax else figures)
+        for name in ("on_train_batch_begin", "on_train_batch_end"):
+            replaced.method(callbacks, name, lambda *_, **__: None)
         try:
-            if self._random is not None:
-                self._feed.write_random(self._random)
-            self._restored = self._random = None
+            if restored is not None and restored.random is not None:
+                self._feed.write_random(restored.random)
             yield make_step(model)
         finally:
-            model.train_function = function
-            del callbacks.on_train_batch_begin, callbacks.on_train_batch_end
+            replaced.undo()
 
     # What is kept.
 
-    def _list_objects(self, model: Any) -> Checkpoint:
+    def _list_objects(self, model: Any) -> dict[str, object]:
         optimizer = [] if model.optimizer is None else model.optimizer.variables
         objects: dict[str, object] = {
             "model": Variables(model, model.variables),
@@ -321,8 +303,7 @@ class FitRun(keras.callbacks.Callback):
         }
         if keras.backend.backend() == "torch" and (buffers := list_buffers(model)):
             objects["buffers"] = buffers
-        objects |= {"fit": Kept(self._read, self._write), **self._others, "rng": RNG()}
-        return Checkpoint(**objects)
+        return {**objects, "fit": Kept(self._read, self._write), **self._settings.others, "rng": RNG()}
 
     def _list_variables(self, model: Any) -> list[Any]:
         optimizer = [] if model.optimizer is None else list(model.optimizer.variables)
@@ -343,20 +324,16 @@ class FitRun(keras.callbacks.Callback):
         }
 
     def _write(self, state: dict[str, Any]) -> None:
-        self._restored = state
+        self._restored = _RestoredEpoch(state)
         # Older versions have stored neither.
         self._optimizers.write(state.pop("optimizers", {}))
         write_global_seed(state.pop("seed", None))
-
-    def _put_callbacks_back(self) -> None:
-        if self._restored is not None:
-            self._states.write(self._restored["callbacks"])
 
     def _is_kept(self, callback: Any) -> bool:
         return callback is not self and not isinstance(callback, keras.callbacks.ProgbarLogger)
 
     def _count(self, *, ends_epoch: bool = False, is_last: bool = False) -> None:
-        if self._run is None:
+        if self.run is None:
             return
         callbacks = self._callbacks()
         for name in ("_flush_futures", "_clear_futures"):
@@ -364,21 +341,26 @@ class FitRun(keras.callbacks.Callback):
             if callbacks is not None and hasattr(callbacks, name):
                 getattr(callbacks, name)()
                 break
-        loop, was_counted = self._run._loop, self._is_counted
+        was_counted, saves = self._is_counted, self._settings.options["save_every"]
         self._is_counted = not ends_epoch and self._feed.place.is_complete
         if was_counted:
-            if is_last or (ends_epoch and isinstance(self._saves, FitSaves) and self._saves.at_epochs):
+            if is_last or (ends_epoch and isinstance(saves, FitSaves) and saves.at_epochs):
                 # In place of what was saved before the evaluation, which has none of its results.
-                loop.begin_steps()
-                loop.save(loop.count.done, replace=True)
-            loop.pass_boundary()
+                self.run.save_last(again=True)
+            self.run.pass_boundary()
             return
-        if isinstance(self._saves, FitSaves):
-            self._saves.note(self._per_step, ends_epoch=ends_epoch)
-        self._run.finish_step()
+        if isinstance(saves, FitSaves):
+            saves.note(int(self.iterator().steps_per_execution), ends_epoch=ends_epoch)
+        self.run.finish_step()
 
-    def _leaving(self) -> _Leaving:
-        return _Leaving(self)
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Ends the run with the exception that leaves the block, because `fit` passes no error to its callbacks."""
+        try:
+            yield
+        except BaseException as error:
+            self.abandon(error)
+            raise
 
     def _close(self) -> None:
         _RUNNING.discard(self)
@@ -386,25 +368,6 @@ class FitRun(keras.callbacks.Callback):
             self._end.detach()
         self._feed.release()
         self._before_test = self._restored = None
-        self._copies = []
         callbacks = self._callbacks()
         if callbacks is not None and self in callbacks.callbacks:
             callbacks.callbacks.remove(self)
-
-
-class _Leaving:
-    """Ends the run with the exception that leaves the block, because `fit` tells its callbacks of no error."""
-
-    def __init__(self, fit: FitRun) -> None:
-        self._fit = fit
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._fit.abandon(error)
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    """Calls no callback."""

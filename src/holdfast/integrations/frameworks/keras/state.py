@@ -15,8 +15,8 @@ from keras.src.random.seed_generator import global_seed_generator
 
 from holdfast.errors import UsageError
 from holdfast.format.decoding import find_tags
-from holdfast.integrations.frameworks.attributes import SMALL_ELEMENTS, Attributes
 from holdfast.state.adapters import OWNED, Adapter, CaptureContext, Loading, Oversights, StateAdapter
+from holdfast.state.data.attributes import SMALL_ELEMENTS, Attributes
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import register_adapter
 

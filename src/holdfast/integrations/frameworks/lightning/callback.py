@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 from typing import Any, Final, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,15 +9,12 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, Stochastic
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from holdfast.errors import UsageError
-from holdfast.integrations.frameworks.lightning.fit import Fit
-from holdfast.options import SaveOptions, check_switches
-from holdfast.policies import Auto, Latest, RetentionPolicy, SavePolicy
-from holdfast.preemption.config import make_termination
-from holdfast.storage import Storage
+from holdfast.integrations.frameworks.fit import Directory, check_single, split_options
+from holdfast.integrations.frameworks.lightning.fit import LightningFit
+from holdfast.policies import RetentionPolicy, SavePolicy
 from holdfast.tracebacks import short_traceback
-from holdfast.training.run import Run, resumable
+from holdfast.training.run import Run
 
-_OPTIONS: Final = frozenset(resumable.__kwdefaults__ or ())
 _STRATEGIES: Final = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 _CHANGING: Final[dict[type, tuple[str, str]]] = {
     StochasticWeightAveraging: (
@@ -59,7 +54,7 @@ class Resumable(Callback):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str] | Storage,
+        directory: Directory,
         *,
         save_every: SavePolicy | None = None,
         keep: RetentionPolicy | None = None,
@@ -81,23 +76,17 @@ class Resumable(Callback):
             UsageError: If an argument is wrong.
         """
         super().__init__()
-        for name in options.keys() - _OPTIONS:
-            near = difflib.get_close_matches(name, sorted(_OPTIONS), n=1)
+        given = {"save_every": save_every, "keep": keep, "strict": strict, "preemption": preemption}
+        self._settings = split_options(directory, {**given, "on_resize": "refuse", **options})
+        for name in self._settings.others:
             raise UsageError(
-                f"Resumable has no option {name!r}",
-                hint=f"Write {near[0]}=." if near else "Resumable takes the directory and the options of hf.resumable.",
+                f"{name} is not an option of Resumable",
+                hint="It takes the directory and the options of hf.resumable.",
             )
-        self._directory = directory
-        self._options = {"save_every": save_every, "keep": keep, "strict": strict, "preemption": preemption}
-        self._options |= {"on_resize": "refuse", **options}
-        defaults = {"save_every": Auto(), "keep": Latest(3)}
-        SaveOptions.pick({**(resumable.__kwdefaults__ or {}), **self._options}, **defaults)
-        make_termination(preemption, {})
-        check_switches(strict=strict)
-        self._fit: Fit | None = None
+        self._fit: LightningFit | None = None
 
     def __repr__(self) -> str:
-        return f"<Resumable in {self._directory!r}>"
+        return f"<Resumable in {self._settings.directory!r}>"
 
     @property
     def run(self) -> Run | None:
@@ -116,8 +105,8 @@ class Resumable(Callback):
         if trainer.fast_dev_run:
             return
         if self._fit is not None:
-            self._fit.forget()
-        self._fit = Fit(trainer, self._directory, self._options)
+            self._fit.replaced.undo()
+        self._fit = LightningFit(trainer, self._settings)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -178,10 +167,7 @@ def _check_trainer(trainer: Any) -> None:
             f"Resumable does not support {type(strategy).__name__}",
             hint='Use one device, strategy="ddp", or ModelParallelStrategy with fully_shard.',
         )
-    if sum(isinstance(callback, Resumable) for callback in trainer.callbacks) > 1:
-        raise UsageError(
-            "a Trainer can have only one Resumable", hint="Remove the others: each would resume the same fit."
-        )
+    check_single(Resumable, trainer.callbacks, "a Trainer")
     for kind, (reason, hint) in _CHANGING.items():
         for callback in trainer.callbacks:
             if isinstance(callback, kind):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -14,7 +13,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
-from holdfast.integrations.frameworks.lightning.trees import KeptTree
+from holdfast.integrations.frameworks.fit import walk_callers
+from holdfast.integrations.frameworks.lightning.state import KeptTree
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
 from holdfast.storage import Storage, open_storage
@@ -155,10 +155,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
 def _is_in_fit() -> bool:
     """Returns True if a Trainer calls this during a fit; then it calls `teardown` later, and shows errors there."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not Trainer.save_checkpoint.__code__:
-        frame = frame.f_back
-    trainer = None if frame is None else frame.f_locals["self"]
+    trainer = next((each["self"] for each in walk_callers(Trainer.save_checkpoint)), None)
     return trainer is not None and trainer.training and trainer.state.status == TrainerStatus.RUNNING
 
 

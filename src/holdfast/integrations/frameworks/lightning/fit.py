@@ -2,154 +2,113 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any, Final
 
+import msgspec
 import torch
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map, tree_map_only
-from torch.utils.data import DataLoader
 
-from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UsageError
-from holdfast.events import Warned
 from holdfast.integrations.frameworks.evaluation import Evaluation
-from holdfast.integrations.frameworks.imported import ImportedStart, find_import
-from holdfast.integrations.frameworks.lightning.metrics import load_logged, load_metrics, read_logged, read_metrics
-from holdfast.integrations.frameworks.lightning.trainer_state import (
+from holdfast.integrations.frameworks.fit import Fit, ImportedStart, Settings, find_import
+from holdfast.integrations.frameworks.lightning.data import FitData, read_epoch
+from holdfast.integrations.frameworks.lightning.state import (
+    KeptTree,
+    OwnTree,
     end_restart,
     load_callbacks,
     load_gradients,
+    load_logged,
+    load_metrics,
     load_progress,
     load_trainer,
     read_gradients,
+    read_logged,
+    read_metrics,
     read_trainer,
 )
-from holdfast.integrations.frameworks.lightning.trees import KeptTree, OwnTree
-from holdfast.integrations.frameworks.places import DataPlace
-from holdfast.integrations.torch.draws import (
-    has_state,
-    note_parts,
-    read_generators,
-    read_parts,
-    write_generators,
-    write_parts,
-)
-from holdfast.integrations.torch.loader import describe_loader
 from holdfast.state import RNG
-from holdfast.state.data.sampler import ResumableSampler
-from holdfast.storage import Storage
-from holdfast.training.run import Run, resumable
 
 # Older versions average no weights.
 _AVERAGING: Final[Any] = getattr(lightning_callbacks, "WeightAveraging", ())
 
 
-class Fit:
+class _RestoredFit(msgspec.Struct):
+    """Restored values that are not applied yet.
+
+    Attributes:
+        shared: What all workers have: progress and callbacks.
+        own: What this worker has of its own; None if it has nothing.
+        random: The random generators.
+    """
+
+    shared: dict[str, Any]
+    own: dict[str, Any] | None
+    random: dict[str, Any]
+
+
+class LightningFit(Fit):
     """Follows one fit from its setup to its end.
 
     Lightning's hooks come too late for the data and the random generators, and before the end of a step. So some
     methods of this Trainer's loops and connectors are replaced until the fit ends.
 
     Attributes:
-        run: The run that saves, once training is about to begin; None before.
         has_validated: True if validation has logged metrics that no save has stored yet.
     """
 
-    def __init__(self, trainer: Any, directory: str | os.PathLike[str] | Storage, options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Any, settings: Settings) -> None:
         """Replaces the methods."""
-        self.run: Run | None = None
+        super().__init__()
         self.has_validated = False
-        self._trainer, self._directory, self._options = trainer, directory, options
+        self._trainer, self._settings = trainer, settings
         self._is_in_epoch = False
-        self._see: Callable[[Any], None] | None = None
-        self._followed: list[DataPlace | None] = []
-        # The generators before the program made its loaders: of those in use, and of those that it is to make again.
-        self._made_with: dict[str, Any] = {}
-        self._to_make_with: dict[str, Any] = {}
+        self._data = FitData(trainer, self._warn)
         self._trained = KeptTree(self._read_shared)
         self._own = OwnTree(self._read_own)
-        # What was restored and is not applied yet.
-        self._progress: dict[str, Any] | None = None
-        self._places: dict[str, Any] | None = None
-        self._random: dict[str, Any] | None = None
-        # Over how many batches gradients are accumulated: as the program says, and what a callback has changed it to.
+        self._restored: _RestoredFit | None = None
+        # Over how many batches gradients are accumulated, as the program says; a callback may change it.
         self._given_accumulated = trainer.accumulate_grad_batches
-        self._accumulated: int | None = None
-        # While a validation runs: what there was before it, which is saved if the job leaves; whether it has been left,
-        # or was by the process before.
+        # While a validation runs: what there was before it, which is saved if the job leaves; whether that counted the
+        # step, here or in the process before.
         self._evaluation: Evaluation | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
-        # If the fit ends within an epoch: what there was then, and what the process before had after the hooks.
+        # If the fit ends within an epoch: what there was then.
         self._cut: tuple[dict[str, Any], dict[str, Any], Evaluation] | None = None
-        self._ended: dict[str, Any] | None = None
-        self._is_counted = self._is_to_validate = False
-        self._undo: list[Callable[[], object]] = []
-        self._is_trial_restored = False
-        self._replace(trainer._checkpoint_connector, "restore", self._restore_trial)
-        self._replace(trainer._checkpoint_connector, "restore_training_state", self._restore)
-        self._replace(trainer._signal_connector, "register_signal_handlers", lambda _: None)
+        self._is_counted = self._is_trial_restored = False
+        self.replaced.method(trainer._checkpoint_connector, "restore", self._restore_trial)
+        self.replaced.method(trainer._checkpoint_connector, "restore_training_state", self._restore)
+        self.replaced.method(trainer._signal_connector, "register_signal_handlers", lambda _: None)
 
     def _follow_loops(self) -> None:
         """Replaces methods when the fit begins, after what trains for a trial (`LearningRateFinder`, say)."""
-        loop = self._trainer.fit_loop
-        loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None  # A trial leaves loaders, begun.
-        self._replace(loop, "_load_combined_loader_states", self._watch_loaders)
-        self._replace(loop, "run", self._run_fit)
-        self._replace(loop, "on_run_start", self._begin_fit)
-        self._replace(loop, "on_run_end", self._end_fit)
-        self._replace(loop.epoch_loop, "reset", self._reset_epoch)
-        self._replace(loop.epoch_loop, "on_run_start", self._begin_epoch)
-        self._replace(loop.epoch_loop, "on_advance_end", self._end_batch)
-        self._replace(loop.epoch_loop.val_loop, "run", self._validate)
-        self._replace(self._trainer.precision_plugin, "convert_input", self._see_batch)
-        self._replace(loop.epoch_loop.val_loop, "setup_data", self._note_validation)
-        self._replace(loop._data_source, "dataloader", partial(self._make_loaders, "training"))
-        self._replace(loop.epoch_loop.val_loop._data_source, "dataloader", partial(self._make_loaders, "validation"))
+        loop, replace = self._trainer.fit_loop, self.replaced.method
+        validation = loop.epoch_loop.val_loop
+        loop._combined_loader = validation._combined_loader = None  # A trial leaves loaders, begun.
+        replace(loop, "_load_combined_loader_states", self._follow_loaders)
+        replace(loop, "run", self._run_fit)
+        replace(loop, "on_run_start", self._begin_fit)
+        replace(loop, "on_run_end", self._end_fit)
+        replace(loop.epoch_loop, "reset", self._reset_epoch)
+        replace(loop.epoch_loop, "on_run_start", self._begin_epoch)
+        replace(loop.epoch_loop, "on_advance_end", self._end_batch)
+        replace(validation, "run", self._validate)
+        self._data.follow_program(replace)
 
-    def end(self, error: BaseException | None) -> None:
-        """**Blocks.** Leaves the run, unless training has left it already, and restores Lightning's methods.
-
-        Raises:
-            HoldfastError: If the last save has failed.
-        """
-        self.forget()
-        self._close_loaders()
-        run, self.run = self.run, None
-        if run is not None:
-            run.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
-
-    def forget(self) -> None:
-        """Restores Lightning's methods."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Replaces a method by `call`, which gets that method before all other arguments."""
-        original, before = getattr(owner, name), vars(owner).get(name)
-        ours = MethodType(lambda _, *args, **options: call(original, *args, **options), owner)
-        setattr(owner, name, ours)
-
-        def undo() -> None:
-            if vars(owner).get(name) is not ours:
-                return  # The program has put something else there since.
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        self._undo.append(undo)
+    def end(self, error: BaseException | None = None) -> None:
+        """See `Fit`; also ends the loaders' persistent workers."""
+        self.replaced.undo()
+        self._data.close()
+        self.leave(error)
 
     # The restore, when model, optimizers and schedulers are there, and no data is.
 
@@ -172,41 +131,35 @@ class Fit:
         objects |= _name_all("optimizer", trainer.optimizers)
         objects |= _name_all("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
         objects |= {"trainer": self._trained, "worker": self._own, "rng": RNG()}
-        if (imported := find_import(self._directory, self._options, "lightning")) is not None:
+        if (imported := find_import(self._settings, "lightning")) is not None:
             self._begin_imported(imported, objects)
             return
-        run = resumable(self._directory, Checkpoint(**objects), **self._options)
-        run.__enter__()
-        run.manager.witness.follow("the training loader", self._follow_batches, self._describe_loaders)
-        self.run = run
-        if self._trained.loaded is None:
+        run = self.enter(self._settings, objects)
+        run.manager.witness.follow("the training loader", self._data.follow_batches, self._data.describe)
+        shared, self._trained.loaded = self._trained.loaded, None
+        if shared is None:
             if trainer.global_step and trainer.lightning_module.automatic_optimization:
                 run.begin_at(trainer.global_step)
             return
-        state, self._trained.loaded = self._trained.loaded, None
-        load_trainer(trainer, state)
-        load_progress(trainer, state["progress"])
-        self._is_in_epoch, self._is_to_validate = state["is_in_epoch"], state.get("is_validating", False)
-        self._progress, self._random = state["progress"], RNG().state_dict()
-        self._accumulated, self._ended = state["accumulated"], state.get("ended")
+        load_trainer(trainer, shared)
+        load_progress(trainer, shared["progress"])
+        self._is_in_epoch = shared["is_in_epoch"]
+        self._restored = _RestoredFit(shared, self._own.loaded, RNG().state_dict())
+        self._own.loaded = None
         _ = run.step  # The loops of the trainer begin there.
-        self._places, self._own.loaded = self._own.loaded, None
-        self._made_with = {} if self._places is None else dict(self._places["made_with"])
-        self._to_make_with = dict(self._made_with)
+        if self._restored.own is not None:
+            self._data.restore(self._restored.own["made_with"])
 
     def _begin_imported(self, imported: ImportedStart, objects: dict[str, Any]) -> None:
         """Begins from a `.ckpt` file that was imported, as Lightning does with `ckpt_path`."""
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scalers = {} if scaler is None else {"scaler": scaler}
-        options = {**self._options, "on_resize": "allow"}  # An import has been written by one process.
-        run = resumable(self._directory, Checkpoint(**imported.pick(objects | scalers)), **options)
-        run.__enter__()
-        self.run = run
+        if scaler is not None and "scaler" in imported.objects:
+            objects = {**objects, "scaler": scaler}
+        run = self.enter(self._settings, objects, imported)
         _ = run.step  # The loops of the trainer begin there.
         if "scaler" in run.checkpoint:
             del run.checkpoint["scaler"]  # It is part of the trainer's state.
-        imported.add_rest(run, objects)
         if imported.progress:
             connector._loaded_checkpoint = {**imported.progress, "state_dict": {}}
             connector.restore_loops()
@@ -214,71 +167,17 @@ class Fit:
 
     # The data, as soon as there are loaders.
 
-    def _make_loaders(self, kind: str, original: Callable[[], Any]) -> Any:
-        """Lets the program create its loaders; for those that a resume continues, with the same random draws."""
-        present, before = read_generators(), self._to_make_with.pop(kind, None)
-        self._made_with[kind] = before or present
-        if before is None:
-            return original()
-        write_generators(before)
-        try:
-            return original()
-        finally:
-            write_generators(present)
-
-    def _watch_loaders(self, original: Callable[[], None]) -> None:
+    def _follow_loaders(self, original: Callable[[], None]) -> None:
         original()
-        loop = self._trainer.fit_loop
-        combined = loop._combined_loader
-        stored = [None] * len(combined.flattened) if self._places is None else self._places["loaders"]
-        self._close_loaders()
-        combined.flattened = [_copy_plain(loader) for loader in combined.flattened]
-        if len(combined.flattened) > 1 and combined._mode == "max_size_cycle" and _has_no_length(combined):
-            self._warn(
-                "one of several loaders has no length, and Lightning restarts the shorter loaders until all have "
-                "ended. After a restart within an epoch, that loader may give more batches than it would have. "
-                "Give its dataset a __len__, or set limit_train_batches"
-            )
-        self._followed = [self._follow(loader, combined) for loader in combined.flattened]
-        for loader, place, state in zip(combined.flattened, self._followed, stored, strict=False):
-            if place is not None and state is not None:
-                place.load_state_dict(state if self._is_in_epoch else {**state, "begin": None})
-                if place.remark:
-                    self._warn(place.remark)
-                    self._count_batches(place.outline()["taken"])
-            elif state is not None and has_state(loader):
-                loader.load_state_dict(state)
-
-    def _count_batches(self, taken: int) -> None:
-        """Sets how many batches of the epoch are trained, in batches of the present size."""
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        counts = dict.fromkeys(("ready", "started", "processed", "completed"), taken)
-        progress.load_state_dict({**progress.state_dict(), **counts})
-        if self._progress is not None:
-            self._progress["epoch_loop.batch_progress"]["current"] = progress.state_dict()
-
-    def _follow(self, loader: Any, combined: Any) -> DataPlace | None:
-        """Returns an object that saves the position of a loader; None if the loader does so itself, or cannot."""
-        if has_state(loader):
-            return None
-        if not isinstance(loader, DataLoader):
-            self._warn(
-                f"{type(loader).__name__} has no state_dict and load_state_dict, so its position cannot be saved: "
-                "after a restart within an epoch, its data starts from the beginning. Use a DataLoader"
-            )
-            return None
-        # Lightning takes a batch ahead where it does not know how many there are. If a loader has a state of its own,
-        # that batch is kept.
-        is_ahead = _has_no_length(combined) and not any(map(has_state, combined.flattened))
-        place = DataPlace(loader, combined, int(is_ahead))
-        if place.caveat:
-            self._warn(place.caveat)
-        return place
-
-    def _close_loaders(self) -> None:
-        for place in self._followed:
-            if place is not None:
-                place.close()
+        own = None if self._restored is None else self._restored.own
+        taken = self._data.follow_loaders(None if own is None else own["loaders"], is_in_epoch=self._is_in_epoch)
+        if taken is not None:
+            # Counts what is trained of the epoch in batches of the present size.
+            batches = self._trainer.fit_loop.epoch_loop.batch_progress.current
+            counts = dict.fromkeys(("ready", "started", "processed", "completed"), taken)
+            batches.load_state_dict({**batches.state_dict(), **counts})
+            if self._restored is not None:
+                self._restored.shared["progress"]["epoch_loop.batch_progress"]["current"] = batches.state_dict()
 
     # The beginning: Lightning's own restart is played, so that no hook is called twice, and corrected afterwards.
 
@@ -290,13 +189,14 @@ class Fit:
                 "Resumable does not support training_step(self, dataloader_iter)",
                 hint="Take the batch as the argument: training_step(self, batch, batch_idx).",
             )
-        if self._progress is None or not loop.done:
+        restored = self._restored
+        if restored is None or not loop.done:
             original()
             return
         # The last step is complete, and what comes after it is not: Lightning would take the fit for done.
-        if self._ended is not None:
-            load_callbacks(self._trainer, self._ended)
-            self._progress, self._is_in_epoch = self._ended["progress"], False
+        if (ended := restored.shared.get("ended")) is not None:
+            load_callbacks(self._trainer, ended)
+            restored.shared["progress"], self._is_in_epoch = ended["progress"], False
         loop.reset()
         loop.on_run_start()
         if self._is_in_epoch:
@@ -309,13 +209,12 @@ class Fit:
         loop.on_run_end()
 
     def _begin_fit(self, original: Callable[[], None]) -> None:
-        loop = self._trainer.fit_loop
-        is_restored_between = self._progress is not None and not self._is_in_epoch
+        restored, is_between = self._restored, not self._is_in_epoch
         original()
-        if self._places is not None and self._progress is not None:
-            loop._last_train_dl_reload_epoch = _read_epoch(self._places["reloaded_at"])
-        if is_restored_between:
-            self._settle()
+        if restored is not None and restored.own is not None:
+            self._trainer.fit_loop._last_train_dl_reload_epoch = read_epoch(restored.own["reloaded_at"])
+        if restored is not None and is_between:
+            self._settle(restored)
 
     def _reset_epoch(self, original: Callable[[], None]) -> None:
         with warnings.catch_warnings():
@@ -325,63 +224,45 @@ class Fit:
 
     def _begin_epoch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
-        if self._progress is not None:
-            if self._places is not None and self._places["ahead"]:
-                fetcher.batches = [*self._places["ahead"], *fetcher.batches]
-            self._settle()
+        restored = self._restored
+        if restored is not None:
+            if restored.own is not None and restored.own["ahead"]:
+                fetcher.batches = [*restored.own["ahead"], *fetcher.batches]
+            self._settle(restored)
         self._is_in_epoch = True
-        if self._is_to_validate:
+        if restored is not None and restored.shared.get("is_validating", False):
             # The process before has left in the validation that ends this step, and has counted it.
-            self._is_to_validate, self._is_counted = False, True
+            self._is_counted = True
             loop = self._trainer.fit_loop.epoch_loop
-            self._replace(loop, "_should_check_val_fx", lambda _, __: True)
+            self.replaced.method(loop, "_should_check_val_fx", lambda _, __: True)
             try:
                 loop.on_advance_end(fetcher)
             finally:
-                self._undo.pop()()
+                self.replaced.undo_last()
 
-    def _settle(self) -> None:
+    def _settle(self, restored: _RestoredFit) -> None:
         """Restores what hooks, loaders and Lightning's own restart may have changed; the generators last."""
-        trainer, loop = self._trainer, self._trainer.fit_loop
-        assert self._progress is not None
-        load_progress(trainer, self._progress)
-        if self._accumulated is not None:
-            trainer.accumulate_grad_batches = self._accumulated
-        end_restart(loop)
-        own = self._places
+        trainer, own = self._trainer, restored.own
+        load_progress(trainer, restored.shared["progress"])
+        if restored.shared["accumulated"] is not None:
+            trainer.accumulate_grad_batches = restored.shared["accumulated"]
+        end_restart(trainer.fit_loop)
         if own is not None:
-            for place, state in zip(self._followed, own["loaders"], strict=False):
-                if place is not None and state is not None and not self._is_in_epoch:
-                    place.load_state_dict({**state, "begin": None})
+            if not self._is_in_epoch:
+                self._data.begin_epochs_again(own["loaders"])
             load_logged(trainer, own["logged"])
             load_metrics(trainer.lightning_module, own["metrics"])
             load_gradients(trainer.lightning_module, own["gradients"])
-            self._load_validation(own)
-        if self._random is not None:
-            RNG().load_state_dict(self._random)
-        self._progress = self._places = self._random = None
+            self._data.load_validation(own)
+        RNG().load_state_dict(restored.random)
+        self._restored = None
 
-    # The witness sees each batch as training takes it, whichever loader it is from, and before it is on a device.
-
-    def _follow_batches(self, see: Callable[[Any], None]) -> Callable[[], object]:
-        self._see = see
-        return lambda: setattr(self, "_see", None)
-
-    def _describe_loaders(self) -> object:
-        combined = self._trainer.fit_loop._combined_loader
-        return self._trainer.accumulate_grad_batches, [describe_loader(loader) for loader in combined.flattened]
-
-    def _see_batch(self, original: Callable[[Any], Any], batch: Any) -> Any:
-        if self._see is not None and self._trainer.training:
-            self._see(batch)
-        return original(batch)
+    # The end of a step, and of the fit.
 
     def see_loss(self, outputs: Any) -> None:
         """Called with what a training step has returned."""
         if self.run is not None and isinstance(outputs, Mapping):
             self.run.manager.witness.note_loss(outputs.get("loss"))
-
-    # The end of a step, and of the fit.
 
     def _end_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
@@ -400,7 +281,7 @@ class Fit:
         loop = trainer.fit_loop.epoch_loop
         if loop.done and not loop.batch_progress.is_last_batch:
             # The fit ends here, within its epoch: a longer one goes on with the rest of it.
-            run._loop.save_last()
+            run.save_last()
             self._cut = (*self._note_state(), Evaluation(run, trainer.lightning_module, trainer.strategy.root_device))
 
     def _note_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -431,50 +312,36 @@ class Fit:
         Raises:
             SystemExit: When the job exits.
         """
-        evaluation, run, trainer = self._evaluation, self.run, self._trainer
-        if evaluation is None or run is None or not evaluation.is_to_leave():
-            return
-        self._evaluation = None
-        averages = [callback for callback in trainer.callbacks if isinstance(callback, _AVERAGING)]
-        self._exchange(averages, "end")
-        if evaluation.has_own_weights():
-            with evaluation.stepped_back():
-                run.finish_step()
+        if self._evaluation is not None and self._evaluation.leave_if_asked(self._exchanged()):
             self._is_counted = True
-        else:
-            run._loop.warn(
-                "the job was asked to stop, but waits until the validation ends: the validation has changed the "
-                "weights (to average them, for example) and restores them itself"
-            )
-        # The job stays.
-        self._exchange(averages, "start")
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        """In the block, callbacks that average the weights have put back those of training."""
+        averages = [callback for callback in self._trainer.callbacks if isinstance(callback, _AVERAGING)]
+        self._exchange(averages, "end")
+        yield
+        self._exchange(averages, "start")  # The job stays.
 
     def _exchange(self, averages: list[Any], moment: str) -> None:
-        """Lets callbacks swap the weights with the averaged ones, or swap them back."""
         for callback in averages:
             getattr(callback, f"on_validation_epoch_{moment}")(self._trainer, self._trainer.lightning_module)
 
     def _end_fit(self, original: Callable[[], None]) -> None:
         has_ended_epoch = self._is_in_epoch and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         self._is_in_epoch = False
-        if self.run is not None:
+        if (run := self.run) is not None:
             # What callbacks do at the end, such as averaging the weights, is not part of the training.
-            step = self.run._loop.count.done
-            if step and has_ended_epoch and self.run._loop.is_safe(step):
-                # That save was made before the epoch ended, and the next start would end it once more.
-                self.run._loop.save(step, replace=True)
-            elif self._cut is not None and self._cut[2].has_own_weights():
+            if self._cut is not None and not has_ended_epoch and self._cut[2].has_own_weights():
                 # A longer fit goes on within the epoch. One that is as long calls the epoch's hooks no more.
                 shared, own, evaluation = self._cut
                 self._before = {**shared, "ended": self._read_shared()}, own
-                with evaluation.stepped_back():
-                    self.run._loop.save(step, replace=True)
+                evaluation.step_back(partial(run.save_last, again=True))
                 self._before = None
-            self.run._loop.save_last()
+            # A save that was made before the epoch ended would have the next start end it once more.
+            run.save_last(again=has_ended_epoch)
         original()
-        run, self.run = self.run, None
-        if run is not None:
-            run.__exit__(None, None, None)
+        self.leave()
 
     # What is kept beside model, optimizers, schedulers and generators.
 
@@ -488,66 +355,17 @@ class Fit:
     def _read_own(self) -> dict[str, Any]:
         if self._before is not None:
             return self._before[1]
-        trainer, loop = self._trainer, self._trainer.fit_loop
-        module = trainer.lightning_module
-        combined, fetcher = loop._combined_loader, loop._data_fetcher
-        loaders = [] if combined is None else combined.flattened
-        places = [
-            (place or loader).state_dict() if place or has_state(loader) else None
-            for loader, place in zip(loaders, self._followed, strict=False)
-        ]
-        ahead = getattr(fetcher, "batches", ()) if self._is_in_epoch and None not in places else ()
+        trainer, module = self._trainer, self._trainer.lightning_module
         return {
-            "loaders": places,
-            "made_with": self._made_with,
-            "ahead": list(ahead) if any(map(has_state, loaders)) else [],
-            "reloaded_at": _write_epoch(loop._last_train_dl_reload_epoch),
-            "validation_reloaded_at": _write_epoch(loop.epoch_loop.val_loop._last_val_dl_reload_epoch),
+            **self._data.read(is_in_epoch=self._is_in_epoch),
             "logged": read_logged(trainer),
             "metrics": read_metrics(module),
             "gradients": {} if module.automatic_optimization else read_gradients(module),
-            "validation": [read_parts(loader) for loader in self._list_validation()],
         }
-
-    def _list_validation(self) -> list[Any]:
-        combined = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
-        return [] if combined is None else combined.flattened
-
-    def _note_validation(self, original: Callable[[], None]) -> None:
-        original()
-        for loader in self._list_validation():
-            note_parts(loader)
-
-    def _load_validation(self, own: dict[str, Any]) -> None:
-        """Creates the validation loaders if they existed, and restores their generators and their samplers' counts."""
-        if "validation" not in own["made_with"]:
-            return
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
-        trainer.validating = True
-        loop.setup_data()
-        trainer.training = True
-        loop._last_val_dl_reload_epoch = _read_epoch(own["validation_reloaded_at"])
-        for loader, states in zip(self._list_validation(), own["validation"], strict=False):
-            write_parts(loader, states)
 
     def _warn(self, text: str) -> None:
         if self.run is not None:
-            self.run.manager.emit(Warned(text=text))
-
-
-def _write_epoch(number: float) -> float | None:
-    """Returns an epoch as it is stored: None for Lightning's infinity, which means none yet."""
-    return None if number == float("-inf") else number
-
-
-def _read_epoch(stored: float | None) -> float:
-    """Returns an epoch in Lightning's form."""
-    return float("-inf") if stored is None else stored
-
-
-def _has_no_length(combined: Any) -> bool:
-    """Returns True if the number of batches of an epoch is not known before its end."""
-    return sized_len(_SUPPORTED_MODES[combined._mode]["iterator"](combined.flattened, combined.limits)) is None
+            self.run.warn(text)
 
 
 def _check_statistics(trainer: Any) -> None:
@@ -565,22 +383,6 @@ def _check_statistics(trainer: Any) -> None:
                 "workers, so they cannot be saved as one",
                 hint="Use LayerNorm, GroupNorm or torch.nn.SyncBatchNorm; or DDP.",
             )
-
-
-def _copy_plain(loader: Any) -> Any:
-    """Returns a copy of a plain loader, because following changes a loader; other loaders are returned unchanged.
-
-    Raises:
-        UsageError: If its sampler counts epochs itself.
-    """
-    if not isinstance(loader, DataLoader) or has_state(loader):
-        return loader
-    if isinstance(loader.batch_sampler, ResumableSampler):
-        raise UsageError(
-            "a DataLoader with a ResumableSampler counts its epochs itself, and so does Lightning's Trainer",
-            hint="Pass a plain DataLoader, which Resumable makes resumable, or a ResumableDataLoader.",
-        )
-    return copy.copy(loader)
 
 
 def _name_all(name: str, objects: list[Any]) -> dict[str, Any]:

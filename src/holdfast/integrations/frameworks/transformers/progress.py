@@ -16,7 +16,7 @@ from accelerate.utils import send_to_device
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from holdfast.integrations.frameworks.places import DataPlace
+from holdfast.integrations.torch.places import DataPlace
 
 _OF_A_WORKER: Final = ("log_history", "is_local_process_zero", "is_world_process_zero")
 _APPLIED: Final = (
@@ -257,23 +257,19 @@ class TrainerWorker:
         else:
             self.loss = torch.tensor(state["loss"])
 
-    def apply_loss(self, *, is_finished: bool) -> None:
-        """Passes the loss to the loop of version 4, which is about to take a step, or to end at once."""
-        trainer, loss = self._trainer, self.loss
-        if loss is None:
-            return
-        if is_finished:
-            trainer._total_loss_scalar += loss.item()
-            return
-        step = trainer.training_step
+    def add_loss(self, loss: Any) -> Any:
+        """Returns what a step has returned; for the first one, with the loss that was not logged before.
 
-        def first_step(*positional: Any, **named: Any) -> Any:
-            # That loop begins with 0 and adds what each step returns: the first one returns the sum.
-            trainer.training_step = step
-            found = step(*positional, **named)
-            return loss.to(found.device) + found
+        The loop of version 4 begins with 0 and adds what each step returns.
+        """
+        before, self.loss = self.loss, None
+        return loss if before is None else before.to(loss.device) + loss
 
-        trainer.training_step = first_step
+    def end_loss(self) -> None:
+        """Adds that loss to the sum of all, if the loop of version 4 ends at once."""
+        if self.loss is not None:
+            self._trainer._total_loss_scalar += self.loss.item()
+            self.loss = None
 
 
 class _Log:

@@ -153,6 +153,11 @@ class DataPlace:
         return bool(len(dataset) % (size * self._lookahead) % self._owner.state.num_processes)
 
     @property
+    def source(self) -> Any:
+        """The object from which training takes its batches: the owner, or the loader itself."""
+        return self._loader if self._owner is None else self._owner
+
+    @property
     def has_ended(self) -> bool:
         """True if the loader has nothing left in this epoch."""
         return self._has_ended
