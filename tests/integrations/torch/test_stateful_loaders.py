@@ -321,6 +321,32 @@ def test_states_that_were_saved_without_the_draws_still_load() -> None:
     assert len(list(new)) == LENGTH // BATCH - 1
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"rows": 15}, "within an epoch over 12 samples, live 15"),
+        ({"rows": 9}, "within an epoch over 12 samples, live 9"),
+        ({"num_workers": 1}, "num_workers=0, live 1"),
+        ({"rows": 15, "shuffle": False}, ""),
+        ({"rows": 15, "taken": None}, ""),
+        ({"rows": 15, "num_workers": 1, "taken": None}, "num_workers=0, live 1"),
+    ],
+)
+def test_a_position_that_does_not_fit_is_refused_before_the_first_batch(change: dict[str, Any], expected: str) -> None:
+    def loader(rows: int = LENGTH, num_workers: int = 0, shuffle: bool = True) -> Any:
+        return stateful.StatefulDataLoader(range(rows), batch_size=BATCH, shuffle=shuffle, num_workers=num_workers)
+
+    taken = change.pop("taken", 2)
+    before, after = loader(shuffle=change.get("shuffle", True)), loader(**change)
+    keep_draws(before)
+    batches = iter(before)
+    list(itertools.islice(batches, taken))
+    stored = capture_objects({"data": before})
+    matching = match_objects({"data": after}, stored.objects, dict(zip(stored.names, stored.specs, strict=True)))
+    assert expected in str(matching.differences)
+    assert bool(matching.differences) == bool(expected)
+
+
 def test_a_sampler_that_draws_along_with_training_is_warned_of() -> None:
     for sampler, count in ((OneByOne(), 1), (AtOnce(), 0)):
         loader = stateful.StatefulDataLoader(ROWS, batch_size=BATCH, sampler=sampler)

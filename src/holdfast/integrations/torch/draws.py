@@ -6,6 +6,7 @@ import copy
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, TypeGuard, cast
@@ -253,11 +254,27 @@ class KeptDraws:
         """Returns the loader's own state, with what it lacks; a restored one until the loader begins."""
         if self._restored is not None:
             return self._restored
-        own = self.loader.state_dict()
-        if self._knows_end and not self.has_sampler and self.loader.generator is None:
+        own, length = self.loader.state_dict(), _count_ordered(self.loader)
+        if self._knows_end and not self.has_sampler and self.loader.generator is None and length is None:
             return own
         parts = read_parts(self._parts)
-        return {_STATE: own, "draws": self._begun, "parts": parts, "ended": self._has_ended}
+        return {_STATE: own, "draws": self._begun, "parts": parts, "ended": self._has_ended, "length": length}
+
+    def find_difference(self, state: Any) -> str:
+        """Returns why the loader cannot go on at a stored position; an empty string if it can."""
+        own, live = state[_STATE] if _is_whole(state) else state, self.loader.num_workers
+        if self._knows_end and isinstance(own, Mapping) and own:
+            stored = own.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
+            if stored != live:
+                return f"stored a position of num_workers={stored}, live {live}; create the loader with {stored}"
+        length = state.get("length") if _is_whole(state) and not state["ended"] else None
+        present = _count_ordered(self.loader)
+        if length is None or present is None or length == present:
+            return ""
+        return (
+            f"stored a position within an epoch over {length} samples, live {present}, of which some would come twice "
+            "and others not at all; finish the epoch with the data that it began with"
+        )
 
     def load_state_dict(self, state: Any) -> None:
         """Loads the loader's own state, and nothing begins yet."""
@@ -389,7 +406,19 @@ def keep_draws(loader: Any) -> KeptDraws:
 
 
 def _is_whole(state: Any) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(state, Mapping) and state.keys() == {_STATE, "draws", "parts", "ended"}
+    return isinstance(state, Mapping) and state.keys() - {"length"} == {_STATE, "draws", "parts", "ended"}
+
+
+def _count_ordered(loader: Any) -> int | None:
+    """Returns of how many samples a loader chooses the order; None if it takes them as they come."""
+    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = getattr(batches, "sampler", batches)
+    is_plain = batches is sampler or type(batches).__module__.startswith(("torch.utils.data", "torchdata."))
+    if isinstance(loader.dataset, IterableDataset) or (is_plain and type(sampler) is SequentialSampler):
+        return None
+    with suppress(TypeError, NotImplementedError):
+        return len(loader.dataset)
+    return None
 
 
 def _override(obj: Any, draws: KeptDraws, **methods: Callable[[Any], Any]) -> None:

@@ -445,6 +445,9 @@ class LoaderAdapter(SamplerAdapter):
                 f"{loading.name()}: stored the position of a ResumableSampler, live a {type(obj).__name__}"
             )
             return leave_alone
+        if difference := keep_draws(obj).find_difference(state):
+            loading.differences.wrong_shape.append(f"{loading.name()}: {difference}")
+            return leave_alone
         return lambda: keep_draws(obj).load_state_dict(loading.complete(state))
 
 
