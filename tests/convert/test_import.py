@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
+import decimal
 import enum
+import fractions
 import json
 import os
 import random
 import sys
+import types
+import uuid
 from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
@@ -432,6 +436,20 @@ OTHERS: dict[str, Any] = {
     "by_number": {np.int64(3): 1.0, Path("a"): 2, Kind.A.value: 3},
     "last": deque([1, 2], maxlen=2),
     "parts": {Path("a"), 2},
+    "text": np.str_("a\u00e4\0b"),
+    "no_text": np.str_(""),
+    "bytes": np.bytes_(b"ab"),
+    "day": np.datetime64("2026-01-02"),
+    "pause": np.array(30, "m8[10s]")[()],
+    "date": datetime.date(2026, 1, 2),
+    "time": datetime.time(1, 2, 3, 4),
+    "delta": datetime.timedelta(-3, 4, 5),
+    "names": types.SimpleNamespace(lr=0.1, at=datetime.date(2026, 1, 2)),
+    "exact": decimal.Decimal("-1.50"),
+    "ratio": fractions.Fraction(1, 3),
+    "id": uuid.UUID(int=5),
+    "range": range(3, 9, 2),
+    "frozen": frozenset({1, "a"}),
 }
 
 
@@ -448,6 +466,58 @@ def test_values_beside_the_model_are_data(tmp_path: Path, protocol: int) -> None
     for name, value in OTHERS.items():
         np.testing.assert_equal(found[name], value)
         assert type(found[name]) is type(value)
+
+
+def test_arrays_of_texts_and_times_become_lists_and_generators_have_names(tmp_path: Path) -> None:
+    days = np.array([["2026-01-02"], ["2026-01-03"]], "M8[D]")
+    others: dict[str, Any] = {
+        "texts": np.asfortranarray([["a", "bc"], ["", "d"]]),
+        "days": days,
+        "text": np.array("abc"),
+    }
+    hostile = Hostile(decimal.Decimal, ("x",)), Hostile(fractions.Fraction, (1, 0)), Hostile(range, (1, 2, 0))
+    others |= {"draw": np.random.default_rng(1), "objects": np.array([None], object), "bad": [*hostile]}
+    torch.save({"model": {"w": torch.ones(2)}, **others}, tmp_path / "a.pt")
+    assert "draw is a numpy.random.Generator, which" in complaint("import", tmp_path / "a.pt", tmp_path / "run")[1]
+    result = hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "run", skip_unknown=True)
+    assert [one.path for one in result.left_out] == ["draw", "objects", "bad/0", "bad/1", "bad/2"]
+    assert result.left_out[1].reason == "it is a numpy array of objects or records"
+    live: dict[str, Any] = {"texts": [], "days": [], "text": ""}
+    found = start(tmp_path / "run", model={"w": torch.zeros(2)}, **live)
+    assert found["texts"] == [["a", "bc"], ["", "d"]]
+    assert found["days"] == [[days[0, 0]], [days[1, 0]]]
+    assert found["text"] == "abc"
+
+
+class Hostile:
+    """Pickles as a call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_a_file_that_is_a_list_is_split_into_objects(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    states = model.state_dict(), optimizer.state_dict()
+    torch.save((*states, 5), tmp_path / "a.pt")
+    result = hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a")
+    assert (result.step, result.objects) == (5, ("model", "optimizer", "step"))
+    live = nn.Linear(2, 2)
+    start(tmp_path / "a", model=live, optimizer=torch.optim.SGD(live.parameters(), 0.1, momentum=0.9))
+    assert torch.equal(live.weight, model.weight)
+    renamed = hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "b", rename={"0": "net"}, only=["net", "optimizer"])
+    assert set(renamed.objects) == {"net", "optimizer"}
+    torch.save([states[0], other.state_dict(), "note"], tmp_path / "two.pt")
+    two = hf.import_checkpoint(tmp_path / "two.pt", tmp_path / "c", rename={"1": "critic"})
+    assert set(two.objects) == {"0", "critic", "2"}
+    # Neither a list of tensors nor one of many samples is a list of objects.
+    for number, values in enumerate(([torch.ones(2)], [{"x": torch.ones(2)}] * 20)):
+        torch.save(values, tmp_path / "one.pt")
+        assert hf.import_checkpoint(tmp_path / "one.pt", tmp_path / f"one{number}").objects == ("model",)
 
 
 def test_what_is_not_chosen_is_never_refused(tmp_path: Path) -> None:

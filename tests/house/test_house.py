@@ -86,7 +86,7 @@ BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
     ".": 2073,
     # A table of rules and four moments.
-    "advice": 1370,
+    "advice": 1490,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2189,
     # Ten verbs, each with one report for a page, a pipe and JSON.
@@ -94,7 +94,7 @@ BUDGETS = {
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2354,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
-    "convert": 4293,
+    "convert": 4389,
     # Each event with its text, and what takes events.
     "events": 946,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
@@ -110,7 +110,7 @@ BUDGETS = {
     # Sessions of Ray.
     "integrations/ray": 554,
     # Modules, optimizers, tensors, meshes, loaders, and the position in a loader that is only followed.
-    "integrations/torch": 4145,
+    "integrations/torch": 4151,
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3415,
     # Saving and retention, as pure functions.
@@ -124,7 +124,7 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5642,
     # A tree of objects taken apart, captured, and matched.
-    "state": 6102,
+    "state": 6096,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2333,
     # Contracts for storages and clusters of others.
@@ -137,7 +137,7 @@ BUDGETS = {
 """How many lines a package may have, with what it does. A commit that raises one lowers another, or says in its message
 which feature is worth it."""
 
-MAX_MODULES = 267
+MAX_MODULES = 269
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""
@@ -153,7 +153,7 @@ MORE_ATTRIBUTES = {
     "ResumableSampler": 17,
     "Saver": 25,
     "ShardOwnership": 16,
-    "TrainingWatch": 23,
+    "TrainingWatch": 24,
     "Witness": 18,
     "WorkerTrainingState": 20,
 }
@@ -187,7 +187,7 @@ FRIEND_FUNCTIONS = {
 }
 """Functions that use private attributes of a class of their module: what they do belongs in the class. No others."""
 
-MAX_TOUCHED_MODULES, MAX_TOUCHED_FUNCTIONS, MAX_MORE_TOUCHED_MODULES = 38, 210, 17
+MAX_TOUCHED_MODULES, MAX_TOUCHED_FUNCTIONS, MAX_MORE_TOUCHED_MODULES = 39, 210, 17
 """How many modules and functions a save of one worker calls, and how many modules more that of several. The aim is 36
 and 160, and 20 more: what is saved here is never given back."""
 

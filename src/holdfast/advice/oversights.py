@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import operator
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from holdfast.advice.strays import StrayOptimizers, describe_unsaved, find_strays, is_own_class, list_values
-from holdfast.errors import UnsupportedValueError
-from holdfast.format.encoding import escape
+from holdfast.advice.draws import DrawWatch
+from holdfast.advice.strays import (
+    StrayOptimizers,
+    describe_unsaved,
+    find_strays,
+    is_own_class,
+    keeps_draws,
+    list_values,
+)
 from holdfast.state.data.sampler import (
     BatchCount,
     ResumableSampler,
@@ -25,17 +29,12 @@ from holdfast.state.data.sampler import (
     sampler_overruled,
 )
 from holdfast.state.registry import (
-    adapter_of,
-    backend_of,
     find_stateful,
     immutable_arrays_in,
     immutable_types,
     list_members,
-    list_unmade,
 )
-from holdfast.state.rng import RNG
 
-_GENERATORS: Final = ("rng", "random", "generator", "seed")
 _EPOCHS: Final = ("epoch", "current_epoch")
 EPOCHS_BEFORE_UNCHANGED: Final = 2
 # More than most steps take, such as one that accumulates gradients, or updates one of several models more often.
@@ -94,17 +93,14 @@ def find_oversights(objects: Mapping[str, object]) -> list[str]:
         objects: The saved objects, by name.
     """
     members = list_members(objects)
-    # A program may keep the states of generators in a way of its own.
-    keeps_draws = any(isinstance(obj, RNG) for _, obj, _ in members) or any(
-        word in name.lower() for name in objects for word in _GENERATORS
-    )
+    keeps = keeps_draws(objects)
     found = {path: adapter.oversights_of(obj) for path, obj, adapter in members}
     texts = [f"{path}: {one.lack}" for path, one in found.items() if one.lack]
     texts += [
         f"{path}: {one.draws} draws from random generators that are not saved, so a restart draws other numbers: "
         "pass rng=hf.RNG() as well"
         for path, one in found.items()
-        if one.draws and not keeps_draws
+        if one.draws and not keeps
     ]
     return texts + find_strays(objects, members, found)
 
@@ -152,90 +148,6 @@ class KeptEpoch:
                     "run is resumable's) and start from it. If it is a constant, leave it out"
                 )
         return ""
-
-
-class FreshLook:
-    """Detects what a restart would refuse: what is saved, and a program that has just begun cannot take."""
-
-    def __init__(self) -> None:
-        self._first: dict[str, str] | None = None
-        self._names: set[str] = set()
-        self._is_begun = False
-        self._warned: set[str] = set()
-        self._rests_until_at = 0.0
-
-    def note(self, objects: Mapping[str, object]) -> None:
-        """Called before the first restore, or else the first save: notes what the program begins with."""
-        if self._first is None:
-            self._first, self._names = _list_looks(objects), {*objects}
-
-    def look(self, objects: Mapping[str, object]) -> list[str]:
-        """Returns the warnings at a save, each once; after a look that takes long, the next saves go without."""
-        begun_at = time.monotonic()
-        if begun_at < self._rests_until_at:
-            return []
-        looks = _list_looks(objects)
-        if self._first is None:
-            self._first, self._names = looks, {*objects}
-        if not self._is_begun:  # What was named before the first save is there at a restart as well.
-            new = {name: root for name, root in objects.items() if name not in self._names}
-            self._is_begun, self._first = True, {**self._first, **_list_looks(new)}
-        texts = []
-        for path in looks.keys() | self._first.keys():
-            then, now = self._first.get(path, ""), looks.get(path, "")
-            kind = _kind_refused(then, now)
-            if kind and path not in self._warned:
-                self._warned.add(path)
-                texts.append(
-                    f"{path} is saved as {now or 'another value'}, and the program began with "
-                    f"{then or 'no such thing'}. A restart that begins so is refused: {_ADVICE[kind]}"
-                )
-        ended_at = time.monotonic()
-        if ended_at - begun_at > _SHORT_SECONDS:
-            self._rests_until_at = ended_at + _RESTS * (ended_at - begun_at)
-        return texts
-
-
-_SHORT_SECONDS: Final = 0.001
-_RESTS: Final = 100
-"""After a look that was not short, there is no other for this many times as long."""
-
-_ADVICE: Final = {
-    "object": "let it begin with what it saves, or keep the state_dict() of what comes later as a value",
-    "type": "call holdfast.register_type for the type when the program starts",
-    "array": "keep it in a dict, which takes what is stored",
-}
-
-
-def _kind_refused(then: str, now: str) -> str:
-    """**Pure.** Returns the kind of what a restart would refuse, "" for nothing."""
-    kind = now.partition(" ")[0]
-    if then == now or then.startswith("type"):
-        return ""
-    if kind in ("object", "type") or then.startswith("object"):
-        return "type" if kind == "type" else "object"
-    # Arithmetic makes a number of an array without dimensions; any other value takes an array.
-    return "array" if then and not (then.endswith("[]") and not now) else ""
-
-
-def _list_looks(objects: Mapping[str, object]) -> dict[str, str]:
-    """Returns what a restart must find in the program, by its path; types by their names."""
-    looks: dict[str, str] = {}
-    value: Any
-    for name, root in objects.items():
-        for path, value in list_unmade(root, escape(name)):
-            adapter, library = adapter_of(value), backend_of(value)
-            if adapter is not None:
-                groups = value.param_groups if adapter.kind == "torch.optimizer" else ()
-                numbers = [len(group["params"]) for group in groups]
-                looks[path] = f"object ({adapter.kind})" + (f" with {numbers} parameters in groups" if numbers else "")
-            elif library is not None:
-                with suppress(UnsupportedValueError):  # A save says so.
-                    spec = library.spec(value, path)
-                    looks[path] = f"array {spec.dtype} {list(spec.shape)}"
-            else:
-                looks[f"{type(value).__qualname__} in {path}"] = "type that is not registered"
-    return looks
 
 
 def describe_unread(names: Sequence[str]) -> str:
@@ -298,6 +210,7 @@ class TrainingWatch:
         self._counts: dict[str, BatchCount] = {path: batch_count(sampler) for path, sampler in samplers.items()}
         self._updates: dict[str, int] = {}
         self._strays, self._thread = StrayOptimizers(objects), threading.get_ident()
+        self._draws = DrawWatch()
         self._ends: list[Callable[[], object]] = []
         for path, obj, adapter in list_members(objects):
             if (end := adapter.before_step(obj, partial(self._note_update, path), is_own=True)) is not None:
@@ -351,6 +264,8 @@ class TrainingWatch:
         """Called when a step is counted, so the program does count them. A saved optimizer must step as well."""
         self._is_counted = True
         self._strays.step += 1
+        if self._draws.is_looking and (text := self._draws.look(self._objects)):
+            self._warn_else(text)
         if self._ends:
             self._counted += 1
             if not self._updates or any(self._updates.values()):

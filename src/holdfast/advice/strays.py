@@ -11,7 +11,9 @@ from typing import Any, Final
 
 from holdfast.state.adapters import Adapter, Oversights, StateDictAdapter
 from holdfast.state.registry import adapter_of, find_array, list_members
+from holdfast.state.rng import RNG
 
+_GENERATORS: Final = ("rng", "random", "generator", "seed")
 _MOST_STEPPED: Final = 8
 _MOST_REACHED: Final = 20_000
 _MOST_SHAPES: Final = 4
@@ -84,6 +86,12 @@ def describe_unsaved(objects: Mapping[str, object], changed: Sequence[tuple[str,
         "register_buffer(name, tensor), persistent=True, or get_extra_state. If they are computed again in each "
         "step, ignore this"
     )
+
+
+def keeps_draws(objects: Mapping[str, object]) -> bool:
+    """Returns True if the shared generators are saved, or others in a way of the program's own."""
+    is_named = any(word in name.lower() for name in objects for word in _GENERATORS)
+    return is_named or any(isinstance(obj, RNG) for _, obj, _ in list_members(objects))
 
 
 def is_own_class(obj: object, adapter: Adapter | None) -> bool:

@@ -19,12 +19,12 @@ from holdfast.catalog import StoredRun
 from holdfast.convert.detect import ImportSource
 from holdfast.convert.exporter import ProgressWatcher
 from holdfast.convert.frameworks.orbax import MOST_TIMES as MOST_TIMES_COMPRESSED
-from holdfast.convert.frameworks.recognized import MODEL, Recognized, step_of
+from holdfast.convert.frameworks.recognized import MODEL, Recognized, split_list, step_of
 from holdfast.convert.input_files import InputArray, read_spans, whole_array
 from holdfast.convert.leaf_tree import LeftOut
 from holdfast.convert.pickle_read import PickledObject, shown
 from holdfast.convert.pickle_write import Global, Persistent
-from holdfast.convert.pickled_values import thaw
+from holdfast.convert.pickled_values import PUBLIC_NAMES, thaw
 from holdfast.convert.torch_file import ArchivedTree, TorchArchive, coded_value_of
 from holdfast.errors import FormatError, HoldfastError, UsageError
 from holdfast.format.digests import SPAN_BYTES, digest
@@ -219,6 +219,8 @@ def list_objects(root: Any, name: str) -> Recognized:
     archive = root.archive if type(root) is ArchivedTree else None
     value = root.value if type(root) is ArchivedTree else root
     is_named = type(value) is dict and all(type(key) is str and key and is_text(key) for key in value)
+    if type(value) in (tuple, list) and (split := split_list(value, archive, name, _is_array)) is not None:
+        return split
     # A module's own extra state lies between its tensors. Anything else beside a tensor makes it a file of objects.
     tensors = [key for key, part in value.items() if _is_array(part, archive)] if is_named else []
     if not is_named or all(key in tensors or key.endswith("_extra_state") for key in value):
@@ -430,7 +432,7 @@ def _name_of(value: Any) -> str:
     if type(value) in _WITH_KEYS:
         return f"{type(value).__name__} with a key of an unknown class"
     what = value.function if type(value) is PickledObject else value
-    return shown(what) if type(what) is Global else "storage without a tensor"
+    return PUBLIC_NAMES.get(what, shown(what)) if type(what) is Global else "storage without a tensor"
 
 
 def _commit(

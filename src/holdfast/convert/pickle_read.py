@@ -302,6 +302,7 @@ _BUILDERS: Final[dict[Global, Callable[..., Any]]] = {
     Global("collections", "deque"): _deque,
     Global("_codecs", "encode"): _bytes,
     Global("builtins", "set"): _set,
+    Global("builtins", "frozenset"): lambda machine, values=(): frozenset(_set(machine, values)),
     Global("builtins", "bytearray"): _bytearray,
     Global("builtins", "bytes"): lambda machine: b"",  # How protocol 2 has the empty one.
     Global("builtins", "complex"): _complex,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal
 
+from holdfast.advice.fresh_look import FreshLook
 from holdfast.advice.hyperparameters import find_unsaved_schedule
 from holdfast.advice.oversights import (
-    FreshLook,
     ImmutableArrays,
     KeptEpoch,
     LossWatch,

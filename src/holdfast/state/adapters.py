@@ -266,6 +266,18 @@ class Oversights(NamedTuple):
     watch_unsaved: Callable[[], Callable[[], Sequence[tuple[str, Any]]]] | None = None
 
 
+class LoadNeeds(NamedTuple):
+    """The arrays that a load must find in an object.
+
+    Attributes:
+        shapes: The shapes of its arrays, by name.
+        own_prefixes: How the names begin that the object loads in its own way, which may change them.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    own_prefixes: tuple[str, ...]
+
+
 class Readable(enum.Enum):
     """When the state of an object may be read.
 
@@ -349,6 +361,10 @@ class Adapter:
     def oversights_of(self, obj: Any) -> Oversights:
         """Returns what a restart is likely to lack although the object is saved."""
         return Oversights()
+
+    def layout_of(self, obj: Any) -> LoadNeeds | None:
+        """Returns what a load must find in an object; None if that is not known, or the object has no names."""
+        return None
 
     def before_step(
         self, obj: Any, call: Callable[[object], None], *, is_own: bool = False

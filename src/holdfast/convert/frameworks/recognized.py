@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from holdfast.convert.leaf_tree import LeftOut
 from holdfast.convert.torch_file import ArchivedTree, TorchArchive
 
 MODEL = "model"
+
+_OPTIMIZER: Final = {"state", "param_groups"}
+_MOST_SPLIT: Final = 16
+"""A list of more is one object."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,3 +56,23 @@ class Recognized:
 def step_of(value: Any) -> int | None:
     """**Pure.** Returns a number of steps; None if it is not one."""
     return value if type(value) is int and value >= 0 else None
+
+
+def split_list(
+    values: Any, archive: TorchArchive | None, name: str, is_array: Callable[[Any, TorchArchive | None], bool]
+) -> Recognized | None:
+    """Returns the objects in a list, named by their content or else by position; None if it has no state."""
+
+    def role(part: Any) -> str:
+        if type(part) is dict and part:
+            is_optimizer, is_model = part.keys() >= _OPTIMIZER, all(is_array(one, archive) for one in part.values())
+            return "optimizer" if is_optimizer else name if is_model else ""
+        return "step" if type(part) is int else ""
+
+    roles = [role(part) for part in values] if len(values) <= _MOST_SPLIT else []
+    if not {name, "optimizer"} & set(roles):
+        return None
+    names = [one if one and roles.count(one) == 1 else str(number) for number, one in enumerate(roles)]
+    found = Recognized({one: ArchivedTree(part, archive) for one, part in zip(names, values, strict=True)}, names)
+    found.former = {str(number): one for number, one in enumerate(names) if one != str(number)}
+    return found

@@ -156,12 +156,7 @@ def list_named_parameters(modules: list[nn.Module]) -> list[tuple[str, nn.Parame
 
 def read_state(modules: list[nn.Module]) -> dict[str, Any]:
     """Returns `root.state_dict(keep_vars=True)`, without its metadata, given all modules of a root."""
-    is_plain = _are_torchs(modules, _READS)
-    for module in modules:
-        own = module.__dict__
-        if "state_dict" in own or "_save_to_state_dict" in own or module._state_dict_hooks:
-            is_plain = False
-    if not is_plain:
+    if not has_plain_state(modules):
         return dict(read_own_state(modules[0]))
     state: dict[str, Any] = {}
     for prefix, module in _with_prefixes(modules[0]):
@@ -177,6 +172,16 @@ def read_state(modules: list[nn.Module]) -> dict[str, Any]:
                 if buffer is not None and name not in left_out:
                     state[prefix + name] = buffer
     return state
+
+
+def has_plain_state(modules: list[nn.Module]) -> bool:
+    """Returns True if the state of a root with these modules is its parameters and persistent buffers."""
+    is_plain = _are_torchs(modules, _READS)
+    for module in modules:
+        own = module.__dict__
+        if "state_dict" in own or "_save_to_state_dict" in own or module._state_dict_hooks:
+            is_plain = False
+    return is_plain
 
 
 def read_own_state(module: nn.Module) -> dict[str, Any]:

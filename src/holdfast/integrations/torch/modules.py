@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.integrations.torch.module_walks import (
+    has_plain_state,
     list_modules,
     list_parameters,
     read_own_state,
@@ -27,6 +28,7 @@ from holdfast.state.adapters import (
     Adapter,
     CaptureContext,
     Loading,
+    LoadNeeds,
     Oversights,
     Readable,
     Replication,
@@ -136,6 +138,15 @@ class ModuleAdapter(Adapter):
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """Returns values by name."""
         return _read(obj)
+
+    def layout_of(self, obj: Any) -> LoadNeeds | None:
+        """See `Adapter`. None if the module's classes or hooks decide what is saved."""
+        modules = list_modules(obj)
+        if not has_plain_state(modules):
+            return None
+        rename = find_renaming(modules)
+        shapes = {rename(name): tuple(value.shape) for name, value in read_state(modules).items() if not is_lazy(value)}
+        return LoadNeeds(shapes, ("",) if _loads_itself(obj) else _special_prefixes(obj))
 
     def begin_load(self, obj: Any, stored: Skeleton, loading: Loading) -> Callable[[], None]:
         """Compares names, shapes and types."""
