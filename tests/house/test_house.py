@@ -124,7 +124,7 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5642,
     # A tree of objects taken apart, captured, and matched.
-    "state": 6096,
+    "state": 6117,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2333,
     # Contracts for storages and clusters of others.
