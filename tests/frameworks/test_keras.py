@@ -147,7 +147,9 @@ def test_a_fit_that_is_asked_to_leave_says_so_and_goes_on(backend: str, tmp_path
     whole = train_without(backend, "dataset")
     steps = list_steps(list(whole))
     done: list[str] = []
-    # Twice in one evaluation, if the first signal is heard in it: what its epoch has found has to come back each time.
+    # Twice in one evaluation, if the first signal is noticed in it: the results of its epoch have to come back each
+    # time. If it is noticed later, the next process begins with a step: until that first step is complete, it may leave
+    # at once, so it gets its signal after the second one.
     for begin in ("step 1 2", "test 2 1", "", "step 4 5"):
         process = start(backend, "keras_fit.py", tmp_path / "run")
         lines, code, problems = follow(
