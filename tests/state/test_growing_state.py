@@ -176,7 +176,7 @@ def test_a_restored_object_that_the_program_does_not_read_is_warned_of(
             for name in reads:
                 getattr(run.checkpoint, name)
             for step in run.steps(end):
-                own.lr = run.checkpoint._objects["log"]["a"] = 0.5
+                own.lr = run.checkpoint.objects["log"]["a"] = 0.5
                 if step == 0:
                     run.checkpoint.best = 7
         return [text.split(": restored, but")[0] for text in caplog.messages if ": restored, but nothing" in text]
