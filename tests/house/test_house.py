@@ -86,7 +86,7 @@ BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
     ".": 2073,
     # A table of rules and four moments.
-    "advice": 1490,
+    "advice": 1488,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2189,
     # Ten verbs, each with one report for a page, a pipe and JSON.
@@ -104,13 +104,13 @@ BUDGETS = {
     # The reader and the writer of DCP.
     "integrations/dcp": 989,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 4509,
+    "integrations/frameworks": 4507,
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 643,
     # Sessions of Ray.
     "integrations/ray": 554,
     # Modules, optimizers, tensors, meshes, loaders, and the position in a loader that is only followed.
-    "integrations/torch": 4151,
+    "integrations/torch": 4149,
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3415,
     # Saving and retention, as pure functions.
@@ -118,13 +118,13 @@ BUDGETS = {
     # Notices, the agreement of workers, the last save.
     "preemption": 4919,
     # Threads, terminal, interrupts, end of the process.
-    "process": 780,
+    "process": 787,
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2196,
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5642,
     # A tree of objects taken apart, captured, and matched.
-    "state": 6117,
+    "state": 6115,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2333,
     # Contracts for storages and clusters of others.

@@ -9,8 +9,13 @@ from __future__ import annotations
 import _thread
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
+
+_LONGEST_SECONDS: Final = 1.0
+"""A wait looks this often whether a signal has come that did not end it."""
 
 
 class Latch:
@@ -42,10 +47,12 @@ class Latch:
         lock = threading.Lock()
         lock.acquire()
         self._waiting.append(lock)
+        end_at = time.monotonic() + timeout_seconds
         try:
-            # It may have been opened by a thread that has not seen this lock.
-            if not self.is_open:
-                lock.acquire(timeout=min(max(timeout_seconds, 0.0), threading.TIMEOUT_MAX))
+            # It may have been opened by a thread that has not seen this lock. And a signal that comes just before a lock
+            # is waited for does not end that wait: Python calls its handler when the wait has ended.
+            while not self.is_open and (left_seconds := end_at - time.monotonic()) > 0:
+                lock.acquire(timeout=min(left_seconds, _LONGEST_SECONDS))
         finally:
             self._waiting.remove(lock)
         return self.is_open
