@@ -1,4 +1,4 @@
-"""A storage in whose calls somebody else does something."""
+"""A storage during whose calls another process does something."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.storage.memory import MemoryReader, MemoryWriter
 
 
 class Interrupted(MemoryStorage):
-    """A storage that lets somebody else do something before one of its calls."""
+    """A storage that lets another process do something before one of its calls."""
 
     def __init__(self) -> None:
         super().__init__("interrupted")

@@ -49,8 +49,8 @@ class Latch:
         self._waiting.append(lock)
         end_at = time.monotonic() + timeout_seconds
         try:
-            # It may have been opened by a thread that has not seen this lock. And a signal that comes just before a lock
-            # is waited for does not end that wait: Python calls its handler when the wait has ended.
+            # It may have been opened by a thread that has not seen this lock. And a signal that comes just before the
+            # wait does not end it: Python calls the handler when a blocking call returns.
             while not self.is_open and (left_seconds := end_at - time.monotonic()) > 0:
                 lock.acquire(timeout=min(left_seconds, _LONGEST_SECONDS))
         finally:
