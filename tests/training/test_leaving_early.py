@@ -172,12 +172,16 @@ def test_a_training_generator_that_is_closed_saves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "code", "saved"),
-    [("forgotten", 0, (5, 8)), ("exit", 0, (5, 8)), ("error", 1, (5,)), ("by hand", 0, (5, 8))],
+    [("forgotten", 0, (5, 8)), ("exit", 0, (5, 8)), ("error", 1, (5,)), ("by hand", 0, (5, 8)), ("thread", 0, (5,))],
 )
 def test_a_run_that_is_open_at_the_programs_end(tmp_path: Path, how: str, code: int, saved: tuple[int, ...]) -> None:
     done = run_file("left_generators", how, tmp_path / "run")
     assert done.returncode == code, done.stderr
     assert steps_of(tmp_path / "run") == saved
+    # A daemon thread may be in the midst of a step.
+    assert ("the program exited while another thread trained, and nothing was saved" in done.stderr) == (
+        how == "thread"
+    )
 
 
 def test_ctrl_c_in_asyncio_saves(tmp_path: Path) -> None:

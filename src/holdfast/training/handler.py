@@ -379,10 +379,7 @@ class PreemptionCheckpointHandler:
 
     def _close_at_exit(self) -> None:
         """Closes a handler that the program did not close: a notice after its last step must not be lost."""
-        leave_at_exit(
-            lambda error: self.__exit__(None if error is None else type(error), error, None),
-            lambda: f"step {self._count.done} may not be saved",
-        )
+        leave_at_exit(self._loop, lambda error: self.__exit__(None if error is None else type(error), error, None))
 
 
 class RunCalls(StepCount):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -129,6 +130,7 @@ class TrainingLoop:
         is_stopped: True if a loop of `steps` ends before all of them are done.
         is_in_step: True inside a step of a loop of `steps` that does not count yet.
         turn: Returns what runs a step now, such as a loop of `steps`; None if nothing does, or it was dropped.
+        thread: The training thread.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class TrainingLoop:
         self.metadata: Mapping[str, Any] | None = None
         self.is_stopped = self.is_in_step = self._is_in_block = False
         self.turn: Callable[[], object] = no_turn
+        self.thread = threading.get_ident()
         self._saved_notes: tuple[Mapping[str, Any], Mapping[str, Any] | None] = ({}, None)
         self._epoch_end: _EpochEnd | None = None
 
@@ -206,6 +209,18 @@ class TrainingLoop:
         if not isinstance(error, SystemExit | GeneratorExit):
             return ""
         return find_inside(error, trace, self.guard.config.exit_code) or None
+
+    def warn_of_loss(self, place: str | None) -> None:
+        """Says which steps are lost by an exit; nothing if that was not raised by the program, or no step is lost."""
+        with suppress(HoldfastError):
+            newest = (place and self.manager.latest_step()) or 0
+            if place and (steps := self.count.done - newest) > 0:
+                lost = f"the {steps} steps since step {newest} are" if steps > 1 else f"step {self.count.done} is"
+                self.warn(
+                    f"the program exited {place}, and nothing was saved: {lost} lost, and a restart trains from step "
+                    f"{newest}",
+                    is_error=True,
+                )
 
     @contextmanager
     def checkpointable(self, step: int) -> Iterator[None]:
@@ -364,17 +379,22 @@ class TrainingLoop:
             self.guard.provisional = None
 
 
-def leave_at_exit(leave: Callable[[BaseException | None], object], find_loss: Callable[[], str]) -> None:
+def leave_at_exit(loop: TrainingLoop, leave: Callable[[BaseException | None], object]) -> None:
     """**Blocks.** Leaves a block when the program ends within it; called by the interpreter, after all else.
 
+    If another thread is in the block, nothing is saved: it may be in the midst of a step.
+
     Args:
+        loop: The loop of the block.
         leave: Leaves the block, by the error that the interpreter has printed as the program's end, if any.
-        find_loss: Returns what may be lost if a person no longer waits.
     """
+    if loop.thread != threading.get_ident() and loop.thread in sys._current_frames():
+        loop.warn_of_loss("while another thread trained")
+        return
     try:
         leave(getattr(sys, "last_value", None))
     except KeyboardInterrupt:
-        end_interrupted(find_loss())
+        end_interrupted(f"step {loop.count.done} may not be saved")
     except SystemExit as leaving:
         end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
     except HoldfastError as failure:

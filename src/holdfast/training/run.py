@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import enum
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -426,6 +427,7 @@ class Run:
             finally:
                 self._guard.close()
             raise
+        self._loop.thread = threading.get_ident()
         step = self._loop.count.done = 0 if self._restored is None else self._restored.step
         self._loop.count.join(self.manager)
         self._guard.pause(step)
@@ -465,7 +467,7 @@ class Run:
                 self._end_well()
             else:
                 self._end_badly(error)
-                self._warn_of_loss(place)
+                self._loop.warn_of_loss(place)
         except HoldfastError as failure:
             if not is_exit:
                 raise
@@ -486,22 +488,7 @@ class Run:
 
     def _leave_at_exit(self) -> None:
         """Leaves the block when the program ends within it: a generator that was not closed may still be in it."""
-        leave_at_exit(
-            lambda error: self.__exit__(None if error is None else type(error), error, None),
-            lambda: f"step {self._loop.count.done} may not be saved",
-        )
-
-    def _warn_of_loss(self, place: str | None) -> None:
-        """Says which steps are lost by an exit; nothing if that was not raised by the program, or no step is lost."""
-        with suppress(HoldfastError):
-            newest = (place and self.manager.latest_step()) or 0
-            if place and (steps := self._loop.count.done - newest) > 0:
-                lost = f"the {steps} steps since step {newest} are" if steps > 1 else f"step {self._loop.count.done} is"
-                self._loop.warn(
-                    f"the program exited {place}, and nothing was saved: {lost} lost, and a restart trains from step "
-                    f"{newest}",
-                    is_error=True,
-                )
+        leave_at_exit(self._loop, lambda error: self.__exit__(None if error is None else type(error), error, None))
 
     def _end_well(self) -> None:
         try:
