@@ -137,11 +137,12 @@ BUDGETS = {
 """How many lines a package may have, with what it does. A commit that raises one lowers another, or says in its message
 which feature is worth it.
 
-The last growth, and its reasons. catalog: the survey of a run and the plan of a removal, which were the command line's, and a
-stored run in place of functions elsewhere. format: the walker of nodes, likewise. advice: pairs that are forgotten whole, draws
-that are not saved, modules that change. state and integrations/torch: what samplers count in containers, rows of a replay buffer
-at once. restore: the verdict on a step, which was the command line's. convert: lists at the top of a file, and plain values.
-testing and storage: traits, and the contract for storages without directories. process: one owner of interrupts.
+The last growth, and its reasons. catalog: the survey of a run and the plan of a removal, which were the command
+line's, and a stored run in place of functions elsewhere. format: the walker of nodes, likewise. advice: pairs that
+are forgotten whole, draws that are not saved, modules that change. state and integrations/torch: what samplers count
+in containers, rows of a replay buffer at once. restore: the verdict on a step, which was the command line's. convert:
+lists at the top of a file, and plain values. testing and storage: traits, and the contract for storages without
+directories. process: one owner of interrupts.
 """
 
 MAX_MODULES = 269
