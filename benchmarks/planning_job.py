@@ -19,11 +19,12 @@ from holdfast.format.records import SHARDS, Worker, WorkerRecord
 from holdfast.policies import All
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.restore.verify import open_step
-from holdfast.save.image import HostBuffer, Stager
+from holdfast.save.handle import Origin
+from holdfast.save.host_memory import HostBuffer
+from holdfast.save.image import Stager
 from holdfast.save.joint.participant import JointParticipant
 from holdfast.save.joint.protocol import CommitProtocol, PartRecord, SaveId, WorkerProgress
 from holdfast.save.joint.run_writer import JointRunWriter
-from holdfast.save.records import Origin
 from holdfast.save.run_writer import RunWriter
 from holdfast.save.writer import make_index, take_digests
 from holdfast.state import CaptureCache, capture_objects

@@ -25,7 +25,8 @@ import click
 import holdfast as hf
 from benchmarks.timing import timed
 from holdfast.format.records import Worker
-from holdfast.save.image import HostBuffer, Stager
+from holdfast.save.host_memory import HostBuffer
+from holdfast.save.image import Stager
 from holdfast.state import CaptureCache, capture_objects
 
 SIDE: Final = 32

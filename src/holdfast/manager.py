@@ -11,10 +11,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from msgspec.structs import replace as replace_fields
-
+from holdfast.advice.advisor import Advisor
 from holdfast.advice.hyperparameters import Keeping, list_kept, note_script
-from holdfast.advice.oversights import describe_unread
 from holdfast.catalog import StoredRun
 from holdfast.checkpoint import (
     Checkpoint,
@@ -24,32 +22,31 @@ from holdfast.checkpoint import (
 from holdfast.cluster import Cluster
 from holdfast.cluster.discover import describe_lone_task
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import ClosedError, UsageError
-from holdfast.events import Sink, Skipped, Sums, Totals, Warned
+from holdfast.errors import UsageError
+from holdfast.events import Sink, Skipped, Sums, Warned
 from holdfast.format.encoding import escape
-from holdfast.format.records import ALONE
+from holdfast.format.records import ALONE, Worker
 from holdfast.options import (
     SaveOptions,
     check_like,
     check_metrics,
     check_notes,
-    check_place,
     check_step,
-    check_wait,
     look_into,
 )
 from holdfast.policies import All, RetentionPolicy, SavePolicy
-from holdfast.process.terminal import inform
-from holdfast.restore.candidates import Selection, make_selection
+from holdfast.restore.candidates import make_selection
 from holdfast.restore.engine import make_agreement, restore_objects
 from holdfast.restore.records import Restoration
+from holdfast.save.engine import Engine
 from holdfast.save.failures import PendingFailures, raise_newest
-from holdfast.save.handle import SaveHandle, SaveProgress, SaveRequest, find_wait_seconds, wait_served
-from holdfast.save.joint.setup import explaining, open_participant, try_plan_save
+from holdfast.save.handle import CallGuard, Origin, SaveHandle, SaveRequest, find_wait_seconds
+from holdfast.save.host_memory import HostBuffer
+from holdfast.save.image import Stager
+from holdfast.save.joint.setup import explaining, make_writer, open_participant, try_plan_save
+from holdfast.save.lineage import Lineage
 from holdfast.save.mark import Mark, trace_arrays
-from holdfast.save.prepare import make_readiness_check, open_event_sinks
-from holdfast.save.records import Origin
-from holdfast.save.saver import Saver, StepTimer
+from holdfast.save.prepare import Preparation, RunEvents
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
@@ -67,17 +64,11 @@ class CheckpointManager:
     in progress and closes the manager.
 
     Attributes:
-        begin_anew: True if the manager starts from the beginning, regardless of existing checkpoints.
-        save_every: When `save_if_due` saves; None for never.
-        timeout_seconds: The deadline of every wait that sets none of its own.
-        restored: The newest complete restore; None before one.
-        worker, participant: This worker's rank among all, and its part in the job; None if it is alone.
+        options: The options, except the directory.
+        participant: This worker's part in the job; None if it is alone.
         emit: Sends an event to the log, the sinks and the run's journal, from any thread.
-        find_steps: Returns the step at which the run that this belongs to was entered, and the number of complete
-            steps; None if this belongs to no run.
-        wait_until_free: Waits a while if another process of this machine has the run open; called before a restore.
-        check_ready: Checks, once, that the objects and the directory can be saved; called before training begins.
-        url: The URL of the run.
+        lineage: The steps of the run, as this knows them.
+        restored: The newest complete restore; None before one.
         witness: Records what each step takes and gives, if a loop counts the steps, and compares it after a restart.
     """
 
@@ -153,69 +144,89 @@ class CheckpointManager:
             ClusterError: If the job's store does not respond.
         """
         check_order("CheckpointManager", directory, checkpoint)
-        self._options = options = SaveOptions.pick(locals(), keep=All())
+        self.options = options = SaveOptions.pick(locals(), keep=All())
         check_objects(checkpoint.objects)
-        note_script(checkpoint.objects, objects_of(checkpoint).own)
+        named = objects_of(checkpoint)
+        note_script(checkpoint.objects, named.own)
         self.checkpoint, self._storage = checkpoint, open_storage(directory)
-        self.url = self._storage.url
-        self.save_every, self.timeout_seconds, self._totals = save_every, timeout_seconds, Totals()
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
         catalog, self.participant = open_participant(cluster, partial(look_into, self._storage), **deadlines)
-        living = () if begin_anew else catalog.living
-        self.worker = ALONE if self.participant is None else self.participant.worker
-        self._wait_seconds = find_wait_seconds(timeout_seconds, self.worker)
+        worker = self.worker
         with explaining(self.participant):
+            self.lineage = Lineage(catalog, self.url, begins_anew=begin_anew)
             if self.participant is not None:
-                self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=not living)
-            self.emit = open_event_sinks(self._storage, [self._totals, *options.sinks], is_leader=self.worker.is_leader)
+                is_new = not self.lineage.steps
+                self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=is_new)
+            self.emit = RunEvents(self._storage, options.sinks, is_leader=worker.is_leader)
             if cluster == "auto" and self.participant is None and (text := describe_lone_task(os.environ)):
                 self.emit(Warned(text=text))
-            self._failures = PendingFailures(failures_allowed)
-            self._saver = saver = Saver(
-                self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
+            self._failures, self._calls = PendingFailures(failures_allowed), CallGuard(self.url)
+            stager = Stager(HostBuffer(), worker, {} if self.participant is None else self.participant.holders)
+            writer, recycler = make_writer(self._storage, options, self.participant, self.emit)
+            self._engine = Engine(writer, recycler, stager, worker, options, self._failures, self.emit, self._calls)
+            self._make_handle = partial(
+                SaveHandle,
+                url=self.url,
+                timeout_seconds=find_wait_seconds(timeout_seconds, worker),
+                mark_raised=self._failures.mark_raised,
+                barrier=self._engine.barrier,
             )
             # If this is dropped without `close`, its threads go on to know the lock.
-            weakref.finalize(self, saver.lock.release).atexit = False
-            saver.take_unread = partial(objects_of(checkpoint).take_unread, only_held=True)
-            went_back = None if begin_anew else catalog.start_from
-            self._origin = Origin(living[-1] if living else None, catalog.generation, start_from=went_back)
-            self._living, self.newest_asked = {name.step for name in living}, -1
-            self._process, self._pace = os.getpid(), StepTimer()
-            self._in_flight: SaveRequest | None = None
+            weakref.finalize(self, recycler.lock.release).atexit = False
+            self._advisor = Advisor(checkpoint.objects, named.take_unread)
             # Called when this is closed, unless by an error: saves that a loop has still to make.
             self.closing: list[Callable[[], object]] = []
-            self._settling = (
-                threading.RLock()
-            )  # Held to clear that: another thread may wait while this one begins a save.
-            self.check_ready: Callable[[], None] = make_readiness_check(
-                self._storage,
-                saver.lock,
-                lambda: saver.check_capture(objects_of(checkpoint).all()),
-                make_agreement(None if self.participant is None else self.participant.peers, self.url).run,
-                is_leader=self.worker.is_leader,
-                failures_allowed=failures_allowed,
-                emit=self.emit,
+            self._preparation = Preparation(
+                self._storage, recycler.lock, stager, named.all, options, self.emit, worker.is_leader
             )
-            if reserve_bytes is not None or save_every is None:
-                self._saver.prepare(reserve_bytes)
-            self.begin_anew, self._closed = begin_anew, False
-            self.find_steps: Callable[[], tuple[int, int]] | None = None
-            self.witness = Witness(self._storage, self.worker, self.emit)
+            self.witness = Witness(self._storage, worker, self.emit)
             self.restored: Restoration | None = None
-            self.wait_until_free: Callable[[], None] = (
-                partial(saver.lock.take, inform) if self.worker.is_leader else lambda: None
-            )
+
+    @property
+    def url(self) -> str:
+        """The URL of the run."""
+        return self._storage.url
+
+    @property
+    def worker(self) -> Worker:
+        """This worker's rank among all."""
+        return ALONE if self.participant is None else self.participant.worker
+
+    @property
+    def save_every(self) -> SavePolicy | None:
+        """When `save_if_due` saves; None for never."""
+        return self.options.save_every
+
+    @property
+    def timeout_seconds(self) -> float:
+        """The deadline of every wait that sets none of its own."""
+        return self.options.timeout_seconds
+
+    @property
+    def begin_anew(self) -> bool:
+        """True if the manager starts from the beginning, regardless of existing checkpoints."""
+        return self.options.begin_anew
 
     @property
     def totals(self) -> Sums:
         """The time that saving and restoring have taken in this process so far."""
-        return self._totals.sums
+        return self.emit.totals.sums
 
     @property
     def save_seconds(self) -> float | None:
         """The duration of the newest committed save until it was durable, without waits before it; None before one."""
-        blocked, durable = self._saver.costs
-        return None if blocked is None or durable is None else blocked + durable
+        newest = self._engine.newest
+        return None if newest is None else newest.blocked_seconds + newest.durable_seconds
+
+    def wait_until_free(self) -> None:
+        """**Blocks.** Waits a while if another process of this machine has the run open; called before a restore."""
+        self._preparation.wait_until_free()
+
+    def check_ready(self) -> None:
+        """**Collective.** **Blocks.** Checks, once, that the objects and the directory can be saved; see
+        `Preparation.check_once`. It is called before training begins."""
+        peers = None if self.participant is None else self.participant.peers
+        self._preparation.check_once(make_agreement(peers, self.url).run)
 
     def mark(self, metrics: Mapping[str, float] | None = None) -> Mark:
         """**Blocks** while it checks all arrays. Notes the current state, to be saved later.
@@ -223,7 +234,7 @@ class CheckpointManager:
         Raises:
             UnsupportedValueError: If an object has state that cannot be stored.
         """
-        state, figures = self._saver.capture(objects_of(self.checkpoint).all()), dict(metrics or {})
+        state, figures = self._engine.capture(objects_of(self.checkpoint).all()), dict(metrics or {})
         save = lambda step, taken, replace: self._save(step, figures, None, replace=replace, captured=taken)  # noqa: E731
         return Mark(state, trace_arrays(state), save)
 
@@ -271,13 +282,15 @@ class CheckpointManager:
         Raises:
             SaveFailedError: As in `save`; never if none is due, so that the save that reports a failure still saves.
         """
-        self._saver.note_call()
+        self._engine.note_call()
         step, metrics = check_step(step), check_metrics(metrics)
         if self.save_every is None:
             return None
-        reason = try_plan_save(self.save_every, self._pace.moment(step, *self._saver.costs), self.participant)
-        if reason is None or step in self._living:
-            self._saver.look_ahead(objects_of(self.checkpoint).all())
+        newest = self._engine.newest
+        costs = (None, None) if newest is None else (newest.blocked_seconds, newest.durable_seconds)
+        reason = try_plan_save(self.save_every, self.lineage.pace.moment(step, *costs), self.participant)
+        if reason is None or step in self.lineage.steps:
+            self._preparation.look_ahead()
             return None
         return self._save(step, metrics, metadata, reason=reason)
 
@@ -289,14 +302,15 @@ class CheckpointManager:
         Raises:
             UsageError: If it is another step, or a metric is not a number.
         """
-        self._check_usable()
+        self._calls.check_usable()
         step, (figures, _) = check_step(step), check_notes(metrics, None)
-        known = (self._in_flight, self._saver.engine.newest, None if self.restored is None else self.restored.name)
-        found = next((one for one in known if one is not None and one.step == step == self.newest_asked), None)
+        newest, handle = self._engine.newest, self.lineage.in_flight
+        known = (handle, None if newest is None else newest.name, None if self.restored is None else self.restored.name)
+        found = next((one for one in known if one is not None and one.step == step == self.lineage.newest_asked), None)
         if found is None:
             raise UsageError(f"step {step} is not the one that was saved or restored last")
         if figures:
-            self._saver.engine.add_metrics(found, figures, self._origin.seen_generation)
+            self._engine.tidier.add_metrics(found, figures, self.lineage.origin.seen_generation)
 
     def restore(
         self,
@@ -336,16 +350,18 @@ class CheckpointManager:
             NoWholeCheckpointError: If there are checkpoints, but all are damaged or have lost their manifests.
             StorageError: If the storage fails.
         """
-        self._check_usable()
-        if self.find_steps is not None and only is None:
-            raise _make_block_error("manager.restore", step)
-        self._settle(None)
-        if self.find_steps is not None:
-            self._check_partial(step, make_selection(only), *self.find_steps())
+        self._calls.check_usable()
+        lineage, select = self.lineage, make_selection(only)
+        if only is None:
+            lineage.check_restore(step, is_whole=True, is_part=False)
+        lineage.settle()
+        if lineage.find_steps is not None:
+            is_whole = select is not None and all(select(escape(name)) for name in self.checkpoint.objects)
+            lineage.check_restore(self.latest_step() if step is None else step, is_whole=is_whole, is_part=True)
         check_objects(self.checkpoint.objects)
-        self._saver.fresh_look.note(self.checkpoint.objects)
-        is_first = step is None and self.restored is None and self.newest_asked < 0
-        start_from = self._options.start_from if is_first else None
+        self._advisor.look_before_restore(self.checkpoint.objects)
+        is_first = step is None and self.restored is None and lineage.newest_asked < 0
+        start_from = self.options.start_from if is_first else None
         script = note_script(self.checkpoint.objects, objects_of(self.checkpoint).own)
         made_anew = check_like(like)
         restoration = restore_objects(
@@ -353,12 +369,12 @@ class CheckpointManager:
             {**objects_of(self.checkpoint).all(), **made_anew},
             made_anew=made_anew.keys(),
             step=None if step is None else check_step(step),
-            begins_anew=self.begin_anew and only is None and not self._living,
+            begins_anew=self.begin_anew and only is None and not lineage.steps,
             start_from=start_from,
-            on_resize=self._options.on_resize,
-            select=make_selection(only),
+            on_resize=self.options.on_resize,
+            select=select,
             strict=strict,
-            threads=self._options.threads,
+            threads=self.options.threads,
             emit=self.emit,
             keeping=Keeping(script, self.checkpoint.objects, list_kept(keep_current)),
             worker=self.worker,
@@ -366,32 +382,28 @@ class CheckpointManager:
             agreement=make_agreement(None if self.participant is None else self.participant.peers, self.url),
         )
         if restoration is None:
-            self._saver.start_from(0)
+            self._begin_from(0)
             return None
         objects_of(self.checkpoint).put_restored(restoration.replaced)
-        if only is None:
-            self.restored = restoration
-            # A job that has begun since then is detected by the next save.
-            sources = () if step is None else (restoration.name,)
-            if restoration.step == start_from:
-                remove_rings(self._storage)  # What lies beyond is not repeated.
-            went_back = self._origin.start_from if start_from is None else start_from
-            self._origin = Origin(restoration.name, restoration.seen_generation, sources, went_back)
-            self._saver.begin_generation()
-            self._living = {known for known in self._living if known <= restoration.step} | {restoration.step}
-            self.newest_asked = restoration.step
-            self._saver.start_from(restoration.step)
-            self._pace.begin(restoration.step)
-        else:
-            self._origin = replace_fields(self._origin, sources=(*self._origin.sources, restoration.name))
+        if only is not None:
+            lineage.note_part_restored(restoration.name)
+            return restoration
+        self.restored = restoration
+        if restoration.step == start_from:
+            remove_rings(self._storage)  # What lies beyond is not repeated.
+        went_back = lineage.origin.start_from if start_from is None else start_from
+        sources = () if step is None else (restoration.name,)
+        origin = Origin(restoration.name, restoration.seen_generation, sources, went_back)
+        self._engine.leave_generation()
+        lineage.note_restored(origin, restoration.step)
+        self._begin_from(restoration.step)
+        self.lineage.pace.begin(restoration.step)
         return restoration
 
-    def _check_partial(self, step: int | None, select: Selection | None, entered_at: int, done: int) -> None:
-        """Checks that objects that are trained do not go back to another step than that of their run."""
-        step = self.latest_step() if step is None else step
-        is_whole = select is not None and all(select(escape(name)) for name in self.checkpoint.objects)
-        if step is not None and step != done and (is_whole or done > entered_at):
-            raise _make_block_error(f"manager.restore of step {step}, in step {done},", step)
+    def _begin_from(self, step: int) -> None:
+        """Counts training time from now on, because earlier training cannot be lost."""
+        self._engine.protected_since_at = time.monotonic()
+        self._advisor.begin(self.checkpoint.objects, step)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """**Blocks.** Waits until no save is in progress.
@@ -400,13 +412,14 @@ class CheckpointManager:
             SaveFailedError: If a save failed and the failure has not been raised yet.
             DeadlineError: If it takes longer; the save continues.
         """
-        self._saver.check_reentry()
-        self._settle(timeout_seconds)
-        raise_newest(self._failures.take(last=False), None)
+        self._calls.check_reentry()
+        self.lineage.settle(timeout_seconds)
+        if failures := self._failures.take(last=False):
+            raise_newest(failures)
 
     def steps(self) -> tuple[int, ...]:
         """**Blocks.** Returns the committed steps of the current lineage, oldest first."""
-        self._saver.note_call()
+        self._engine.note_call()
         return tuple(name.step for name in StoredRun(self._storage).look().living)
 
     def latest_step(self) -> int | None:
@@ -423,36 +436,39 @@ class CheckpointManager:
         self._close(timeout_seconds)
 
     def _close(self, timeout_seconds: float | None, *, has_ended_well: bool = False) -> None:
-        if self._closed or os.getpid() != self._process:
-            return  # A forked child has neither the threads nor the task: what is in flight is its parent's.
-        self._saver.check_reentry()
+        if self._calls.is_over:
+            return
+        self._calls.check_reentry()
         self.witness.end()
         while self.closing:
             self.closing.pop()()
-        self._settle(timeout_seconds, self._failures.wait_closed)
-        self._closed = True
+        self.lineage.settle(timeout_seconds, self._failures.wait_closed)
+        self._calls.is_closed = True
         if has_ended_well:
-            self._saver.engine.tidy()
-        self._saver.close(self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+            self._engine.tidy()
+        limit_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        self._preparation.close(limit_seconds)
+        self._engine.close(limit_seconds)
         if self.participant is not None:
             self.participant.close()
-        raise_newest(self._failures.take(last=True), None)
+        if failures := self._failures.take(last=True):
+            raise_newest(failures)
 
     def abandon(self) -> None:
         """Closes without waiting: a save in progress is abandoned, and the program's exit does not wait for it."""
-        self._closed, self._in_flight = True, None
-        self._saver.abandon()
+        self._calls.is_closed, self.lineage.in_flight = True, None
+        self._engine.tidier.recycler.abandon()
         self._failures.abandon()
         if self.participant is not None:
             self.participant.leave()
 
     def __repr__(self) -> str:
-        own, busy = self._saver.engine.newest, self._in_flight
-        steps = [*tuple(self._living), *([] if own is None else [own.step])]
+        own, busy = self._engine.newest, self.lineage.in_flight
+        steps = [*tuple(self.lineage.steps), *([] if own is None else [own.name.step])]
         notes = [f"newest step {max(steps)}" if steps else "nothing saved yet"]
         if busy is not None and busy.step not in steps:
-            notes.append(f"step {busy.step} {busy.progress}")
-        notes += ["closed"] if self._closed else []
+            notes.append(f"step {busy.step} {busy.request.state}")
+        notes += ["closed"] if self._calls.is_closed else []
         return f"<CheckpointManager of {self.url}: {', '.join(notes)}>"
 
     def __enter__(self) -> Self:
@@ -463,13 +479,14 @@ class CheckpointManager:
     ) -> None:
         if error is not None:
             self.closing.clear()  # The state may be that of half a step.
-        has_trained = error is None and self.restored is None and len(self._living) > 1
-        objects, assigned = self.checkpoint.objects, frozenset(objects_of(self.checkpoint).assigned)
-        if has_trained and (text := self._saver.kept_epoch.look_at_end(objects, assigned)):
-            self.emit(Warned(text=text))
-        has_trained = error is None and self._saver.engine.newest is not None
-        if has_trained and (text := describe_unread(objects_of(self.checkpoint).take_unread(only_held=False))):
-            self.emit(Warned(text=text))
+        else:
+            has_resumed = self.restored is not None and len(self.lineage.steps) > 1
+            has_saved = self._engine.newest is not None
+            assigned = objects_of(self.checkpoint).assigned
+            for warning in self._advisor.look_at_end(
+                self.checkpoint.objects, assigned, has_resumed=has_resumed, has_saved=has_saved
+            ):
+                self.emit(warning)
         self._failures.close_behind(error, partial(self._close, None, has_ended_well=error is None))
 
     def _save(
@@ -483,112 +500,67 @@ class CheckpointManager:
         captured: Captured | None = None,
     ) -> SaveHandle:
         asked_at = time.monotonic()
-        self._check_usable()
-        self._saver.caller = threading.get_ident()
+        self._calls.check_usable()
+        self._calls.caller = threading.get_ident()
         try:
             clean_metrics, clean_metadata = check_notes(metrics, metadata)
-            step, progress = check_step(step), SaveProgress()
-            protocol = try_cancel = None
-            if self.participant is not None:
-                protocol = self.participant.begin(step)
-                try_cancel = partial(self.participant.try_cancel, protocol)
-            handle = SaveHandle(
-                step,
-                self.url,
-                progress,
-                self._wait_seconds,
-                self._failures.mark_raised,
-                replaces=replace,
-                barrier=self._saver.barrier,
-                try_cancel=try_cancel,
-            )
+            step = check_step(step)
+            protocol = None if self.participant is None else self.participant.begin(step)
+            origin = self.lineage.origin
             request = SaveRequest(
-                step, clean_metrics, clean_metadata, self._origin, asked_at, handle, progress, reason, protocol
+                step, clean_metrics, clean_metadata, origin, asked_at, replace, reason=reason, protocol=protocol
             )
+            handle = self._make_handle(request)
             try:
-                return self._begin(request, captured)
+                self._begin(handle, captured)
             except BaseException as error:
-                if self.participant is not None and protocol is not None and not request.goes_on:
-                    self.participant.tell(protocol, error)
+                if self.participant is not None and protocol is not None and not request.must_end:
+                    self.participant.report_failure(protocol, error)
                     # The others take this step for tried; what is due next must be the same here.
-                    self._pace.note_begun_save(step)
+                    self.lineage.pace.note_begun_save(step)
                 raise
+            return handle
         finally:
-            self._saver.caller = None
+            self._calls.caller = None
 
-    def _begin(self, request: SaveRequest, captured: Captured | None) -> SaveHandle:
-        step, handle, busy = request.step, request.handle, self._in_flight
-        if self._options.when_busy == "skip" and busy is not None:
-            self._saver.note_call()
-            if busy.goes_on and not busy.progress.served.is_open:
+    def _begin(self, handle: SaveHandle, captured: Captured | None) -> None:
+        step, request, lineage = handle.step, handle.request, self.lineage
+        if self.options.when_busy == "skip" and (busy := lineage.in_flight) is not None:
+            self._engine.note_call()
+            if busy.request.must_end and not busy.request.served.is_open:
                 self._skip(request, f"the save of step {busy.step} is still in progress")
-                return handle
-        self._settle(None, wait_served)
-        before = self._in_flight
+                return
+        lineage.settle(None, lambda busy, _: busy.wait_served())
+        before = lineage.in_flight
         request.waited_seconds = time.monotonic() - request.asked_at
-        check_place(step, self.url, self._living, self.newest_asked, replace=handle.replaces)
-        captured = captured or self._saver.capture(objects_of(self.checkpoint).all())
-        untold = self._failures.take(last=False)
+        lineage.check_step(step, replace=request.replaces)
+        captured = captured or self._engine.capture(objects_of(self.checkpoint).all())
+        failures = self._failures.take(last=False)
         try:
-            self._in_flight = request
-            self._saver.save(request, captured)
-            self.newest_asked = max(step, self.newest_asked)
-            self._pace.note_begun_save(step)
+            lineage.in_flight = handle
+            for warning in self._advisor.look_at_save(self.checkpoint.objects, step):
+                self._engine.emit_soon(warning)
+            if not self._preparation.has_begun:
+                self._preparation.end()
+            self._engine.save(handle, captured)
+            lineage.newest_asked = max(step, lineage.newest_asked)
+            self.lineage.pace.note_begun_save(step)
         except BaseException:
             # Also Ctrl-C ends up here: a confirmed save continues, and pending events are not lost.
             request.drop()
-            self._failures.put_back(untold)
+            self._failures.put_back(failures)
             # The storage may hold up what was written of it; the next save waits for that.
-            if not request.goes_on and request.progress.ended.wait(_PARTING_SECONDS):
-                self._in_flight = before
+            if not request.must_end and request.ended.wait(_PARTING_SECONDS):
+                lineage.in_flight = before
             raise
-        raise_newest(untold, handle)
-        return handle
+        if failures:
+            raise_newest(failures, handle)
 
     def _skip(self, request: SaveRequest, reason: str) -> None:
         """Skips the save, because the previous one is still in progress."""
-        step = request.step
-        request.progress.leave_out(step, reason)
-        request.progress.ended.open()
-        self._saver.engine.emit_soon(Skipped(step=step, reason=reason))
+        request.skip(reason)
+        request.ended.open()
+        self._engine.emit_soon(Skipped(step=request.step, reason=reason))
         if self.participant is not None and request.protocol is not None:
-            self.participant.leave_out(request.protocol, reason)
-            self._pace.note_begun_save(step)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the manager of {self.url} is closed", hint="Create a new manager.")
-        if os.getpid() != self._process:
-            raise UsageError(
-                f"the manager of {self.url} belongs to process {self._process}, and this is a child process",
-                hint="Save in the process that created the manager, or create another manager in the child.",
-            )
-        self._saver.check_reentry()
-
-    def _settle(
-        self,
-        timeout_seconds: float | None,
-        wait: Callable[[SaveHandle, float | None], None] = SaveHandle.wait_ended,
-    ) -> None:
-        """Waits for the save in progress, and records its result."""
-        if timeout_seconds is not None:
-            check_wait(timeout_seconds)
-        if (request := self._in_flight) is None:
-            return
-        request.drop_if_left()
-        wait(request.handle, timeout_seconds)
-        with self._settling:
-            if self._in_flight is request:  # A signal handler may have waited, and saved, since.
-                if request.progress.is_committed:
-                    self._living.add(request.step)
-                if request.progress.ended.is_open:
-                    self._in_flight = None
-
-
-def _make_block_error(what: str, step: int | None) -> UsageError:
-    return UsageError(
-        f"{what} inside the block of a run would change its objects, but not the number of its step",
-        hint="To go back, leave the block, and start the run with hf.resumable(..., start_from="
-        f"{40 if step is None else step!r}). A part can be loaded with only=..., before the first step or from the "
-        "current one. To evaluate another step, leave the block, and use a new CheckpointManager.",
-    )
+            self.participant.report_left_out(request.protocol, reason)
+            self.lineage.pace.note_begun_save(request.step)

@@ -7,7 +7,7 @@ import math
 import os
 import reprlib
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, Self
 
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from holdfast.catalog import Catalog, StoredRun
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import StepExistsError, UsageError
+from holdfast.errors import UsageError
 from holdfast.events import Sink
 from holdfast.format.names import MAX_STEP
 from holdfast.numbers import check_seconds, check_whole
@@ -101,25 +101,6 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
 def check_step(step: int, name: str = "a step") -> int:
     """**Pure.** Returns the step, which errors call `name`, as a plain number; raises as `check_timeout` does."""
     return check_whole(name, step, 0, MAX_STEP)
-
-
-def check_place(step: int, url: str, living: Collection[int], newest_asked: int, *, replace: bool) -> None:
-    """**Pure.** Raises `StepExistsError` or `UsageError` if a step may not be saved now, or replaced."""
-    newest = max(living, default=-1)
-    if step < newest_asked and not replace:
-        # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
-        raise UsageError(f"step {step} is older than step {newest_asked}, which was already saved or attempted")
-    if step > newest or (replace and step in living):
-        return
-    if step in living:
-        raise StepExistsError(
-            f"step {step} of {url} is already committed",
-            hint="Save with replace=True to replace it, call restore() to continue from it, or use begin_anew=True.",
-        )
-    raise UsageError(
-        f"step {step} is older than step {newest}, which {url} already has",
-        hint="Call restore() first to continue from a checkpoint, or create the manager with begin_anew=True.",
-    )
 
 
 def check_policies(save_every: object, keep: object) -> None:

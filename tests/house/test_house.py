@@ -151,15 +151,11 @@ MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""
 
 MORE_ATTRIBUTES = {
-    "CheckpointManager": 28,
     "Comparison": 17,
     "DataPlace": 24,
-    "Engine": 21,
     "Heartbeat": 18,
-    "JointRunWriter": 21,
     "PeerFailures": 22,
     "ResumableSampler": 17,
-    "Saver": 25,
     "ShardOwnership": 16,
     "TrainingWatch": 24,
     "Witness": 18,
@@ -181,11 +177,6 @@ FRIEND_FUNCTIONS = {
     "preemption/sources/signals.py: _find_live",
     "process/wakeup.py: _let_go_in_child",
     "process/wakeup.py: answer",
-    "save/handle.py: find_canceller",
-    "save/handle.py: name_state",
-    "save/handle.py: wait_served",
-    "save/joint/protocol.py: check_verdict",
-    "save/joint/protocol.py: try_cancel",
     "state/data/sampler.py: batch_count",
     "state/data/sampler.py: count_epochs",
     "state/data/sampler.py: current_epoch",

@@ -28,7 +28,7 @@ from holdfast.policies import (
     spare_referred,
 )
 from holdfast.policies.saving import PROBE_STEPS, daly_interval_seconds
-from holdfast.save.saver import StepTimer, usual_stall_seconds
+from holdfast.save.lineage import StepTimer, usual_stall_seconds
 
 HOUR = 3600.0
 

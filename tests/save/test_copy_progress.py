@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.process.worker_pool import WorkerPool
-from holdfast.save.records import CalledOffError, CopyProgress
+from holdfast.save.image import CalledOffError, CopyProgress
 from repetitions import repeated
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.save.image import HostBuffer
+from holdfast.save.host_memory import HostBuffer
 
 _SMALL_BYTES, _LARGE_BYTES = 8 << 20, 9 << 20
 

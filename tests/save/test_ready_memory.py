@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.save.image import HostBuffer, Readying
+from holdfast.save.host_memory import HostBuffer, Readying
 from holdfast.storage import MemoryStorage
 from interrupts import Interrupted
 
@@ -158,7 +158,7 @@ def test_it_waits_for_the_state_that_an_optimizer_gets_at_its_first_step() -> No
         optimizer.step()
         manager.save_if_due(2)
         assert threads_at_it()
-        assert manager._saver._buffer.size_bytes > 3 * 16_000_000
+        assert manager._engine._stager.buffer.size_bytes > 3 * 16_000_000
         manager.save(3).wait_committed()
 
 
@@ -168,7 +168,7 @@ def test_it_does_not_wait_for_ever_for_a_parameter_that_is_never_used() -> None:
     with open_manager(MemoryStorage(), {"model": model, "optimizer": optimizer}) as manager:
         for step in range(1, 20):
             manager.save_if_due(step)
-        assert threads_at_it() or manager._saver._buffer.size_bytes > 36_000_000
+        assert threads_at_it() or manager._engine._stager.buffer.size_bytes > 36_000_000
 
 
 def look_struck(manager: hf.CheckpointManager, calls: int) -> bool:

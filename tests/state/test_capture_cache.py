@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.process.worker_pool import WorkerPool
-from holdfast.save.image import HostBuffer, Stager
+from holdfast.save.host_memory import HostBuffer
+from holdfast.save.image import Stager
 from holdfast.state import CaptureCache, Captured, capture_objects
 from repetitions import repeated
 

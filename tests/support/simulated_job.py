@@ -13,8 +13,9 @@ from holdfast.format.records import Manifest, Worker
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.restore.engine import restore_objects
 from holdfast.restore.records import Restoration
-from holdfast.save.image import HostBuffer, Stager
-from holdfast.save.writer import WholeStepFiles
+from holdfast.save.host_memory import HostBuffer
+from holdfast.save.image import Stager
+from holdfast.save.writer import StepFiles
 from holdfast.state import capture_objects
 from holdfast.storage.protocol import Storage
 
@@ -24,7 +25,7 @@ def save_part(storage: Storage, objects: Mapping[str, object], name: StepName, w
     pool = WorkerPool(1, "save")
     staging = Stager(HostBuffer()).stage(capture_objects(objects, worker=worker), name.step)
     pool.run(staging.copies_now())
-    return WholeStepFiles(staging.snapshot, storage, name).finish(pool)
+    return StepFiles(staging.snapshot, storage, name).finish(pool)
 
 
 def commit_parts(storage: Storage, receipts: Sequence[Receipts], name: StepName) -> Manifest:

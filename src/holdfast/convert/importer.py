@@ -46,7 +46,7 @@ from holdfast.format.shapes import StridesRecord, find_layout
 from holdfast.numbers import check_whole
 from holdfast.policies import All
 from holdfast.restore.candidates import Selection, make_selection
-from holdfast.save.records import Origin
+from holdfast.save.handle import Origin
 from holdfast.save.run_writer import RunWriter
 from holdfast.save.writer import write_index
 from holdfast.storage import Storage, open_storage

@@ -28,7 +28,7 @@ from holdfast.process.exit import (
     leave_with_thread,
 )
 from holdfast.process.terminal import keep_exit_code, say
-from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_canceller, find_wait_seconds
+from holdfast.save.handle import SILENT_SECONDS, SaveHandle, describe_limit, find_wait_seconds
 from holdfast.save.mark import Mark
 
 if TYPE_CHECKING:
@@ -41,9 +41,17 @@ _LOOK_SECONDS: Final = 0.25
 class Saves(Protocol):
     """The part of a manager that this package needs."""
 
-    worker: Worker
     participant: JointParticipant | None
-    timeout_seconds: float
+
+    @property
+    def worker(self) -> Worker:
+        """This worker's rank among all."""
+        ...
+
+    @property
+    def timeout_seconds(self) -> float:
+        """The deadline of every wait that sets none of its own."""
+        ...
 
     @property
     def url(self) -> str:
@@ -133,7 +141,7 @@ class FinalSave:
             self._manager.emit(Warned(text=text, step=step))
             if participant is not None and participant.saves == come_to:
                 # What the others save waits for a part of this worker, and has to end before their next one.
-                participant.tell(participant.begin(step), error)
+                participant.report_failure(participant.begin(step), error)
             return None
         return saved if isinstance(saved, SaveHandle) else None
 
@@ -315,9 +323,10 @@ class FinalSave:
         """
         end_at = time.monotonic() + limit_seconds
         for saved in [saved for saved in saves if error and not (saved.ended or saved.committed)]:
-            end = find_canceller(saved)
-            if end is not None:
-                if self._consensus.try_end(end, DeadlineError(f"the job's remaining time was over: {error}")):
+            if saved.is_joint:
+                if self._consensus.try_end(
+                    saved.try_cancel, DeadlineError(f"the job's remaining time was over: {error}")
+                ):
                     continue
             elif limit_seconds <= 0:
                 continue

@@ -1,4 +1,4 @@
-"""The engine: one thread that makes the saves of a manager, from the copy to the removals after the commit.
+"""The engine: one thread that makes the saves of a manager, from the copy to the commit.
 
 It exists as long as the manager, and has a pool of helpers. No signal handler runs in it, so no exception interrupts
 it; the training thread asks it for a save, and waits only for the copy.
@@ -12,29 +12,19 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, NamedTuple
 
-from holdfast.catalog import describe_lost
+from holdfast.catalog.deletion import FileRecycler
 from holdfast.catalog.publish import Receipts
-from holdfast.errors import (
-    ChangedError,
-    FencedError,
-    HoldfastError,
-    NotFoundError,
-    OutOfMemoryError,
-    SaveFailedError,
-    StorageFullError,
-)
+from holdfast.errors import ChangedError, HoldfastError, OutOfMemoryError, SaveFailedError
 from holdfast.events import (
     Committed,
     Event,
     Failed,
-    GenerationOpened,
     Held,
-    Retained,
     Sink,
     Skipped,
     Staged,
@@ -46,139 +36,174 @@ from holdfast.format.records import Manifest, Worker
 from holdfast.options import SaveOptions
 from holdfast.process.worker_pool import Round, WorkerPool
 from holdfast.save.failures import PendingFailures
-from holdfast.save.handle import SaveRequest
-from holdfast.save.image import Staging
+from holdfast.save.handle import CallGuard, LeftOutError, Origin, SaveHandle, SaveRequest
+from holdfast.save.image import CalledOffError, Stager, Staging
 from holdfast.save.overlap import GIVING_UP, OptimizerStepBarrier
-from holdfast.save.records import CalledOffError, LeftOutError, Origin
-from holdfast.save.run_writer import CheckpointWriter, StepFiles, make_debris_warning
+from holdfast.save.retention import Tidier
+from holdfast.save.run_writer import CheckpointWriter, StepAttempt
+from holdfast.state import Captured
 
-_MOST_KEPT_TOLD: Final = 100
-"""So many kept steps are named in the event of retention."""
-
-_Made = TypeVar("_Made")
+_SMALL_BYTES: Final = 256 << 10
+"""The average size of an array from which on writing and copying go on at a time."""
 
 _RESUMED: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Code flags of generators and coroutines."""
 
 
+class NewestSave(NamedTuple):
+    """The newest save that was committed here.
+
+    Attributes:
+        name: The checkpoint.
+        origin: Where the run had continued from by then.
+        blocked_seconds: How long it blocked training.
+        durable_seconds: How long it took to be durable after its copy had ended.
+    """
+
+    name: StepName
+    origin: Origin
+    blocked_seconds: float
+    durable_seconds: float
+
+
 class Engine:
-    """Makes saves, one at a time.
+    """Makes saves, one at a time. The first save starts the engine's thread.
 
-    The first save starts the engine's thread, and the tidier, a thread that cleans up after a commit. At most one save
-    is cleaned up after, while at most one other is made.
-
-    The public methods and `_note_held` run in the training thread, except `emit_soon`, which runs in any, and `_tidy`
-    in the tidier. While a save is in progress, only the engine's thread writes the attributes, of which others may read
-    the public ones, and `_note_held` writes `_held_seconds`. Otherwise the training thread may.
+    The public methods and `_note_held` run in the training thread, except `emit_soon`, which runs in any. While a save
+    is in progress, only the engine's thread writes the attributes, of which others may read the public ones, and
+    `_note_held` writes `_held_seconds`. Otherwise the training thread may.
 
     Attributes:
         barrier: Holds up the steps of optimizers, or None.
-        newest: The newest checkpoint that was committed here, or None.
-        serving: The threads that make a save or clean up after one, and call sinks, while they do.
-        durable_seconds: How long `newest` took to be durable after its copy had ended, or None.
-        blocked_seconds: How long the save of `newest` blocked training, or None.
+        newest: The newest save that was committed here, or None.
         protected_since_at: The time from which training is lost if the save in progress is.
+        tidier: Cleans up after commits.
     """
 
     def __init__(
         self,
         writer: CheckpointWriter,
+        recycler: FileRecycler,
+        stager: Stager,
         worker: Worker,
-        url: str,
         options: SaveOptions,
         failures: PendingFailures,
         emit: Sink,
-        check_caller: Callable[[], None],
+        calls: CallGuard,
     ) -> None:
-        self._writer = writer
-        self._worker = worker
-        self._url = url
-        self._failures = failures
-        self._emit = emit
+        self._writer, self._stager, self._worker = writer, stager, worker
+        self._failures, self._emit, self._calls = failures, emit, calls
         self._thread = WorkerPool(1, "holdfast-engine")
-        self._tidier = WorkerPool(1, "holdfast-tidier")
         self._pool = WorkerPool(options.threads, "holdfast-worker")
+        self.tidier = Tidier(writer, recycler, failures, emit, calls)
         self._pending_events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.barrier: OptimizerStepBarrier | None = None
         if options.overlap_copy:
-            self.barrier = OptimizerStepBarrier(options.timeout_seconds, self._note_held, check_caller)
-        self.newest: StepName | None = None
-        self.serving: set[int] = set()
-        # Where the run had gone on from when `newest` was saved.
-        self._origin = Origin()
-        self.durable_seconds: float | None = None
-        self.blocked_seconds: float | None = None
+            self.barrier = OptimizerStepBarrier(options.timeout_seconds, self._note_held, calls.check_reentry)
+        self.newest: NewestSave | None = None
         self.protected_since_at = time.monotonic()
-        # Of the save in flight: the copies that the pool makes, its files, and for how long it has held up a step of
-        # the optimizer.
+        # Of the save in progress: the copies that the pool makes, and for how long it has held up a step.
         self._copying: Round | None = None
-        self._files: StepFiles | None = None
         self._held_seconds = 0.0
-        # The save before, while the tidier may be at work for it.
-        self._before: SaveRequest | None = None
-        # What retention has told of: it meets with the same again after each save.
-        self._told: set[str] = set()
 
-    def submit(self, request: SaveRequest) -> None:
-        """Submits a save. It **blocks** if no thread can be started any more, because the interpreter shuts down."""
-        work = partial(self._serve, request)
+    def capture(self, objects: Mapping[str, object]) -> Captured:
+        """Captures the state of the live objects, without the arrays' values; see `capture_objects`."""
+        hold = None if self.barrier is None or self.barrier.gives_up else self.barrier.try_hold
+        return self._stager.capture(objects, hold, compares=self._writer.compares)
+
+    def save(self, handle: SaveHandle, captured: Captured) -> None:
+        """**Blocks** while the state is copied, except for overlapped copies. The previous save must have ended.
+
+        If no thread can be started any more, because the interpreter shuts down, it makes the whole save. If it raises
+        (the copy's error, or Ctrl-C), it may not have confirmed yet: then the request is to be dropped.
+        """
+        request, staging = handle.request, None
+        self._calls.newest = request
+        try:
+            # Laid out here, where the streams of a device and the device in use are those of training.
+            request.staging = staging = self._stager.stage(captured, request.step)
+            request.copied = staging.snapshot.copied
+        except OutOfMemoryError as error:
+            request.staging = error
         if self._thread.start():
             # In one go: no signal handler comes between the two.
             request.is_submitted = True
-            self._thread.put(work)
+            self._thread.put(partial(self._serve, handle))
         else:
             request.confirm()
             request.is_submitted = True
-            work()
+            self._serve(handle)
+        request.copied.copy_ended.wait(threading.TIMEOUT_MAX)
+        if request.copied.error is not None:
+            raise request.copied.error
+        request.confirm()
+        if staging is not None and not captured.held:
+            # All is copied. Memory that is held JAX gives to no other array, so that a step which donates its arguments
+            # would have to take new memory.
+            staging.forget()
 
     def emit_soon(self, event: Event) -> None:
         """**Thread-safe.** Lets the engine's thread emit an event, when training no longer waits for it."""
         self._pending_events.put(event)
 
+    def note_call(self) -> None:
+        """Called when the program calls the manager: then training changes nothing."""
+        if self.barrier is not None:
+            self.barrier.note_call()
+
+    def leave_generation(self) -> None:
+        """Makes the next save open a generation of its own, because the live objects now have another state."""
+        self._writer.leave_generation()
+
     def tidy(self) -> None:
         """**Blocks.** The run has succeeded: the step that it resumed from need not be kept any more."""
-        if self.newest is not None and self._origin.base not in (None, *self._origin.sources):
-            self._retain(self.newest, self._origin, None)
+        newest = self.newest
+        if newest is not None and newest.origin.base not in (None, *newest.origin.sources):
+            self.tidier.retain(newest.name, newest.origin, None)
 
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Ends the threads; no save is in progress."""
-        for threads in (self._thread, self._tidier, self._pool):
+        for threads in (self._thread, self.tidier, self._pool):
             threads.end()
-        for threads in (self._thread, self._tidier, self._pool):
+        for threads in (self._thread, self.tidier, self._pool):
             threads.join(timeout_seconds)
         if self.barrier is not None:
             self.barrier.close()
         self._flush_events()
+        self._stager.forget()
 
-    def _serve(self, request: SaveRequest) -> None:
+    def _serve(self, handle: SaveHandle) -> None:
         """Makes one save, with any result; raises only what a user's sink may raise."""
-        self._failures.note_begun(request)
-        request.progress.thread = threading.get_ident()
-        self.serving.add(request.progress.thread)
+        request = handle.request
+        self._failures.note_begun(handle)
+        request.server = threading.get_ident()
+        self._calls.serving.add(request.server)
+        attempt = StepAttempt(self._writer, request, self.tidier, self.emit_soon)
         manifest: Manifest | None = None
         try:
             try:
-                manifest = self._save(request)
+                manifest = self._save(request, attempt)
             except BaseException as error:
                 # This may raise another error in place of the first.
-                self._give_up(request, error)
+                attempt.give_up(error)
                 raise
         except CalledOffError:
             pass  # The thread that asked for it knows.
         except LeftOutError as left:
             # A save that not all workers could take part in is not a failure.
             self._writer.fail(left)
-            request.progress.leave_out(request.step, left.reason)
+            request.skip(left.reason)
             self._emit(Skipped(step=request.step, reason=left.reason))
         except BaseException as error:  # noqa: BLE001  The user must be notified of any error that ended the save.
-            self._fail(request, error)
+            self._fail(handle, error)
         finally:
+            del attempt  # It has the image, which the next save may change.
             try:
-                self._end(request, manifest)
+                self._end(handle, manifest)
             finally:
-                self.serving.discard(threading.get_ident())
+                self._calls.serving.discard(threading.get_ident())
 
-    def _save(self, request: SaveRequest) -> Manifest | None:
+    def _save(self, request: SaveRequest, attempt: StepAttempt) -> Manifest | None:
         """Makes a save: copy, write, wait for the confirmation, commit; returns the manifest if it is this worker's."""
         staging = request.staging
         assert staging is not None, "it is set before"
@@ -186,36 +211,32 @@ class Engine:
             # No memory: nothing is copied; fail once training has confirmed.
             request.copied.begin()
             self._wait_for_training(request)
-            self._writer.begin(request.protocol)
+            if request.protocol is not None:
+                self._writer.begin(request.protocol)
             raise staging
         barrier = self.barrier if staging.captured.held else None
         try:
-            is_pool_copying = self._copy(request, staging, barrier)
-            if is_pool_copying:
-                try:
-                    self._open(request, staging).write_behind_copy(self._pool)
-                except StorageFullError as error:
-                    if self._before is None:
-                        raise
-                    self._give_up(request, error)  # It begins again where it may wait for room.
+            if self._begin_copies(request, staging, barrier):
+                attempt.write_behind_copy(staging, self._pool)
         finally:
             # Also a failure so far is reported when training has its copy, and not before.
             self._wait_for_training(request)
             self._note_staged(request, staging)
         # From here on the other workers are spoken to, if there are any.
-        self._writer.begin(request.protocol)
+        if request.protocol is not None:
+            self._writer.begin(request.protocol)
         if barrier is not None:
             try:
                 barrier.copy(partial(staging.copy_later, self._pool, barrier.release))
             finally:
                 barrier.release([])
-            request.progress.is_copied = True
-            request.progress.staged.open()
+            request.is_copied = True
+            request.staged.open()
         try:
-            receipts = self._with_room(partial(self._finish_files, request, staging), partial(self._give_up, request))
+            receipts = attempt.write(staging, self._pool)
         finally:
             self._flush_events()
-        name = request.progress.name
+        name = request.name
         assert name is not None, "it was opened"
         self._emit(
             Written(
@@ -227,15 +248,15 @@ class Engine:
         )
         if barrier is not None:
             barrier.wait_settled()
-        commit = partial(self._writer.commit, receipts, name, request.metrics, request.metadata)
-        manifest = self._with_room(commit)
+        manifest = attempt.commit(receipts)
         self._note_committed(request, name, receipts)
         return manifest
 
-    def _copy(self, request: SaveRequest, staging: Staging, barrier: OptimizerStepBarrier | None) -> bool:
+    def _begin_copies(self, request: SaveRequest, staging: Staging, barrier: OptimizerStepBarrier | None) -> bool:
         """**Blocks** while the copies are made that training waits for, unless the pool can make them by itself.
 
-        The rest is returned: then this thread can write what is copied already.
+        Returns:
+            True if the pool does, so that this thread can write what is copied already.
         """
         self._held_seconds = 0.0
         # Some systems have no such call.
@@ -248,45 +269,16 @@ class Engine:
                 barrier.begin(request.step, request.thread, staging.check_unchanged)
             copies = staging.copies_now()
             # To write and copy many small arrays at a time is to wait for the interpreter's lock, over and over.
-            is_pool_copying = has_helpers and staging.is_coarse and barrier is None and self._writer.writes_early
-            if is_pool_copying:
+            layout = staging.snapshot.layout
+            is_coarse = layout.size_bytes >= len(layout.places) * _SMALL_BYTES
+            if has_helpers and is_coarse and barrier is None and self._writer.writes_early:
                 self._copying = self._pool.begin(copies, processors)
-            else:
-                self._pool.run(copies, processors - 1)
+                return True
+            self._pool.run(copies, processors - 1)
         except BaseException as error:
             request.copied.fail(error)
             raise
-        return is_pool_copying
-
-    def _open(self, request: SaveRequest, staging: Staging) -> StepFiles:
-        if not self._writer.writes_early:
-            self._await_tidied()
-        if (name := request.progress.name) is None:
-            name, base = self._writer.open(request.origin, request.step)
-            if base is not None:
-                self.emit_soon(GenerationOpened(generation=base.generation, base_step=base.step))
-            request.progress.name = name
-            request.progress.named.open()
-        self._files = self._writer.open_files(staging.snapshot, name, request.metrics)
-        return self._files
-
-    def _finish_files(self, request: SaveRequest, staging: Staging) -> Receipts:
-        """**Blocks.** Writes what is left to write."""
-        return (self._files or self._open(request, staging)).finish(self._pool)
-
-    def _with_room(self, act: Callable[[], _Made], undo: Callable[[StorageFullError], object] | None = None) -> _Made:
-        """**Blocks.** Writes something; if the disk is full, once more after the clean-up after the save before.
-
-        `undo` is called before that.
-        """
-        try:
-            return act()
-        except StorageFullError as error:
-            if not self._await_tidied():
-                raise
-            if undo is not None:
-                undo(error)
-            return act()
+        return False
 
     def _wait_for_training(self, request: SaveRequest) -> None:
         """**Blocks** until the copy has ended, and the training thread has confirmed the save.
@@ -301,8 +293,8 @@ class Engine:
 
     def _note_staged(self, request: SaveRequest, staging: Staging) -> None:
         if not staging.captured.held:
-            request.progress.is_copied = True
-            request.progress.staged.open()
+            request.is_copied = True
+            request.staged.open()
         self._emit(
             Staged(
                 step=request.step,
@@ -321,46 +313,28 @@ class Engine:
 
     def _note_committed(self, request: SaveRequest, name: StepName, receipts: Receipts) -> None:
         copied_at = request.copied.completed_at
+        blocked_seconds, durable_seconds = copied_at - request.asked_at, time.monotonic() - copied_at
         training_saved_seconds = max(request.asked_at - self.protected_since_at, 0.0)
-        self.newest, self._origin = name, request.origin
-        self.durable_seconds = time.monotonic() - copied_at
-        self.blocked_seconds = copied_at - request.asked_at - request.waited_seconds + self._held_seconds
+        cost_seconds = blocked_seconds - request.waited_seconds + self._held_seconds
+        self.newest = NewestSave(name, request.origin, cost_seconds, durable_seconds)
         self.protected_since_at = request.asked_at
         self._failures.forgive()
-        request.progress.is_committed = True
-        request.progress.settled.open()
+        request.is_committed = True
+        request.settled.open()
         self._emit(
             Committed(
                 step=request.step,
                 generation=name.generation,
-                blocked_seconds=copied_at - request.asked_at,
-                background_seconds=self.durable_seconds,
+                blocked_seconds=blocked_seconds,
+                background_seconds=durable_seconds,
                 size_bytes=receipts.size_bytes,
                 referred_bytes=receipts.referred_bytes,
                 training_saved_seconds=training_saved_seconds,
             )
         )
 
-    def _give_up(self, request: SaveRequest, error: BaseException) -> None:
-        """**Blocks.** Removes what a save has written that failed with `error`. If this raises, that error replaces it.
-
-        If a file was missing, another job may have removed it, or the others abandoned the save: the error says so.
-        """
-        files, self._files = self._files, None
-        try:
-            if files is not None:
-                files.abandon()
-            if isinstance(error, NotFoundError):
-                self._writer.check_standing()
-        finally:
-            if (name := request.progress.name) is not None:
-                try:
-                    self._writer.give_up(name)
-                except HoldfastError as left:
-                    self._emit(make_debris_warning(name, left))
-
-    def _fail(self, request: SaveRequest, error: BaseException) -> None:
-        step = request.step
+    def _fail(self, handle: SaveHandle, error: BaseException) -> None:
+        request, step = handle.request, handle.step
         message = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
         hint = error.hint if isinstance(error, HoldfastError) else ""
         failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
@@ -370,7 +344,7 @@ class Engine:
             self._writer.fail(error)
         finally:
             self._failures.add(failure)
-            request.progress.fail(failure)
+            request.fail(failure)
         self._emit(
             Failed(
                 stage="save",
@@ -380,112 +354,24 @@ class Engine:
                 save_lost=True,
                 background_seconds=time.monotonic() - request.copied.completed_at,
                 rank=None if self._worker.is_alone else getattr(error, "rank", self._worker.rank),
-                path="" if self._worker.is_alone else self._url,
+                path="" if self._worker.is_alone else handle.url,
             )
         )
         if isinstance(error, ChangedError):
             self._emit(Warned(text=GIVING_UP))
         _empty_frames(error)
 
-    def _tidy(self, request: SaveRequest, manifest: Manifest) -> None:
-        """**Blocks.** Cleans up after a commit, and ends the save. Meanwhile the engine may make the next one."""
-        request.progress.thread = threading.get_ident()
-        self.serving.add(request.progress.thread)
-        try:
-            self._retain(manifest.name, request.origin, manifest)
-        finally:
-            self.serving.discard(threading.get_ident())
-            self._failures.note_ended(request)
-
-    def add_metrics(
-        self, checkpoint: StepName | SaveRequest, metrics: Mapping[str, float], seen_generation: int
-    ) -> None:
-        """Stores metrics with a committed checkpoint, or that of a save once it is, in the background."""
-
-        def add() -> None:
-            name = checkpoint if isinstance(checkpoint, StepName) else checkpoint.wait_name()
-            if name is not None:
-                try:
-                    self._writer.add_metrics(name, metrics, seen_generation)
-                except FencedError:
-                    pass  # As in `_retain`.
-                except BaseException as error:  # noqa: BLE001  The checkpoint is committed.
-                    self._tell_problem(error, name)
-
-        if self._tidier.start():
-            self._tidier.put(add)
-        else:
-            add()
-
-    def _await_tidied(self) -> bool:
-        """**Blocks** until the save before has been cleaned up after; returns False if that had ended before."""
-        before, self._before = self._before, None
-        return before is not None and before.progress.ended.wait(threading.TIMEOUT_MAX)
-
-    def _retain(self, name: StepName, origin: Origin, manifest: Manifest | None) -> None:
-        """**Blocks.** Removes checkpoints that are not kept after a commit. A failure is only reported.
-
-        Without the manifest of the commit, the run has succeeded, and the step that it resumed from is no longer
-        protected.
-        """
-        begun_at = time.monotonic()
-        protected = dict.fromkeys(origin.sources, "this program restored from it")
-        if origin.base is not None and manifest is not None:
-            protected[origin.base] = "the run resumed from it"
-        protected[name] = "just committed"
-        try:
-            cleaning = self._writer.clean(name, protected, manifest)
-        except FencedError:
-            return  # The newer job cleans; the next save here says that this one is fenced.
-        except BaseException as error:  # noqa: BLE001  The checkpoint is committed, even if something fails afterwards.
-            self._tell_problem(error, name)
-            return
-        if cleaning is None:
-            return
-        # A job that validates for the first time after some saves has done nothing wrong.
-        warnings = [
-            f"Best({metric!r}) keeps nothing: no checkpoint has that metric. "
-            f"Reported so far: {', '.join(cleaning.reported)}."
-            for metric in cleaning.absent
-            if cleaning.reported
-        ]
-        if cleaning.lost:
-            warnings.append(f"{describe_lost(cleaning.lost)}, and are kept until `holdfast prune --lost`")
-        if cleaning.hindrance:
-            warnings.append(cleaning.hindrance)
-        for text in warnings:
-            if text not in self._told:
-                self._told.add(text)
-                self._emit(Warned(text=text))
-        # Of thousands, the journal would hold nothing else.
-        told = sorted(cleaning.kept)[-_MOST_KEPT_TOLD:]
-        self._emit(
-            Retained(
-                kept={kept.step: cleaning.kept[kept] for kept in told},
-                removed=tuple(removed.step for removed in cleaning.removed),
-                background_seconds=time.monotonic() - begun_at,
-                more_kept=len(cleaning.kept) - len(told),
-            )
-        )
-        if cleaning.problems:
-            self._tell_problem(cleaning.problems[0], name)
-
-    def _tell_problem(self, problem: BaseException, name: StepName) -> None:
-        reason = getattr(problem, "message", repr(problem))
-        # It is tried again after each save, and no step is lost: a warning, once for each reason.
-        if reason not in self._told:
-            self._told.add(reason)
-            self._emit(Failed(stage="retain", error=reason, step=name.step, generation=name.generation))
-
-    def _end(self, request: SaveRequest, manifest: Manifest | None) -> None:
+    def _end(self, handle: SaveHandle, manifest: Manifest | None) -> None:
         """**Blocks.** The last actions of every save: with a manifest, all but the clean-up."""
+        request = handle.request
         try:
-            self._writer.finish()
+            if request.protocol is not None:
+                self._writer.finish()
         finally:
             if self._copying is not None:
                 with suppress(BaseException):  # It has been raised where it was waited for.
                     self._copying.wait()
-            self._copying = self._files = None
+            self._copying = None
             if self.barrier is not None:
                 self.barrier.forget()
             # Tensors that go when the program has begun to end abort it: torch takes the interpreter's lock for that,
@@ -496,19 +382,14 @@ class Engine:
             self._flush_events()
             # One at a time: what is to be removed never piles up. The next save may begin only then, as it would wait
             # for this thread, and a removal that hangs is to end at that save's deadline.
-            self._await_tidied()
+            self.tidier.wait()
             if manifest is None:
-                request.progress.served.open()
+                request.served.open()
                 # And from here on the program may end.
-                self._failures.note_ended(request)
+                self._failures.note_ended(handle)
             else:
-                self._before = request
-                work = partial(self._tidy, request, manifest)
-                if self._tidier.start():
-                    self._tidier.put(work)
-                else:
-                    work()
-                request.progress.served.open()
+                self.tidier.follow(handle, manifest)
+                request.served.open()
 
     def _flush_events(self) -> None:
         while not self._pending_events.empty():

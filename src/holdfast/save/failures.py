@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 from holdfast.errors import ChangedError, DeadlineError, FencedError, HoldfastError, PeerError, SaveFailedError
 from holdfast.process.exit import register_drain, unregister_drain
-from holdfast.save.handle import SaveHandle, SaveRequest
+from holdfast.save.handle import SaveHandle
 
 
 class PendingFailures:
@@ -28,14 +29,14 @@ class PendingFailures:
         self._unraised: list[HoldfastError] = []
         self._failures_in_a_row = 0
         self._changes_in_a_row = 0
-        self._in_flight: SaveRequest | None = None
+        self._in_flight: SaveHandle | None = None
         # Whether closing has not waited for that until its end, and has said so; or a person has ended that wait.
         self._is_given_up = self._is_interrupted = False
 
-    def note_begun(self, request: SaveRequest) -> None:
+    def note_begun(self, handle: SaveHandle) -> None:
         """Called when a save has begun; from now on the exit of the program waits for it."""
         with self._lock:
-            self._in_flight, self._is_given_up, self._is_interrupted = request, False, False
+            self._in_flight, self._is_given_up, self._is_interrupted = handle, False, False
         register_drain(self)
 
     def forgive(self) -> None:
@@ -45,20 +46,22 @@ class PendingFailures:
                 self._unraised = [error for error in self._unraised if not isinstance(error, SaveFailedError)]
             self._failures_in_a_row = self._changes_in_a_row = 0
 
-    def note_ended(self, request: SaveRequest) -> None:
+    def note_ended(self, handle: SaveHandle) -> None:
         """Called when the save is over, also if the next one has begun."""
         with self._lock:
-            if self._in_flight is request:
+            if self._in_flight is handle:
                 self._in_flight = None
             self._release_if_done()
-        request.progress.ended.open()
+        handle.request.ended.open()
 
     def add(self, error: HoldfastError) -> None:
         """Adds a failure that must be raised."""
         with self._lock:
             self._unraised.append(error)
             if isinstance(error, SaveFailedError):
-                if _is_changed(error.__cause__):
+                cause = error.__cause__
+                kind = cause.kind if isinstance(cause, PeerError) else type(cause).__name__
+                if kind == ChangedError.__name__:
                     # What has changed is copied at once from now on: no reason to end a job for, but by its last save.
                     self._changes_in_a_row += 1
                 else:
@@ -124,10 +127,9 @@ class PendingFailures:
             KeyboardInterrupt: If a person does not want to wait; it tells what is lost.
         """
         with self._lock:
-            request = self._in_flight
-        if request is not None:
-            request.drop_if_left()
-            handle = request.handle
+            handle = self._in_flight
+        if handle is not None:
+            handle.request.drop_if_left()
             try:
                 handle.wait_ended(0.0 if self._is_given_up else None, at_exit=True)
             except DeadlineError:
@@ -155,19 +157,10 @@ class PendingFailures:
             unregister_drain(self)
 
 
-def _is_changed(error: BaseException | None) -> bool:
-    """Returns True if state has changed during an overlapped copy, here or on another worker."""
-    if isinstance(error, PeerError):
-        return error.kind == ChangedError.__name__
-    return isinstance(error, ChangedError)
-
-
-def raise_newest(untold: list[HoldfastError], next_save: SaveHandle | None) -> None:
-    """Raises the newest failure, if there is one, with the others as notes."""
-    if not untold:
-        return
-    newest = untold[-1]
-    for failure in untold[:-1]:
+def raise_newest(failures: list[HoldfastError], next_save: SaveHandle | None = None) -> NoReturn:
+    """Raises the newest failure, with the others as notes."""
+    newest = failures[-1]
+    for failure in failures[:-1]:
         newest.add_note(f"before that: {failure}")
     if isinstance(newest, SaveFailedError):
         newest.next_save = next_save

@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.errors import DeadlineError, HoldfastError, OutOfMemoryError, UsageError
+import msgspec
+
+from holdfast.errors import ClosedError, DeadlineError, HoldfastError, OutOfMemoryError, UsageError
 from holdfast.format.names import StepName
 from holdfast.format.records import Worker
 from holdfast.options import check_wait
 from holdfast.process.latch import Latch
 from holdfast.process.terminal import say
-from holdfast.save.records import CopyProgress, Origin
+from holdfast.save.image import CopyProgress
 from holdfast.tracebacks import short_traceback
 
 if TYPE_CHECKING:
@@ -45,35 +47,112 @@ def find_wait_seconds(timeout_seconds: float, worker: Worker) -> float:
     return timeout_seconds if worker.is_alone else timeout_seconds + _GRACE_SECONDS + _GRACE_SHARE * timeout_seconds
 
 
-@dataclass(eq=False)
-class SaveProgress:
-    """The progress of one save: the engine sets it, and the handle reads it. It holds no array.
-
-    Each field is set once, before its latch is opened; a failure opens all latches but the last two.
+class Origin(msgspec.Struct, frozen=True):
+    """Where the next generation of a manager begins.
 
     Attributes:
-        staged, named, settled: The latches of those who wait for something to be done.
-        served: Opens when the next save may begin; what this one has replaced may still be being removed.
-        ended: Opens when nothing is left to do.
-        is_copied: True once the state has been copied and may be changed again.
-        name: The directory of the checkpoint, present or future.
-        is_committed: True once the checkpoint exists.
-        skipped: Why the save was skipped, or empty.
-        error: Why the save failed, or None.
-        thread: The thread that performs the save, or cleans up after it, until it has ended.
+        base: The checkpoint that it continues from: the restored one, else the newest that the manager saw when it was
+            created. None for the beginning.
+        seen_generation: The newest generation of the run at that time; 0 if there was none. A job that has opened a
+            newer one since continues from steps that this manager does not know.
+        sources: Checkpoints to keep while the manager lives: those that were partly restored, and those that were
+            restored by their number, which may be requested again.
+        start_from: The step that the program last went back to on request, now or earlier in the lineage, or None.
     """
 
-    staged: Latch = field(default_factory=Latch)
-    named: Latch = field(default_factory=Latch)
-    settled: Latch = field(default_factory=Latch)
-    served: Latch = field(default_factory=Latch)
-    ended: Latch = field(default_factory=Latch)
+    base: StepName | None = None
+    seen_generation: int = 0
+    sources: tuple[StepName, ...] = ()
+    start_from: int | None = None
+
+
+@dataclass(eq=False)
+class SaveRequest:
+    """One save: what the training thread requests of the engine's thread, and how far it is.
+
+    The training thread submits it, waits until the state is copied, and confirms. The confirmation is a single store,
+    and nothing is committed before it: so one exception at any point of `save` (Ctrl-C, for example) leaves the save
+    either confirmed or dropped. The engine then sets each field of the progress once, before it opens its latch.
+
+    Attributes:
+        step, metrics, metadata: What is to be saved, and what its manifest says.
+        origin: Where a generation would begin if this save opens it.
+        replaces: True if it should replace an existing checkpoint of that step.
+        reason: Why a policy wanted it; empty if the user asked for it.
+        protocol: The conversation between workers about it; None for a single worker.
+        asked_at: When the save was requested, by the monotonic clock.
+        waited_seconds: How long it waited for the previous save.
+        thread: The thread that requests it.
+        staging: What is to be copied, or the error if there was no memory for the copy. None before that, and after the
+            save.
+        copied: The progress of the copy that training waits for.
+        is_submitted: True once the engine has it, and so ends it.
+        confirmed: Whether it is to be committed; None before that is `decided`.
+        is_copied: True once the state has been copied and may be changed again; then `staged` opens.
+        name: The directory of the checkpoint, present or future; `named` opens with it.
+        is_committed: True once the checkpoint exists; `settled` opens then, or when the save has failed.
+        skipped: Why the save was skipped, or empty.
+        error: Why the save failed or was skipped, or None; it opens `staged`, `named` and `settled`.
+        served: Opens when the next save may begin; what this one has replaced may still be being removed.
+        ended: Opens when nothing is left to do.
+        server: The thread that performs the save, or cleans up after it, until it has ended.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    metadata: Mapping[str, Any]
+    origin: Origin
+    asked_at: float
+    replaces: bool = False
+    reason: str = ""
+    protocol: CommitProtocol | None = None
+    waited_seconds: float = 0.0
+    thread: int = field(default_factory=threading.get_ident)
+    staging: Staging | OutOfMemoryError | None = None
+    copied: CopyProgress = field(default_factory=CopyProgress)
+    is_submitted: bool = False
+    confirmed: bool | None = None
+    decided: Latch = field(default_factory=Latch)
     is_copied: bool = False
+    staged: Latch = field(default_factory=Latch)
     name: StepName | None = None
+    named: Latch = field(default_factory=Latch)
     is_committed: bool = False
+    settled: Latch = field(default_factory=Latch)
     skipped: str = ""
     error: HoldfastError | None = None
-    thread: int | None = None
+    served: Latch = field(default_factory=Latch)
+    ended: Latch = field(default_factory=Latch)
+    server: int | None = None
+
+    @property
+    def must_end(self) -> bool:
+        """True once the save depends on the engine alone, which commits it or reports why not."""
+        return self.confirmed is True and self.copied.error is None
+
+    def confirm(self, *, commits: bool = True) -> None:
+        """Decides whether the save is to be committed: the first answer counts. The requesting thread calls it."""
+        if self.confirmed is None:
+            self.confirmed = commits
+        self.decided.open()
+
+    def drop(self) -> None:
+        """Abandons the save unless it was confirmed before. This may be interrupted and repeated."""
+        self.copied.call_off()
+        self.confirm(commits=False)
+        if not self.is_submitted:
+            self.served.open()
+            self.ended.open()
+
+    def drop_if_left(self) -> None:
+        """Like `drop`, from outside of the call that requested the save: a second exception may have cut that call off.
+
+        Does nothing if the call was not cut off.
+        """
+        if not self.ended.is_open and (
+            self.thread == threading.get_ident() or self.thread not in sys._current_frames()
+        ):
+            self.drop()
 
     def fail(self, error: HoldfastError) -> None:
         """Releases everyone who waits for anything but the end of the save."""
@@ -81,18 +160,79 @@ class SaveProgress:
         for latch in (self.staged, self.named, self.settled):
             latch.open()
 
-    def leave_out(self, step: int, reason: str) -> None:
+    def skip(self, reason: str) -> None:
         """Marks the save as skipped, which a wait for it raises like a failure."""
         self.skipped = reason
-        self.fail(UsageError(f"step {step} was not saved: {reason}"))
+        self.fail(UsageError(f"step {self.step} was not saved: {reason}"))
 
-    def __str__(self) -> str:
-        states = (
-            (bool(self.skipped), "skipped"),
-            (self.error is not None, "failed"),
-            (self.is_committed, "committed"),
-        )
-        return next((state for holds, state in states if holds), "in progress")
+    @property
+    def state(self) -> str:
+        """The progress in words."""
+        if self.skipped or self.error is not None:
+            return "skipped" if self.skipped else "failed"
+        return "committed" if self.is_committed else "in progress"
+
+
+class CallGuard:
+    """Decides which calls of one manager are allowed now. All but `serving` belongs to the training thread.
+
+    Attributes:
+        is_closed: True once the manager is closed.
+        caller: The thread that is in the call that makes a save, if one is.
+        serving: The threads that make a save or clean up after one, and call sinks, while they do.
+        newest: The newest save that was begun, or None.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url, self._process = url, os.getpid()
+        self.is_closed = False
+        self.caller: int | None = None
+        self.serving: set[int] = set()
+        self.newest: SaveRequest | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True once the manager is closed, or in a forked child, which has neither its threads nor its task."""
+        return self.is_closed or os.getpid() != self._process
+
+    def check_usable(self) -> None:
+        """Raises `ClosedError` or `UsageError` unless the manager may be used now."""
+        if self.is_closed:
+            raise ClosedError(f"the manager of {self._url} is closed", hint="Create a new manager.")
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"the manager of {self._url} belongs to process {self._process}, and this is a child process",
+                hint="Save in the process that created the manager, or create another manager in the child.",
+            )
+        self.check_reentry()
+
+    def check_reentry(self) -> None:
+        """Raises `UsageError` if this thread is in the call that makes a save, as a signal handler may be.
+
+        A save that was neither confirmed nor dropped, because a second exception cut that off, is dropped here.
+        """
+        if self.caller == threading.get_ident():
+            # Two saves would share one memory, a restore would change what is being captured, a wait would hold up what
+            # it waits for, and a manager that is closed does not hold up the step for a copy.
+            raise UsageError(
+                f"a save into {self._url} has just begun, and this call was made from inside it",
+                hint="In a signal handler, only set a flag, and do the rest after the step.",
+            )
+        if threading.get_ident() in self.serving:
+            raise UsageError(
+                f"an event sink called the manager of {self._url}, whose save waits for the sink",
+                hint="In a sink, only record the event; do the rest in the training thread.",
+            )
+        if self.newest is not None:
+            self.newest.drop_if_left()
+
+
+class LeftOutError(Exception):
+    """All workers skip the save, because one of them could not take part; none has failed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class SaveHandle:
@@ -101,36 +241,31 @@ class SaveHandle:
     Attributes:
         step: The step that is being saved.
         replaces: True if it should replace an existing checkpoint of that step.
+        url: The URL of the run.
+        request: The save itself, for holdfast's own parts.
     """
 
     def __init__(
         self,
-        step: int,
+        request: SaveRequest,
         url: str,
-        progress: SaveProgress,
-        wait_seconds: float,
+        timeout_seconds: float,
         mark_raised: Callable[[HoldfastError], None],
-        *,
-        replaces: bool = False,
         barrier: OptimizerStepBarrier | None = None,
-        try_cancel: Callable[[HoldfastError], bool] | None = None,
     ) -> None:
-        self.step = step
-        self.replaces = replaces
+        self.request = request
+        self.step, self.replaces = request.step, request.replaces
         self._process = os.getpid()
-        self._url = url
+        self.url = url
         # How long all waits that ended with the time-out have lasted together.
         self._vain_wait_seconds = 0.0
-        self._timeout_seconds = wait_seconds
+        self._timeout_seconds = timeout_seconds
         self._mark_raised = mark_raised
-        self._progress = progress
-        self._barrier = barrier
         # A wait for a save holds up no step that the save waits for.
         self._wait: Callable[[Latch, float], bool] = Latch.wait if barrier is None else barrier.wait_for
-        self._try_cancel = try_cancel
 
     def __repr__(self) -> str:
-        return f"<SaveHandle of step {self.step} of {self._url}: {self._progress}>"
+        return f"<SaveHandle of step {self.step} of {self.url}: {self.request.state}>"
 
     @property
     def path(self) -> str:
@@ -143,23 +278,21 @@ class SaveHandle:
             SaveFailedError: If the save failed before it had a directory.
             UsageError: If the save was skipped (see `skipped`), or as in `wait_committed`.
         """
-        self._wait_for(self._progress.named, None, "got no directory")
-        if self._progress.name is None:
+        self._wait_for(self.request.named, None, "got no directory")
+        if self.request.name is None:
             self._raise_if_failed()
-        assert self._progress.name is not None  # What opens the latch else is a failure.
-        return f"{self._url}/{self._progress.name.directory}"
+        assert self.request.name is not None  # What opens the latch else is a failure.
+        return f"{self.url}/{self.request.name.directory}"
 
     @property
     def skipped(self) -> bool:
         """True if this save was skipped because the previous one was still in progress."""
-        self._note_call()
-        return bool(self._progress.skipped)
+        return bool(self.request.skipped)
 
     @property
     def failed(self) -> bool:
         """True once the save has failed or was skipped."""
-        self._note_call()
-        return self._progress.error is not None
+        return self.request.error is not None
 
     @property
     def must_be_replaced(self) -> bool:
@@ -169,19 +302,30 @@ class SaveHandle:
     @property
     def ended(self) -> bool:
         """True once the save has failed, or is committed and the checkpoint that it replaces has been removed."""
-        self._note_call()
-        return self._progress.ended.is_open
+        return self.request.ended.is_open
 
     @property
     def has_place(self) -> bool:
         """True once the directory of the checkpoint is known, in a generation of this job."""
-        return self._progress.name is not None
+        return self.request.name is not None
 
     @property
     def committed(self) -> bool:
         """True once the checkpoint exists."""
-        self._note_call()
-        return self._progress.is_committed
+        return self.request.is_committed
+
+    @property
+    def is_joint(self) -> bool:
+        """True if several workers make this save together."""
+        return self.request.protocol is not None
+
+    def try_cancel(self, error: HoldfastError) -> bool:
+        """**Blocks.** Ends a joint save on all workers with an error, unless all agreed to commit it.
+
+        Returns:
+            True if the save will never be committed.
+        """
+        return self.request.protocol is not None and self.request.protocol.try_cancel(error)
 
     @short_traceback
     def wait_staged(self, timeout_seconds: float | None = None) -> None:
@@ -192,8 +336,8 @@ class SaveHandle:
             SaveFailedError: If the save failed before that.
             UsageError: If the save was skipped (see `skipped`), or as in `wait_committed`.
         """
-        self._wait_for(self._progress.staged, timeout_seconds, "was not staged")
-        if not self._progress.is_copied:
+        self._wait_for(self.request.staged, timeout_seconds, "was not staged")
+        if not self.request.is_copied:
             self._raise_if_failed()
 
     @short_traceback
@@ -212,7 +356,7 @@ class SaveHandle:
             SaveFailedError: If the save failed. The manager does not raise the failure again.
             UsageError: If the save was skipped (see `skipped`), or if this is called in a sink or in a forked child.
         """
-        self._wait_for(self._progress.settled, timeout_seconds, "was not committed")
+        self._wait_for(self.request.settled, timeout_seconds, "was not committed")
         self._raise_if_failed()
         return self.path
 
@@ -229,27 +373,27 @@ class SaveHandle:
             DeadlineError: If it takes longer.
         """
         if not at_exit:
-            self._wait_for(self._progress.ended, timeout_seconds, "did not end")
+            self._wait_for(self.request.ended, timeout_seconds, "did not end")
             return
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         waited_seconds = self._vain_wait_seconds if timeout_seconds is None else 0.0
         left_seconds = max(limit_seconds - waited_seconds, 0.0)
-        if left_seconds > SILENT_SECONDS and not self._wait(self._progress.ended, SILENT_SECONDS):
+        if left_seconds > SILENT_SECONDS and not self._wait(self.request.ended, SILENT_SECONDS):
             left_seconds -= SILENT_SECONDS
             say(
-                f"holdfast: waiting for the save of step {self.step} into {self._url}, which is being "
+                f"holdfast: waiting for the save of step {self.step} into {self.url}, which is being "
                 f"written{describe_limit(left_seconds)}; Ctrl-C ends the wait."
             )
-        self._wait_for(self._progress.ended, left_seconds, "did not end", limit_seconds)
+        self._wait_for(self.request.ended, left_seconds, "did not end", limit_seconds)
 
-    def _note_call(self) -> None:
-        if self._barrier is not None:
-            self._barrier.note_call()
+    def wait_served(self) -> None:
+        """**Blocks.** Like `wait_ended`, but only until the next save may begin; the clean-up may still go on."""
+        self._wait_for(self.request.served, None, "did not end")
 
     def _raise_if_failed(self) -> None:
         """Raises the failure if there is one; the manager does not raise it again then."""
-        error = self._progress.error
-        if error is not None and not self._progress.is_committed:
+        error = self.request.error
+        if error is not None and not self.request.is_committed:
             self._mark_raised(error)
             raise error
 
@@ -262,11 +406,11 @@ class SaveHandle:
             limit_seconds = check_wait(timeout_seconds)
         if os.getpid() != self._process and not latch.is_open:
             raise UsageError(
-                f"process {self._process} is saving step {self.step} into {self._url}; this is a child process "
+                f"process {self._process} is saving step {self.step} into {self.url}; this is a child process "
                 "and would not notice when the save ends",
                 hint="Wait in the process that saves.",
             )
-        if self._progress.thread == threading.get_ident() and not latch.is_open:
+        if self.request.server == threading.get_ident() and not latch.is_open:
             raise UsageError(
                 f"the save of step {self.step} waits for an event sink, which waits for that save",
                 hint="In a sink, only record the event; wait in the training thread.",
@@ -275,107 +419,9 @@ class SaveHandle:
             self._vain_wait_seconds += limit_seconds
             shown_seconds = limit_seconds if shown_seconds is None else shown_seconds
             also = ""
-            if self._try_cancel is not None:
+            if self.is_joint:
                 also = " here or on another worker, or whether a worker did not begin this save"
             raise DeadlineError(
-                f"the save of step {self.step} into {self._url} {miss} within {shown_seconds:g} s",
+                f"the save of step {self.step} into {self.url} {miss} within {shown_seconds:g} s",
                 hint=f"The save continues. Wait again, or find out why the storage is slow{also}.",
             )
-
-
-@dataclass(eq=False)
-class SaveRequest:
-    """A save as the training thread requests it from the engine's thread, and the state that both share.
-
-    The training thread submits it, waits until the state is copied, and confirms. The confirmation is a single store,
-    and nothing is committed before it: so one exception at any point of `save` (Ctrl-C, for example) leaves the save
-    either confirmed or dropped.
-
-    Attributes:
-        step: The step.
-        metrics: Metrics for the manifest.
-        metadata: Other content of the manifest.
-        origin: Where a generation would begin if this save opens it.
-        asked_at: When the save was requested, by the monotonic clock.
-        handle: What the user sees of it.
-        progress: Its progress.
-        reason: Why a policy wanted it; empty if the user asked for it.
-        protocol: The conversation between workers about it; None for a single worker.
-        waited_seconds: How long it waited for the previous save.
-        thread: The thread that requests it.
-        staging: What is to be copied, or the error if there was no memory for the copy. None before that, and after the
-            save.
-        copied: The progress of the copy that training waits for.
-        is_submitted: True once the engine has it, and so ends it.
-        confirmed: Whether it is to be committed; None before that is decided.
-        decided: Opens when that is decided.
-    """
-
-    step: int
-    metrics: Mapping[str, float]
-    metadata: Mapping[str, Any]
-    origin: Origin
-    asked_at: float
-    handle: SaveHandle
-    progress: SaveProgress
-    reason: str = ""
-    protocol: CommitProtocol | None = None
-    waited_seconds: float = 0.0
-    thread: int = field(default_factory=threading.get_ident)
-    staging: Staging | OutOfMemoryError | None = None
-    copied: CopyProgress = field(default_factory=CopyProgress)
-    is_submitted: bool = False
-    confirmed: bool | None = None
-    decided: Latch = field(default_factory=Latch)
-
-    @property
-    def goes_on(self) -> bool:
-        """True once the save depends on the engine alone, which commits it or reports why not."""
-        return self.confirmed is True and self.copied.error is None
-
-    def wait_name(self) -> StepName | None:
-        """**Blocks** until the save is committed or has failed; returns the checkpoint, or None."""
-        self.progress.settled.wait(threading.TIMEOUT_MAX)
-        return self.progress.name if self.progress.is_committed else None
-
-    def confirm(self, *, commits: bool = True) -> None:
-        """Decides whether the save is to be committed: the first answer counts. The requesting thread calls it."""
-        if self.confirmed is None:
-            self.confirmed = commits
-        self.decided.open()
-
-    def drop(self) -> None:
-        """Abandons the save unless it was confirmed before. This may be interrupted and repeated."""
-        self.copied.call_off()
-        self.confirm(commits=False)
-        if not self.is_submitted:
-            self.progress.served.open()
-            self.progress.ended.open()
-
-    def drop_if_left(self) -> None:
-        """Like `drop`, from outside of the call that requested the save: a second exception may have cut that call off.
-
-        Does nothing if the call was not cut off.
-        """
-        if not self.progress.ended.is_open and (
-            self.thread == threading.get_ident() or self.thread not in sys._current_frames()
-        ):
-            self.drop()
-
-
-def name_state(handle: SaveHandle) -> str:
-    """Describes the state of a save in words. Unlike the properties, this does not count as a call by the program."""
-    return str(handle._progress)
-
-
-def wait_served(handle: SaveHandle, timeout_seconds: float | None) -> None:
-    """**Blocks.** Like `wait_ended`, but only until the next save may begin: the clean-up may go on beside it."""
-    handle._wait_for(handle._progress.served, timeout_seconds, "did not end")
-
-
-def find_canceller(handle: SaveHandle) -> Callable[[HoldfastError], bool] | None:
-    """Returns a function that ends a save on all workers with an error, unless all agreed to commit it; None if alone.
-
-    The function **blocks** while it queries the store of the job, and returns whether the save will never be committed.
-    """
-    return handle._try_cancel

@@ -3,53 +3,182 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
+import math
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from holdfast.errors import ChangedError, OutOfMemoryError
+from holdfast.errors import ChangedError
 from holdfast.format.index import Layout, plan_layout, relabel, round_up
+from holdfast.format.records import ALONE, Worker
 from holdfast.process.latch import Latch, gc_paused
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.copy_plan import PART_BYTES, Copy, Job, Move, plan_copies
-from holdfast.save.records import CopyProgress, Snapshot
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, DeviceCopier, Pin, Transfer, aliases_of
+from holdfast.save.host_memory import HostBuffer
+from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
+from holdfast.state.adapters import Adapter
+from holdfast.state.leaves import ArrayBackend, ArraySpec, DeviceCopier, Transfer, aliases_of
 from holdfast.storage.buffers import batches
-
-GENTLE: Final = 30.0
-"""How many times as long as it works a gentle thread rests: training loses 3 % of one processor at most."""
 
 _PINNED_PART_BYTES: Final = 64 << 20
 """How much a device copies to pinned memory in one go: few milliseconds' worth, of which writing begins early."""
 
-_SMALL_BYTES: Final = 256 << 10
-_TOUCHED_BYTES: Final = 1 << 20
-_WIPE_ON_FORK: Final = 18
-"""`MADV_WIPEONFORK`, which Python has no name for."""
+
+class CalledOffError(Exception):
+    """The copy will never be complete, because the save was interrupted; nothing has failed."""
+
+
+class CopyProgress:
+    """**Thread-safe.** Up to which byte an image is complete, from the beginning.
+
+    Copies are made in any order: this is the lowest byte of those that are not made yet.
+
+    Attributes:
+        copy_ended: Opens when all copies are made, or never will be.
+        completed_at: When they were made, by the monotonic clock.
+        error: Why they never will be, or None.
+    """
+
+    def __init__(self, begins: Sequence[int] = ()) -> None:
+        """`begins` has for each copy, by its number, the lowest byte that it fills; all else is there."""
+        self.copy_ended = Latch()
+        self.completed_at = time.monotonic()
+        self.error: BaseException | None = None
+        self._is_called_off = False
+        self._begins = begins
+        self._order = sorted(range(len(begins)), key=begins.__getitem__)
+        # Guards all below.
+        self._lock = threading.Lock()
+        self._made = bytearray(len(begins))
+        self._first = 0
+        self._waiting: list[tuple[float, Latch]] = []
+
+    def begin(self) -> None:
+        """Starts the copies; if there are none, that ends at once."""
+        if not self._begins:
+            self.completed_at = time.monotonic()
+            self.copy_ended.open()
+
+    def make(self, number: int, copy: Callable[[], object]) -> None:
+        """**Blocks.** Makes the copy of that number, unless the save was called off."""
+        try:
+            if self._is_called_off:
+                raise CalledOffError
+            copy()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        with self._lock:
+            self._made[number] = True
+            while self._first < len(self._order) and self._made[self._order[self._first]]:
+                self._first += 1
+            if self._first == len(self._order) and self.error is None:
+                self.completed_at = time.monotonic()
+                self.copy_ended.open()
+            self._wake()
+
+    def call_off(self) -> None:
+        """Prevents further copies. It takes no lock, so that it may be interrupted as well."""
+        self._is_called_off = True
+
+    def fail(self, error: BaseException) -> None:
+        """Called when the copy will never be complete."""
+        with self._lock:
+            if not self.copy_ended.is_open:
+                self.error = error
+                self.copy_ended.open()
+            self._wake()
+
+    def wait(self, end: float = math.inf) -> None:
+        """**Blocks** until the image is complete up to that byte, exclusive, or whole; raises what ended the copy."""
+        latch = Latch()
+        with self._lock:
+            self._waiting.append((end, latch))
+            self._wake()
+        latch.wait(threading.TIMEOUT_MAX)
+        if self.error is not None:
+            raise self.error
+
+    def while_copied(self, jobs: Iterator[Callable[[], object]]) -> Iterator[Callable[[], object]]:
+        """Yields jobs as they are requested until all is copied; the rest stay where they are."""
+        while not self.copy_ended.is_open and (job := next(jobs, None)) is not None:
+            yield job
+
+    def _wake(self) -> None:
+        """Wakes waiters whose range is complete."""
+        if self._waiting:
+            level = math.inf
+            if not self.copy_ended.is_open:
+                level = self._begins[self._order[self._first]] if self._first < len(self._order) else sys.maxsize
+            for end, latch in self._waiting:
+                if end <= level:
+                    latch.open()
+            self._waiting = [(end, latch) for end, latch in self._waiting if end > level]
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """One worker's state in host memory, laid out as its data file.
+
+    Attributes:
+        layout: The position of each array.
+        image: The data file's bytes, padded with zeros to whole blocks.
+        state: What was captured, without the arrays and their descriptions.
+        copied: Up to where the image is complete.
+    """
+
+    layout: Layout
+    image: memoryview
+    state: Captured
+    copied: CopyProgress
 
 
 class Stager:
-    """Makes snapshots, one at a time, in one buffer. What stays the same from save to save is planned once."""
+    """Captures the state of live objects, and lays out its image in one buffer, one save at a time.
 
-    def __init__(self, buffer: HostBuffer) -> None:
-        self._buffer = buffer
+    What stays the same from save to save is found and planned once.
+
+    Attributes:
+        buffer: The memory of the image.
+    """
+
+    def __init__(
+        self, buffer: HostBuffer, worker: Worker = ALONE, holders: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """`holders` are the ranks that hold an object, for objects that not all workers hold."""
+        self.buffer = buffer
+        self._worker, self._holders = worker, holders or {}
+        self._captures = CaptureCache()
         self._plan: _LayoutPlan | None = None
+
+    def capture(
+        self,
+        objects: Mapping[str, object],
+        hold: Callable[[object, Adapter], bool] | None = None,
+        *,
+        compares: bool = False,
+    ) -> Captured:
+        """Captures the state of the live objects, without the arrays' values; see `capture_objects`."""
+        return capture_objects(objects, self._captures, hold, self._worker, compares, self._holders)
+
+    def check_capture(self, objects: Mapping[str, object], *, anew: bool = False) -> Captured:
+        """Raises `UnsupportedValueError` unless the state can be captured; changes nothing.
+
+        With `anew` it shares nothing with `capture`: the handler of a signal may save meanwhile.
+        """
+        return check_capture(objects, CaptureCache() if anew else self._captures, self._worker, self._holders)
 
     @gc_paused()
     def stage(self, captured: Captured, step: int) -> Staging:
         """Lays the arrays out; copies nothing yet. Raises `UsageError` for more arrays than a header can name."""
         plan = self._plan = _plan_for(captured, {"format": "holdfast", "step": str(step)}, self._plan)
         layout = plan.layout
-        image = self._buffer.take(round_up(layout.size_bytes))
+        image = self.buffer.take(round_up(layout.size_bytes))
         image[: len(layout.header)] = layout.header
         # The buffer may hold an older snapshot after the end of this one.
         image[layout.size_bytes :] = bytes(round_up(layout.size_bytes) - layout.size_bytes)
@@ -76,8 +205,9 @@ class Stager:
         return staging
 
     def forget(self) -> None:
-        """Drops what the next save would use again, which keeps the buffer's memory alive."""
+        """Drops what the next save would use again, and the memory."""
         self._plan = None
+        self.buffer.release()
 
     def _add_others(
         self,
@@ -94,7 +224,7 @@ class Stager:
             if backend.devices is not None and backend.name not in moments:
                 every = [captured.arrays[leaf] for one in planned if one.backend is backend for leaf in one.leaves]
                 if (pin := backend.devices.find_pin(every)) is not None:
-                    self._buffer.pin(pin)
+                    self.buffer.pin(pin)
                 moments[backend.name] = backend.devices.moment(every)
             arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in batch.leaves]
             jobs.append(partial(copy, batch, arrays, moments.get(backend.name)))
@@ -169,12 +299,6 @@ class Staging:
             return batch.backend.devices.start(arrays, batch.targets, moment)
         batch.backend.copy_out(arrays, self.snapshot.image, batch.offsets)
         return None
-
-    @property
-    def is_coarse(self) -> bool:
-        """Returns True if most of it are large arrays."""
-        layout = self.snapshot.layout
-        return layout.size_bytes >= len(layout.places) * _SMALL_BYTES
 
     def check_unchanged(self) -> None:
         """**Thread-safe.** Raises `ChangedError` if a held array has changed since its capture, or has other memory."""
@@ -312,169 +436,3 @@ def _plan_batches(
         if backend.devices is not None:
             targets = backend.devices.targets([captured.arrays[leaf] for leaf in leaves], image, offsets)
         yield _Batch(backend, leaves, offsets, targets)
-
-
-class HostBuffer:
-    """Host memory for one snapshot, reused by the next.
-
-    Copies to touched memory are about ten times faster than to fresh memory, so it is kept between saves and only ever
-    grows, except that memory of an estimated size is cut to the size of the first save. Not thread-safe: one save uses
-    it at a time.
-    """
-
-    def __init__(self) -> None:
-        self._memory: _Memory | None = None
-        self._is_estimate = False
-
-    @property
-    def size_bytes(self) -> int:
-        """How much memory is held."""
-        return len(self._memory) if self._memory is not None else 0
-
-    def take(self, size_bytes: int) -> memoryview:
-        """Returns a writable view of that many bytes, beginning on a page, with its old content; or
-        `OutOfMemoryError`."""
-        wanted_bytes = max(round_up(size_bytes), mmap.PAGESIZE)
-        held_bytes = 0 if self._memory is None else len(self._memory)
-        is_other = held_bytes < wanted_bytes or (self._is_estimate and held_bytes > wanted_bytes)
-        if self._memory is None or (is_other and not self._memory.try_resize(wanted_bytes)):
-            # Let go of the old memory first, so that the two are never held at once. A view that is still in
-            # use keeps it alive until the view is freed.
-            self.release()
-            self._memory = _map(wanted_bytes)
-        self._is_estimate = False
-        return memoryview(self._memory)[:size_bytes]
-
-    def reserve(self, size_bytes: int) -> None:
-        """Takes memory for a save that will need about that much; pages take none before they are touched."""
-        self.take(size_bytes)
-        self._is_estimate = True
-
-    def pin(self, pin: Pin) -> None:
-        """Pins the memory for a device, unless that was done, or tried, before."""
-        if self._memory is not None and not self._memory.is_pin_tried:
-            self._memory.is_pin_tried = True
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                # Untouched pages stay unpinned: a device has fewer pages to register, and the processor copies nothing.
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-            self._memory.unpin = pin(memoryview(self._memory))
-
-    def touch(self) -> Iterator[Callable[[], object]]:
-        """Returns jobs that give each page memory of its own, so that the first copy need not."""
-        if self._memory is None:
-            return
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        for begin in range(0, len(self._memory), _TOUCHED_BYTES):
-            yield partial(ctypes.memset, address + begin, 0, min(_TOUCHED_BYTES, len(self._memory) - begin))
-
-    def release(self) -> None:
-        """Frees the memory as soon as no view of it is left."""
-        self._memory = None
-
-
-class _Memory(mmap.mmap):
-    """Memory that is unpinned right before it is freed.
-
-    If it were freed while it is pinned, a device would take later memory at that address for pinned as well, and copy
-    to the wrong pages.
-    """
-
-    unpin: Callable[[], None] | None = None
-    is_pin_tried = False
-
-    def __del__(self) -> None:
-        if self.unpin is not None:
-            self.unpin()
-
-    def try_resize(self, size_bytes: int) -> bool:
-        """Takes more memory or gives some back, and keeps what has been touched; returns False if it cannot, for
-        example while there are views of it."""
-        if self.unpin is not None:
-            return False
-        try:
-            self.resize(size_bytes)
-        except (BufferError, OSError, OverflowError, SystemError, ValueError):
-            return False
-        return True
-
-
-def _map(size_bytes: int) -> _Memory:
-    # Private memory is touched for the first time far more quickly than shared memory.
-    try:
-        memory = _Memory(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise OutOfMemoryError(
-            f"no memory for a copy of the state, {size_bytes:,} bytes: {error}",
-            hint="A save needs as much host memory as the state; use a machine with more memory, or save less.",
-        ) from error
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # In huge pages the first copy is quicker, and each one after it was found to be slower once files are written.
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-        # Otherwise each fork (a loader's workers, say) would let the next save copy every page once more.
-        with suppress(OSError):  # A kernel may not know it.
-            memory.madvise(_WIPE_ON_FORK)
-    return memory
-
-
-class Readying:
-    """A thread that touches the pages of a host buffer, one small piece after the other, until it is ended.
-
-    The thread has the usual priority and rests instead. A thread of low priority would wait for a processor while it
-    holds the interpreter's lock, or the kernel's lock on the process's memory, and training would wait for it.
-
-    An interrupt leaves nothing locked: `end` waits for a latch that each piece has of its own.
-
-    Attributes:
-        has_ended: True once `end` has returned.
-    """
-
-    def __init__(self, buffer: HostBuffer, rest_share: float = 0.0) -> None:
-        """Begins nothing yet; the thread rests `rest_share` times as long as it works."""
-        self._pages = buffer.touch()
-        self._rest_share = rest_share
-        self._over, self._touched = Latch(), Latch()
-        self._touched.open()
-        self.has_ended = False
-        self._thread = WorkerPool(1, "holdfast-ready")
-
-    def begin(self) -> None:
-        """Starts the thread, which ends by itself. Nothing is touched if no thread is available, or after `end`."""
-        if self._thread.start():
-            # It knows this by a weak reference: a manager that is dropped takes its memory with it.
-            me, over, share = weakref.ref(self), self._over, self._rest_share
-            self._thread.put(lambda: _touch_all(me, over, share))
-        self._thread.end()
-
-    def end(self) -> None:
-        """**Thread-safe.** **Blocks** for a millisecond. What is not touched by now is left as it is."""
-        self._over.open()
-        # The thread shows its latch before it looks whether this is over: one of the two sees the other.
-        self._touched.wait(threading.TIMEOUT_MAX)
-        self.has_ended = True
-
-    def join(self, timeout_seconds: float) -> None:
-        """**Blocks.** Waits that long for the thread to end, after `end`."""
-        # Not ended yet if `begin` was interrupted.
-        self._thread.end()
-        self._thread.join(timeout_seconds)
-
-    def touch_next(self) -> bool:
-        """Touches the next piece; returns False if there is none, or this is over. Called by the thread."""
-        self._touched = touched = Latch()
-        try:
-            touch = None if self._over.is_open else next(self._pages, None)
-            if touch is not None:
-                touch()
-            return touch is not None
-        finally:
-            touched.open()
-
-
-def _touch_all(readying: weakref.ref[Readying], over: Latch, rest_share: float) -> None:
-    while (one := readying()) is not None:
-        begun_at = time.monotonic()
-        if not one.touch_next():
-            return
-        del one
-        if rest_share and over.wait((time.monotonic() - begun_at) * rest_share):
-            return

@@ -8,15 +8,14 @@ from typing import Final
 import msgspec
 
 from holdfast.catalog import StoredRun
-from holdfast.catalog.publish import Receipts
 from holdfast.errors import DamageError, NotFoundError
 from holdfast.format.digests import SPAN_BYTES
-from holdfast.format.index import Index, Layout, LeafRecord, Place, ReferredRecord, Source, plan_layout
-from holdfast.format.names import MANIFEST_NAME, StepName, data_name, find_order_problem
+from holdfast.format.index import Index, LeafRecord, Place, ReferredRecord, Source, plan_layout
+from holdfast.format.names import MANIFEST_NAME, StepName, find_order_problem
 from holdfast.format.records import Worker
 from holdfast.process.worker_pool import WorkerPool
-from holdfast.save.records import Snapshot
-from holdfast.save.writer import Segment, make_index, plan_segments, take_digests, write_index, write_segments
+from holdfast.save.image import Snapshot
+from holdfast.save.writer import FilePlan, Segment, plan_segments, take_digests
 
 MAX_KEPT_STEPS: Final = 16
 """How many steps a step may refer to, and how many may be kept because of it."""
@@ -118,7 +117,7 @@ def make_references(kept: Mapping[str, HeldSegment]) -> tuple[tuple[Source, ...]
 
 
 class Incremental:
-    """Writes the steps of one lineage. Not thread-safe: one save uses it at a time.
+    """Plans the files of the steps of one lineage. Not thread-safe: one save uses it at a time.
 
     A save may refer to the newest committed step of its lineage, and to the steps that that one refers to. Neither
     retention nor a person can remove these as long as no newer step is committed.
@@ -144,40 +143,34 @@ class Incremental:
         """
         return () if self._newest is None else {self._newest, *self._run.history.references(self._newest)}
 
-    def write(self, snapshot: Snapshot, name: StepName, pool: WorkerPool, wanted: Collection[StepName]) -> Receipts:
-        """**Blocks.** Writes what has changed into a new directory and makes it durable.
+    def plan(self, snapshot: Snapshot, name: StepName, pool: WorkerPool, wanted: Collection[StepName]) -> FilePlan:
+        """**Blocks.** Digests what is copied, and returns what is to be written of it, and what is referred to.
 
-        A crash anywhere in here leaves a directory without a manifest, as with any save. `wanted` are the steps that
-        the retention policy will keep anyway.
+        `wanted` are the steps that the retention policy will keep anyway.
         """
-        places = snapshot.layout.places
-        spans = dict(zip((place.name for place in places), take_digests(snapshot, pool), strict=True))
-        unchanged = find_unchanged(places, list(spans.values()), self._find_held(name, snapshot.state.worker))
+        whole = snapshot.layout
+        spans = dict(zip((place.name for place in whole.places), take_digests(snapshot, pool), strict=True))
+        unchanged = find_unchanged(whole.places, list(spans.values()), self._find_held(name, snapshot.state.worker))
         chosen = choose_sources(self._make_offers(unchanged), wanted)
         kept = {leaf: held for leaf, held in unchanged.items() if held.source.name in chosen}
-        layout, segments = _plan_file(snapshot, name, kept)
-        worker = snapshot.state.worker
-        path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
-        writer = self._storage.create(path, layout.size_bytes)
-        try:
-            write_segments(snapshot.image, layout, segments, writer, self._storage.traits, pool)
-            writer.finish()
-        finally:
-            writer.abandon()
-        index = make_index(snapshot, layout, name, (spans[place.name] for place in layout.places))
-        sources, referred = make_references(kept)
-        index = msgspec.structs.replace(index, sources=sources, referred=referred)
-        receipts = write_index(index, self._storage, name.directory, snapshot.state.loose)
+        if not kept:
+            return FilePlan(whole, [Segment(0, len(snapshot.image), 0)], list(spans.values()))
+        changed = [place for place in whole.places if place.name not in kept]
+        arrays = [(place.name, place.dtype, place.shape) for place in changed]
+        layout = plan_layout(arrays, {"format": "holdfast", "step": str(name.step)})
+        segments = plan_segments(layout, {place.name: place.begin for place in changed})
+        return FilePlan(layout, segments, [spans[place.name] for place in layout.places], *make_references(kept))
+
+    def note_written(self, index: Index) -> None:
+        """Called when a step is written."""
         self._written = msgspec.structs.replace(index, objects={})
-        return receipts
 
     def mark_committed(self) -> None:
         """Called when the last written step is committed."""
-        written = self._written
+        written, self._written = self._written, None
         # A step that replaces an older one of the line is not its newest, and may be removed before that.
         if written is not None and (self._newest is None or written.name > self._newest):
             self._newest, self._index = written.name, written
-        self._written = None
 
     def _find_held(self, name: StepName, worker: Worker) -> Mapping[str, HeldSegment]:
         if self._newest is None or find_order_problem(self._newest, name):
@@ -201,45 +194,14 @@ class Incremental:
         return [
             Offer(source.name, size_bytes, {source.name: source.data_bytes, **self._list_kept(source.name)})
             for source, size_bytes in held_bytes.items()
-            if self._is_there(source)
+            if self._has_file(source)
         ]
 
     def _list_kept(self, name: StepName) -> dict[StepName, int]:
         kept = {other: self._run.history.facts(other) for other in self._run.history.kept_with(name)}
         return {other: facts.data_bytes if facts else 0 for other, facts in kept.items()}
 
-    def _is_there(self, source: Source) -> bool:
+    def _has_file(self, source: Source) -> bool:
         """**Blocks.** Returns True if a file still exists: people remove directories by hand."""
         entries = {entry.name: entry.size_bytes for entry in self._storage.list(source.name.directory)}
         return MANIFEST_NAME in entries and entries.get(source.file_name) == source.data_bytes
-
-
-class IncrementalStepFiles:
-    """A step in progress of which only the changes are written; those are not known before all is copied."""
-
-    def __init__(
-        self, incremental: Incremental, snapshot: Snapshot, name: StepName, wanted: Collection[StepName]
-    ) -> None:
-        self._incremental, self._snapshot, self._name, self._wanted = incremental, snapshot, name, wanted
-
-    def write_behind_copy(self, pool: WorkerPool) -> None:
-        """Does nothing: nothing is written before all is copied."""
-
-    def finish(self, pool: WorkerPool) -> Receipts:
-        """See `StepFiles`."""
-        return self._incremental.write(self._snapshot, self._name, pool, self._wanted)
-
-    def abandon(self) -> None:
-        """Does nothing: no file is open."""
-
-
-def _plan_file(snapshot: Snapshot, name: StepName, kept: Mapping[str, HeldSegment]) -> tuple[Layout, list[Segment]]:
-    """Returns the layout of the data file without what is reused, and the position of its bytes in the image."""
-    whole = snapshot.layout
-    if not kept:
-        return whole, [Segment(0, whole.size_bytes, 0)]
-    changed = [place for place in whole.places if place.name not in kept]
-    layout = plan_layout(
-        [(place.name, place.dtype, place.shape) for place in changed], {"format": "holdfast", "step": str(name.step)}
-    )
-    return layout, plan_segments(layout, {place.name: place.begin for place in changed})

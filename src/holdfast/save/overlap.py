@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -68,7 +69,7 @@ class _Copying:
                 self.settled.open()
 
     def forget(self) -> None:
-        self.is_over, self.check = True, _check_nothing
+        self.is_over, self.check = True, lambda: None
         self.transfers, self.error = [], None
 
 
@@ -77,7 +78,7 @@ class OptimizerStepBarrier:
 
     A change is counted when the call that makes it ends. One that has begun before the copy ended may count after that,
     so the counts are complete only when the training thread next reaches the hook before a step, a wait for the save,
-    or any other call of the manager or the save's handle.
+    or any other call of the manager; or when no operation can have lasted that long.
 
     The steps themselves and `try_hold` belong to the training thread, all else to any.
 
@@ -158,13 +159,21 @@ class OptimizerStepBarrier:
                 copying.settle()
 
     def wait_settled(self) -> None:
-        """**Blocks** until the training thread makes a call; raises `ChangedError` if something had changed by then."""
+        """**Blocks** until the training thread makes a call, or for the manager's `timeout_seconds`.
+
+        Raises `ChangedError` if something had changed by then. A program may wait in a loop of its own that only looks
+        at the handle, which is not a call: by the deadline, an operation that had begun before the copy ended is over.
+        """
         copying = self._newest
         assert copying is not None
         with self._giving_up():
             if threading.get_ident() == copying.trainer:
                 copying.settle()  # It makes the save itself, where no thread could be had.
-            copying.settled.wait(threading.TIMEOUT_MAX)
+            # In short waits, since seconds in which the process is stopped do not count.
+            for _ in range(math.ceil(self._timeout_seconds)):
+                if copying.settled.wait(1.0):
+                    break
+            copying.settle()
             if copying.error is not None:
                 raise copying.error
 
@@ -226,10 +235,6 @@ class OptimizerStepBarrier:
             if remove is not None:
                 remove()
         self._hooks.clear()
-
-
-def _check_nothing() -> None:
-    pass
 
 
 def _call(method: weakref.WeakMethod[Callable[..., None]], stepping: object) -> None:

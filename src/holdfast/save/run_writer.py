@@ -1,75 +1,32 @@
-"""Writes the checkpoints of one manager: its generation, its base, and what it has committed."""
+"""Writes the checkpoints of one manager: its generation, and one attempt after the other."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from holdfast.catalog import Catalog, StoredRun
-from holdfast.catalog.deletion import FileRecycler, sweep
 from holdfast.catalog.publish import Receipts, commit
-from holdfast.catalog.summary import FEW, Summarizer
-from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError
-from holdfast.events import Warned
+from holdfast.errors import HoldfastError, NotFoundError, StorageError, StorageFullError
+from holdfast.events import Event, GenerationOpened, Warned
 from holdfast.format.digests import seal
 from holdfast.format.names import MAX_ATTEMPT, StepName, metrics_name, parse_step_directory
 from holdfast.format.records import MAX_LATE_METRICS, Base, LateMetrics, Manifest, make_base
-from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
+from holdfast.policies import RetentionPolicy
 from holdfast.process.terminal import inform
 from holdfast.process.worker_pool import WorkerPool
-from holdfast.save.image import Staging
-from holdfast.save.incremental import Incremental, IncrementalStepFiles
-from holdfast.save.records import Origin, Snapshot
-from holdfast.save.writer import WholeStepFiles
+from holdfast.save.handle import Origin, SaveRequest
+from holdfast.save.image import Snapshot, Staging
+from holdfast.save.incremental import Incremental
+from holdfast.save.retention import Cleaning, Retention, Tidier
+from holdfast.save.writer import StepFiles
 from holdfast.storage.protocol import Storage
 
 if TYPE_CHECKING:
     from holdfast.save.joint.protocol import CommitProtocol
-
-
-class Cleaning(msgspec.Struct, frozen=True):
-    """The outcome of the cleanup after a commit.
-
-    Attributes:
-        kept: For each step that was kept, the reason.
-        removed: The committed steps that were removed.
-        swept: The directories of unfinished saves that were removed.
-        problems: The files that could not be removed, and why.
-        absent: Metrics that the policy needs and none of several checkpoints has.
-        reported: The metrics that the checkpoints have.
-        lost: Committed steps that have lost their manifests. Their data is kept.
-        hindrance: What makes saves slower than they could be; see `Traits`.
-    """
-
-    kept: dict[StepName, str]
-    removed: tuple[StepName, ...]
-    swept: tuple[str, ...]
-    problems: tuple[HoldfastError, ...]
-    absent: tuple[str, ...]
-    reported: tuple[str, ...]
-    lost: tuple[StepName, ...] = ()
-    hindrance: str = ""
-
-
-class StepFiles(Protocol):
-    """One worker's files of one step in progress. Not thread-safe."""
-
-    def write_behind_copy(self, pool: WorkerPool) -> None:
-        """**Blocks.** Writes what has been copied, until all is; nothing if that is not possible."""
-        ...
-
-    def finish(self, pool: WorkerPool) -> Receipts:
-        """**Blocks.** Writes the rest, and makes all of it durable."""
-        ...
-
-    def abandon(self) -> None:
-        """Closes what is open; may be repeated, and follow `finish`."""
-        ...
 
 
 class CheckpointWriter(Protocol):
@@ -103,7 +60,9 @@ class CheckpointWriter(Protocol):
         it."""
         ...
 
-    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
+    def open_files(
+        self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float], pool: WorkerPool
+    ) -> StepFiles:
         """**Blocks.** Creates the files that this worker writes of a step."""
         ...
 
@@ -127,7 +86,7 @@ class CheckpointWriter(Protocol):
         opened here."""
         ...
 
-    def check_standing(self) -> None:
+    def check_valid(self) -> None:
         """**Blocks.** Raises if another job has taken over, or the other workers have ended the save."""
         ...
 
@@ -148,6 +107,86 @@ class CheckpointWriter(Protocol):
         ...
 
 
+class StepAttempt:
+    """The files of one save, from their name to the commit. If the disk is full, it begins again once the save before
+    is cleaned up after. Not thread-safe."""
+
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        request: SaveRequest,
+        tidier: Tidier,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._writer, self._request, self._tidier, self._emit = writer, request, tidier, emit
+        self._files: StepFiles | None = None
+
+    def write_behind_copy(self, staging: Staging, pool: WorkerPool) -> None:
+        """**Blocks.** Writes what has been copied, until all is."""
+        try:
+            self._open(staging, pool).write_behind_copy(pool)
+        except StorageFullError as error:
+            if not self._tidier.is_busy:
+                raise
+            self.give_up(error)  # `write` begins again, where it may wait for room.
+
+    def write(self, staging: Staging, pool: WorkerPool) -> Receipts:
+        """**Blocks.** Writes what is left to write, and makes all of it durable."""
+        while True:
+            try:
+                return (self._files or self._open(staging, pool)).finish(pool)
+            except StorageFullError as error:
+                if not self._tidier.wait():
+                    raise
+                self.give_up(error)
+
+    def commit(self, receipts: Receipts) -> Manifest | None:
+        """**Blocks.** Commits what was written; returns None if another worker does."""
+        name, request = self._request.name, self._request
+        assert name is not None, "it was opened"
+        while True:
+            try:
+                return self._writer.commit(receipts, name, request.metrics, request.metadata)
+            except StorageFullError:
+                if not self._tidier.wait():
+                    raise
+
+    def give_up(self, error: BaseException) -> None:
+        """**Blocks.** Removes what was written, as the save has failed with `error`. If this raises, that replaces it.
+
+        If a file was missing, another job may have removed it, or the others abandoned the save: the error says so.
+        """
+        files, self._files = self._files, None
+        try:
+            if files is not None:
+                files.abandon()
+            if isinstance(error, NotFoundError):
+                self._writer.check_valid()
+        finally:
+            if (name := self._request.name) is not None:
+                try:
+                    self._writer.give_up(name)
+                except HoldfastError as left:
+                    self._emit(make_debris_warning(name, left))
+
+    def _open(self, staging: Staging, pool: WorkerPool) -> StepFiles:
+        if not self._writer.writes_early:
+            self._tidier.wait()
+        if self._request.name is None:
+            name, base = self._writer.open(self._request.origin, self._request.step)
+            if base is not None:
+                self._emit(GenerationOpened(generation=base.generation, base_step=base.step))
+            self._request.name = name
+            self._request.named.open()
+        self._files = self._writer.open_files(staging.snapshot, self._request.name, self._request.metrics, pool)
+        return self._files
+
+
+def make_debris_warning(name: StepName, error: HoldfastError) -> Warned:
+    """**Pure.** Returns a warning that a failed attempt could not be removed: the next save removes it."""
+    return Warned(text=f"the files of an unfinished save in {name.directory} could not be removed: {error}")
+
+
 class RunWriter(CheckpointWriter):
     """Writes checkpoints of one generation, one after the other: a `CheckpointWriter` for one worker alone.
 
@@ -164,18 +203,15 @@ class RunWriter(CheckpointWriter):
         self, storage: Storage, keep: RetentionPolicy, *, incremental: bool = False, reuse_space: bool = True
     ) -> None:
         self._storage = storage
-        self._keep = keep
         self.generation: int | None = None
         self.base: Base | None = None
         # By this it knows an opening of its own that has failed half-way.
         self._token = os.urandom(16).hex()
         self._run = StoredRun(storage)
-        self._summarizer = Summarizer(self._run, self._token)
+        self._retention = Retention(self._run, keep, self._token, reuse_space=reuse_space)
+        self.recycler = self._retention.recycler
         # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
         self._attempts: tuple[StepName, ...] = ()
-        # Whether what older generations had left has been removed, as far as it was there when this one began.
-        self._has_swept = False
-        self.recycler = FileRecycler(storage, reuse=reuse_space)
         self._incremental = Incremental(self._run) if incremental else None
         # What refers to earlier steps has to know which of them stay, and all that has changed.
         self.writes_early = not incremental
@@ -205,18 +241,16 @@ class RunWriter(CheckpointWriter):
             self._run.check_unpassed(origin.seen_generation, self._token)
             before = self._keep_lost()
             generation = self._run.open_generation(self._token, seen_generation=origin.seen_generation)
-            if self._run.history.summary is not None:
-                self._summarizer.carry_over(generation)
+            self._retention.begin(generation)
             base = make_base(generation, origin.base, origin.start_from)
             self._run.record_base(base)
-            self.generation, self.base, self._has_swept = generation, base, False
-            self.recycler.begin(generation)
+            self.generation, self.base = generation, base
             self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
                 self._incremental.begin(origin.base)
-        self.check_standing()
+        self.check_valid()
         if base is not None and (before.unfinished or before.trash):
-            self._make_room(busy)
+            self._retention.make_room(self.generation, busy)
         return self._name_attempt(step, self.generation, least_attempt), base
 
     def _keep_lost(self) -> Catalog:
@@ -227,19 +261,6 @@ class RunWriter(CheckpointWriter):
                 self._storage.write(name.committed_path, b"")
                 self._storage.sync_directory(name.directory)
         return catalog
-
-    def _make_room(self, busy: Collection[StepName]) -> None:
-        """Removes the remains of unfinished saves of older generations. They are fenced, so no job can commit them any
-        more.
-
-        A failure here does not fail the save: the sweep after its commit tries again, and reports it.
-        """
-        with suppress(HoldfastError):
-            # Looked at again: an older job may have committed a step while this generation was opened.
-            catalog = self._run.look()
-            referrers = self._run.history.referrers((*catalog.committed, *catalog.lost))
-            referred = {name for referrer in referrers for name in referrer.refers_to}
-            self._sweep(catalog, referred.union(busy))
 
     def follow(self, generation: int, origin: StepName | None) -> None:
         """Continues with a generation that the leader of the job has opened from that step, or from the beginning."""
@@ -264,11 +285,14 @@ class RunWriter(CheckpointWriter):
         self._attempts = (name,)
         return name
 
-    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
+    def open_files(
+        self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float], pool: WorkerPool
+    ) -> StepFiles:
         """See `CheckpointWriter`."""
         if self._incremental is None:
-            return WholeStepFiles(snapshot, self._storage, name)
-        return IncrementalStepFiles(self._incremental, snapshot, name, self._find_wanted(name, metrics))
+            return StepFiles(snapshot, self._storage, name)
+        plan = self._incremental.plan(snapshot, name, pool, self._retention.find_wanted(name, metrics))
+        return StepFiles(snapshot, self._storage, name, plan, self._incremental.note_written)
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
@@ -277,7 +301,7 @@ class RunWriter(CheckpointWriter):
         try:
             manifest = commit(self._run, receipts, name, token=self._token, metrics=metrics, metadata=metadata)
         except NotFoundError:
-            self.check_standing()
+            self.check_valid()
             raise
         self.note_committed()
         return manifest
@@ -297,7 +321,7 @@ class RunWriter(CheckpointWriter):
             raise StorageError(f"{name.directory} has too many records of metrics", path=name.directory)
         self._run.history.known[name] = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts
 
-    def check_standing(self) -> None:
+    def check_valid(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""
         if self.generation is not None:
             self._run.check_fence(self.generation)
@@ -316,139 +340,6 @@ class RunWriter(CheckpointWriter):
         manifest: Manifest | None = None,
         busy: Collection[StepName] = (),
     ) -> Cleaning:
-        """**Blocks.** Removes what the retention policy gives up, and the remains of earlier saves.
-
-        Only the current lineage is considered; other steps stay until a person prunes them. A step to which a kept step
-        refers stays too, in the lineage or not. A generation that was fenced removes nothing, and raises `FencedError`.
-        Others may still be writing to unfinished steps that are `busy`, and this worker to the next one.
-        """
-        if manifest is not None:
-            # Unless it was given metrics since, which are known already.
-            self._run.history.known.setdefault(newest, manifest.facts)
-        catalog = self._run.look()
-        self._run.check_fence(newest.generation, self._run.history.opened)
-        # Looked at after that: an attempt is named before it has a directory.
-        in_use = {*busy, *self._attempts}
-        # A step that is being published may be seen before it survives a power cut: it replaces none yet.
-        candidates = [one for one in self._list_candidates(catalog) if one.key == newest or one.key not in in_use]
-        problems: list[HoldfastError] = []
-        absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
-        reported = tuple(sorted({metric for each in candidates for metric in each.metrics})) if absent else ()
-        referrers = self._run.history.referrers((*catalog.committed, *catalog.lost))
-        own = {(name.step, name.generation) for name in catalog.living if name.generation == newest.generation}
-        replaced = [
-            name
-            for name in sorted(set(catalog.committed).difference(catalog.living, protected))
-            if (name.step, name.generation) in own
-        ]
-        plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
-        newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
-        if manifest is not None:
-            # A copy says that the step was committed if the manifest is lost. A crash before this leaves a step that
-            # counts as any other; only that loss is not noticed then.
-            try:
-                self._storage.write(newest.committed_path, seal(manifest))
-            except HoldfastError:
-                self._has_swept = False  # It is tried again below, when something is removed, and after each save.
-        is_long = self._run.history.summary or len(catalog.committed) > FEW or len(self._run.history.opened) > FEW
-        removed: list[StepName] = []
-        try:
-            going = plan.remove
-            if is_long and going:
-                going = self._summarizer.release(going, catalog, newest.generation)
-            if going:
-                removed = self._remove(going, newest_bytes, problems)
-        except FencedError:
-            raise
-        except HoldfastError as error:
-            problems.append(error)
-        referred = {name for referrer in referrers if referrer.key not in removed for name in referrer.refers_to}
-        if catalog.spare_bytes is not None:
-            try:
-                self.recycler.sweep(newest_bytes)
-            except HoldfastError as error:
-                problems.append(error)
-        swept: list[str] = []
-        if catalog.unfinished or catalog.trash or not self._has_swept:
-            swept, left = self._sweep(catalog, referred | in_use)
-            if not self._has_swept:
-                # Those of a summary are not looked into: there may be thousands.
-                stay = set(catalog.committed).difference(removed, self._run.history.believed, in_use - {newest})
-                for name in sorted(stay):
-                    try:
-                        self._run.step(name).renew_copy()
-                    except HoldfastError as error:
-                        left.append(error)
-            problems += left
-            self._has_swept = not left
-        if is_long:
-            # Whether or not they are gone: some may be half removed.
-            self._summarizer.update(catalog, plan.remove, newest.generation)
-        self._run.history.forget_all_but(set(catalog.committed) - set(removed))
-        return Cleaning(
-            dict(plan.keep),
-            tuple(removed),
-            tuple(swept),
-            tuple(problems),
-            absent,
-            reported,
-            catalog.lost,
-            self._storage.traits.hindrance,
-        )
-
-    def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
-        """Returns the steps of the current lineage. Steps that cannot be judged stay; a restore or `verify` reports the
-        damage."""
-        return [
-            KeptCandidate(name, name.step, facts.committed_at_unix_seconds, facts.metrics)
-            for name in catalog.living
-            if (facts := self._run.history.known.get(name) or self._run.history.facts(name)) is not None
-        ]
-
-    def _find_wanted(self, name: StepName, metrics: Mapping[str, float]) -> Collection[StepName]:
-        """Returns the steps that the policy will keep for their own sake when a save is committed."""
-        now_seconds = time.time()
-        catalog = self._run.look()
-        before = [known for known in self._list_candidates(catalog) if known.step < name.step]
-        try:
-            return self._keep.choose_kept([*before, KeptCandidate(name, name.step, now_seconds, metrics)], now_seconds)
-        except Exception:  # noqa: BLE001  A policy of the user's own may fail; that is reported after the commit.
-            return ()
-
-    def _remove(self, names: Collection[StepName], newest_bytes: int, problems: list[HoldfastError]) -> list[StepName]:
-        """Removes committed steps: first all their manifests, then, if this generation still counts, their data."""
-        withdrawn: list[StepName] = []
-        needed: set[StepName] = set()
-        # Newest first: what refers to others goes before them. If it cannot be removed, neither can they.
-        for name in sorted(set(names), reverse=True):
-            if name not in needed:
-                try:
-                    self._run.step(name).withdraw()
-                    withdrawn.append(name)
-                except HoldfastError as error:
-                    problems.append(error)
-                    needed |= self._run.history.kept_with(name)
-        if withdrawn and self.generation is not None:
-            # A newer job may have begun since, and refer to them: it sees that they are gone, or is seen here.
-            self._run.check_fence(self.generation)
-        removed: list[StepName] = []
-        for name in reversed(withdrawn):
-            try:
-                self.recycler.discard_withdrawn(name.directory, newest_bytes)
-                removed.append(name)
-            except HoldfastError as error:
-                problems.append(error)
-        return removed
-
-    def _sweep(self, catalog: Catalog, kept: Collection[StepName]) -> tuple[list[str], list[HoldfastError]]:
-        """Removes unfinished steps of this and older generations, except those that are needed."""
-        newest = self.generation
-        unfinished = [
-            name for name in catalog.unfinished if newest is not None and name.generation <= newest and name not in kept
-        ]
-        return sweep(self._run, unfinished, catalog.trash, newest or 0)
-
-
-def make_debris_warning(name: StepName, error: HoldfastError) -> Warned:
-    """**Pure.** Returns a warning that a failed attempt could not be removed: the next save removes it."""
-    return Warned(text=f"the files of an unfinished save in {name.directory} could not be removed: {error}")
+        """See `CheckpointWriter`. Others may still be writing to unfinished steps that are `busy`, and this worker to
+        the next one."""
+        return self._retention.clean(newest, protected, manifest, lambda: {*busy, *self._attempts})

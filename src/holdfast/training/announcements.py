@@ -17,6 +17,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events.kinds import span_text
 from holdfast.events.sinks import logger
 from holdfast.format.records import Worker
+from holdfast.options import SaveOptions
 from holdfast.policies import AnySave, Auto, SavePolicy, Seconds, Steps
 from holdfast.process.terminal import inform
 from holdfast.restore.records import Restoration
@@ -29,9 +30,8 @@ _MOST_SHOWN: Final = 3
 class Announced(Protocol):
     """The part of `CheckpointManager` that is needed here."""
 
-    begin_anew: bool
     checkpoint: Checkpoint
-    save_every: SavePolicy | None
+    options: SaveOptions
 
     def steps(self) -> tuple[int, ...]:
         """Returns the committed steps of the current lineage."""
@@ -50,9 +50,9 @@ class Announcements:
     def begin(self, manager: Announced, restored: Restoration | None, step: int) -> None:
         """Reports that training begins with a step, after a restore, if there was one."""
         self._begin(step)
-        rhythm = describe_saving(manager.save_every)
+        rhythm = describe_saving(manager.options.save_every)
         if restored is None:
-            how = "starts from the beginning" if manager.begin_anew else "is new"
+            how = "starts from the beginning" if manager.options.begin_anew else "is new"
             self.say(f"{self.place} {how}" + (f"; {rhythm}" if rhythm else ""))
         else:
             epochs = describe_epochs(manager.checkpoint.objects)

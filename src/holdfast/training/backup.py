@@ -10,7 +10,7 @@ from holdfast.catalog import StoredRun
 from holdfast.errors import DamageError, NotFoundError, SaveFailedError, UsageError
 from holdfast.format.records import Manifest
 from holdfast.restore.records import Restoration
-from holdfast.save.handle import SaveHandle, name_state
+from holdfast.save.handle import SaveHandle
 from holdfast.storage import Storage
 
 _NOTE: Final = "backup"
@@ -125,5 +125,5 @@ class Backups:
 
     def __str__(self) -> str:
         if self._in_flight is not None:
-            return f"newest backup of {self._in_flight[1]}, {name_state(self._in_flight[0])}"
+            return f"newest backup of {self._in_flight[1]}, {self._in_flight[0].request.state}"
         return "nothing backed up yet" if self._saved is None else f"newest backup of {self._saved}"

@@ -130,7 +130,7 @@ class PreemptionCheckpointHandler:
             finally:
                 self._guard.close()
             raise
-        self._first_count, self._first_asked = count.done, manager.newest_asked
+        self._first_count, self._first_asked = count.done, manager.lineage.newest_asked
         loop.watch = TrainingWatch(manager.checkpoint.objects, self._warn_uncounted, _ADVICE, loop.warn)
         if count.done and self.restored is not earlier:
             loop.watch.resumption = describe_resumption(count.done, "handler.total_run_calls", "handler.steps(n)")
@@ -360,7 +360,7 @@ class PreemptionCheckpointHandler:
     def _note_end(self) -> None:
         """Reports steps that were trained but not counted, or counted but not trained."""
         self._loop.watch.warn_if_idle()
-        is_lost = self._manager.newest_asked == self._first_asked
+        is_lost = self._manager.lineage.newest_asked == self._first_asked
         consequence = f"notices were ignored{', and nothing was saved' if is_lost else ''}"
         if text := self._loop.watch.describe(consequence):
             self._warn_uncounted(text, is_error=is_lost)
@@ -415,9 +415,9 @@ def _restore(
         return known, earlier
     calls = own.setdefault(RUN_CALLS, RunCalls())
     calls.is_loaded = False
-    if not calls.is_torn and (earlier is not None or manager.newest_asked >= 0):
+    if not calls.is_torn and (earlier is not None or manager.lineage.newest_asked >= 0):
         # What is live was trained or restored without a handler.
-        step = manager.newest_asked
+        step = manager.lineage.newest_asked
         if earlier is not None and step <= earlier.step:
             step = earlier.step
             manager.restore(step, only=RUN_CALLS, strict=False)

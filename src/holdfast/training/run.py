@@ -440,7 +440,7 @@ class Run:
         base, say = None if self._restored is None else step, self._announcements.say
         witness, objects = self.manager.witness, self.checkpoint.objects
         witness.begin(objects, base, say, same_loss=is_same, strict=self._resumption.strict_resume)
-        self._phase, self.manager.find_steps = _Phase.ENTERED, lambda: (step, self._loop.count.done)
+        self._phase, self.manager.lineage.find_steps = _Phase.ENTERED, lambda: (step, self._loop.count.done)
         atexit.register(self._leave_at_exit)
         return self
 
@@ -460,7 +460,7 @@ class Run:
         has_trained = self._restored or self._loop.count_with_open_step() or self._total
         if not isinstance(error, Exception) and (text := watch.describe("nothing was saved")):
             self._warn_uncounted(text, is_error=True)
-        elif error is None and not has_trained and self.manager.newest_asked < 0:
+        elif error is None and not has_trained and self.manager.lineage.newest_asked < 0:
             self._loop.warn(f"no step was counted, so nothing was saved: {_ADVICE}")
         try:
             if error is None:
@@ -545,7 +545,7 @@ class Run:
 
     def _warn_uncounted(self, text: str, *, is_error: bool = False) -> None:
         # Otherwise the program saves by the manager, and counts by itself.
-        if self.manager.newest_asked <= self._loop.count.done:
+        if self.manager.lineage.newest_asked <= self._loop.count.done:
             self._loop.warn(text, is_error=is_error)
 
     def _check_entered(self) -> None:

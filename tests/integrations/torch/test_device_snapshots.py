@@ -20,7 +20,7 @@ import holdfast as hf
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.events import Event, Held, Staged
 from holdfast.integrations.torch.tensors import TorchDevices
-from holdfast.save.image import HostBuffer
+from holdfast.save.host_memory import HostBuffer
 from holdfast.storage import MemoryStorage
 from holdfast.storage.memory import MemoryWriter
 from on_device import WAYS, Job, assert_same, assert_stored, on_each_device, on_each_stream, on_stream
@@ -263,7 +263,7 @@ def test_memory_is_pinned_once_and_given_back(tmp_path: Path) -> None:
     seen, addresses = set(), set()
     for step in range(1, 4):
         manager.save(step).wait_committed(60)
-        memory = manager._saver._buffer._memory
+        memory = manager._engine._stager.buffer._memory
         assert memory is not None
         seen.add(id(memory.unpin))
         with memoryview(memory) as view:

@@ -18,7 +18,8 @@ from holdfast.errors import PeerError, SaveFailedError, UsageError
 from holdfast.events import Diverged
 from holdfast.format.records import Worker
 from holdfast.restore.verify import open_step, verify_data
-from holdfast.save.image import HostBuffer, Stager
+from holdfast.save.host_memory import HostBuffer
+from holdfast.save.image import Stager
 from holdfast.save.joint.coverage import ObjectSetDigest, digest_objects, find_holders, find_unlike
 from holdfast.save.joint.replicas import (
     Detail,

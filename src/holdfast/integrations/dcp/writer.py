@@ -36,10 +36,11 @@ from holdfast.options import check_policies
 from holdfast.policies import All, RetentionPolicy
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.restore.verify import open_step
-from holdfast.save.image import HostBuffer, Stager
-from holdfast.save.records import Origin
+from holdfast.save.handle import Origin
+from holdfast.save.host_memory import HostBuffer
+from holdfast.save.image import Stager
 from holdfast.save.run_writer import RunWriter
-from holdfast.save.writer import WholeStepFiles, write_index
+from holdfast.save.writer import StepFiles, write_index
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, spec_of
 from holdfast.state.registry import backend_of, sharder_of_type
 from holdfast.storage import Storage, open_storage
@@ -225,7 +226,7 @@ class StorageWriter(dcp.StorageWriter):
         pool.start()
         try:
             pool.run(staging.copies_now())
-            files = WholeStepFiles(staging.snapshot, storage, place.name)
+            files = StepFiles(staging.snapshot, storage, place.name)
             try:
                 receipts = files.finish(pool)
             finally:

@@ -28,7 +28,7 @@ from holdfast.format.index import MAX_INDEX_BYTES, Index
 from holdfast.format.index_checks import decode_index, find_cover_problem
 from holdfast.format.names import StepName, index_name, join
 from holdfast.format.shapes import Box, whole_box
-from holdfast.save.records import Snapshot
+from holdfast.save.image import Snapshot
 from holdfast.state.leaves import Skeleton
 from holdfast.storage.protocol import Storage
 
@@ -139,12 +139,12 @@ def digest_objects(snapshot: Snapshot) -> ObjectSetDigest:
     """**Pure.** Returns the digest of the objects of a snapshot's worker."""
     full = {name for name, skeleton in snapshot.state.objects.items() if _has_array(skeleton)}
     bare = sorted(map(make_sendable, snapshot.state.objects.keys() - full - snapshot.state.own))
-    told = [
+    named = [
         name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}... {_digest([name])}" for name in bare
     ]
-    if len(told) > _MOST_NAMES:
-        told[_MOST_NAMES:] = [f"{len(told) - _MOST_NAMES} more objects ({_digest(bare)})"]
-    return ObjectSetDigest(_digest(sorted(map(make_sendable, full))), tuple(told))
+    if len(named) > _MOST_NAMES:
+        named[_MOST_NAMES:] = [f"{len(named) - _MOST_NAMES} more objects ({_digest(bare)})"]
+    return ObjectSetDigest(_digest(sorted(map(make_sendable, full))), tuple(named))
 
 
 def find_holders(named: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
@@ -178,18 +178,18 @@ def find_unlike(object_sets: Sequence[ObjectSetDigest]) -> tuple[int, str] | Non
         sides = sorted(ranks_by_names.items(), key=lambda side: (-len(side[1]), side[1]))
         (usual, most), (other, few) = sides[0], sides[-1]
         if usual != other:
-            return few[0], _tell(usual, other, most, few)
+            return few[0], _describe_difference(usual, other, most, few)
     return None
 
 
-def _tell(usual: Sequence[str], other: Sequence[str], most: Sequence[int], few: Sequence[int]) -> str:
+def _describe_difference(usual: Sequence[str], other: Sequence[str], most: Sequence[int], few: Sequence[int]) -> str:
     ending = "" if len(most) > 1 else "s"
     who = name_ranks(tuple(most))
-    told = [f"it lacks {name}, which {who} save{ending}" for name in usual if name not in other]
-    told += [f"it saves {name}, which {who} lack{ending}" for name in other if name not in usual]
-    more = f"; and {len(told) - _NAMED_OBJECTS} more objects" if len(told) > _NAMED_OBJECTS else ""
+    differences = [f"it lacks {name}, which {who} save{ending}" for name in usual if name not in other]
+    differences += [f"it saves {name}, which {who} lack{ending}" for name in other if name not in usual]
+    more = f"; and {len(differences) - _NAMED_OBJECTS} more objects" if len(differences) > _NAMED_OBJECTS else ""
     also = f"; the same goes for {name_ranks(tuple(few[1:]))}" if len(few) > 1 else ""
-    return f"{'; '.join(told[:_NAMED_OBJECTS])}{more}{also}"
+    return f"{'; '.join(differences[:_NAMED_OBJECTS])}{more}{also}"
 
 
 def _has_array(node: Skeleton) -> bool:

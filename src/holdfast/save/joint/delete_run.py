@@ -60,16 +60,16 @@ class JointDelete:
         """
         peers = self._peers
         if peers is not None and not peers.is_leader:
-            told = peers.gather_decide_broadcast(b"", _find_first, _THE_REMOVAL)
-            if told:
-                raise peers.failures.make_error(msgspec.json.decode(told, type=Failure))
+            failure = peers.gather_decide_broadcast(b"", _find_first, _THE_REMOVAL)
+            if failure:
+                raise peers.failures.make_error(msgspec.json.decode(failure, type=Failure))
             return Clearing()
         try:
             clearing = clear_run(StoredRun(storage), known_generation, keeps_files=keeps_files)
         except HoldfastError as error:
-            self._tell(error)
+            self._report(error)
             raise
-        self._tell(next(iter(clearing.problems), None))
+        self._report(next(iter(clearing.problems), None))
         return clearing
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class JointDelete:
         if self._is_own:
             self.cluster.close()
 
-    def _tell(self, error: HoldfastError | None) -> None:
+    def _report(self, error: HoldfastError | None) -> None:
         if self._peers is not None:
             record = b"" if error is None else msgspec.json.encode(self._peers.failures.describe(error))
             # The removal is done, even if a worker dies before it is notified.

@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format.records import Worker
 from holdfast.policies import SaveMoment, SavePolicy
 from holdfast.save.joint.coverage import find_holders
-from holdfast.save.joint.protocol import CommitProtocol, SaveIdAllocator, try_cancel
+from holdfast.save.joint.protocol import CommitProtocol, SaveIdAllocator
 from holdfast.save.joint.shared_storage_check import check_token, remove_token, try_put_token
 from holdfast.storage.protocol import Storage
 
@@ -113,9 +113,9 @@ class JointParticipant:
         """
         token = try_put_token(storage) if is_new and self.peers.is_leader else ""
         try:
-            told = self._meet(names, _Start(make_sendable(storage.url), token, [sorted(map(make_sendable, names))]))
-            if told.token:
-                self._check_place(storage, told)
+            start = self._meet(names, _Start(make_sendable(storage.url), token, [sorted(map(make_sendable, names))]))
+            if start.token:
+                self._check_place(storage, start)
         finally:
             if token:
                 remove_token(storage)
@@ -134,17 +134,17 @@ class JointParticipant:
         answer = self.peers.gather_decide_broadcast(
             msgspec.json.encode(start), put_together, "the start of the job", timeout_seconds
         )
-        told = msgspec.json.decode(answer, type=_Start)
-        self.named = list(map(frozenset, told.names))
+        agreed = msgspec.json.decode(answer, type=_Start)
+        self.named = list(map(frozenset, agreed.names))
         holders = find_holders(self.named)
         self.holders = {name: holders[sent] for name in names if (sent := make_sendable(name)) in holders}
-        return told
+        return agreed
 
-    def _check_place(self, storage: Storage, told: _Start) -> None:
+    def _check_place(self, storage: Storage, start: _Start) -> None:
         problem: HoldfastError | None = None
         who = f"rank {self.peers.rank} on {self.peers.cluster.node}"
         try:
-            check_token(storage, told.token, told.url, who, self.peers.timeout_seconds)
+            check_token(storage, start.token, start.url, who, self.peers.timeout_seconds)
         except HoldfastError as error:
             problem = error
         record = b"" if problem is None else msgspec.json.encode(self.peers.failures.describe(problem))
@@ -187,17 +187,13 @@ class JointParticipant:
             watched, self._watched = self._watched, ""
         return CommitProtocol(self.peers, self._places.take(step), watched)
 
-    def try_cancel(self, protocol: CommitProtocol, error: BaseException) -> bool:
-        """**Blocks.** Like `save.joint.protocol.try_cancel`."""
-        return try_cancel(protocol, error)
+    def report_failure(self, protocol: CommitProtocol, error: BaseException) -> None:
+        """Reports to the others, soon, that the save has failed here before it began."""
+        self._send_end(protocol, lambda: protocol.report_failure(error))
 
-    def tell(self, protocol: CommitProtocol, error: BaseException) -> None:
-        """Tells the others, soon, that the save has failed here before it began."""
-        self._send_end(protocol, lambda: protocol.tell(error))
-
-    def leave_out(self, protocol: CommitProtocol, reason: str) -> None:
-        """Tells the others, soon, that this worker cannot take part in a save."""
-        self._send_end(protocol, lambda: protocol.leave_out(reason))
+    def report_left_out(self, protocol: CommitProtocol, reason: str) -> None:
+        """Reports to the others, soon, that this worker cannot take part in a save."""
+        self._send_end(protocol, lambda: protocol.report_left_out(reason))
 
     def note_left_out(self, protocol: CommitProtocol) -> None:
         """Called when a save was skipped; if that was because a plan came too late, the next one comes earlier."""

@@ -1,4 +1,4 @@
-"""The protocol of one save: what the workers tell each other through the store of the job.
+"""The protocol of one save: what the workers write for each other in the store of the job.
 
 Workers derive a save's id without communication: (restore count, step, attempt).
 
@@ -28,11 +28,10 @@ from holdfast.cluster.barrier import LEADER
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.polling import SAVE_POSITIONS_SECONDS
 from holdfast.errors import AbsentError, FencedError, HoldfastError, PeerError, UsageError
-from holdfast.format.names import StepName
 from holdfast.format.records import Reference, WorkerRecord
+from holdfast.save.handle import LeftOutError
 from holdfast.save.joint.coverage import ObjectSetDigest
 from holdfast.save.joint.replicas import HeldReplicas, ReplicaDigest, ReplicaQuery
-from holdfast.save.records import LeftOutError
 from holdfast.state.data.position import PositionRecord
 
 
@@ -125,11 +124,6 @@ class NameRecord(msgspec.Struct, frozen=True):
     opening: str
     url: str
 
-    @property
-    def base_name(self) -> StepName | None:
-        """The checkpoint from which the generation began, or None."""
-        return None if self.base is None else StepName(*self.base)
-
 
 class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The part of a step that a worker has made durable.
@@ -180,6 +174,10 @@ WELL: Final = EndRecord()
 _T = TypeVar("_T")
 
 
+_LATE_HINT: Final = "It was taken for dead: was it disconnected from the others, or stopped for a while?"
+_WAY_HINT: Final = "All workers must save the same steps, in the same order."
+
+
 class _CommittedError(Exception):
     """The others have committed the save, and no longer wait for this worker."""
 
@@ -216,9 +214,10 @@ class CommitProtocol:
         self._has_failed = False
         self._is_committed = False
 
-    def announce(self) -> None:
-        """Reports that this worker is at this save."""
-        self._announce(self._position)
+    def announce(self, **changes: bool) -> None:
+        """Reports that this worker is at this save, or how that has ended."""
+        data = msgspec.json.encode(replace(self._position, **changes))
+        self._peers.cluster.set(self._peers.key("at", self._peers.rank), data)
 
     def put_name(self, record: NameRecord) -> None:
         """On the leader, reports where to write."""
@@ -272,18 +271,30 @@ class CommitProtocol:
         """On the leader, writes that the step is to be committed: from here on no other worker can end the save."""
         self._raise_unless_well(self._decide(WELL))
 
-    def tell_committed(self) -> None:
+    def report_committed(self) -> None:
         """On the leader, writes that the step is committed; it is, even if the others do not learn of it."""
         self._is_committed = True
         with suppress(HoldfastError):
             self._put("result", WELL)
 
-    def leave_out(self, reason: str) -> None:
+    def report_left_out(self, reason: str) -> None:
         """Reports that this worker cannot take part."""
         self._decide(EndRecord(left_out=f"rank {self._peers.rank} cannot take part: {reason}"))
 
-    def tell(self, error: BaseException) -> None:
-        """Tells the others that the save has failed here, unless they know how it ends, as far as possible."""
+    def try_cancel(self, error: BaseException) -> bool:
+        """**Thread-safe.** **Blocks.** Ends the save with an error, unless all agreed to commit it; True if it has
+        ended."""
+        return not self._decide(EndRecord(failure=self._peers.failures.describe(error))).is_well
+
+    def check_verdict(self) -> None:
+        """**Blocks.** Raises the verdict of the others about the save, if it has ended for them; see `hand_in`."""
+        verdict = self._peers.cluster.try_get(self._key("verdict"))
+        if verdict is not None:
+            self._raise_unless_well(msgspec.json.decode(verdict, type=EndRecord))
+        self._check_way(LEADER)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Reports to the others that the save has failed here, unless they know how it ends, as far as possible."""
         self._has_failed = True
         if self._is_over:
             return
@@ -321,7 +332,7 @@ class CommitProtocol:
         if is_newest:
             # Before the keys go: who says something later takes it back.
             with suppress(HoldfastError):
-                self._announce(replace(self._position, has_ended=True, was_committed=self._is_committed))
+                self.announce(has_ended=True, was_committed=self._is_committed)
         with suppress(HoldfastError):
             self.query.forget()
         keys = [*map(self._key, ("name", "verdict", "result"))]
@@ -330,8 +341,8 @@ class CommitProtocol:
 
     def _decide(self, end: EndRecord) -> EndRecord:
         """Writes how the save ends, unless that is known; returns the stored verdict."""
-        standing = self._peers.cluster.set_once(self._key("verdict"), msgspec.json.encode(end))
-        return msgspec.json.decode(standing, type=EndRecord)
+        verdict = self._peers.cluster.set_once(self._key("verdict"), msgspec.json.encode(end))
+        return msgspec.json.decode(verdict, type=EndRecord)
 
     def _raise_unless_well(self, end: EndRecord) -> None:
         if end.left_out:
@@ -341,8 +352,8 @@ class CommitProtocol:
         failure = end.failure
         if failure.rank == self._peers.rank and failure.kind == AbsentError.__name__:
             # It knows that it lives, and not that it was silent.
-            told = f"{failure.text}, so the other workers abandoned the save of step {self.place.step}"
-            failure = replace(failure, text=told, hint=_LATE_HINT)
+            text = f"{failure.text}, so the other workers abandoned the save of step {self.place.step}"
+            failure = replace(failure, text=text, hint=_LATE_HINT)
         error = self._peers.failures.make_error(failure)
         if end.failure.kind == FencedError.__name__:
             # That concerns the whole job, no matter which worker has found it.
@@ -385,7 +396,7 @@ class CommitProtocol:
                 awaited = [verdict]
                 key, value = self._peers.wait_any([verdict], watch, what, begun_at)
         except PeerError as error:
-            if not self._has_handed_in or self._is_over or try_cancel(self, error):
+            if not self._has_handed_in or self._is_over or self.try_cancel(error):
                 raise
             # All agreed to commit at this very moment.
             key, value = verdict, msgspec.json.encode(WELL)
@@ -429,9 +440,6 @@ class CommitProtocol:
         data = self._peers.cluster.try_get(self._peers.key("at", rank))
         return None if data is None else msgspec.json.decode(data, type=WorkerProgress)
 
-    def _announce(self, position: WorkerProgress) -> None:
-        self._peers.cluster.set(self._peers.key("at", self._peers.rank), msgspec.json.encode(position))
-
     def _take_back(self, key: str) -> None:
         """Deletes this worker's records if the leader has deleted all: a worker taken for dead may write too late."""
         position = self._find_position(LEADER)
@@ -443,20 +451,3 @@ class CommitProtocol:
 
     def _key(self, name: str) -> str:
         return self._peers.key(self.place.key(name))
-
-
-def try_cancel(protocol: CommitProtocol, error: BaseException) -> bool:
-    """**Thread-safe.** **Blocks.** Ends a save with an error, unless all agreed to commit it; True if it has ended."""
-    return not protocol._decide(EndRecord(failure=protocol._peers.failures.describe(error))).is_well
-
-
-def check_verdict(protocol: CommitProtocol) -> None:
-    """**Blocks.** Raises the verdict of the others about a save, if it has ended for them; see `hand_in`."""
-    verdict = protocol._peers.cluster.try_get(protocol._key("verdict"))
-    if verdict is not None:
-        protocol._raise_unless_well(msgspec.json.decode(verdict, type=EndRecord))
-    protocol._check_way(LEADER)
-
-
-_LATE_HINT: Final = "It was taken for dead: was it disconnected from the others, or stopped for a while?"
-_WAY_HINT: Final = "All workers must save the same steps, in the same order."

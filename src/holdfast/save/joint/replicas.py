@@ -26,7 +26,7 @@ from holdfast.format.digests import digest
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.shapes import Box, split_box, whole_box
 from holdfast.process.worker_pool import WorkerPool
-from holdfast.save.records import Snapshot
+from holdfast.save.image import Snapshot
 from holdfast.state.leaves import ArrayBackend, ArraySpec, Captured, Replica, part_of
 from holdfast.storage.buffers import batches
 
@@ -240,12 +240,12 @@ def _cut(captured: Captured) -> Iterator[_Piece]:
 
 def find_disagreements(groups: Sequence[Sequence[ReplicaDigest]]) -> list[Disagreement]:
     """**Pure.** Returns the groups of workers that do not agree, from each worker's report, in order of rank."""
-    said: dict[str, dict[int, ReplicaDigest]] = {}
+    reported: dict[str, dict[int, ReplicaDigest]] = {}
     for rank, own in enumerate(groups):
         for group in own:
-            said.setdefault(group.holders, {})[rank] = group
+            reported.setdefault(group.holders, {})[rank] = group
     disagreements = []
-    for holders, by_rank in said.items():
+    for holders, by_rank in reported.items():
         names = {(group.boxes, group.names) for group in by_rank.values()}
         are_named_alike = len(names) == 1 and all(group.size == len(by_rank) for group in by_rank.values())
         # A worker that was not asked to compare values has none to show.
@@ -280,10 +280,12 @@ def name_difference(disagreement: Disagreement, details: Mapping[int, Detail]) -
         for leaf in [*usual.boxes, *(leaf for leaf in other.boxes if leaf not in usual.boxes)]
         if _kinds(usual, leaf) != _kinds(other, leaf)
     ]
-    told = [_tell(leaf, _kinds(usual, leaf), _kinds(other, leaf), name_ranks(most)) for leaf in differing]
-    more = f"; and {len(told) - _NAMED_LEAVES} more leaves" if len(told) > _NAMED_LEAVES else ""
+    differences = [
+        _describe_difference(leaf, _kinds(usual, leaf), _kinds(other, leaf), name_ranks(most)) for leaf in differing
+    ]
+    more = f"; and {len(differences) - _NAMED_LEAVES} more leaves" if len(differences) > _NAMED_LEAVES else ""
     also = f"; the same goes for {name_ranks(few[1:])}" if len(few) > 1 else ""
-    return few[0], f"{'; '.join(told[:_NAMED_LEAVES])}{more}{also}"
+    return few[0], f"{'; '.join(differences[:_NAMED_LEAVES])}{more}{also}"
 
 
 def name_divergences(disagreement: Disagreement, details: Mapping[int, Detail]) -> list[Divergence]:
@@ -319,7 +321,7 @@ def find_refused(divergences: Sequence[Divergence], replicas: Sequence[Replica])
     return first.ranks[-1][0], f"the values of {leaves}{more} are not the same on all workers: {who}"
 
 
-def tell_apart(divergences: Sequence[Divergence], replicas: Sequence[Replica]) -> str:
+def describe_apart(divergences: Sequence[Divergence], replicas: Sequence[Replica]) -> str:
     """**Pure.** Describes values that may differ, and do; empty if none do, or DDP makes them equal by itself."""
     renewed = {make_sendable(replica.leaf) for replica in replicas if replica.is_renewed}
     tolerated = _find_tolerated(divergences, replicas)
@@ -362,7 +364,7 @@ def _order(sides: Collection[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted((tuple(sorted(side)) for side in sides), key=lambda side: (-len(side), side)))
 
 
-def _tell(leaf: str, usual: Sequence[str], other: Sequence[str], most: str) -> str:
+def _describe_difference(leaf: str, usual: Sequence[str], other: Sequence[str], most: str) -> str:
     ending = "" if most.startswith("ranks") else "s"
     if not other:
         return f"it lacks {leaf} ({', '.join(usual)}), which {most} hold{ending}"
@@ -385,8 +387,9 @@ def _sum_up(holders: str, detail: Detail, may_differ: bool) -> ReplicaDigest:
     names = "\n".join(f"{leaf}\t{kind}" for leaf, boxes in ordered for kind, _ in boxes)
     values = "".join(value for _, boxes in ordered for _, value in boxes)
     count = sum(len(boxes) for _, boxes in ordered)
-    told = _digest(values) if values else ""
-    return ReplicaDigest(holders, len(detail.holders), count, _digest(names), told, may_differ)
+    return ReplicaDigest(
+        holders, len(detail.holders), count, _digest(names), _digest(values) if values else "", may_differ
+    )
 
 
 def _digest(words: str) -> str:

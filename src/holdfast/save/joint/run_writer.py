@@ -7,12 +7,11 @@ others learn from it where to write, and the result. All of this happens in the 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
-
-import msgspec
 
 from holdfast.catalog import StoredRun
 from holdfast.catalog.publish import Receipts
@@ -24,57 +23,59 @@ from holdfast.events import Diverged, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.format.records import Base, Manifest, Reference
 from holdfast.process.worker_pool import WorkerPool
-from holdfast.save.image import Staging
+from holdfast.save.handle import LeftOutError, Origin
+from holdfast.save.image import Snapshot, Staging
 from holdfast.save.joint.coverage import (
     OBJECTS_HINT,
     Coverage,
-    ObjectSetDigest,
     digest_objects,
     digest_shards,
     find_unlike,
 )
 from holdfast.save.joint.participant import JointParticipant
-from holdfast.save.joint.protocol import CommitProtocol, NameRecord, PartRecord, check_verdict
+from holdfast.save.joint.protocol import CommitProtocol, NameRecord, PartRecord
 from holdfast.save.joint.replicas import (
     VALUES_HINT,
     Divergence,
     HeldReplicas,
+    describe_apart,
     digest_values,
     find_refused,
     sum_up_replicas,
-    tell_apart,
 )
 from holdfast.save.joint.shared_storage_check import check_opening, find_unseen, read_opening_digest
-from holdfast.save.records import LeftOutError, Origin, Snapshot
-from holdfast.save.run_writer import (
-    CheckpointWriter,
-    Cleaning,
-    RunWriter,
-    StepFiles,
-    make_debris_warning,
-)
-from holdfast.state.data.position import PositionRecord, find_apart, list_positions
+from holdfast.save.retention import Cleaning
+from holdfast.save.run_writer import CheckpointWriter, RunWriter, make_debris_warning
+from holdfast.save.writer import StepFiles
+from holdfast.state.data.position import find_apart, list_positions
 from holdfast.storage.protocol import Storage
 
 _COURTESY_SECONDS: Final = 1.0
 """How long to wait for the others if one will not come, or training is blocked at its next save by that."""
 
-_MOST_TOLD: Final = 100
+_MOST_NAMED: Final = 100
 """How many differing tensors are named in one save. Once replicas have diverged, everything differs."""
 
 
-class _Ending(msgspec.Struct):
+@dataclass(eq=False)
+class _JointSave:
     """A save that not all workers are done with.
 
     Attributes:
         protocol: Its records.
-        ranks: The workers that may still be at it.
+        ranks: On the leader, the workers that may still be at it.
         debris: The directory to remove after them, or None.
+        make_part: Makes this worker's report of what it has written.
+        compares: True if replicated values are compared.
+        is_cut_off: True if the store did not answer: then no worker waits for it again.
     """
 
     protocol: CommitProtocol
     ranks: set[int]
-    debris: StepName | None
+    debris: StepName | None = None
+    make_part: Callable[..., PartRecord] = field(default_factory=lambda: partial(PartRecord, groups=[]))
+    compares: bool = False
+    is_cut_off: bool = False
 
 
 class JointRunWriter(CheckpointWriter):
@@ -96,84 +97,81 @@ class JointRunWriter(CheckpointWriter):
         *,
         check_replicas: bool | Literal["first"] = "first",
     ) -> None:
-        self._own = own
-        self._storage = storage
-        self._participant = participant
-        self._peers = participant.peers
-        self._emit = emit
+        self._own, self._storage, self._participant = own, storage, participant
+        self._peers, self._emit = participant.peers, emit
         self._check_replicas = check_replicas
-        self.generation: int | None = None
-        # True if replicated values were compared in the save in progress; and in one that was committed since the run
-        # was entered or restored.
-        self._is_compared = False
+        # True if replicated values were compared in a save that was committed since the run was entered or restored.
         self._has_compared = False
         self.compares = bool(check_replicas)
-        self._protocol: CommitProtocol | None = None
+        self._save: _JointSave | None = None
+        # Saves before it, on the leader.
+        self._endings: list[_JointSave] = []
         self._holding = HeldReplicas((), ())
-        self._shards = ""
-        self._positions: list[PositionRecord] = []
-        self._object_set = ObjectSetDigest()
         self._are_apart = False
         self._coverage = Coverage()
         self._name: StepName | None = None
-        self._debris: StepName | None = None
-        self._endings: list[_Ending] = []
-        # True if the store did not answer in this save: then no worker waits for it again.
-        self._is_cut_off = False
+
+    @property
+    def generation(self) -> int | None:  # type: ignore[override]
+        """See `CheckpointWriter`."""
+        return self._own.generation
 
     def leave_generation(self) -> None:
         """See `CheckpointWriter`."""
         self._own.leave_generation()
-        self.generation = None
         self._participant.begin_epoch()
         self._has_compared, self.compares = False, bool(self._check_replicas)
 
     def begin(self, protocol: CommitProtocol | None) -> None:
         """Begins a save, without communication; `finish` ends it in any case."""
-        self._protocol, self._debris, self._is_cut_off = protocol, None, False
+        others = set(range(1, self._peers.world_size))
+        self._save = None if protocol is None else _JointSave(protocol, others)
 
     def digest(self, staging: Staging, pool: WorkerPool) -> tuple[str, ...]:
         """See `CheckpointWriter`."""
         return digest_values(staging.captured, staging.moments, pool)
 
     def open(self, origin: Origin, step: int) -> tuple[StepName, Base | None]:
-        """**Blocks.** The leader opens a generation if there is none, chooses the directory, and tells the others."""
-        protocol = self._get_protocol()
+        """**Blocks.** The leader opens a generation if there is none, chooses the directory, and reports it."""
+        protocol = self._current().protocol
         protocol.announce()
         if not self._peers.is_leader:
-            told = protocol.wait_name()
-            if told.generation != self._own.generation:
+            place = protocol.wait_name()
+            if place.generation != self._own.generation:
                 who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
-                check_opening(self._storage, told, who, self._peers.timeout_seconds)
-                self._own.follow(told.generation, told.base_name)
+                check_opening(self._storage, place, who, self._peers.timeout_seconds)
+                self._own.follow(place.generation, None if place.base is None else StepName(*place.base))
             else:
-                self._own.check_standing()
-            self.generation = told.generation
-            return StepName(step, told.generation, told.attempt), None
+                self._own.check_valid()
+            return StepName(step, place.generation, place.attempt), None
         # A directory that was removed is not made again: who was thought dead may still be writing there.
         last, least_attempt = self._name, 1
         if last is not None and (last.step, last.generation) == (step, self._own.generation):
             least_attempt = last.attempt + 1
-        try:
-            name, base = self._own.open(origin, step, self._list_busy(), least_attempt)
-        finally:
-            self.generation = self._own.generation
+        name, base = self._own.open(origin, step, self._list_busy(), least_attempt)
         self._name = name
         opening = read_opening_digest(self._storage, name.generation)
         origin_name = None if self._own.base is None else self._own.base.name
-        told_base = None if origin_name is None else (origin_name.step, origin_name.generation, origin_name.attempt)
+        sent_base = None if origin_name is None else (origin_name.step, origin_name.generation, origin_name.attempt)
         url = make_sendable(self._storage.url)
-        protocol.put_name(NameRecord(name.generation, name.attempt, told_base, opening, url))
+        protocol.put_name(NameRecord(name.generation, name.attempt, sent_base, opening, url))
         return name, base
 
-    def open_files(self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float]) -> StepFiles:
+    def open_files(
+        self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float], pool: WorkerPool
+    ) -> StepFiles:
         """**Blocks.** Creates the files that this worker writes, and prepares its report to the others."""
-        self._holding = sum_up_replicas(snapshot, self._holding)
-        self._is_compared = bool(snapshot.state.digests)
-        self._shards = digest_shards(snapshot)
-        self._positions = list_positions(snapshot.state.objects)
-        self._object_set = digest_objects(snapshot)
-        return self._own.open_files(snapshot, name, metrics)
+        save, self._holding = self._current(), sum_up_replicas(snapshot, self._holding)
+        save.compares = bool(snapshot.state.digests)
+        save.make_part = partial(
+            PartRecord,
+            groups=self._holding.groups,
+            shards=digest_shards(snapshot),
+            check_replicas=self._check_replicas,
+            positions=list_positions(snapshot.state.objects),
+            object_set=digest_objects(snapshot),
+        )
+        return self._own.open_files(snapshot, name, metrics, pool)
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
@@ -182,27 +180,32 @@ class JointRunWriter(CheckpointWriter):
 
         A crash of the leader after the publication leaves a whole checkpoint that no other worker knows of.
         """
-        protocol, holding = self._get_protocol(), self._holding
-        own = PartRecord(
-            receipts.workers[0],
-            receipts.references,
-            receipts.features,
-            holding.groups,
-            self._shards,
-            receipts.values,
-            self._check_replicas,
-            self._positions,
-            self._object_set,
-        )
-        if not self._peers.is_leader:
+        save, holding = self._current(), self._holding
+        protocol, manifest = save.protocol, None
+        own = save.make_part(receipts.workers[0], receipts.references, receipts.features, values=receipts.values)
+        if self._peers.is_leader:
+            manifest = self._commit_all([own, *protocol.collect_parts()], name, metrics, metadata)
+        else:
             protocol.hand_in(own, holding)
             self._own.note_committed()
-            self._note_compared()
-            return None
-        parts = [own, *protocol.collect_parts()]
-        self._check_parts(parts)
-        divergences = protocol.query.compare([part.groups for part in parts], holding)
-        if not self._has_compared and (refused := find_refused(divergences, holding.replicas)) is not None:
+        self._has_compared = self._has_compared or save.compares
+        self.compares = not self._has_compared if self._check_replicas == "first" else self._check_replicas
+        return manifest
+
+    def _commit_all(
+        self, parts: Sequence[PartRecord], name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
+    ) -> Manifest:
+        """Checks on the leader that the parts of all make up a checkpoint, and publishes it."""
+        protocol = self._current().protocol
+        for rank, part in enumerate(parts):
+            if part.check_replicas != self._check_replicas:
+                own, theirs = self._check_replicas, part.check_replicas
+                text = f"it has check_replicas={theirs!r}, but rank 0 has check_replicas={own!r}"
+                raise self._make_error(rank, text, "Create the managers of all workers with the same arguments.")
+        if (unlike := find_unlike([part.object_set for part in parts])) is not None:
+            raise self._make_error(*unlike, OBJECTS_HINT)
+        divergences = protocol.query.compare([part.groups for part in parts], self._holding)
+        if not self._has_compared and (refused := find_refused(divergences, self._holding.replicas)) is not None:
             raise self._make_error(*refused, VALUES_HINT)
         together = _put_together(parts)
         unseen = None
@@ -213,38 +216,39 @@ class JointRunWriter(CheckpointWriter):
             StoredRun(self._storage).check_fence(name.generation)
             raise self._peers.failures.make_error(unseen)
         self._coverage.check(self._storage, name, [part.shards for part in parts], [part.values for part in parts])
-        # Who has given up by now has said so, and who has not will wait for the result.
+        # Workers that gave up have written a verdict by now; the others wait for the result.
         protocol.agree()
         manifest = self._own.commit(together, name, metrics, metadata)
-        protocol.tell_committed()
+        protocol.report_committed()
         self._warn(name, find_apart([part.positions for part in parts]), divergences)
-        self._note_compared()
         return manifest
 
-    def check_standing(self) -> None:
+    def check_valid(self) -> None:
         """**Blocks.** Called if the directory is gone: others may have taken this worker for dead, and removed it."""
-        self._own.check_standing()
-        check_verdict(self._get_protocol())
+        self._own.check_valid()
+        self._current().protocol.check_verdict()
 
     def give_up(self, name: StepName) -> None:
         """Called when the attempt has failed; the others may still be writing there, so it is removed later."""
-        self._debris = name
+        if self._save is not None:
+            self._save.debris = name
 
     def fail(self, error: BaseException) -> None:
-        """**Blocks.** Tells the others of a failure here, unless they know how the save ends.
+        """**Blocks.** Reports a failure here to the others, unless they know how the save ends.
 
         It does not block if the store has failed: then they learn of it when it responds again, if it does.
         """
-        if self._protocol is None:
+        save = self._save
+        if save is None:
             return
         if isinstance(error, LeftOutError):
-            self._participant.note_left_out(self._protocol)
+            self._participant.note_left_out(save.protocol)
             return
-        self._is_cut_off = isinstance(error, ClusterError) and not isinstance(error, PeerError)
-        if self._is_cut_off:
-            self._peers.mailbox.post(partial(self._protocol.tell, error))
+        save.is_cut_off = isinstance(error, ClusterError) and not isinstance(error, PeerError)
+        if save.is_cut_off:
+            self._peers.mailbox.post(partial(save.protocol.report_failure, error))
         else:
-            self._protocol.tell(error)
+            save.protocol.report_failure(error)
 
     def clean(
         self, newest: StepName, protected: Mapping[StepName, str], manifest: Manifest | None = None
@@ -266,19 +270,18 @@ class JointRunWriter(CheckpointWriter):
 
         Then it removes the remains of failed attempts that no worker writes to any more; the rest after later saves.
         """
-        protocol, self._protocol = self._protocol, None
-        if protocol is None:
+        newest, self._save = self._save, None
+        if newest is None:
             return
+        protocol = newest.protocol
         if not self._peers.is_leader:
-            if self._is_cut_off:
+            if newest.is_cut_off:
                 self._peers.mailbox.post(protocol.leave)
             else:
                 protocol.leave()
             return
-        others = range(1, self._peers.world_size)
         while not self._participant.left_behind.empty():
-            self._endings.append(_Ending(self._participant.left_behind.get(), set(others), None))
-        newest = _Ending(protocol, set(others), self._debris)
+            self._endings.append(_JointSave(self._participant.left_behind.get(), set(newest.ranks)))
         self._endings.append(newest)
         begun_at = time.monotonic()
 
@@ -305,24 +308,9 @@ class JointRunWriter(CheckpointWriter):
                 except HoldfastError as error:
                     self._emit(make_debris_warning(ending.debris, error))
 
-    def _get_protocol(self) -> CommitProtocol:
-        assert self._protocol is not None, "begin() comes first"
-        return self._protocol
-
-    def _note_compared(self) -> None:
-        self._has_compared = self._has_compared or self._is_compared
-        self.compares = not self._has_compared if self._check_replicas == "first" else self._check_replicas
-
-    def _check_parts(self, parts: Sequence[PartRecord]) -> None:
-        """Checks that all workers compare what they hold, or none, and that none lacks what its replicas have."""
-        for rank, part in enumerate(parts):
-            if part.check_replicas != self._check_replicas:
-                own, theirs = self._check_replicas, part.check_replicas
-                text = f"it has check_replicas={theirs!r}, but rank 0 has check_replicas={own!r}"
-                raise self._make_error(rank, text, "Create the managers of all workers with the same arguments.")
-        unlike = find_unlike([part.object_set for part in parts])
-        if unlike is not None:
-            raise self._make_error(*unlike, OBJECTS_HINT)
+    def _current(self) -> _JointSave:
+        assert self._save is not None, "begin() comes first"
+        return self._save
 
     def _make_error(self, rank: int, text: str, hint: str) -> PeerError:
         return self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, hint))
@@ -333,17 +321,17 @@ class JointRunWriter(CheckpointWriter):
         warnings = [apart] if apart and not self._are_apart else []
         self._are_apart = bool(apart)
         if self._check_replicas == "first":
-            warnings.append(tell_apart(divergences, self._holding.replicas))
+            warnings.append(describe_apart(divergences, self._holding.replicas))
         else:
-            for leaf, ranks, _ in divergences[:_MOST_TOLD]:
+            for leaf, ranks, _ in divergences[:_MOST_NAMED]:
                 self._emit(Diverged(step=name.step, generation=name.generation, tensor=leaf, ranks=ranks))
-            if (more := len(divergences) - _MOST_TOLD) > 0:
+            if (more := len(divergences) - _MOST_NAMED) > 0:
                 text = f"step {name.step}: {more} more replicated tensors differ between workers"
                 self._emit(Warned(text=text))
         for text in filter(None, warnings):
             self._emit(Warned(step=name.step, text=text))
 
-    def _look_at(self, ending: _Ending) -> bool:
+    def _look_at(self, ending: _JointSave) -> bool:
         """Checks whether workers may still be at a save."""
         dead = self._peers.failures.dead
         ending.ranks = {rank for rank in ending.ranks if rank not in dead and not ending.protocol.has_left(rank)}

@@ -67,23 +67,23 @@ def read_opening_digest(storage: Storage, generation: int) -> str:
     return digest(storage.read(generation_path(generation), MAX_GENERATION_BYTES))
 
 
-def check_opening(storage: Storage, told: NameRecord, who: str, timeout_seconds: float) -> None:
+def check_opening(storage: Storage, place: NameRecord, who: str, timeout_seconds: float) -> None:
     """**Blocks.** Like `check_token`, for the generation that the leader has opened, by the digest of its record."""
-    path = generation_path(told.generation)
+    path = generation_path(place.generation)
 
     def look() -> str:
-        is_same = read_opening_digest(storage, told.generation) == told.opening
+        is_same = read_opening_digest(storage, place.generation) == place.opening
         return "" if is_same else f"{path} belongs to another run"
 
-    unseen = f"does not see generation {told.generation}, which rank 0 has opened"
+    unseen = f"does not see generation {place.generation}, which rank 0 has opened"
     _check_seen(
         storage,
         path,
-        told.url,
+        place.url,
         look,
         timeout_seconds,
         f"{who} {unseen}",
-        f"{who} saves into {storage.url}, but rank 0 into {told.url}: it {unseen} there",
+        f"{who} saves into {storage.url}, but rank 0 into {place.url}: it {unseen} there",
     )
 
 

@@ -1,16 +1,75 @@
-"""Detects what a restart would refuse, at the save that holds it."""
+"""Looks for the oversights of a program when it begins, is restored, saves and ends; and for what a restart refuses."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+from holdfast.advice.hyperparameters import find_unsaved_schedule
+from holdfast.advice.oversights import (
+    ImmutableArrays,
+    KeptEpoch,
+    LossWatch,
+    describe_unread,
+    find_oversights,
+)
 from holdfast.errors import UnsupportedValueError
+from holdfast.events import Warned
 from holdfast.format.encoding import escape
 from holdfast.state.adapters import LoadNeeds
 from holdfast.state.registry import adapter_of, backend_of, list_unmade
+
+
+class Advisor:
+    """Looks at the saved objects of one manager. Not thread-safe: it belongs to the training thread.
+
+    Args of the methods: `objects` are the objects by name, as they are now.
+    """
+
+    def __init__(self, objects: Mapping[str, object], take_unread: Callable[..., list[str]]) -> None:
+        """`take_unread` returns the names of restored objects that the program has not read, each once."""
+        self._immutable, self._losses, self._fresh = ImmutableArrays(), LossWatch(), FreshLook()
+        self._epoch = KeptEpoch(objects)
+        self._take_unread = take_unread
+        self._is_looked_over = False
+
+    def look_before_restore(self, objects: Mapping[str, object]) -> None:
+        """Notes what the program begins with."""
+        self._fresh.note(objects)
+
+    def begin(self, objects: Mapping[str, object], step: int) -> None:
+        """Called when training begins, or begins again, after a restore."""
+        self._immutable.begin(objects, step)
+        self._losses.begin(objects)
+
+    def look_at_save(self, objects: Mapping[str, object], step: int) -> list[Warned]:
+        """Returns the warnings at a save, each once."""
+        texts = [self._immutable.look(objects, step), self._losses.look(objects), *self._fresh.look(objects)]
+        if not self._is_looked_over:
+            self._is_looked_over = True
+            texts += [*find_oversights(objects), find_unsaved_schedule(objects)]
+            texts.append(describe_unread(self._take_unread(only_held=True)))
+        warnings = [Warned(text=text, by_each=True) for text in texts if text]
+        if text := self._epoch.look(objects):
+            warnings.insert(0, Warned(text=text, step=step, by_each=True))
+        return warnings
+
+    def look_at_end(
+        self, objects: Mapping[str, object], assigned: Collection[str], *, has_resumed: bool, has_saved: bool
+    ) -> list[Warned]:
+        """Returns the warnings at the end of a training without an error.
+
+        Args:
+            objects: As above.
+            assigned: The names that were assigned another object.
+            has_resumed: Whether it began from a step with others before it.
+            has_saved: Whether it has saved.
+        """
+        text = self._epoch.look_at_end(objects, frozenset(assigned)) if has_resumed else ""
+        unread = describe_unread(self._take_unread(only_held=False)) if has_saved else ""
+        return [Warned(text=text) for text in (text, unread) if text]
 
 
 class FreshLook:

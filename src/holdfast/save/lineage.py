@@ -1,0 +1,188 @@
+"""A run as its manager knows it between saves: where it continues from, what is committed, and how fast it trains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from msgspec.structs import replace as replace_fields
+
+from holdfast.catalog import Catalog
+from holdfast.errors import StepExistsError, UsageError
+from holdfast.format.names import StepName
+from holdfast.options import check_wait
+from holdfast.policies import SaveMoment
+from holdfast.save.handle import Origin, SaveHandle
+
+
+class Lineage:
+    """The current lineage of one manager. It belongs to the training thread, but for `settle`.
+
+    Attributes:
+        origin: Where the next generation begins.
+        steps: The committed steps.
+        pace: Measures the steps of training.
+        newest_asked: The newest step that was restored, or saved or attempted to be; -1 for none.
+        in_flight: The save whose result is not known here yet, or None.
+        find_steps: Returns the step at which the run that this belongs to was entered, and the number of complete
+            steps; None if this belongs to no run.
+    """
+
+    def __init__(self, catalog: Catalog, url: str, *, begins_anew: bool) -> None:
+        living = () if begins_anew else catalog.living
+        went_back = None if begins_anew else catalog.start_from
+        self.origin = Origin(living[-1] if living else None, catalog.generation, start_from=went_back)
+        self.pace = StepTimer()
+        self.steps, self.newest_asked = {name.step for name in living}, -1
+        self.in_flight: SaveHandle | None = None
+        self.find_steps: Callable[[], tuple[int, int]] | None = None
+        self._url = url
+        # Held to clear `in_flight`: another thread may wait while the training thread begins a save.
+        self._settling = threading.RLock()
+
+    def check_step(self, step: int, *, replace: bool) -> None:
+        """Raises `StepExistsError` or `UsageError` if a step may not be saved now, or replaced."""
+        newest = max(self.steps, default=-1)
+        if step < self.newest_asked and not replace:
+            # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
+            raise UsageError(
+                f"step {step} is older than step {self.newest_asked}, which was already saved or attempted"
+            )
+        if step > newest or (replace and step in self.steps):
+            return
+        if step in self.steps:
+            raise StepExistsError(
+                f"step {step} of {self._url} is already committed",
+                hint="Save with replace=True to replace it, call restore() to continue from it, or use "
+                "begin_anew=True.",
+            )
+        raise UsageError(
+            f"step {step} is older than step {newest}, which {self._url} already has",
+            hint="Call restore() first to continue from a checkpoint, or create the manager with begin_anew=True.",
+        )
+
+    def note_restored(self, origin: Origin, step: int) -> None:
+        """Called when everything was restored from a step: later saves continue from there.
+
+        A job that has begun since then is detected by the next save.
+        """
+        self.origin = origin
+        self.steps = {known for known in self.steps if known <= step} | {step}
+        self.newest_asked = step
+
+    def check_restore(self, step: int | None, *, is_whole: bool, is_part: bool) -> None:
+        """Raises `UsageError` if a restore would take trained objects to another step than that of their run.
+
+        Args:
+            step: The step to restore.
+            is_whole: Whether it takes all objects.
+            is_part: Whether the program named what to take.
+        """
+        if self.find_steps is None:
+            return
+        entered_at, done = self.find_steps()
+        if not is_part:
+            what = "manager.restore"
+        elif step is not None and step != done and (is_whole or done > entered_at):
+            what = f"manager.restore of step {step}, in step {done},"
+        else:
+            return
+        raise UsageError(
+            f"{what} inside the block of a run would change its objects, but not the number of its step",
+            hint="To go back, leave the block, and start the run with hf.resumable(..., start_from="
+            f"{40 if step is None else step!r}). A part can be loaded with only=..., before the first step or from the "
+            "current one. To evaluate another step, leave the block, and use a new CheckpointManager.",
+        )
+
+    def note_part_restored(self, name: StepName) -> None:
+        """Called when a part of a checkpoint was restored, which is kept from now on."""
+        self.origin = replace_fields(self.origin, sources=(*self.origin.sources, name))
+
+    def settle(
+        self,
+        timeout_seconds: float | None = None,
+        wait: Callable[[SaveHandle, float | None], object] = SaveHandle.wait_ended,
+    ) -> None:
+        """**Blocks.** Waits for the save in progress, if there is one, and records its result."""
+        if timeout_seconds is not None:
+            check_wait(timeout_seconds)
+        if (handle := self.in_flight) is None:
+            return
+        handle.request.drop_if_left()
+        wait(handle, timeout_seconds)
+        with self._settling:
+            if self.in_flight is handle:  # A signal handler may have waited, and saved, since.
+                if handle.request.is_committed:
+                    self.steps.add(handle.step)
+                if handle.request.ended.is_open:
+                    self.in_flight = None
+
+
+_WEIGHT: Final = 0.1
+"""The weight of a new measurement against all before: recent steps predict the next better than old ones."""
+
+_STALLS: Final = 5
+"""How many saves predict the cost of the next: one slow save among them changes little."""
+
+
+class StepTimer:
+    """Measures steps and the time since the last save. Not thread-safe: it belongs to the training thread."""
+
+    def __init__(self) -> None:
+        self._first_step = 0
+        self._saved_step: int | None = None
+        self._saved_at = self._seen_at = time.monotonic()
+        self._seen_step: int | None = None
+        self._step_seconds: float | None = None
+        self._stalls_seconds: tuple[float, ...] = ()
+        self._usual_stall_seconds: float | None = None
+
+    def begin(self, step: int) -> None:
+        """Called when training begins, or begins again, at a step that need not be saved."""
+        self._first_step = step
+        self._saved_step = step
+        self._saved_at = time.monotonic()
+        self._seen_step = None
+
+    def note_begun_save(self, step: int) -> None:
+        """Called when a save of this step has begun; the time that it blocked training does not count as a step's."""
+        self._saved_step = step
+        self._saved_at = self._seen_at = time.monotonic()
+        self._seen_step = step
+
+    def moment(self, step: int, blocked_seconds: float | None, durable_seconds: float | None) -> SaveMoment:
+        """Returns the facts for a policy after a step; the costs are those of the newest durable save, if any."""
+        now = time.monotonic()
+        if self._seen_step is not None and step > self._seen_step:
+            measured = (now - self._seen_at) / (step - self._seen_step)
+            known = self._step_seconds
+            self._step_seconds = measured if known is None else known + _WEIGHT * (measured - known)
+        self._seen_step, self._seen_at = step, now
+        # The same save is reported after every step until the next one is durable.
+        known_stalls = self._stalls_seconds
+        if blocked_seconds is not None and (not known_stalls or blocked_seconds != known_stalls[-1]):
+            # The first one stays at its place, so that it is known from the others.
+            self._stalls_seconds = (*known_stalls[:1], *known_stalls[1:][1 - _STALLS :], blocked_seconds)
+            self._usual_stall_seconds = usual_stall_seconds(self._stalls_seconds)
+        return SaveMoment(
+            step=step,
+            last_saved_step=self._saved_step,
+            first_step=self._first_step,
+            seconds_since_last_save=now - self._saved_at,
+            step_seconds=self._step_seconds,
+            save_blocked_seconds=self._usual_stall_seconds,
+            save_durable_seconds=durable_seconds,
+        )
+
+
+def usual_stall_seconds(stalls_seconds: Sequence[float]) -> float:
+    """**Pure.** Returns how long a save usually blocks training: the median of the last few (the lower one).
+
+    The first save touches fresh memory, which no later one does, and counts only until two others are known: one is not
+    enough, because that may be the slow one.
+    """
+    later = stalls_seconds[1:]
+    counted = sorted(later[-_STALLS:] if len(later) > 1 else stalls_seconds)
+    return counted[(len(counted) - 1) // 2]
