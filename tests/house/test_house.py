@@ -161,7 +161,6 @@ MORE_ATTRIBUTES = {
     "ResumableSampler": 17,
     "Saver": 25,
     "ShardOwnership": 16,
-    "TrainingWatch": 24,
     "Witness": 18,
     "WorkerTrainingState": 20,
 }
