@@ -84,9 +84,9 @@ MAX_LINES = 600
 MAX_FILES_IN_A_FOLDER = 15
 BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
-    ".": 2073,
+    ".": 2070,
     # A table of rules and four moments.
-    "advice": 1488,
+    "advice": 1537,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2189,
     # Ten verbs, each with one report for a page, a pipe and JSON.
@@ -104,7 +104,7 @@ BUDGETS = {
     # The reader and the writer of DCP.
     "integrations/dcp": 989,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 4507,
+    "integrations/frameworks": 4504,
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 643,
     # Sessions of Ray.
@@ -122,7 +122,7 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2196,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5642,
+    "save": 5616,
     # A tree of objects taken apart, captured, and matched.
     "state": 6115,
     # The protocol, memory, and local directories that survive a crash.
@@ -130,7 +130,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
-    "training": 2502,
+    "training": 2494,
     # The ring of repeated steps.
     "witness": 583,
 }

@@ -9,7 +9,8 @@ import enum
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from holdfast.advice.fresh_look import FreshLook
 from holdfast.advice.hyperparameters import find_unsaved_schedule
@@ -26,6 +27,10 @@ _MOST_COMPARED: Final = 3
 _MOST_NAMED: Final = 3
 
 
+Found: TypeAlias = Iterable[Mapping[str, object]]
+"""What each warning names."""
+
+
 class Moment(enum.Enum):
     """When a rule is applied."""
 
@@ -40,33 +45,30 @@ class Rule(NamedTuple):
 
     Attributes:
         moment: When it shows. No rule is applied after an error.
-        find: Finds it, and returns what each warning names.
+        find: Finds it.
         text: The warning.
     """
 
     moment: Moment
-    find: Callable[[Advisor], Iterable[Mapping[str, object]]]
+    find: Callable[[Advisor], Found]
     text: str
 
 
 class Advisor:
-    """Applies the rules to the objects of a checkpoint, at four moments. It belongs to the training thread.
-
-    Attributes:
-        objects: The saved objects, by name.
-        step: The step of the save.
-        assigned: The names that were assigned another object since the beginning; known at the end.
-        take_unread: Returns the names of restored objects that the program has not read, each once. Its argument is
-            True to leave out those that the program began with as a number, text or None.
-    """
+    """Applies the rules to the objects of a checkpoint, at four moments. It belongs to the training thread."""
 
     def __init__(self, objects: Mapping[str, Any], take_unread: Callable[[bool], Sequence[str]]) -> None:
-        self.objects, self.take_unread = objects, take_unread
-        self.step = 0
-        self.assigned: Collection[str] = ()
-        self._has_saved = False
+        """Prepares.
+
+        Args:
+            objects: The saved objects, by name.
+            take_unread: Returns the names of restored objects that the program has not read, each once. Its argument is
+                True to leave out those that the program began with as a number, text or None.
+        """
+        self._objects, self._take_unread = objects, take_unread
+        self._step, self._assigned = 0, frozenset[str]()
+        self._has_saved = self._is_watching = False
         self._fresh, self._arrays = FreshLook(), ImmutableArrays()
-        self._is_watching = False
         # What would be lost of work in progress, and what values the state lacks; both are said once.
         self._losses: Sequence[tuple[str, Callable[[], str]]] = ()
         self._changes: Sequence[tuple[str, Callable[[], Sequence[tuple[str, Any]]]]] = ()
@@ -74,11 +76,11 @@ class Advisor:
 
     def begin(self) -> None:
         """Called before something is restored: notes what the program begins with."""
-        self._fresh.note(self.objects)
+        self._fresh.note(self._objects)
 
     def enter(self, step: int) -> None:
         """Called when training begins after that many steps: notes what is live."""
-        self._arrays.begin(self.objects, step)
+        self._arrays.begin(self._objects, step)
         self._watch()
 
     def _watch(self) -> None:
@@ -91,7 +93,7 @@ class Advisor:
 
     def find_at_save(self, step: int) -> Iterator[str]:
         """Yields the warnings about a save that is made now."""
-        self.step = step
+        self._step = step
         if not self._is_watching:
             self._watch()
             self._changes = ()  # What a step leaves behind looks like what the program began with.
@@ -107,7 +109,7 @@ class Advisor:
             is_first: True if it was not resumed, and has saved more than once.
             has_saved: True if it has saved.
         """
-        self.assigned = assigned
+        self._assigned = frozenset(assigned)
         yield from self._apply(*[Moment.FIRST_END] * is_first, *[Moment.END] * has_saved)
 
     def _apply(self, *moments: Moment) -> Iterator[str]:
@@ -116,78 +118,62 @@ class Advisor:
                 yield from (rule.text.format_map(found) for found in rule.find(self))
 
     def _list_oversights(self) -> list[tuple[str, Oversights]]:
-        return [(path, adapter.oversights_of(obj)) for path, obj, adapter in list_members(self.objects)]
+        return [(path, adapter.oversights_of(obj)) for path, obj, adapter in list_members(self._objects)]
 
     # What the rules find.
 
-    def find_unchanged(self) -> Iterator[Mapping[str, object]]:
-        """Finds immutable arrays that are saved again."""
-        if names := self._arrays.look(self.objects, self.step):
+    def _find_unchanged(self) -> Found:
+        if names := self._arrays.look(self._objects, self._step):
             yield {"names": ", ".join(names), "name": names[0]}
 
-    def find_unsaved_values(self) -> Iterator[Mapping[str, object]]:
-        """Finds values of objects that have changed since the last look and that no saved object has."""
+    def _find_unsaved_values(self) -> Found:
         if self._changes:
             self._looks_left -= 1
             changed = [(f"{name} of {path}", value) for path, look in self._changes for name, value in look()]
-            names = list_unsaved(self.objects, changed) if changed else []
+            names = list_unsaved(self._objects, changed) if changed else []
             if names or not self._looks_left:
                 self._changes, self._looks_left = (), 0
             if names:
                 yield {"names": ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")}
 
-    def find_lost_work(self) -> Iterator[Mapping[str, object]]:
-        """Finds gradients that wait for a step, for example."""
+    def _find_lost_work(self) -> Found:
         text, path = next(((text, path) for path, find in self._losses if (text := find())), ("", ""))
         if text:
             self._losses = ()
             yield {"path": path, "text": text}
 
-    def find_refused(self) -> Iterator[Mapping[str, object]]:
-        """Finds what a restart would refuse."""
-        yield from ({"text": text} for text in self._fresh.look(self.objects))
+    def _find_refused(self) -> Found:
+        return ({"text": text} for text in self._fresh.look(self._objects))
 
-    def find_lacks(self) -> Iterator[Mapping[str, object]]:
-        """Finds objects that lack something after a restore."""
-        yield from ({"path": path, "text": one.lack} for path, one in self._list_oversights() if one.lack)
+    def _find_lacks(self) -> Found:
+        return ({"path": path, "text": one.lack} for path, one in self._list_oversights() if one.lack)
 
-    def find_draws(self) -> Iterator[Mapping[str, object]]:
-        """Finds objects that draw from the shared generators, while these are not saved."""
-        if not keeps_draws(self.objects):
-            yield from ({"path": path, "draws": one.draws} for path, one in self._list_oversights() if one.draws)
+    def _find_draws(self) -> Found:
+        found = () if keeps_draws(self._objects) else self._list_oversights()
+        return ({"path": path, "draws": one.draws} for path, one in found if one.draws)
 
-    def find_strays(self) -> Iterator[Mapping[str, object]]:
-        """Finds optimizers that train parameters which no saved object has."""
-        members = list_members(self.objects)
-        yield from ({"text": text} for text in find_strays(self.objects, members, dict(self._list_oversights())))
+    def _find_strays(self) -> Found:
+        members = list_members(self._objects)
+        return ({"text": text} for text in find_strays(self._objects, members, dict(self._list_oversights())))
 
-    def find_unsaved_schedule(self) -> Iterator[Mapping[str, object]]:
-        """Finds the first optimizer with a schedule of which none is saved."""
-        if path := find_unsaved_schedule(self.objects):
+    def _find_unsaved_schedule(self) -> Found:
+        if path := find_unsaved_schedule(self._objects):
             yield {"path": path}
 
-    def find_unread(self) -> Iterator[Mapping[str, object]]:
-        """Finds restored objects that the program has not read, and that it holds itself."""
-        if names := self.take_unread(True):
+    def _find_unread(self, *, only_held: bool = True) -> Found:
+        if names := self._take_unread(only_held):
             yield {"names": ", ".join(names), "name": names[0]}
 
-    def find_unread_values(self) -> Iterator[Mapping[str, object]]:
-        """Finds those that it has not read until its end."""
-        if names := self.take_unread(False):
-            yield {"names": ", ".join(names), "name": names[0]}
+    def _find_kept_number(self) -> Found:
+        names = [name for name in EPOCHS if is_number(self._objects.get(name)) and name not in self._assigned]
+        return [{"name": name, "value": self._objects[name]} for name in names[:1]]
 
-    def find_kept_number(self) -> Iterator[Mapping[str, object]]:
-        """Finds the first number that counts epochs, and that nothing has set."""
-        names = [name for name in EPOCHS if is_number(self.objects.get(name)) and name not in self.assigned]
-        yield from ({"name": name, "value": self.objects[name]} for name in names[:1])
-
-    def find_kept_best(self) -> Iterator[Mapping[str, object]]:
-        """Finds the first best value or other float that nothing has set."""
-        if any(self.find_kept_number()):
+    def _find_kept_best(self) -> Found:
+        if any(self._find_kept_number()):
             return
-        for name, value in self.objects.items():
+        for name, value in self._objects.items():
             is_best = name.startswith("best") and (value is None or type(value) is int)
-            if (is_best or type(value) is float) and name not in self.assigned:
+            if (is_best or type(value) is float) and name not in self._assigned:
                 yield {"name": name, "value": value}
                 return
 
@@ -238,49 +224,49 @@ _UNREAD: Final = (
 RULES: Final = (
     Rule(
         Moment.SAVE,
-        Advisor.find_unchanged,
+        Advisor._find_unchanged,
         "{names}: the same immutable arrays are saved again. Anything trained since is in other arrays and is NOT "
         "saved: put those into the checkpoint at the end of each step, as in checkpoint.{name} = {name} "
         "(run.checkpoint, if run is resumable's). If they are not trained, ignore this",
     ),
     Rule(
         Moment.SAVE,
-        Advisor.find_unsaved_values,
+        Advisor._find_unsaved_values,
         "{names}: such values change in training and are in no state_dict(), so a restart begins with the first ones: "
         "use register_buffer(name, tensor), persistent=True, or get_extra_state. If they are computed again in each "
         "step, ignore this",
     ),
-    Rule(Moment.SAVE, Advisor.find_lost_work, "{path}: {text}"),
-    Rule(Moment.SAVE, Advisor.find_refused, "{text}"),
-    Rule(Moment.FIRST_SAVE, Advisor.find_lacks, "{path}: {text}"),
+    Rule(Moment.SAVE, Advisor._find_lost_work, "{path}: {text}"),
+    Rule(Moment.SAVE, Advisor._find_refused, "{text}"),
+    Rule(Moment.FIRST_SAVE, Advisor._find_lacks, "{path}: {text}"),
     Rule(
         Moment.FIRST_SAVE,
-        Advisor.find_draws,
+        Advisor._find_draws,
         "{path}: {draws} draws from random generators that are not saved, so a restart draws other numbers: pass "
         "rng=hf.RNG() as well",
     ),
-    Rule(Moment.FIRST_SAVE, Advisor.find_strays, "{text}"),
+    Rule(Moment.FIRST_SAVE, Advisor._find_strays, "{text}"),
     Rule(
         Moment.FIRST_SAVE,
-        Advisor.find_unsaved_schedule,
+        Advisor._find_unsaved_schedule,
         "a learning-rate scheduler sets the rates of {path} and is not saved, so after a restart the schedule begins "
         "again: pass it too, scheduler=scheduler. If your program sets it by run.step, ignore this",
     ),
-    Rule(Moment.FIRST_SAVE, Advisor.find_unread, _UNREAD),
+    Rule(Moment.FIRST_SAVE, Advisor._find_unread, _UNREAD),
     Rule(
         Moment.FIRST_END,
-        Advisor.find_kept_number,
+        Advisor._find_kept_number,
         "{name} is saved as the number {value}, and nothing has set it since: if the loop has its own variable, a "
         "restart begins with the old value. Set checkpoint.{name} in the loop (run.checkpoint, if run is resumable's) "
         "and start from it, or take the epochs from a ResumableDataLoader's epochs()",
     ),
     Rule(
         Moment.FIRST_END,
-        Advisor.find_kept_best,
+        Advisor._find_kept_best,
         "{name} is saved as {value}, and nothing has set it since. A restore cannot change a number in a variable of "
         "yours: keep it in a dict, or set checkpoint.{name} in the loop (run.checkpoint, if run is resumable's) and "
         "start from it. If it is a constant, leave it out",
     ),
-    Rule(Moment.END, Advisor.find_unread_values, _UNREAD),
+    Rule(Moment.END, partial(Advisor._find_unread, only_held=False), _UNREAD),
 )
 """All rules for saves, in the order in which they are applied."""

@@ -47,7 +47,7 @@ _DRAWS: Final = (
 
 
 class TrainingWatch:
-    """Detects a program that trains but counts no step, so that nothing is saved; and what its steps use and do not save.
+    """Detects a program that trains but counts no step, and steps that use what is not saved.
 
     Training shows by the steps of the saved optimizers. If none can be followed, it shows by the batches that were
     taken from the saved loaders.
