@@ -47,15 +47,22 @@ class Rule(NamedTuple):
         moment: When it shows. No rule is applied after an error.
         find: Finds it.
         text: The warning.
+        needs: The attribute of the advisor without which there is nothing to find; empty for none.
     """
 
     moment: Moment
     find: Callable[[Advisor], Found]
     text: str
+    needs: str = ""
 
 
 class Advisor:
-    """Applies the rules to the objects of a checkpoint, at four moments. It belongs to the training thread."""
+    """Applies the rules to the objects of a checkpoint, at four moments. It belongs to the training thread.
+
+    Attributes:
+        losses: Describe what a save would lose of work in progress, by path.
+        changes: List the values that have changed and that the state lacks, by path.
+    """
 
     def __init__(self, objects: Mapping[str, Any], take_unread: Callable[[bool], Sequence[str]]) -> None:
         """Prepares.
@@ -68,10 +75,13 @@ class Advisor:
         self._objects, self._take_unread = objects, take_unread
         self._step, self._assigned = 0, frozenset[str]()
         self._has_saved = self._is_watching = False
-        self._fresh, self._arrays = FreshLook(), ImmutableArrays()
-        # What would be lost of work in progress, and what values the state lacks; both are said once.
-        self._losses: Sequence[tuple[str, Callable[[], str]]] = ()
-        self._changes: Sequence[tuple[str, Callable[[], Sequence[tuple[str, Any]]]]] = ()
+        self._fresh = FreshLook()
+        # Immutable arrays at the last save or when training began, and after how many steps that was.
+        self._arrays_at: int | None = None
+        self._arrays: dict[str, list[weakref.ref[Any]]] = {}
+        self._named: set[str] = set()
+        self.losses: Sequence[tuple[str, Callable[[], str]]] = ()
+        self.changes: Sequence[tuple[str, Callable[[], Sequence[tuple[str, Any]]]]] = ()
         self._looks_left = _MOST_COMPARED
 
     def begin(self) -> None:
@@ -80,26 +90,31 @@ class Advisor:
 
     def enter(self, step: int) -> None:
         """Called when training begins after that many steps: notes what is live."""
-        self._arrays.begin(self._objects, step)
+        self._arrays_at = step
+        # Not by `immutable_types` first: a library may be met here for the first time.
+        self._arrays = {name: list(map(weakref.ref, immutable_arrays_in(one))) for name, one in self._objects.items()}
         self._watch()
 
     def _watch(self) -> None:
         self._is_watching = True
         found = self._list_oversights()
         losses = [(path, one.find_loss) for path, one in found if one.find_loss is not None]
-        self._losses = losses if len(losses) <= _MOST_WATCHED else ()
+        self.losses = losses if len(losses) <= _MOST_WATCHED else ()
         watches = [(path, one.watch_unsaved) for path, one in found if one.watch_unsaved is not None]
-        self._changes = [(path, begin()) for path, begin in watches] if self._looks_left else ()
+        self.changes = [(path, begin()) for path, begin in watches] if self._looks_left else ()
 
     def find_at_save(self, step: int) -> Iterator[str]:
         """Yields the warnings about a save that is made now."""
         self._step = step
         if not self._is_watching:
             self._watch()
-            self._changes = ()  # What a step leaves behind looks like what the program began with.
-        moments = (Moment.SAVE,) if self._has_saved else (Moment.SAVE, Moment.FIRST_SAVE)
-        self._has_saved = True
-        yield from self._apply(*moments)
+            self.changes = ()  # What a step leaves behind looks like what the program began with.
+        is_first, self._has_saved = not self._has_saved, True
+        for rule in RULES:
+            is_due = rule.moment is Moment.SAVE or (is_first and rule.moment is Moment.FIRST_SAVE)
+            if is_due and (not rule.needs or getattr(self, rule.needs)):
+                for found in rule.find(self):
+                    yield rule.text.format_map(found)
 
     def find_at_end(self, assigned: Collection[str], *, is_first: bool, has_saved: bool) -> Iterator[str]:
         """Yields the warnings at the end of training.
@@ -110,12 +125,9 @@ class Advisor:
             has_saved: True if it has saved.
         """
         self._assigned = frozenset(assigned)
-        yield from self._apply(*[Moment.FIRST_END] * is_first, *[Moment.END] * has_saved)
-
-    def _apply(self, *moments: Moment) -> Iterator[str]:
         for rule in RULES:
-            if rule.moment in moments:
-                yield from (rule.text.format_map(found) for found in rule.find(self))
+            if (is_first and rule.moment is Moment.FIRST_END) or (has_saved and rule.moment is Moment.END):
+                yield from map(rule.text.format_map, rule.find(self))
 
     def _list_oversights(self) -> list[tuple[str, Oversights]]:
         return [(path, adapter.oversights_of(obj)) for path, obj, adapter in list_members(self._objects)]
@@ -123,23 +135,32 @@ class Advisor:
     # What the rules find.
 
     def _find_unchanged(self) -> Found:
-        if names := self._arrays.look(self._objects, self._step):
+        earlier = self._arrays if self._arrays_at is not None and self._arrays_at < self._step else {}
+        self._arrays_at, self._arrays = self._step, {}
+        names: list[str] = []
+        for name, root in self._objects.items() if immutable_types() else ():
+            found, seen = immutable_arrays_in(root), earlier.get(name, [])
+            is_same = found and len(found) == len(seen) and all(map(operator.is_, found, [ref() for ref in seen]))
+            if is_same and name not in self._named:
+                names.append(name)
+            self._arrays[name] = list(map(weakref.ref, found))
+        self._named.update(names)
+        if names:
             yield {"names": ", ".join(names), "name": names[0]}
 
     def _find_unsaved_values(self) -> Found:
-        if self._changes:
-            self._looks_left -= 1
-            changed = [(f"{name} of {path}", value) for path, look in self._changes for name, value in look()]
-            names = list_unsaved(self._objects, changed) if changed else []
-            if names or not self._looks_left:
-                self._changes, self._looks_left = (), 0
-            if names:
-                yield {"names": ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")}
+        self._looks_left -= 1
+        changed = [(f"{name} of {path}", value) for path, look in self.changes for name, value in look()]
+        names = list_unsaved(self._objects, changed) if changed else []
+        if names or not self._looks_left:
+            self.changes, self._looks_left = (), 0
+        if names:
+            yield {"names": ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")}
 
     def _find_lost_work(self) -> Found:
-        text, path = next(((text, path) for path, find in self._losses if (text := find())), ("", ""))
+        text, path = next(((text, path) for path, find in self.losses if (text := find())), ("", ""))
         if text:
-            self._losses = ()
+            self.losses = ()
             yield {"path": path, "text": text}
 
     def _find_refused(self) -> Found:
@@ -178,38 +199,6 @@ class Advisor:
                 return
 
 
-class ImmutableArrays:
-    """Compares immutable arrays from save to save, without keeping them alive."""
-
-    def __init__(self) -> None:
-        self._step: int | None = None
-        self._seen: dict[str, list[weakref.ref[Any]]] = {}
-        self._named: set[str] = set()
-
-    def begin(self, objects: Mapping[str, object], step: int) -> None:
-        """Notes the arrays before anything is trained beyond a step."""
-        self._step = step
-        # Not by `immutable_types` first: a library may be met here for the first time.
-        self._seen = {name: list(map(weakref.ref, immutable_arrays_in(root))) for name, root in objects.items()}
-
-    def look(self, objects: Mapping[str, object], step: int) -> list[str]:
-        """Returns the objects that hold the same immutable arrays as at an earlier step, each once."""
-        if not immutable_types():
-            self._step = step
-            return []
-        earlier = self._seen if self._step is not None and self._step < step else {}
-        self._step, self._seen = step, {}
-        same: list[str] = []
-        for name, root in objects.items():
-            found, seen = immutable_arrays_in(root), earlier.get(name, [])
-            is_same = found and len(found) == len(seen) and all(map(operator.is_, found, [ref() for ref in seen]))
-            if is_same and name not in self._named:
-                same.append(name)
-            self._seen[name] = list(map(weakref.ref, found))
-        self._named.update(same)
-        return same
-
-
 def is_number(value: Any) -> bool:
     """**Pure.** Returns True for a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -235,8 +224,9 @@ RULES: Final = (
         "{names}: such values change in training and are in no state_dict(), so a restart begins with the first ones: "
         "use register_buffer(name, tensor), persistent=True, or get_extra_state. If they are computed again in each "
         "step, ignore this",
+        needs="changes",
     ),
-    Rule(Moment.SAVE, Advisor._find_lost_work, "{path}: {text}"),
+    Rule(Moment.SAVE, Advisor._find_lost_work, "{path}: {text}", needs="losses"),
     Rule(Moment.SAVE, Advisor._find_refused, "{text}"),
     Rule(Moment.FIRST_SAVE, Advisor._find_lacks, "{path}: {text}"),
     Rule(
