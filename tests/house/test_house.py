@@ -86,7 +86,7 @@ BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
     ".": 2070,
     # A table of rules and four moments.
-    "advice": 1523,
+    "advice": 1513,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2189,
     # Ten verbs, each with one report for a page, a pipe and JSON.
