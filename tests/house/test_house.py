@@ -159,7 +159,7 @@ MORE_ATTRIBUTES = {
     "JointRunWriter": 21,
     "PeerFailures": 22,
     "ResumableSampler": 17,
-    "Saver": 25,
+    "Saver": 20,
     "ShardOwnership": 16,
     "Witness": 18,
     "WorkerTrainingState": 20,

@@ -28,7 +28,7 @@ _MOST_NAMED: Final = 3
 
 
 Found: TypeAlias = Iterable[Mapping[str, object]]
-"""What each warning names."""
+"""The names to put into the text, for each warning."""
 
 
 class Moment(enum.Enum):
