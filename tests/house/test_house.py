@@ -88,7 +88,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1488,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2189,
+    "catalog": 2228,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 3497,
     # Joining, the store, failures of workers, a barrier.
@@ -114,7 +114,7 @@ BUDGETS = {
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3415,
     # Saving and retention, as pure functions.
-    "policies": 623,
+    "policies": 622,
     # Notices, the agreement of workers, the last save.
     "preemption": 4919,
     # Threads, terminal, interrupts, end of the process.
@@ -122,11 +122,11 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2196,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5642,
+    "save": 5637,
     # A tree of objects taken apart, captured, and matched.
     "state": 6115,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 2333,
+    "storage": 2334,
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
