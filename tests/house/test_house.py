@@ -88,7 +88,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1488,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2228,
+    "catalog": 2212,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 3497,
     # Joining, the store, failures of workers, a barrier.
@@ -114,7 +114,7 @@ BUDGETS = {
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3415,
     # Saving and retention, as pure functions.
-    "policies": 622,
+    "policies": 618,
     # Notices, the agreement of workers, the last save.
     "preemption": 4919,
     # Threads, terminal, interrupts, end of the process.

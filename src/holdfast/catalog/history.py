@@ -32,7 +32,7 @@ from holdfast.policies import KeptCandidate, Referrer
 from holdfast.storage.protocol import Storage
 
 NEWEST: Final = 4
-"""The manifests of this many of the newest steps are looked for each time, whatever vouches for them."""
+"""The manifests of this many of the newest steps are looked for each time, regardless of a summary."""
 
 
 class History:
@@ -47,7 +47,7 @@ class History:
         summary: The one that counts, or None.
         believed: The steps that it lists as committed; their directories have not been looked into.
         known: The known facts of committed steps; see `note`.
-        seen: Other steps that a look has found committed since then; they are not looked into again either.
+        trusted: These, and steps that this process has found committed since then: they are not looked into again.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -56,7 +56,7 @@ class History:
         self.summaries: list[tuple[int, int]] = []
         self.summary: Summary | None = None
         self.believed: frozenset[StepName] = frozenset()
-        self.seen: frozenset[StepName] = frozenset()
+        self.trusted: frozenset[StepName] = frozenset()
         self.known: dict[StepName, StepFacts] = {}
         # The known steps that refer to others; and all as retention sees them.
         self._referring: set[StepName] = set()
@@ -83,7 +83,8 @@ class History:
         self.summaries = sorted(filter(None, (parse_summary_file(name) for name in names if ".summary-" in name)))
         last = max((number for generation, number in self.summaries if generation == newest), default=0)
         if closely or not last:
-            self.believe(None)
+            if self.summary is not None:
+                self.believe(None)
         elif self.summary is None or (self.summary.generation, self.summary.number) != (newest, last):
             self.believe(try_summary(self._storage, newest, last))
         faults: list[DamageError] = []
@@ -103,9 +104,8 @@ class History:
     def believe(self, summary: Summary | None) -> None:
         """Trusts a summary from now on; None for none."""
         self.summary = summary
-        self.seen = frozenset()
         names = map(parse_step_directory, () if summary is None else summary.directories)
-        self.believed = frozenset(name for name in names if name is not None)
+        self.believed = self.trusted = frozenset(name for name in names if name is not None)
         self._bases.update({base.generation: base for base in summary.bases} if summary is not None else {})
 
     def drop_summaries(self) -> None:
@@ -120,21 +120,6 @@ class History:
             self._storage.delete([summary_path(*summary)])
             self._storage.sync_directory(GENERATIONS_DIRECTORY)
         self.believe(None)
-
-    def note_seen(self, committed: Iterable[StepName], living: Sequence[StepName]) -> None:
-        """Called with what a look has found. While a summary counts, most steps need no second look.
-
-        Those are the older ones of the generation that wrote the summary: only it removes them, or a person, and
-        `holdfast prune` removes the summaries first. A step of an older generation may be one that its own job, not
-        fenced yet, is about to remove.
-        """
-        if self.summary is not None:
-            own = (name for name in committed if name.generation == self.summary.generation)
-            self.seen = frozenset(own).difference(self.believed, living[-NEWEST:])
-
-    def trusts(self, name: StepName) -> bool:
-        """Returns True if the step's directory is not looked into."""
-        return name in self.believed or name in self.seen
 
     def note(self, name: StepName, facts: StepFacts) -> None:
         """Remembers the facts of a committed step."""

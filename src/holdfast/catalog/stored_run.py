@@ -8,7 +8,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Final
 
-from holdfast.catalog.history import History, read_opening
+from holdfast.catalog.history import NEWEST, History, read_opening
 from holdfast.catalog.listing import Catalog, make_lost_error
 from holdfast.catalog.openers import describe_process, make_gone_error
 from holdfast.catalog.stored_step import StoredStep
@@ -105,11 +105,14 @@ class StoredRun:
                 break
             known = frozenset(names)
         living = choose_living(committed, bases)
-        if living and history.trusts(living[-1]) and not self.step(living[-1]).is_committed():
+        if living and living[-1] in history.trusted and not self.step(living[-1]).is_committed():
             # No summary vouches for the newest step when it is written, so that others have been removed since.
             return self.look(closely=True)
-        if files is None:
-            history.note_seen(committed, living)
+        if files is None and (summary := history.summary) is not None:
+            # Older steps of the generation that wrote the summary: only it removes them, or a person, and then all
+            # summaries go first. A step of an older one may be about to be removed by a job that is not fenced yet.
+            own = (name for name in committed if name.generation == summary.generation)
+            history.trusted = history.believed.union(own).difference(living[-NEWEST:])
         numbers = [*history.opened, *map(attrgetter("generation"), (*committed, *lost, *unfinished))]
         return Catalog(
             committed=tuple(committed),
@@ -341,7 +344,7 @@ class StoredRun:
         self, names: Sequence[StepName], files: Mapping[str, set[str]] | None
     ) -> tuple[list[StepName], list[StepName], list[StepName]]:
         """Returns the steps of a run, in order: with a manifest, with a lost one, and those that never had one."""
-        trusted = self.history.believed | self.history.seen if files is None else frozenset()
+        trusted = self.history.trusted if files is None else frozenset()
         committed = [name for name in names if name in trusted]
         lost: list[StepName] = []
         unfinished: list[StepName] = []

@@ -83,8 +83,8 @@ class Summarizer:
             StorageError: If a summary still lists them. They must stay.
         """
         history = self._history
-        lost = {name for name in names if history.trusts(name) and not self._run.step(name).is_committed()}
-        history.seen = history.seen.difference(names)
+        lost = {name for name in names if name in history.trusted and not self._run.step(name).is_committed()}
+        history.trusted = history.trusted.difference(names)
         if history.believed.intersection(names):
             self._removes = True
             try:
@@ -103,7 +103,7 @@ class Summarizer:
         history = self._history
         with suppress(HoldfastError):
             new = self._list_old(catalog, going).difference(history.believed, self._left_out)
-            self._looks += len(new.difference(history.seen))
+            self._looks += len(new.difference(history.trusted))
             summed_up = {base.generation for base in (history.summary.bases if history.summary else ())}
             if len(new) >= _BATCH or self._looks >= _LOOKS or len(catalog.bases.keys() - summed_up) > FEW:
                 self._sum_up(catalog, generation, going)
@@ -113,7 +113,7 @@ class Summarizer:
         for _ in range(_LOOKED_AT):
             self._turn = (self._turn + 1) % len(catalog.committed)
             name = catalog.committed[self._turn]
-            if self._history.trusts(name) and not self._run.step(name).is_committed():
+            if name in self._history.trusted and not self._run.step(name).is_committed():
                 # Where one is wrong, more may be: the next look is a close one.
                 self._history.believe(None)
                 self._history.drop_summaries()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -80,7 +80,11 @@ class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** Returns the union of what its policies keep, with all their reasons."""
-        return _join_reasons(policy.choose_kept(committed, now_seconds) for policy in self.policies)
+        joined: dict[Key, str] = {}
+        for policy in self.policies:
+            kept = policy.choose_kept(committed, now_seconds)
+            joined |= {key: f"{joined[key]}; {why}" if key in joined else why for key, why in kept.items()}
+        return joined
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.policies))
@@ -275,23 +279,15 @@ def plan_retention(
     keys = [candidate.key for candidate in committed]
     if len(set(keys)) != len(keys):
         raise UsageError("two of the checkpoints have the same key")
-    newest = {keys[-1]: "the newest"} if keys else {}
-    reasons = _join_reasons((newest, protected, policy.choose_kept(committed, now_seconds)))
+    reasons = dict(policy.choose_kept(committed, now_seconds))
+    for always in (protected, dict.fromkeys(keys[-1:], "the newest")):
+        reasons |= {key: f"{why}; {reasons[key]}" if key in reasons else why for key, why in always.items()}
     going = [*(key for key in keys if key not in reasons), *replaced]
     if going and (spared := spare_referred(going, referrers)):
         reasons |= spared
         keys += replaced
         going = [key for key in going if key not in spared]
     return RetentionPlan({key: reasons[key] for key in keys if key in reasons}, tuple(going))
-
-
-def _join_reasons(chosen: Iterable[Mapping[Key, str]]) -> dict[Key, str]:
-    joined: dict[Key, str] = {}
-    for reasons in chosen:
-        both = {key: f"{joined[key]}; {reasons[key]}" for key in joined.keys() & reasons.keys()}
-        joined.update(reasons)
-        joined.update(both)
-    return joined
 
 
 def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Key]]) -> tuple[str, ...]:
