@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, TypeGuard, cast
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from holdfast.state.data.attributes import (
     register_generator,
     write_python,
 )
+from holdfast.state.data.replay import Watched
 
 _COUNTERS: Final = ("epoch", "seed", "initial_seed")
 """Attributes by which samplers choose the order of an epoch. A program may set them before anything is noted."""
@@ -219,7 +220,7 @@ register_generator(
 )
 
 
-class KeptDraws:
+class KeptDraws(Watched):
     """The source of the epoch of a loader with a state of its own; the loader is changed in place.
 
     A loader skips the samples that were trained, in an order that its sampler draws again. So the generators are noted
@@ -229,7 +230,6 @@ class KeptDraws:
     Attributes:
         draws_along: True if the sampler draws from generators of the whole process while it is iterated.
         loads: How often a position was loaded.
-        see: A function to call with each batch that is given out; None for none.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -243,7 +243,7 @@ class KeptDraws:
         self._restored: Mapping[str, Any] | None = None
         self._repeated: Mapping[str, Any] | None = None
         self._has_ended = self.draws_along = False
-        self.loads, self.see = 0, cast("Callable[[Any], None] | None", None)
+        self.loads = 0
         # torchdata's loader knows by itself whether a stored iteration had ended.
         self._knows_end = hasattr(loader, "next_iter_state")
         _override(loader, self, __iter__=_iterate_loader, _get_iterator=_open_loader)

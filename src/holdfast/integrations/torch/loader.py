@@ -25,7 +25,7 @@ from holdfast.numbers import check_whole
 from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable
 from holdfast.state.data.attributes import RANDOM
 from holdfast.state.data.position import is_position
-from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, current_epoch, leave_alone
+from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, leave_alone
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import register_adapter
 
@@ -138,7 +138,7 @@ class ResumableDataLoader:
             _SeededDataset(dataset, collate_fn, seed_samples),
             batch_sampler=_Tasks(self._sampler),
             num_workers=num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             generator=generator,
             **options,
         )
@@ -295,7 +295,7 @@ class _Tasks:
 
     def __iter__(self) -> Iterator[Any]:
         # The key is taken along with the position: seed and epoch are those of the sampler when a loader begins.
-        key = derive(self._sampler.seed, current_epoch(self._sampler), _FOR_SAMPLES)
+        key = derive(self._sampler.seed, self._sampler.look().epoch, _FOR_SAMPLES)
         return (_SampleTask(key, indices) for indices in iter(self._sampler))
 
 
@@ -358,7 +358,8 @@ def generators_put_back() -> Iterator[None]:
         torch.default_generator.set_state(torch_state)
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
+    """Collates nothing: the dataset has made the batch."""
     return batch
 
 
@@ -414,10 +415,7 @@ class LoaderAdapter(SamplerAdapter):
     def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> Callable[[], object] | None:
         """See `Adapter`."""
         draws = getattr(obj, "__dict__", {}).get("_kept_draws")
-        if draws is None or draws.see is not None:
-            return super().follow_batches(obj, call)
-        draws.see = call
-        return lambda: setattr(draws, "see", None)
+        return super().follow_batches(obj, call) if draws is None else draws.follow_batches(call)
 
     def facts_of_batches(self, obj: Any) -> object:
         """See `Adapter`."""
