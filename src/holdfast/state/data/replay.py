@@ -3,7 +3,7 @@
 Such data is not asked for an order: that follows from random generators and samplers as they were when the epoch began.
 So a position is what they were then, and how much was taken since, in batches and in samples (`Taken`). There are three
 ways back to it, of which each kind of data has one (`Way`). torch's loaders, Keras' data and accelerate's loaders are
-followed in this way; whoever iterates them passes on each batch (`Watched`).
+followed in this way; their followers show each batch that is passed on to training (`Watched`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 
 class Way(enum.Enum):
-    """How training comes back to a position, the best way first.
+    """The ways in which training comes back to a position, the best one first.
 
     Attributes:
         INDICES: The order of the epoch is drawn again. Nothing that was trained is loaded.
@@ -43,7 +43,7 @@ def describe_reading(name: str, advice: str) -> str:
 
 
 class Taken(msgspec.Struct):
-    """How much of an epoch was taken.
+    """The part of an epoch that was taken.
 
     Attributes:
         batches: How many batches; those before `first` are counted in batches of the present size.

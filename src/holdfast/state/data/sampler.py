@@ -102,7 +102,7 @@ class ResumableSampler:
     Use it in one thread, that of the training loop; a loader may draw indices in another one.
 
     Attributes:
-        count: What was taken in this process.
+        count: What was taken in this process, for holdfast's own warnings.
     """
 
     def __init__(
