@@ -18,16 +18,7 @@ from holdfast.advice.strays import (
     keeps_draws,
     list_values,
 )
-from holdfast.state.data.sampler import (
-    BatchCount,
-    ResumableSampler,
-    SamplerAdapter,
-    batch_count,
-    count_epochs,
-    current_epoch,
-    is_epoch_over,
-    sampler_overruled,
-)
+from holdfast.state.data.sampler import BatchCount, ResumableSampler, SamplerAdapter
 from holdfast.state.registry import (
     find_stateful,
     immutable_arrays_in,
@@ -123,7 +114,7 @@ class KeptEpoch:
                 del self._first[name]  # The program sets it, or has set it before what was restored was saved.
                 continue
             for path, sampler in _find_samplers(objects).items():
-                if (epoch := current_epoch(sampler)) >= first + EPOCHS_BEFORE_UNCHANGED:
+                if (epoch := sampler.look().epoch) >= first + EPOCHS_BEFORE_UNCHANGED:
                     del self._first[name]
                     self._has_warned = True
                     return _describe_epoch(name, first, f", while {path} is in epoch {epoch}")
@@ -207,7 +198,7 @@ class TrainingWatch:
         self._counted = 0
         samplers = _find_samplers(objects)
         self._samplers = [*samplers.values()]
-        self._counts: dict[str, BatchCount] = {path: batch_count(sampler) for path, sampler in samplers.items()}
+        self._counts: dict[str, BatchCount] = {path: sampler.count for path, sampler in samplers.items()}
         self._updates: dict[str, int] = {}
         self._strays, self._thread = StrayOptimizers(objects), threading.get_ident()
         self._draws = DrawWatch()
@@ -248,7 +239,7 @@ class TrainingWatch:
 
     def find_epoch_end(self) -> int | None:
         """Returns how many batches were taken if the last one of an epoch was the newest; else None."""
-        return self._count_batches()[0] if any(map(is_epoch_over, self._samplers)) else None
+        return self._count_batches()[0] if any(one.has_taken_last() for one in self._samplers) else None
 
     def has_taken(self, batches: int) -> bool:
         """Returns True if exactly that many batches were taken until now."""
@@ -404,13 +395,13 @@ class TrainingWatch:
 
 def count_taken(objects: Mapping[str, object]) -> dict[str, int]:
     """Returns how many batches were taken in this process from each saved sampler, or that of a saved loader."""
-    return {path: batch_count(sampler).batches for path, sampler in _find_samplers(objects).items()}
+    return {path: sampler.count.batches for path, sampler in _find_samplers(objects).items()}
 
 
 def describe_epochs(objects: Mapping[str, object]) -> str:
     """Returns how many epochs the first of the saved samplers has completed, in words; "" if none has."""
     for path, sampler in _find_samplers(objects).items():
-        if complete := count_epochs(sampler):
+        if complete := sampler.count_complete():
             return f"{_epochs_text(complete)} of {path}"
     return ""
 
@@ -420,7 +411,7 @@ def list_overruled(objects: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
     return {
         f"{path}.{name}": pair
         for path, sampler in _find_samplers(objects).items()
-        for name, pair in sampler_overruled(sampler).items()
+        for name, pair in sampler.count.overruled.items()
     }
 
 
