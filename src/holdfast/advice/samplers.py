@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.state.data.sampler import (
-    BatchCount,
-    ResumableSampler,
-    SamplerAdapter,
-    batch_count,
-    count_epochs,
-    is_epoch_over,
-    sampler_overruled,
-)
+from holdfast.state.data.sampler import BatchCount, ResumableSampler, SamplerAdapter
 from holdfast.state.registry import list_members
 
 
@@ -26,7 +18,7 @@ class TakenBatches:
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         samplers = find_samplers(objects)
-        self.counts: dict[str, BatchCount] = {path: batch_count(sampler) for path, sampler in samplers.items()}
+        self.counts: dict[str, BatchCount] = {path: sampler.count for path, sampler in samplers.items()}
         self._samplers = [*samplers.values()]
         self._step_began = self.count()
 
@@ -49,18 +41,18 @@ class TakenBatches:
 
     def find_epoch_end(self) -> int | None:
         """Returns how many batches were taken if the last one of an epoch was the newest; else None."""
-        return self.count()[0] if any(map(is_epoch_over, self._samplers)) else None
+        return self.count()[0] if any(one.has_taken_last() for one in self._samplers) else None
 
 
 def count_taken(objects: Mapping[str, object]) -> dict[str, int]:
     """Returns how many batches were taken in this process from each saved sampler, or that of a saved loader."""
-    return {path: batch_count(sampler).batches for path, sampler in find_samplers(objects).items()}
+    return {path: sampler.count.batches for path, sampler in find_samplers(objects).items()}
 
 
 def describe_epochs(objects: Mapping[str, object]) -> str:
     """Returns how many epochs the first of the saved samplers has completed, in words; "" if none has."""
     for path, sampler in find_samplers(objects).items():
-        if complete := count_epochs(sampler):
+        if complete := sampler.count_complete():
             return f"{epochs_text(complete)} of {path}"
     return ""
 
@@ -70,7 +62,7 @@ def list_overruled(objects: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
     return {
         f"{path}.{name}": pair
         for path, sampler in find_samplers(objects).items()
-        for name, pair in sampler_overruled(sampler).items()
+        for name, pair in sampler.count.overruled.items()
     }
 
 
