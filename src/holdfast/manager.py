@@ -11,8 +11,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from holdfast.advice.advisor import Advisor
+from msgspec.structs import replace as replace_fields
+
 from holdfast.advice.hyperparameters import Keeping, list_kept, note_script
+from holdfast.advice.rules import Advisor
 from holdfast.catalog import StoredRun
 from holdfast.checkpoint import (
     Checkpoint,
@@ -39,12 +41,11 @@ from holdfast.restore.candidates import make_selection
 from holdfast.restore.engine import make_agreement, restore_objects
 from holdfast.restore.records import Restoration
 from holdfast.save.engine import Engine
-from holdfast.save.failures import PendingFailures, raise_newest
-from holdfast.save.handle import CallGuard, Origin, SaveHandle, SaveRequest, find_wait_seconds
+from holdfast.save.handle import Origin, PendingFailures, SaveHandle, SaveRequest, find_wait_seconds, raise_newest
 from holdfast.save.host_memory import HostBuffer
 from holdfast.save.image import Stager
 from holdfast.save.joint.setup import explaining, make_writer, open_participant, try_plan_save
-from holdfast.save.lineage import Lineage
+from holdfast.save.lineage import CallGuard, Lineage
 from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import Preparation, RunEvents
 from holdfast.state import Captured, check_objects, list_shared
@@ -359,7 +360,7 @@ class CheckpointManager:
             is_whole = select is not None and all(select(escape(name)) for name in self.checkpoint.objects)
             lineage.check_restore(self.latest_step() if step is None else step, is_whole=is_whole, is_part=True)
         check_objects(self.checkpoint.objects)
-        self._advisor.look_before_restore(self.checkpoint.objects)
+        self._advisor.begin()
         is_first = step is None and self.restored is None and lineage.newest_asked < 0
         start_from = self.options.start_from if is_first else None
         script = note_script(self.checkpoint.objects, objects_of(self.checkpoint).own)
@@ -386,7 +387,7 @@ class CheckpointManager:
             return None
         objects_of(self.checkpoint).put_restored(restoration.replaced)
         if only is not None:
-            lineage.note_part_restored(restoration.name)
+            lineage.origin = replace_fields(lineage.origin, sources=(*lineage.origin.sources, restoration.name))
             return restoration
         self.restored = restoration
         if restoration.step == start_from:
@@ -403,7 +404,7 @@ class CheckpointManager:
     def _begin_from(self, step: int) -> None:
         """Counts training time from now on, because earlier training cannot be lost."""
         self._engine.protected_since_at = time.monotonic()
-        self._advisor.begin(self.checkpoint.objects, step)
+        self._advisor.enter(step)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """**Blocks.** Waits until no save is in progress.
@@ -480,13 +481,10 @@ class CheckpointManager:
         if error is not None:
             self.closing.clear()  # The state may be that of half a step.
         else:
-            has_resumed = self.restored is not None and len(self.lineage.steps) > 1
-            has_saved = self._engine.newest is not None
+            is_first, has_saved = self.restored is None and len(self.lineage.steps) > 1, self._engine.newest is not None
             assigned = objects_of(self.checkpoint).assigned
-            for warning in self._advisor.look_at_end(
-                self.checkpoint.objects, assigned, has_resumed=has_resumed, has_saved=has_saved
-            ):
-                self.emit(warning)
+            for text in self._advisor.find_at_end(assigned, is_first=is_first, has_saved=has_saved):
+                self.emit(Warned(text=text))
         self._failures.close_behind(error, partial(self._close, None, has_ended_well=error is None))
 
     def _save(
@@ -538,8 +536,8 @@ class CheckpointManager:
         failures = self._failures.take(last=False)
         try:
             lineage.in_flight = handle
-            for warning in self._advisor.look_at_save(self.checkpoint.objects, step):
-                self._engine.emit_soon(warning)
+            for text in self._advisor.find_at_save(step):
+                self._engine.emit_soon(Warned(text=text, by_each=True))
             if not self._preparation.has_begun:
                 self._preparation.end()
             self._engine.save(handle, captured)

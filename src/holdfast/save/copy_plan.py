@@ -6,6 +6,7 @@ import ctypes
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
@@ -51,16 +52,11 @@ _move_held.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _move_held.restype = None
 
 
-def _find_native() -> NativeCopy | None:
-    # By its name, since those who check what imports what know of no compiled modules.
-    try:
-        return import_module("holdfast.save._moves").copy  # type: ignore[no-any-return]
-    except (ImportError, AttributeError):
-        return None  # There is none, or it is of another version.
-
-
-NATIVE: Final = _find_native()
+NATIVE: NativeCopy | None = None
 """The compiled copy (`_moves.c`); None if holdfast was installed without a compiler."""
+with suppress(ImportError, AttributeError):  # There is none, or it is of another version.
+    # By its name, since those who check what imports what know of no compiled modules.
+    NATIVE = import_module("holdfast.save._moves").copy
 
 
 def plan_copies(moves: Sequence[Move], *, native: bool = True) -> list[Copy]:
@@ -74,8 +70,10 @@ def plan_copies(moves: Sequence[Move], *, native: bool = True) -> list[Copy]:
         return copies + [
             Copy(batch[0][0], partial(_move_small, *map(list, zip(*batch, strict=True)))) for batch in small
         ]
-    parts = _cut(moves, _NATIVE_BATCH_BYTES)
-    return [_call_native(copy, batch) for batch in batches(parts, itemgetter(2), _NATIVE_BATCH_BYTES)]
+    return [
+        Copy(batch[0][0], partial(copy, *(array("Q", column) for column in zip(*batch, strict=True))))
+        for batch in batches(_cut(moves, _NATIVE_BATCH_BYTES), itemgetter(2), _NATIVE_BATCH_BYTES)
+    ]
 
 
 def _cut(moves: Iterable[Move], limit_bytes: int) -> Iterator[Move]:
@@ -86,10 +84,6 @@ def _cut(moves: Iterable[Move], limit_bytes: int) -> Iterator[Move]:
             continue
         for begin in range(0, size_bytes, limit_bytes):
             yield target + begin, source + begin, min(limit_bytes, size_bytes - begin)
-
-
-def _call_native(copy: NativeCopy, batch: list[Move]) -> Copy:
-    return Copy(batch[0][0], partial(copy, *(array("Q", column) for column in zip(*batch, strict=True))))
 
 
 def _move_small(targets: list[int], sources: list[int], sizes: list[int]) -> None:

@@ -35,13 +35,13 @@ from holdfast.format.names import StepName
 from holdfast.format.records import Manifest, Worker
 from holdfast.options import SaveOptions
 from holdfast.process.worker_pool import Round, WorkerPool
-from holdfast.save.failures import PendingFailures
-from holdfast.save.handle import CallGuard, LeftOutError, Origin, SaveHandle, SaveRequest
+from holdfast.save.handle import LeftOutError, Origin, PendingFailures, SaveHandle, SaveRequest
 from holdfast.save.image import CalledOffError, Stager, Staging
+from holdfast.save.lineage import CallGuard
 from holdfast.save.overlap import GIVING_UP, OptimizerStepBarrier
 from holdfast.save.retention import Tidier
 from holdfast.save.run_writer import CheckpointWriter, StepAttempt
-from holdfast.state import Captured
+from holdfast.state import Captured, capture_objects
 
 _SMALL_BYTES: Final = 256 << 10
 """The average size of an array from which on writing and copying go on at a time."""
@@ -109,7 +109,8 @@ class Engine:
     def capture(self, objects: Mapping[str, object]) -> Captured:
         """Captures the state of the live objects, without the arrays' values; see `capture_objects`."""
         hold = None if self.barrier is None or self.barrier.gives_up else self.barrier.try_hold
-        return self._stager.capture(objects, hold, compares=self._writer.compares)
+        stager = self._stager
+        return capture_objects(objects, stager.captures, hold, self._worker, self._writer.compares, stager.holders)
 
     def save(self, handle: SaveHandle, captured: Captured) -> None:
         """**Blocks** while the state is copied, except for overlapped copies. The previous save must have ended.

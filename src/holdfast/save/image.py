@@ -21,8 +21,7 @@ from holdfast.process.latch import Latch, gc_paused
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.copy_plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.host_memory import HostBuffer
-from holdfast.state import CaptureCache, Captured, capture_objects, check_capture
-from holdfast.state.adapters import Adapter
+from holdfast.state import CaptureCache, Captured, check_capture
 from holdfast.state.leaves import ArrayBackend, ArraySpec, DeviceCopier, Transfer, aliases_of
 from holdfast.storage.buffers import batches
 
@@ -106,9 +105,8 @@ class CopyProgress:
             raise self.error
 
     def while_copied(self, jobs: Iterator[Callable[[], object]]) -> Iterator[Callable[[], object]]:
-        """Yields jobs as they are requested until all is copied; the rest stay where they are."""
-        while not self.copy_ended.is_open and (job := next(jobs, None)) is not None:
-            yield job
+        """Returns jobs as they are requested until all is copied; the rest stay where they are."""
+        return iter(lambda: None if self.copy_ended.is_open else next(jobs, None), None)
 
     def _wake(self) -> None:
         """Wakes waiters whose range is complete."""
@@ -139,39 +137,29 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Stager:
-    """Captures the state of live objects, and lays out its image in one buffer, one save at a time.
+    """Lays out the image of what was captured in one buffer, one save at a time.
 
     What stays the same from save to save is found and planned once.
 
     Attributes:
         buffer: The memory of the image.
+        holders: The ranks that hold an object, for objects that not all workers hold.
+        captures: What the next capture finds again.
     """
 
     def __init__(
         self, buffer: HostBuffer, worker: Worker = ALONE, holders: Mapping[str, Sequence[int]] | None = None
     ) -> None:
-        """`holders` are the ranks that hold an object, for objects that not all workers hold."""
-        self.buffer = buffer
-        self._worker, self._holders = worker, holders or {}
-        self._captures = CaptureCache()
+        self.buffer, self.holders, self.captures = buffer, holders or {}, CaptureCache()
+        self._worker = worker
         self._plan: _LayoutPlan | None = None
-
-    def capture(
-        self,
-        objects: Mapping[str, object],
-        hold: Callable[[object, Adapter], bool] | None = None,
-        *,
-        compares: bool = False,
-    ) -> Captured:
-        """Captures the state of the live objects, without the arrays' values; see `capture_objects`."""
-        return capture_objects(objects, self._captures, hold, self._worker, compares, self._holders)
 
     def check_capture(self, objects: Mapping[str, object], *, anew: bool = False) -> Captured:
         """Raises `UnsupportedValueError` unless the state can be captured; changes nothing.
 
-        With `anew` it shares nothing with `capture`: the handler of a signal may save meanwhile.
+        With `anew` it shares nothing with the captures of saves: the handler of a signal may save meanwhile.
         """
-        return check_capture(objects, CaptureCache() if anew else self._captures, self._worker, self._holders)
+        return check_capture(objects, CaptureCache() if anew else self.captures, self._worker, self.holders)
 
     @gc_paused()
     def stage(self, captured: Captured, step: int) -> Staging:
@@ -198,8 +186,8 @@ class Stager:
         if captured.compared:
             staging.moments = _record_moments(captured.compared)
         if moves.others_now or moves.others_later:
-            self._add_others(staging, captured, moves.others_now, staging.now, staging.copy_across)
-            self._add_others(staging, captured, moves.others_later, staging.later, staging.transfer)
+            self._add_others(staging, captured, moves.others_now, staging.now, waits=True)
+            self._add_others(staging, captured, moves.others_later, staging.later, waits=False)
         begins = [copy.begin - base for copy in moves.now] + [min(batch.offsets) for batch in moves.others_now]
         staging.snapshot = msgspec.structs.replace(snapshot, copied=CopyProgress(begins))
         return staging
@@ -215,7 +203,8 @@ class Stager:
         captured: Captured,
         planned: list[_Batch],
         jobs: list[Job],
-        copy: Callable[[_Batch, list[Any], object], None],
+        *,
+        waits: bool,
     ) -> None:
         """Adds jobs for arrays that are not plain host memory: one for each batch."""
         moments: dict[str, object] = {}
@@ -227,7 +216,7 @@ class Stager:
                     self.buffer.pin(pin)
                 moments[backend.name] = backend.devices.moment(every)
             arrays = [staging.kept.get(leaf, captured.arrays[leaf]) for leaf in batch.leaves]
-            jobs.append(partial(copy, batch, arrays, moments.get(backend.name)))
+            jobs.append(partial(staging.copy_others, batch, arrays, moments.get(backend.name), waits))
 
 
 @dataclass(slots=True)
@@ -284,21 +273,16 @@ class Staging:
         self.captured = msgspec.structs.replace(self.captured, arrays=[])
         self.now, self.later, self.kept = [], [], {}
 
-    def copy_across(self, batch: _Batch, arrays: list[Any], moment: object) -> None:
-        """**Thread-safe.** **Blocks.** Copies arrays with their library; waits for a device here, not later."""
-        if transfer := self._start(batch, arrays, moment):
-            transfer.wait()
-
-    def transfer(self, batch: _Batch, arrays: list[Any], moment: object) -> None:
-        """**Thread-safe.** Like `copy_across`, but `copy_later` waits for the device."""
-        if transfer := self._start(batch, arrays, moment):
-            self._transfers.append(transfer)
-
-    def _start(self, batch: _Batch, arrays: list[Any], moment: object) -> Transfer | None:
-        if batch.backend.devices is not None:
-            return batch.backend.devices.start(arrays, batch.targets, moment)
-        batch.backend.copy_out(arrays, self.snapshot.image, batch.offsets)
-        return None
+    def copy_others(self, batch: _Batch, arrays: list[Any], moment: object, waits: bool) -> None:
+        """**Thread-safe.** **Blocks.** Copies arrays with their library; a device is waited for here or in
+        `copy_later`."""
+        if batch.backend.devices is None:
+            batch.backend.copy_out(arrays, self.snapshot.image, batch.offsets)
+        elif transfer := batch.backend.devices.start(arrays, batch.targets, moment):
+            if waits:
+                transfer.wait()
+            else:
+                self._transfers.append(transfer)
 
     def check_unchanged(self) -> None:
         """**Thread-safe.** Raises `ChangedError` if a held array has changed since its capture, or has other memory."""

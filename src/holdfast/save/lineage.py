@@ -1,20 +1,72 @@
-"""A run as its manager knows it between saves: where it continues from, what is committed, and how fast it trains."""
+"""A run as its manager knows it between saves: what may be called, what is committed, and how fast it trains."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from msgspec.structs import replace as replace_fields
-
 from holdfast.catalog import Catalog
-from holdfast.errors import StepExistsError, UsageError
-from holdfast.format.names import StepName
+from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.options import check_wait
 from holdfast.policies import SaveMoment
-from holdfast.save.handle import Origin, SaveHandle
+from holdfast.save.handle import Origin, SaveHandle, SaveRequest
+
+
+class CallGuard:
+    """Decides which calls of one manager are allowed now. All but `serving` belongs to the training thread.
+
+    Attributes:
+        is_closed: True once the manager is closed.
+        caller: The thread that is in the call that makes a save, if one is.
+        serving: The threads that make a save or clean up after one, and call sinks, while they do.
+        newest: The newest save that was begun, or None.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url, self._process = url, os.getpid()
+        self.is_closed = False
+        self.caller: int | None = None
+        self.serving: set[int] = set()
+        self.newest: SaveRequest | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True once the manager is closed, or in a forked child, which has neither its threads nor its task."""
+        return self.is_closed or os.getpid() != self._process
+
+    def check_usable(self) -> None:
+        """Raises `ClosedError` or `UsageError` unless the manager may be used now."""
+        if self.is_closed:
+            raise ClosedError(f"the manager of {self._url} is closed", hint="Create a new manager.")
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"the manager of {self._url} belongs to process {self._process}, and this is a child process",
+                hint="Save in the process that created the manager, or create another manager in the child.",
+            )
+        self.check_reentry()
+
+    def check_reentry(self) -> None:
+        """Raises `UsageError` if this thread is in the call that makes a save, as a signal handler may be.
+
+        A save that was neither confirmed nor dropped, because a second exception cut that off, is dropped here.
+        """
+        if self.caller == threading.get_ident():
+            # Two saves would share one memory, a restore would change what is being captured, a wait would hold up what
+            # it waits for, and a manager that is closed does not hold up the step for a copy.
+            raise UsageError(
+                f"a save into {self._url} has just begun, and this call was made from inside it",
+                hint="In a signal handler, only set a flag, and do the rest after the step.",
+            )
+        if threading.get_ident() in self.serving:
+            raise UsageError(
+                f"an event sink called the manager of {self._url}, whose save waits for the sink",
+                hint="In a sink, only record the event; do the rest in the training thread.",
+            )
+        if self.newest is not None:
+            self.newest.drop_if_left()
 
 
 class Lineage:
@@ -95,10 +147,6 @@ class Lineage:
             f"{40 if step is None else step!r}). A part can be loaded with only=..., before the first step or from the "
             "current one. To evaluate another step, leave the block, and use a new CheckpointManager.",
         )
-
-    def note_part_restored(self, name: StepName) -> None:
-        """Called when a part of a checkpoint was restored, which is kept from now on."""
-        self.origin = replace_fields(self.origin, sources=(*self.origin.sources, name))
 
     def settle(
         self,

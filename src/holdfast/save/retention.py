@@ -21,8 +21,8 @@ from holdfast.format.names import StepName
 from holdfast.format.records import Manifest
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
 from holdfast.process.worker_pool import WorkerPool
-from holdfast.save.failures import PendingFailures
-from holdfast.save.handle import CallGuard, Origin, SaveHandle
+from holdfast.save.handle import Origin, PendingFailures, SaveHandle
+from holdfast.save.lineage import CallGuard
 
 if TYPE_CHECKING:
     from holdfast.save.run_writer import CheckpointWriter
@@ -101,25 +101,24 @@ class Retention:
         refers stays too, in the lineage or not. A generation that was fenced removes nothing, and raises `FencedError`.
         `find_busy` returns the steps that this worker or others may be writing to.
         """
-        if manifest is not None:
-            # Unless it was given metrics since, which are known already.
-            self._run.history.known.setdefault(newest, manifest.facts)
+        # It may have been given metrics since; those are known.
+        if manifest is not None and newest not in self._run.history.known:
+            self._run.history.note(newest, manifest.facts)
         catalog = self._run.look()
         self._run.check_fence(newest.generation, self._run.history.opened)
         # Looked at after that: an attempt is named before it has a directory.
         in_use = set(find_busy())
         # A step that is being published may be seen before it survives a power cut: it replaces none yet.
-        candidates = [one for one in self._list_candidates(catalog) if one.key == newest or one.key not in in_use]
+        known = self._run.history.candidates(catalog.living)
+        candidates = [one for one in known if one.key == newest or one.key not in in_use]
         problems: list[HoldfastError] = []
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
         reported = tuple(sorted({metric for each in candidates for metric in each.metrics})) if absent else ()
         referrers = self._run.history.referrers((*catalog.committed, *catalog.lost))
-        own = {(name.step, name.generation) for name in catalog.living if name.generation == newest.generation}
-        replaced = [
-            name
-            for name in sorted(set(catalog.committed).difference(catalog.living, protected))
-            if (name.step, name.generation) in own
-        ]
+        replaced: list[StepName] = []
+        if others := set(catalog.committed).difference(catalog.living, protected):
+            own = {name.step for name in catalog.living if name.generation == newest.generation}
+            replaced = sorted(name for name in others if name.generation == newest.generation and name.step in own)
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         if manifest is not None:
@@ -173,20 +172,11 @@ class Retention:
             self._run.storage.traits.hindrance,
         )
 
-    def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
-        """Returns the steps of the current lineage. Steps that cannot be judged stay; a restore or `verify` reports the
-        damage."""
-        return [
-            KeptCandidate(name, name.step, facts.committed_at_unix_seconds, facts.metrics)
-            for name in catalog.living
-            if (facts := self._run.history.known.get(name) or self._run.history.facts(name)) is not None
-        ]
-
     def find_wanted(self, name: StepName, metrics: Mapping[str, float]) -> Collection[StepName]:
         """Returns the steps that the policy will keep for their own sake when a save is committed."""
         now_seconds = time.time()
-        catalog = self._run.look()
-        before = [known for known in self._list_candidates(catalog) if known.step < name.step]
+        known = self._run.history.candidates(self._run.look().living)
+        before = [one for one in known if one.step < name.step]
         try:
             return self._keep.choose_kept([*before, KeptCandidate(name, name.step, now_seconds, metrics)], now_seconds)
         except Exception:  # noqa: BLE001  A policy of the user's own may fail; that is reported after the commit.

@@ -13,7 +13,7 @@ from holdfast.catalog.publish import Receipts, commit
 from holdfast.errors import HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Event, GenerationOpened, Warned
 from holdfast.format.digests import seal
-from holdfast.format.names import MAX_ATTEMPT, StepName, metrics_name, parse_step_directory
+from holdfast.format.names import MAX_ATTEMPT, MAX_STEP, StepName, metrics_name, parse_step_directory
 from holdfast.format.records import MAX_LATE_METRICS, Base, LateMetrics, Manifest, make_base
 from holdfast.policies import RetentionPolicy
 from holdfast.process.terminal import inform
@@ -212,6 +212,8 @@ class RunWriter(CheckpointWriter):
         self.recycler = self._retention.recycler
         # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
         self._attempts: tuple[StepName, ...] = ()
+        # No later step than this was named in this generation.
+        self._named_step = -1
         self._incremental = Incremental(self._run) if incremental else None
         # What refers to earlier steps has to know which of them stay, and all that has changed.
         self.writes_early = not incremental
@@ -244,7 +246,7 @@ class RunWriter(CheckpointWriter):
             self._retention.begin(generation)
             base = make_base(generation, origin.base, origin.start_from)
             self._run.record_base(base)
-            self.generation, self.base = generation, base
+            self.generation, self.base, self._named_step = generation, base, -1
             self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
                 self._incremental.begin(origin.base)
@@ -265,16 +267,19 @@ class RunWriter(CheckpointWriter):
     def follow(self, generation: int, origin: StepName | None) -> None:
         """Continues with a generation that the leader of the job has opened from that step, or from the beginning."""
         self.generation, self._token = generation, self._run.opening(generation).token
+        self._named_step = MAX_STEP
         if self._incremental is not None:
             self._incremental.begin(origin)
 
     def _name_attempt(self, step: int, generation: int, least_attempt: int) -> StepName:
         """**Blocks.** Returns a name that no directory has, and that no removed directory had."""
-        known = self._incremental.list_known() if self._incremental is not None else ()
-        prefix = StepName(step, generation).directory
-        same = (entry.name for entry in self._storage.list("") if entry.name.startswith(prefix))
-        names = (*known, *map(parse_step_directory, same))
-        taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
+        taken: list[int] = []
+        # All directories of this generation are named here, so a later step than all before has none.
+        if step <= self._named_step:
+            known = self._incremental.list_known() if self._incremental is not None else ()
+            names = (*known, *(parse_step_directory(entry.name) for entry in self._storage.list("")))
+            taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
+        self._named_step = max(self._named_step, step)
         attempt = max(least_attempt, max(taken, default=0) + 1)
         if attempt > MAX_ATTEMPT:
             raise StorageError(
@@ -303,11 +308,12 @@ class RunWriter(CheckpointWriter):
         except NotFoundError:
             self.check_valid()
             raise
-        self.note_committed()
+        if self._incremental is not None:
+            self._incremental.mark_committed()
         return manifest
 
     def note_committed(self) -> None:
-        """Called when the last written step is committed."""
+        """Called when the leader of the job has committed the last written step."""
         if self._incremental is not None:
             self._incremental.mark_committed()
 
@@ -319,7 +325,7 @@ class RunWriter(CheckpointWriter):
         paths = (f"{name.directory}/{metrics_name(number)}" for number in range(MAX_LATE_METRICS))
         if not any(self._storage.publish(path, record) for path in paths):
             raise StorageError(f"{name.directory} has too many records of metrics", path=name.directory)
-        self._run.history.known[name] = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts
+        self._run.history.note(name, msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts)
 
     def check_valid(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""

@@ -132,10 +132,8 @@ class StepFiles:
 
     def write_behind_copy(self, pool: WorkerPool) -> None:
         """**Blocks.** Writes what has been copied, until all is."""
-        copied = self._snapshot.copied
-        jobs = iter(lambda: None if copied.copy_ended.is_open else next(self._pieces, None), None)
         # While training waits for the copy, more than this one thread would take the processors away from that.
-        pool.run(jobs, most_helpers=0)
+        pool.run(self._snapshot.copied.while_copied(self._pieces), most_helpers=0)
 
     def finish(self, pool: WorkerPool) -> Receipts:
         """**Blocks.** Writes the rest, and makes all of it durable."""

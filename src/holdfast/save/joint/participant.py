@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -17,11 +18,12 @@ from holdfast.cluster.polling import PLANS
 from holdfast.cluster.protocol import Cluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import HoldfastError
+from holdfast.format.names import START_NAME
 from holdfast.format.records import Worker
 from holdfast.policies import SaveMoment, SavePolicy
 from holdfast.save.joint.coverage import find_holders
 from holdfast.save.joint.protocol import CommitProtocol, SaveIdAllocator
-from holdfast.save.joint.shared_storage_check import check_token, remove_token, try_put_token
+from holdfast.save.joint.shared_storage_check import check_token, try_put_token
 from holdfast.storage.protocol import Storage
 
 _NOTICE_LOOKS: Final = 3
@@ -118,7 +120,8 @@ class JointParticipant:
                 self._check_place(storage, start)
         finally:
             if token:
-                remove_token(storage)
+                with suppress(HoldfastError):
+                    storage.delete([START_NAME])
 
     def _meet(self, names: Collection[str], start: _Start) -> _Start:
 

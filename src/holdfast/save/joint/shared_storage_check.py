@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 from holdfast.catalog.publish import Receipts
@@ -32,12 +31,6 @@ def try_put_token(storage: Storage) -> str:
         return token if storage.publish(START_NAME, token.encode()) else ""
     except HoldfastError:
         return ""
-
-
-def remove_token(storage: Storage) -> None:
-    """**Blocks.** Removes that file, if possible."""
-    with suppress(HoldfastError):
-        storage.delete([START_NAME])
 
 
 def check_token(storage: Storage, token: str, leader_url: str, who: str, timeout_seconds: float) -> None:
