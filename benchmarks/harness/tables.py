@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+
 from benchmarks.harness.summary import Spread
 
 
@@ -36,3 +38,11 @@ def show_time(value: float) -> str:
         if abs(value) >= 0.01
         else f"{value * 1e3:.1f} ms"
     )
+
+
+def draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """**Pure.** The lines of a table, and an empty one."""
+    yield f"| {' | '.join(heads)} |".replace("|  |", "| |")
+    yield "|---" * len(heads) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield ""
