@@ -26,15 +26,15 @@ from mounts import fill, mounted
 from places import PROGRAMS
 
 PROGRAM = PROGRAMS / "witnessed.py"
-SAME = "WitnessAgreed steps 21 to 53 were repeated with the same data and the same loss"
+SAME = "WitnessAgreed steps 21 to 39 were repeated with the same data and the same loss"
 FAULTY = PROGRAM.with_name("faulty_loaders.py")
 PAGE = ' (see "If repeated steps differ" in docs/guides/restoring.md)'
 
 CASES = {
     "steps": [SAME, "exit 0"],
-    "handler": ["WitnessAgreed steps 21 to 53 were repeated with the same data", "exit 0"],
-    "silent": ["WitnessAgreed steps 21 to 53 were repeated with the same data", "exit 0"],
-    "alone": ["WitnessAgreed steps 21 to 53 were repeated with the same loss", "exit 0"],
+    "handler": ["WitnessAgreed steps 21 to 39 were repeated with the same data", "exit 0"],
+    "silent": ["WitnessAgreed steps 21 to 39 were repeated with the same data", "exit 0"],
+    "alone": ["WitnessAgreed steps 21 to 39 were repeated with the same loss", "exit 0"],
     "steps:order": [f"WitnessDiffers step 26 was repeated with other data of sampler than before the restart{PAGE}"],
     "own:more": [
         f"WitnessDiffers step 31 was repeated with 2 of the batches of sampler; before the restart it took 1{PAGE}"
@@ -166,7 +166,7 @@ def test_a_damaged_file_of_records_costs_no_more_than_its_records(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "pipe", "directory"])
-def test_what_is_no_file_of_records_is_left_alone(tmp_path: Path, cache: Path, kind: str) -> None:
+def test_path_that_is_not_a_file_of_records_is_left_alone(tmp_path: Path, cache: Path, kind: str) -> None:
     folder = tmp_path / "run" / "witness"
     folder.mkdir(parents=True)
     ring, other = folder / "00000.ring", tmp_path / "other"
