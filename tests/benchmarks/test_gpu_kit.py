@@ -85,7 +85,6 @@ def test_the_make_targets_call_the_kit() -> None:
         ("os:abort", {}, "has ended"),
     ],
 )
-<<<<<<< HEAD
 def test_part_that_fails_is_ended_with_its_processes(
     tmp_path: Path, place: str, arguments: dict[str, object], reason: str
 ) -> None:
@@ -108,23 +107,6 @@ def test_table_of_an_unfinished_run_has_all_figures(tmp_path: Path) -> None:
     for name, seconds in (("holdfast", 0.05), (BARE, 0.04)):
         results.rounds.append(Round(workload="2 GB", contender=name, number=1, figures={"free_seconds": seconds}))
     table = make_table(run)
-=======
-def test_end_state_of_each_part_is_reported(tmp_path: Path, text: str, state: str) -> None:
-    assert run_text(text, tmp_path, 60).state == state
-
-
-def test_findings_are_kept_when_a_later_part_fails(tmp_path: Path) -> None:
-    findings = Findings(tmp_path, {"device": "none"})
-    lines = tmp_path / "lines"
-    lines.write_text('{"peer": "holdfast", "size": 2.0, "free_seconds": 0.05}\n{"peer": "holdf')
-    findings.add("one", {"state": "timed out", "seconds": 9.0, "text": "the last words"}, read_lines(lines))
-    findings.add(
-        "two", {"state": "done", "seconds": 1.0, "text": ""}, [{"peer": BARE, "size": 2.0, "free_seconds": 0.04}]
-    )
-    document = json.loads((tmp_path / "gpu.json").read_text())
-    assert [one["part"] for one in document["findings"]] == ["one", "two"]
-    table = (tmp_path / "gpu.md").read_text()
->>>>>>> main
     assert "the last words" in table
     assert "50 ms (1.25 x bare)" in table
     assert "1.25 x, at most 1.15 x: **missed**" in table
