@@ -159,7 +159,6 @@ MORE_ATTRIBUTES = {
     "PeerFailures": 22,
     "Saver": 20,
     "ShardOwnership": 16,
-    "Witness": 18,
     "WorkerTrainingState": 20,
 }
 """Classes that have more, and how many: none of them may grow, and there are to be no others."""
@@ -174,9 +173,6 @@ FRIEND_FUNCTIONS = {
     "format/decoding.py: _namedtuple",
     "format/decoding.py: _ordered",
     "format/decoding.py: _slice",
-    "preemption/sources/signals.py: _find_live",
-    "process/wakeup.py: _let_go_in_child",
-    "process/wakeup.py: answer",
     "save/handle.py: find_canceller",
     "save/handle.py: name_state",
     "save/handle.py: wait_served",
