@@ -156,7 +156,6 @@ MORE_ATTRIBUTES = {
     "Engine": 21,
     "Heartbeat": 18,
     "JointRunWriter": 21,
-    "PeerFailures": 22,
     "Saver": 20,
     "ShardOwnership": 16,
     "WorkerTrainingState": 20,
