@@ -61,10 +61,12 @@ class StuckThreadAborter:
     Attributes:
         is_raised: True if an error has come out of the training loop, or comes out of it now.
         is_open: True once it was opened.
+        erred_at: When the error was received, by the monotonic clock.
     """
 
     def __init__(self) -> None:
         self.is_raised = self.is_open = False
+        self.erred_at = 0.0
         self._error: Exception | None = None
         self._thread = threading.get_ident()
         self._interrupter = Interrupter(self._take_error)
@@ -83,11 +85,11 @@ class StuckThreadAborter:
         """Stops interrupting."""
         self._interrupter.close()
 
-    def escalate(self, error: Exception, erred_at: float) -> None:
-        """Called repeatedly while the error, received at `erred_at`, has not come out of the training loop."""
+    def escalate(self, error: Exception) -> None:
+        """Called repeatedly while the error has not come out of the training loop."""
         self._error = error
         now = time.monotonic()
-        waited_seconds = now - erred_at
+        waited_seconds = now - self.erred_at
         thrown_at = self._thrown_at
         if thrown_at is not None and waited_seconds >= _CLEAN_UP_SECONDS:
             self._end(error, "did not finish in time")
@@ -95,7 +97,7 @@ class StuckThreadAborter:
             return
         # On its way from one frame to the next an error is not handled for a moment.
         self._unhandled_looks += 1
-        if now - (thrown_at or erred_at) >= _INTERRUPT_SECONDS:
+        if now - (thrown_at or self.erred_at) >= _INTERRUPT_SECONDS:
             self._interrupter.interrupt()
         if waited_seconds >= _ABORT_SECONDS and not self._is_aborted:
             self._is_aborted = True

@@ -79,8 +79,6 @@ class PeerFailures:
         # Logs in one line what has ended training; None once it has. At worst it is in the log twice.
         self._emit_failed: Callable[..., object] | None = lambda **facts: emit(Failed(**facts, path=url))
         self._aborter, self._vain_wait = StuckThreadAborter(), VainWait()
-        # When the error was read, by the monotonic clock; or since when the training thread waits in vain.
-        self._erred_at = 0.0
         self._is_reported = self._is_over = self._is_holding = False
         # Known to the mailbox's thread: who was looked at, who has ended first, and the first failure of all.
         self._asked: set[int] = set()
@@ -113,7 +111,7 @@ class PeerFailures:
         if self.error is not None:
             self._log(self.error)
             if not self._aborter.is_raised:
-                self._aborter.escalate(self.error, self._erred_at)
+                self._aborter.escalate(self.error)
 
     def report(
         self, error: BaseException, left_seconds: float | None = None, *, is_exit: bool = False
@@ -198,7 +196,7 @@ class PeerFailures:
             # Its process has ended on this machine, which is seen without the store.
             self._err(self._peers.failures.describe_loss(LEADER))
         if self.error is None and not self._is_over and seconds >= self._peers.liveness_seconds:
-            self._erred_at = time.monotonic()
+            self._aborter.erred_at = time.monotonic()
             self.error = ClusterError(f"no other worker could be reached for {seconds:.0f} s: {what}", hint=_STORE_HINT)
 
     def find_end(self, rank: int) -> TrainingEnd | None:
@@ -324,7 +322,7 @@ class PeerFailures:
                 failure = self._records.post_once(failure, "failure")
                 self._confirm_failure_is_read()
                 self._records.count(1, "news")
-        self._erred_at = since or time.monotonic()
+        self._aborter.erred_at = since or time.monotonic()
         self._failure, self.error = failure, self._peers.failures.make_error(failure)
 
 
