@@ -30,9 +30,8 @@ from holdfast.errors import (
 )
 from holdfast.format.decoding import Decoder
 from holdfast.format.encoding import Encoder
-from holdfast.jobs.node_store import NodeStoreOptions
+from holdfast.jobs.node_store import NodeOutcome, NodePart, NodeStoreOptions, WorkerNodeStore
 from holdfast.jobs.session import GRACE_SECONDS, Placed, Session, run_tasks
-from holdfast.jobs.worker_store import NodeOutcome, NodePart, WorkerNodeStore
 from holdfast.jobs.workspace import Workspace
 from holdfast.numbers import check_seconds
 from holdfast.options import check_liveness
