@@ -154,7 +154,6 @@ MORE_ATTRIBUTES = {
     "CheckpointManager": 28,
     "Comparison": 17,
     "Engine": 21,
-    "Heartbeat": 18,
     "JointRunWriter": 21,
     "PeerFailures": 22,
     "Saver": 25,
