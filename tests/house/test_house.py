@@ -84,9 +84,9 @@ MAX_LINES = 600
 MAX_FILES_IN_A_FOLDER = 15
 BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
-    ".": 2073,
+    ".": 2070,
     # A table of rules and four moments.
-    "advice": 1479,
+    "advice": 1505,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2184,
     # Ten verbs, each with one report for a page, a pipe and JSON.
@@ -104,7 +104,7 @@ BUDGETS = {
     # The reader and the writer of DCP.
     "integrations/dcp": 989,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 4490,
+    "integrations/frameworks": 4487,
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 643,
     # Sessions of Ray.
@@ -122,7 +122,7 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2196,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5636,
+    "save": 5611,
     # A tree of objects taken apart, captured, and matched.
     "state": 6219,
     # The protocol, memory, and local directories that survive a crash.
@@ -130,7 +130,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
-    "training": 2502,
+    "training": 2494,
     # The ring of repeated steps.
     "witness": 583,
 }
@@ -156,9 +156,8 @@ MORE_ATTRIBUTES = {
     "Engine": 21,
     "JointRunWriter": 21,
     "PeerFailures": 22,
-    "Saver": 25,
+    "Saver": 20,
     "ShardOwnership": 16,
-    "TrainingWatch": 24,
     "Witness": 18,
     "WorkerTrainingState": 20,
 }
@@ -486,7 +485,7 @@ def error_classes() -> list[type[BaseException]]:
     return sorted(found, key=lambda error: error.__name__)
 
 
-def test_errors_that_leave_holdfast_stand_in_one_tree_and_on_their_page() -> None:
+def test_public_errors_have_one_base_class_and_are_documented() -> None:
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     for error in error_classes():
         if error.__module__ == "holdfast.errors":

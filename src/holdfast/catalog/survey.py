@@ -1,4 +1,4 @@
-"""Lists the checkpoints and remains in a run's directory; chooses, checks again and removes what a person no longer wants.
+"""Lists what is in a run's directory; chooses, checks again and removes what a person no longer wants.
 
 Reads manifests and sizes, but no arrays.
 """
