@@ -21,7 +21,6 @@ from holdfast.cluster.connection_pool import ConnectionPool
 from holdfast.cluster.discover import describe_lone_task
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox, Watch
-from holdfast.cluster.membership import Joining, name_ranks
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.polling import (
     CALLS_PER_SECOND,
@@ -33,7 +32,8 @@ from holdfast.cluster.polling import (
     Backoff,
     poll,
 )
-from holdfast.cluster.protocol import Cluster
+from holdfast.cluster.protocol import Cluster, name_ranks
+from holdfast.cluster.store import Joining
 from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError, PeerError, UsageError
 from holdfast.events import Event, Warned
 from holdfast.testing.cluster_scenarios import gather, rendezvous
@@ -170,7 +170,7 @@ def test_many_meet_many_times() -> None:
     assert not [key for key in engine.keys if "meeting" in key]
 
 
-def test_a_meeting_ends_alike_for_all() -> None:
+def test_meeting_ends_with_the_same_answer_for_all_workers() -> None:
     """Whose time runs out is a matter of chance; that all have the same answer is not."""
 
     def meet(cluster: Cluster) -> list[object]:
@@ -517,7 +517,7 @@ def test_lone_task_is_named_with_the_variable(environment: dict[str, str], named
     assert f"({named})" in describe_lone_task(environment) if named else not describe_lone_task(environment)
 
 
-def test_task_of_several_that_saves_alone_is_warned_at_the_door(
+def test_one_of_several_tasks_that_saves_alone_is_warned_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PMI_SIZE", "2")
