@@ -142,7 +142,8 @@ line's, and a stored run in place of functions elsewhere. format: the walker of 
 are forgotten whole, draws that are not saved, modules that change. state and integrations/torch: what samplers count
 in containers, rows of a replay buffer at once. restore: the verdict on a step, which was the command line's. convert:
 lists at the top of a file, and plain values. testing and storage: traits, and the contract for storages without
-directories. process: one owner of interrupts.
+directories. process: one owner of interrupts. save: the lineage and
+the guard of calls, which were the manager's and the options'.
 """
 
 MAX_MODULES = 265
