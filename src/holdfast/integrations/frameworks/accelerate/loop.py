@@ -213,7 +213,6 @@ class _Progress:
             run.warn(text)
         for place in self._places:
             place.remark = ""
-        _ = run.step
 
     def end_batch(self, run: Run) -> bool:
         """Called when a batch is trained. Returns True if a step ends with it."""
