@@ -40,20 +40,3 @@ def test_loop_that_skips_the_rest_of_an_epoch_is_warned(tmp_path: Path) -> None:
 def test_filling_the_last_batch_from_the_first_is_warned_of(tmp_path: Path) -> None:
     first, _ = live_together(PROGRAM, tmp_path, "--dispatch", preload=PRELOAD)
     assert "accelerate fills the last batch of an epoch" in first.errors
-<<<<<<< HEAD
-=======
-
-
-@LONG
-def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    check_example("accelerate_loop.py", tmp_path, PRELOAD, "epoch")
-
-
-def test_loss_with_unnamed_parameters_resumes(tmp_path: Path) -> None:
-    untouched = live("own_loss.py", tmp_path / "untouched", "accelerate", "1", preload=PRELOAD)
-    killed = Life("own_loss.py", tmp_path / "killed", "accelerate", "1", preload=PRELOAD)
-    killed.wait_steps(4)
-    killed.send(signal.SIGKILL)
-    killed.end()
-    check_same([killed, live("own_loss.py", tmp_path / "killed", "accelerate", "2", preload=PRELOAD)], untouched)
->>>>>>> main

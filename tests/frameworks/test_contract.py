@@ -24,7 +24,7 @@ KERAS = ("numpy.random", "keras", "holdfast.manager", "holdfast.training.run", f
 TORCH = ("torch", "holdfast.integrations.torch")
 
 
-class Door(NamedTuple):
+class Integration(NamedTuple):
     """One integration, and a program that trains with it and reports each step in a line.
 
     Attributes:
@@ -66,8 +66,8 @@ def after(number: Any) -> tuple[str, ...]:
     return (f"--leaves-after={number}",)
 
 
-def make_keras_door(backend: str, preload: tuple[str, ...]) -> Door:
-    return Door(
+def make_keras(backend: str, preload: tuple[str, ...]) -> Integration:
+    return Integration(
         "tensorflow" if backend == "tensorflow" else "keras",
         "keras_fit.py",
         preload,
@@ -78,8 +78,8 @@ def make_keras_door(backend: str, preload: tuple[str, ...]) -> Door:
     )
 
 
-DOORS = {
-    "accelerate": Door(
+INTEGRATIONS = {
+    "accelerate": Integration(
         "accelerate",
         "accelerate_training.py",
         (*preloaded.TRAINING, "accelerate", f"{HOME}accelerate.loop"),
@@ -87,14 +87,14 @@ DOORS = {
         ((("--leaves-in=1",), None),),
         lacks=1,
     ),
-    "transformers": Door(
+    "transformers": Integration(
         "transformers",
         "transformers_training.py",
         (*preloaded.TRAINING, "transformers.trainer", "accelerate", "peft", f"{HOME}transformers.callback"),
         after,
         ((("--leaves-in=14",), "14/1"), (("--leaves-in=42",), "42/1")),
     ),
-    "lightning": Door(
+    "lightning": Integration(
         "lightning",
         "lightning_fit.py",
         (*preloaded.TRAINING, "lightning.pytorch", "torchmetrics.regression", f"{HOME}lightning.fit"),
@@ -102,11 +102,11 @@ DOORS = {
         ((("-1", "5"), "5/0"), (("-1", "30"), "30/0")),
         options=("callbacks",),
     ),
-    "keras-torch": make_keras_door("torch", (*KERAS, "keras.src.backend.torch.trainer", "torch._dynamo", *TORCH)),
-    "keras-jax": make_keras_door(
+    "keras-torch": make_keras("torch", (*KERAS, "keras.src.backend.torch.trainer", "torch._dynamo", *TORCH)),
+    "keras-jax": make_keras(
         "jax", (*KERAS, "keras.src.backend.jax.trainer", *preloaded.JAX, "holdfast.integrations.jax", *TORCH)
     ),
-    "keras-tensorflow": make_keras_door("tensorflow", ()),
+    "keras-tensorflow": make_keras("tensorflow", ()),
 }
 VARIANTS: dict[str, list[tuple[str, ...]]] = {
     "accelerate": [
@@ -127,31 +127,33 @@ IN_SHORT = (("accelerate", ("--workers=2", "--accumulate=2")), ("accelerate", ("
 
 
 def pick(name: str, *values: object, is_long: bool = False) -> Any:
-    marks = [pytest.mark.skipif(find_spec(DOORS[name].needs) is None, reason=f"needs {DOORS[name].needs}")]
+    marks = [
+        pytest.mark.skipif(find_spec(INTEGRATIONS[name].needs) is None, reason=f"needs {INTEGRATIONS[name].needs}")
+    ]
     return pytest.param(name, *values, marks=[*marks, pytest.mark.long] if is_long else marks)
 
 
-EACH = [pick(name) for name in DOORS]
+EACH = [pick(name) for name in INTEGRATIONS]
 
 
 @cache
 def train_untouched(name: str, options: tuple[str, ...] = ()) -> Life:
     with TemporaryDirectory() as place:
-        return DOORS[name].train(Path(place) / "run", *options, *DOORS[name].untouched)
+        return INTEGRATIONS[name].train(Path(place) / "run", *options, *INTEGRATIONS[name].untouched)
 
 
 def list_steps(*lives: Life) -> list[str]:
     return [line for life in lives for line in life.lines if line.startswith('{"step"')]
 
 
-def check_left(door: Door, lives: list[Life], untouched: Life) -> None:
+def check_left(framework: Integration, lives: list[Life], untouched: Life) -> None:
     """Lives that left, and the last one, have trained each step once, and all ended as if untouched."""
     steps = list_steps(*lives)
     assert len(steps) == len(set(steps)), "a step was trained again"
     expected, found = set(untouched.lines), {line for life in lives for line in life.lines}
     assert found <= expected
-    assert len(expected - found) <= door.lacks * (len(lives) - 1)
-    if not door.lacks:
+    assert len(expected - found) <= framework.lacks * (len(lives) - 1)
+    if not framework.lacks:
         check_same(lives, untouched)
     assert lives[-1].lines[-1] == untouched.lines[-1]
 
@@ -159,7 +161,7 @@ def check_left(door: Door, lives: list[Life], untouched: Life) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(pick(name, (), is_long=name == "accelerate") for name in DOORS),
+        *(pick(name, (), is_long=name == "accelerate") for name in INTEGRATIONS),
         *(
             pick(name, options, is_long=name == "accelerate" and (name, options) not in IN_SHORT)
             for name, each in VARIANTS.items()
@@ -169,40 +171,40 @@ def check_left(door: Door, lives: list[Life], untouched: Life) -> None:
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
 )
 def test_training_killed_five_times_ends_as_untouched(tmp_path: Path, name: str, options: tuple[str, ...]) -> None:
-    untouched, door = train_untouched(name, options), DOORS[name]
-    lives = interrupt(lambda: door.begin(tmp_path / "killed", *options), [signal.SIGKILL] * 5, 1, 8)
-    check_same([*lives, door.train(tmp_path / "killed", *options)], untouched)
+    untouched, framework = train_untouched(name, options), INTEGRATIONS[name]
+    lives = interrupt(lambda: framework.begin(tmp_path / "killed", *options), [signal.SIGKILL] * 5, 1, 8)
+    check_same([*lives, framework.train(tmp_path / "killed", *options)], untouched)
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_notices_in_steps_leave_no_step_trained_twice(tmp_path: Path, name: str) -> None:
-    untouched, door = train_untouched(name), DOORS[name]
-    lives = interrupt(lambda: door.begin(tmp_path / "asked"), [signal.SIGTERM] * 2, 3, 10)
-    check_left(door, [*lives, door.train(tmp_path / "asked")], untouched)
+    untouched, framework = train_untouched(name), INTEGRATIONS[name]
+    lives = interrupt(lambda: framework.begin(tmp_path / "asked"), [signal.SIGTERM] * 2, 3, 10)
+    check_left(framework, [*lives, framework.train(tmp_path / "asked")], untouched)
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_kills_and_notices_by_turns_leave_no_trace(tmp_path: Path, name: str) -> None:
-    untouched, door = train_untouched(name), DOORS[name]
+    untouched, framework = train_untouched(name), INTEGRATIONS[name]
     signals = [*[signal.SIGKILL] * 2, signal.SIGTERM, signal.SIGKILL, signal.SIGTERM]
-    lives = interrupt(lambda: door.begin(tmp_path / "other"), signals, 2, 8)
-    last = door.train(tmp_path / "other")
+    lives = interrupt(lambda: framework.begin(tmp_path / "other"), signals, 2, 8)
+    last = framework.train(tmp_path / "other")
     expected, found = set(untouched.lines), {line for life in (*lives, last) for line in life.lines}
     assert found <= expected
-    assert len(expected - found) <= 2 * door.lacks
+    assert len(expected - found) <= 2 * framework.lacks
     assert last.lines[-1] == untouched.lines[-1]
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_notice_in_an_evaluation_ends_the_job_within_it(tmp_path: Path, name: str) -> None:
-    untouched, door = train_untouched(name), DOORS[name]
+    untouched, framework = train_untouched(name), INTEGRATIONS[name]
     lives = []
-    for options, place in door.in_evaluations:
-        lives.append(door.begin(tmp_path / "asked", *options))
+    for options, place in framework.in_evaluations:
+        lives.append(framework.begin(tmp_path / "asked", *options))
         assert lives[-1].end() == 42, lives[-1].errors
         if place is not None:
             assert re.findall(r"(?:evaluated|validated) (\S+)", lives[-1].errors)[-1] == place
-    lives.append(door.train(tmp_path / "asked"))
+    lives.append(framework.train(tmp_path / "asked"))
     check_same(lives, untouched)
     steps = list_steps(*lives)
     assert len(steps) == len(set(steps)), "a step was trained again"
@@ -210,18 +212,18 @@ def test_notice_in_an_evaluation_ends_the_job_within_it(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("name", EACH)
 def test_notice_in_the_last_step_leaves_nothing_to_train(tmp_path: Path, name: str) -> None:
-    untouched, door = train_untouched(name), DOORS[name]
-    left = door.begin(tmp_path, *door.leave_at(json.loads(list_steps(untouched)[-1])["step"]))
+    untouched, framework = train_untouched(name), INTEGRATIONS[name]
+    left = framework.begin(tmp_path, *framework.leave_at(json.loads(list_steps(untouched)[-1])["step"]))
     assert left.end() == 42, left.errors
-    last = door.train(tmp_path)
+    last = framework.train(tmp_path)
     assert not list_steps(last)
-    check_left(door, [left, last], untouched)
+    check_left(framework, [left, last], untouched)
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_training_begun_again_after_its_end_trains_nothing(tmp_path: Path, name: str) -> None:
-    first = DOORS[name].train(tmp_path)
-    again = DOORS[name].train(tmp_path)
+    first = INTEGRATIONS[name].train(tmp_path)
+    again = INTEGRATIONS[name].train(tmp_path)
     assert not list_steps(again)
     assert again.lines[-1] == first.lines[-1]
 
@@ -250,7 +252,7 @@ def test_two_workers_killed_and_asked_to_leave_end_as_untouched(
 ) -> None:
     def train(directory: str, *further: str, **ends: int) -> tuple[Life, Life]:
         given = (tmp_path / directory, *options, *further)
-        return live_together(DOORS[name].program, *given, preload=DOORS[name].preload, **ends)  # type: ignore[arg-type]
+        return live_together(INTEGRATIONS[name].program, *given, preload=INTEGRATIONS[name].preload, **ends)  # type: ignore[arg-type]
 
     untouched = train("untouched")
     if name != "lightning":
@@ -277,12 +279,12 @@ def test_two_workers_killed_and_asked_to_leave_end_as_untouched(
     ],
 )
 def test_example_killed_goes_on(tmp_path: Path, name: str, example: str, line: str) -> None:
-    check_example(example, tmp_path, DOORS[name].preload, line)
+    check_example(example, tmp_path, INTEGRATIONS[name].preload, line)
 
 
 @pytest.mark.parametrize(("name", "kind"), [pick("accelerate", "accelerate"), pick("transformers", "trainer")])
 def test_loss_with_parameters_that_is_not_named_is_kept(tmp_path: Path, name: str, kind: str) -> None:
-    preload = DOORS[name].preload
+    preload = INTEGRATIONS[name].preload
     untouched = live("own_loss.py", tmp_path / "untouched", kind, "1", preload=preload)
     killed = Life("own_loss.py", tmp_path / "killed", kind, "1", preload=preload)
     killed.wait_steps(4)
