@@ -42,8 +42,8 @@ from holdfast.preemption import (
     Watcher,
 )
 from holdfast.preemption.sources.detect import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
-from holdfast.preemption.sources.poller import SourcePoller
-from holdfast.preemption.sources.slurm import requeue_advice
+from holdfast.preemption.sources.local import requeue_advice
+from holdfast.preemption.sources.protocol import SourcePoller
 from holdfast.process.wakeup import ANSWERED, Wakeup
 from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
 from patience import PATIENCE_SECONDS
