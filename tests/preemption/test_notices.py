@@ -885,6 +885,25 @@ def test_handlers_are_chained_and_put_back() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+def test_handler_that_a_closed_source_left_is_replaced() -> None:
+    """It is Python's, so it can be put back; only one that Python does not know must stay."""
+    first, second = Signals(signal.SIGUSR1), Signals(signal.SIGUSR1)
+    heard: list[object] = []
+    try:
+        first.open(lambda notice: True)
+        thread = threading.Thread(target=first.close)  # No thread but the main one can put the handler back.
+        thread.start()
+        thread.join(PATIENCE_SECONDS)
+        second.open(lambda notice: heard.append(notice) is None)
+        assert second.foreign == ()
+        signal.raise_signal(signal.SIGUSR1)
+        assert len(heard) == 1
+        second.close()
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 def run(program: str) -> subprocess.CompletedProcess[str]:
     """Runs one of `programs/signal_sources.py`."""
     command: list[str | Path] = [sys.executable, PROGRAMS / "signal_sources.py", program]
