@@ -888,13 +888,18 @@ def test_handlers_are_chained_and_put_back() -> None:
 def test_handler_that_a_closed_source_left_is_replaced() -> None:
     """It is Python's, so it can be put back; only one that Python does not know must stay."""
     first, second = Signals(signal.SIGUSR1), Signals(signal.SIGUSR1)
-    heard: list[object] = []
+    heard: list[Notice] = []
+
+    def note(notice: Notice) -> bool:
+        heard.append(notice)
+        return True
+
     try:
         first.open(lambda notice: True)
         thread = threading.Thread(target=first.close)  # No thread but the main one can put the handler back.
         thread.start()
         thread.join(PATIENCE_SECONDS)
-        second.open(lambda notice: heard.append(notice) is None)
+        second.open(note)
         assert second.foreign == ()
         signal.raise_signal(signal.SIGUSR1)
         assert len(heard) == 1

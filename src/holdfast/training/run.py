@@ -134,8 +134,9 @@ def resumable(
         names = check_kept(keep_current, kept.objects)
         manager = CheckpointManager(directory, kept, **asdict(options))
         with explaining(manager.participant):
-            run = Run(manager, termination, _Resumption(strict, [*names], strict_resume), quiet=quiet)
-            early.hand_over(run._guard.inbox.receive)
+            loop = TrainingLoop(manager, partial(make_guard, manager, termination))
+            run = Run(loop, _Resumption(strict, [*names], strict_resume), quiet=quiet)
+            early.hand_over(loop.guard.inbox.receive)
     return run
 
 
@@ -190,13 +191,10 @@ class Run:
         completes_step: Returns False while gradients are being accumulated; `finish_step` does nothing then.
     """
 
-    def __init__(
-        self, manager: CheckpointManager, termination: TerminationConfig, resumption: _Resumption, *, quiet: bool
-    ) -> None:
-        self.manager = manager
+    def __init__(self, loop: TrainingLoop, resumption: _Resumption, *, quiet: bool) -> None:
+        self.manager = manager = loop.manager
         self.checkpoint = manager.checkpoint
-        self._loop = TrainingLoop(manager, partial(make_guard, manager, termination))
-        self._guard = self._loop.guard
+        self._loop, self._guard = loop, loop.guard
         self._restored: Restoration | None = None
         self._resumption = resumption
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
