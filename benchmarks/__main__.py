@@ -136,7 +136,7 @@ def main(
 
 
 def _split(results: Results) -> Results:
-    """**Pure.** What one process has saved; several workers have a page of their own."""
+    """**Pure.** The results of one process; several workers have a page of their own."""
     return replace(
         results,
         rounds=[entry for entry in results.rounds if not is_of_workers(entry.workload)],
