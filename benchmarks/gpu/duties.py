@@ -51,7 +51,7 @@ class GpuPeer(NamedTuple):
 PEERS: Final = {
     "holdfast": GpuPeer("benchmarks.peers.holdfast_manager:Holdfast"),
     "holdfast, overlapped": GpuPeer("benchmarks.peers.holdfast_manager:Overlapped"),
-    "torch.save": GpuPeer("benchmarks.peers.torch_save:TorchSave"),
+    "torch.save": GpuPeer("benchmarks.peers.one_file:TorchSave"),
     "DCP async, thread": GpuPeer("benchmarks.peers.dcp:InThreadPinned"),
     "DCP async, process": GpuPeer("benchmarks.peers.dcp:InProcessPinned", is_shared=True),
     "torch_checkpointing": GpuPeer(
