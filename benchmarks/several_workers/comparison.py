@@ -170,6 +170,7 @@ def _open_jobs(bench: Bench, workers: int, members: Mapping[str, Sequence[str]])
     jobs = Jobs(bench, workers, members)
     try:
         yield jobs
+        jobs.end(Contender.close)
     finally:
         jobs.end(Contender.kill)
 
