@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from holdfast.deadlines import LEAST_SECONDS
@@ -323,10 +324,10 @@ class FinalSave:
         """
         end_at = time.monotonic() + limit_seconds
         for saved in [saved for saved in saves if error and not (saved.ended or saved.committed)]:
-            if saved.is_joint:
-                if self._consensus.try_end(
-                    saved.try_cancel, DeadlineError(f"the job's remaining time was over: {error}")
-                ):
+            participant = self._manager.participant
+            if saved.is_joint and participant is not None:
+                late = DeadlineError(f"the job's remaining time was over: {error}")
+                if participant.peers.mailbox.ask(partial(saved.try_cancel, late)) is not False:
                     continue
             elif limit_seconds <= 0:
                 continue
