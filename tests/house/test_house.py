@@ -90,7 +90,7 @@ BUDGETS = {
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2184,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 3507,
+    "cli": 3486,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
@@ -112,7 +112,7 @@ BUDGETS = {
     # Modules, optimizers, tensors, meshes, loaders, and the position in a loader that is only followed.
     "integrations/torch": 4162,
     # Jobs of several tasks, and those of torchrun.
-    "jobs": 3290,
+    "jobs": 3284,
     # Saving and retention, as pure functions.
     "policies": 618,
     # Notices, the agreement of workers, the last save.

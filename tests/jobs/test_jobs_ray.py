@@ -252,7 +252,7 @@ def test_a_node_that_is_still_at_work_when_another_failed_is_ended(tmp_path: Pat
     hf.epoch_limiter(job, 1)
     with hf.RaySession(NODES[:2], grace_seconds=0.1) as session, pytest.raises(TaskFailedError) as raised:
         hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path)).train(session)
-    assert any("trainer_0 is still at work" in note for note in raised.value.__notes__)
+    assert any("trainer_0 was still running after" in note for note in raised.value.__notes__)
     assert epochs_of(tmp_path) == (0,)
 
 
