@@ -17,7 +17,7 @@ PIECE_BYTES: Final = 8 << 20
 """The size of one write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One entry of a directory.
 
     Attributes:
