@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import warnings
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -31,9 +32,10 @@ from holdfast.integrations.dcp.writer import FLATTENED
 from holdfast.integrations.torch.tensors import TORCH_DTYPES
 from holdfast.numbers import check_whole
 from holdfast.restore.candidates import choose_candidates
+from holdfast.restore.plan import plan_reads
+from holdfast.restore.read import open_pool, read_orders
 from holdfast.restore.records import OpenedStep
-from holdfast.restore.reshard import assign_parts, read_orders
-from holdfast.restore.verify import open_step
+from holdfast.restore.verify import open_step, read_rank
 from holdfast.state.leaves import ArraySpec, Target, spec_of
 from holdfast.state.registry import backend_named
 from holdfast.storage import Storage, open_storage
@@ -284,9 +286,11 @@ class _Reading:
 
     def read(self) -> None:
         """**Blocks.** Reads everything that was added."""
-        opened = self._opened
-        orders = assign_parts(opened.storage, opened.step, self._targets, opened.specs)
-        read_orders(opened.storage, orders, {}, threads=_THREADS)
+        storage, step = self._opened.storage, self._opened.step
+        read_index = partial(read_rank, storage, step.directory, step.manifest)
+        plan = plan_reads(step, self._targets, self._opened.specs, read_index)
+        with open_pool(storage, _THREADS, step.manifest.data_bytes) as pool:
+            read_orders(storage, plan.orders, {}, pool, storage)
 
 
 class _ValueDecoder(Decoder):
