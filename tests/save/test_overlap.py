@@ -27,7 +27,7 @@ import preloaded
 from command_line import run_python
 from holdfast.errors import ChangedError, DeadlineError, SaveFailedError, StorageError, UsageError
 from holdfast.events import Committed, Event, Failed, Held, Staged, Warned, Written
-from holdfast.integrations.torch import optimizers
+from holdfast.integrations.torch import steps
 from holdfast.process.latch import Latch
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.image import HostBuffer, Stager
@@ -704,7 +704,7 @@ def test_once_a_save_has_ended_nothing_of_it_is_kept_alive(fails: bool) -> None:
 
 
 def test_closing_takes_the_hooks_away(tmp_path: Path) -> None:
-    job, calls = Job(), optimizers._STEPS
+    job, calls = Job(), steps.BEFORE_STEPS
     with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True) as manager:
         manager.save(1)
         assert len(calls._calls) == 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.format.codecs import name_of, register_codec, register_type_source
+from holdfast.integrations.torch import loader as loader  # Its adapter registers itself.
 from holdfast.integrations.torch.modules import ModuleAdapter
 from holdfast.integrations.torch.optimizers import OptimizerAdapter
 from holdfast.integrations.torch.tensors import TorchBackend
@@ -62,6 +63,3 @@ register_codec(torch.dtype, tag="torch.dtype", encode=str, decode=_DTYPES.__geti
 register_codec(torch.memory_format, tag="torch.memory_format", encode=str, decode=_MEMORY_FORMATS.__getitem__)
 register_codec(torch.device, tag="torch.device", encode=str, decode=torch.device)
 register_codec(torch.Size, tag="torch.Size", encode=list, decode=torch.Size)
-
-# The data loader's adapter registers itself.
-from holdfast.integrations.torch import loader as loader  # noqa: E402

@@ -12,13 +12,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from holdfast.advice.strays import list_values
+from holdfast.errors import UsageError
 
 _WALKS: Final = ("modules", "named_modules", "parameters", "named_parameters", "_named_members")
 _READS: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
@@ -26,6 +27,14 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KEPT: Final = ("_parameters", "_buffers", "_modules")
 _MOST_COMPARED: Final = 4096
 _MOST_VALUES: Final = 64
+
+# What wraps a module under a name of its own, by the class. Names are kept without these parts, so that a wrapped
+# module and a bare one have the same state. (Classes by name: importing that of a compiled module is slow.)
+_WRAPPERS: Final = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod.",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module.",
+    "torch.nn.parallel.data_parallel.DataParallel": "module.",
+}
 
 
 def list_modules(root: nn.Module) -> list[nn.Module]:
@@ -283,3 +292,92 @@ def _list_unsaved(module: nn.Module | None, name: str) -> list[tuple[Any, torch.
         ):
             found.append((one, one))
     return found
+
+
+def holders_of(tensors: Sequence[Any]) -> Sequence[int] | None:
+    """Returns the ranks of the workers that hold tensors together, if these are sharded over a mesh."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    from holdfast.integrations.torch.meshes import mesh_ranks
+
+    return mesh_ranks(tensors)
+
+
+def find_renaming(modules: list[nn.Module]) -> Callable[[str], str]:
+    """Returns a function from a module's names to names without those of wrappers, given all modules of a root."""
+    kinds = set(map(type, modules))
+    if not any(f"{cls.__module__}.{cls.__qualname__}" in _WRAPPERS for kind in kinds for cls in kind.__mro__):
+        return str
+    cuts: list[tuple[str, str]] = []
+    for path, child in modules[0].named_modules(remove_duplicate=False):
+        for cls in type(child).__mro__:
+            part = _WRAPPERS.get(f"{cls.__module__}.{cls.__qualname__}")
+            if part is not None:
+                cuts.append((f"{path}." if path else "", part))
+    # Deep ones first: to cut one out leaves what comes before it as it is.
+    cuts.sort(key=lambda cut: -len(cut[0]))
+
+    def rename(name: str) -> str:
+        for prefix, part in cuts:
+            if name.startswith(prefix + part):
+                name = prefix + name[len(prefix) + len(part) :]
+        return name
+
+    return rename
+
+
+def settle(module: nn.Module) -> list[nn.Module]:
+    """Converts a module's parameters to the form in which they are saved: those of its optimizer, sharded over its
+    mesh.
+
+    FSDP2 leaves some gathered after a forward pass without a backward pass, and those are other tensors.
+
+    Returns:
+        All modules in it, itself first.
+
+    Raises:
+        UsageError: If the module hides which tensors its parameters are.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    divided = getattr(fsdp, "FSDPModule", None)
+    modules = list_modules(module)
+    kinds = {kind for kind in set(map(type, modules)) if divided is not None and issubclass(kind, divided)}
+    for child in modules:
+        if type(child) in kinds:
+            cast(Any, child).reshard()
+        if child._forward_hooks and any(
+            getattr(hook, "__name__", "") == "_localize_dtensor" for hook in child._forward_hooks.values()
+        ):
+            refuse_localized(child.parameters())
+            if _hides_parameters(child):
+                raise _localized()
+    return modules
+
+
+def refuse_localized(parameters: Iterable[Any]) -> None:
+    """**Pure.** Detects parameters that are a worker's own parts without a description.
+
+    DDP with a mesh replaces tensor-parallel parameters by such parts, and torch notes on them what they were.
+
+    Raises:
+        UsageError: If there are some.
+    """
+    if any(hasattr(one, "_st_info") for one in parameters):
+        raise _localized()
+
+
+def _localized() -> UsageError:
+    return UsageError(
+        "DistributedDataParallel(..., device_mesh=...) has replaced tensor-parallel parameters by this worker's "
+        "parts, which do not show where they belong",
+        hint="Shard the module over the same mesh with fully_shard(module, mesh=...) instead.",
+    )
+
+
+def _hides_parameters(module: nn.Module) -> bool:
+    """Returns True if there are attributes as such parameters leave after a forward pass: whole again, and in no
+    list."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is None:
+        return False
+    return any(isinstance(one, tensors.DTensor) for child in module.modules() for one in vars(child).values())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any, Final, cast
 
@@ -12,15 +11,20 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.errors import UnsupportedValueError
+from holdfast.integrations.torch.loader import follow_plain
 from holdfast.integrations.torch.module_walks import (
+    find_renaming,
     has_plain_state,
+    holders_of,
     list_modules,
     list_parameters,
     read_own_state,
     read_state,
+    settle,
     watch_tensors,
 )
+from holdfast.integrations.torch.steps import AFTER_STEPS
 from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import (
     MADE_ANEW,
@@ -36,14 +40,6 @@ from holdfast.state.adapters import (
 )
 from holdfast.state.leaves import ArraySpec, Skeleton
 from holdfast.state.registry import is_made_of_tensors
-
-# What wraps a module under a name of its own, by the class. Names are kept without these parts, so that a wrapped
-# module and a bare one have the same state. (Classes by name: importing that of a compiled module is slow.)
-_WRAPPERS: Final = {
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod.",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module.",
-    "torch.nn.parallel.data_parallel.DataParallel": "module.",
-}
 
 # These override loading for the sake of files from old versions alone.
 _PLAIN_LOADERS: Final = frozenset(
@@ -63,18 +59,6 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) and module.training and module.dropout > 0
 
 
-def _follow_optimizers(call: Callable[[Any], None]) -> Callable[[], None]:
-    from holdfast.integrations.torch.optimizers import follow_all
-
-    return follow_all(call)
-
-
-def _follow_loaders(call: Callable[[Any], None]) -> Callable[[], None]:
-    from holdfast.integrations.torch.loader import follow_plain
-
-    return follow_plain(call)
-
-
 class ModuleAdapter(Adapter):
     """The state of a module is the result of `state_dict`, with names that are independent of wrappers.
 
@@ -86,8 +70,8 @@ class ModuleAdapter(Adapter):
     """
 
     kind = "torch.module"
-    follow_optimizers = staticmethod(_follow_optimizers)
-    follow_loaders = staticmethod(_follow_loaders)
+    follow_optimizers = AFTER_STEPS.add
+    follow_loaders = staticmethod(follow_plain)
 
     def check(self, obj: Any, path: str) -> None:
         """Checks its submodules too."""
@@ -185,13 +169,12 @@ class ModuleAdapter(Adapter):
         tensors = {key for key in handed_over if isinstance(live.get(key), torch.Tensor)}
         values |= loading.values({key: handed_over[key] for key in tensors}, present, rules=MADE_ANEW)
         values |= loading.values({key: node for key, node in handed_over.items() if key not in tensors}, present)
+        changed = [key for key in live if values[key] is not live[key] and id(live[key]) in own and key not in shaped]
+        # Those that could not be filled in place.
         new_memory = [
-            (value, values[key])
-            for key, value in live.items()
-            if values[key] is not value
-            and id(value) in own
-            and key not in shaped
-            and _gets_new_memory(value, is_loaded=key not in direct)
+            (live[key], values[key])
+            for key in changed
+            if (key in direct if is_made_of_tensors(type(live[key])) else not _BACKEND.fillable(live[key]))
         ]
         return lambda: _finish(obj, loading.complete(values) if custom else None, made, new_memory)
 
@@ -206,11 +189,6 @@ def _without_wrapper(nodes: Mapping[str, Any], live: Mapping[str, Any]) -> Mappi
     while nodes and nodes.keys().isdisjoint(live) and all(key.startswith("module.") for key in nodes):
         nodes = {key.removeprefix("module."): node for key, node in nodes.items()}
     return nodes
-
-
-def _gets_new_memory(tensor: Any, is_loaded: bool) -> bool:
-    """Returns True if a tensor of a module, with new values, could not be filled in place."""
-    return not is_loaded if is_made_of_tensors(type(tensor)) else not _BACKEND.fillable(tensor)
 
 
 def _changed_by_loading(
@@ -241,7 +219,7 @@ def _changed_by_loading(
     }
     if not differing:
         return shaped, made
-    rename = renaming(module)
+    rename = find_renaming(list_modules(module))
     paths = {f"{path}." if path else "": child for path, child in module.named_modules(remove_duplicate=False)}
     # A wrapper has the same name as what it wraps, which comes later and has the tensors.
     owners = {rename(path): (path, child) for path, child in paths.items()}
@@ -356,115 +334,17 @@ def _renewed_buffers(modules: list[nn.Module]) -> list[torch.Tensor]:
     return [buffer for one in norms for buffer in one.buffers(recurse=False)]
 
 
-def holders_of(tensors: Sequence[Any]) -> Sequence[int] | None:
-    """Returns the ranks of the workers that hold tensors together, if these are sharded over a mesh."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return None
-    from holdfast.integrations.torch.meshes import mesh_ranks
-
-    return mesh_ranks(tensors)
-
-
-def renaming(module: nn.Module) -> Callable[[str], str]:
-    """Returns a function from the module's names to names without those of wrappers."""
-    return find_renaming(list_modules(module))
-
-
-def find_renaming(modules: list[nn.Module]) -> Callable[[str], str]:
-    """`renaming`, given all modules of a root."""
-    kinds = set(map(type, modules))
-    if not any(f"{cls.__module__}.{cls.__qualname__}" in _WRAPPERS for kind in kinds for cls in kind.__mro__):
-        return _same
-    cuts: list[tuple[str, str]] = []
-    for path, child in modules[0].named_modules(remove_duplicate=False):
-        for cls in type(child).__mro__:
-            part = _WRAPPERS.get(f"{cls.__module__}.{cls.__qualname__}")
-            if part is not None:
-                cuts.append((f"{path}." if path else "", part))
-    # Deep ones first: to cut one out leaves what comes before it as it is.
-    cuts.sort(key=lambda cut: -len(cut[0]))
-
-    def rename(name: str) -> str:
-        for prefix, part in cuts:
-            if name.startswith(prefix + part):
-                name = prefix + name[len(prefix) + len(part) :]
-        return name
-
-    return rename
-
-
-def _same(name: str) -> str:
-    return name
-
-
-def settle(module: nn.Module) -> list[nn.Module]:
-    """Converts a module's parameters to the form in which they are saved: those of its optimizer, sharded over its
-    mesh.
-
-    FSDP2 leaves some gathered after a forward pass without a backward pass, and those are other tensors.
-
-    Returns:
-        All modules in it, itself first.
-
-    Raises:
-        UsageError: If the module hides which tensors its parameters are.
-    """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    divided = getattr(fsdp, "FSDPModule", None)
-    modules = list_modules(module)
-    kinds = {kind for kind in set(map(type, modules)) if divided is not None and issubclass(kind, divided)}
-    for child in modules:
-        if type(child) in kinds:
-            cast(Any, child).reshard()
-        if child._forward_hooks and any(
-            getattr(hook, "__name__", "") == "_localize_dtensor" for hook in child._forward_hooks.values()
-        ):
-            refuse_localized(child.parameters())
-            if _hides_parameters(child):
-                raise _localized()
-    return modules
-
-
-def refuse_localized(parameters: Iterable[Any]) -> None:
-    """**Pure.** Detects parameters that are a worker's own parts without a description.
-
-    DDP with a mesh replaces tensor-parallel parameters by such parts, and torch notes on them what they were.
-
-    Raises:
-        UsageError: If there are some.
-    """
-    if any(hasattr(one, "_st_info") for one in parameters):
-        raise _localized()
-
-
-def _localized() -> UsageError:
-    return UsageError(
-        "DistributedDataParallel(..., device_mesh=...) has replaced tensor-parallel parameters by this worker's "
-        "parts, which do not show where they belong",
-        hint="Shard the module over the same mesh with fully_shard(module, mesh=...) instead.",
-    )
-
-
-def _hides_parameters(module: nn.Module) -> bool:
-    """Returns True if there are attributes as such parameters leave after a forward pass: whole again, and in no
-    list."""
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    if tensors is None:
-        return False
-    return any(isinstance(one, tensors.DTensor) for child in module.modules() for one in vars(child).values())
-
-
 def _read(module: nn.Module) -> dict[str, Any]:
     modules = settle(module)
     rename = find_renaming(modules)
     state = read_state(modules)
-    return state if rename is _same else {rename(name): value for name, value in state.items()}
+    return state if rename is str else {rename(name): value for name, value in state.items()}
 
 
 def _load(module: nn.Module, values: dict[str, Any], made: dict[str, str]) -> None:
     # The live state has the module's own names, in its order, and the versions that loading hooks look at.
     state = read_own_state(module)
-    rename = renaming(module)
+    rename = find_renaming(list_modules(module))
     devices = {name.rpartition(".")[0]: one.device for name, one in state.items() if isinstance(one, torch.Tensor)}
     elsewhere = next(iter(devices.values()), None)
     for name in state:
@@ -485,7 +365,7 @@ _FSDP_HOOKS: Final = frozenset(
 
 def _special_prefixes(module: nn.Module) -> tuple[str, ...]:
     """Returns the prefixes of modules that change what they load."""
-    rename = renaming(module)
+    rename = find_renaming(list_modules(module))
     return tuple(
         rename(f"{path}." if path else "")
         for path, child in module.named_modules(remove_duplicate=False)

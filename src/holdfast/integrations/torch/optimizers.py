@@ -8,26 +8,27 @@ lists, as `params.w`; otherwise its position, as `group0.3`.
 
 from __future__ import annotations
 
-import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import TensorWeakRef
 
 from holdfast.format.decoding import Decoder, malformed
 from holdfast.format.encoding import escape
-from holdfast.integrations.torch.module_walks import find_owners, list_named_parameters
-from holdfast.integrations.torch.modules import find_renaming, holders_of, refuse_localized, settle
-from holdfast.integrations.torch.state_dicts import is_state_dict, name_stored_parameters
+from holdfast.integrations.torch.module_walks import (
+    find_owners,
+    find_renaming,
+    holders_of,
+    list_named_parameters,
+    refuse_localized,
+    settle,
+)
+from holdfast.integrations.torch.steps import BEFORE_STEPS, CAPTURED, WaitingGradients, follow_one
 from holdfast.integrations.torch.tensors import is_capturing
 from holdfast.state.adapters import (
     FSDP1,
@@ -50,111 +51,6 @@ class _Layout:
     parameters: list[torch.Tensor]
     names: list[str]
     groups: list[list[str]]
-
-
-class _Steps:
-    """**Thread-safe.** The functions that are called before, or after, each step of any torch optimizer.
-
-    torch's own list of hooks must not change while another thread's optimizer iterates over it: so one hook stays
-    there, from the first time that it is needed, and it iterates over a copy of these functions.
-    """
-
-    def __init__(self, register: Callable[[Callable[..., None]], object]) -> None:
-        # Guards the hook. The calls have no lock: one is removed by the end of an optimizer too, which the collector
-        # of garbage may bring about anywhere, with the lock held as well.
-        self._lock = threading.RLock()
-        self._calls: dict[object, Callable[[object], None]] = {}
-        self._hook: Callable[..., None] | None = None
-        self._is_left_alone = False
-        self._register = register
-
-    def add(self, call: Callable[[object], None]) -> Callable[[], None]:
-        """Adds a function, until the returned function is called, which may be repeated."""
-        key = object()
-        self._calls[key] = call
-        with self._lock:
-            # What Dynamo has compiled does not wait, unless it leaves the hook alone. To ask for that takes a second
-            # where nothing is compiled.
-            if self._hook is None or ("torch._dynamo" in sys.modules and not self._is_left_alone):
-                self._is_left_alone = "torch._dynamo" in sys.modules
-                self._hook = torch.compiler.disable(self._pass_on) if self._is_left_alone else self._pass_on
-                self._register(self._hook)
-
-        def remove() -> None:
-            self._calls.pop(key, None)
-
-        return remove
-
-    def _pass_on(self, optimizer: object, *_: object) -> None:
-        for call in self._calls.copy().values():
-            call(optimizer)
-
-
-_CAPTURED: Final = weakref.WeakSet[object]()
-"""The optimizers of which a step was seen to be captured in a CUDA graph."""
-
-_STEPS: Final = _Steps(register_optimizer_step_pre_hook)
-_STEPPED: Final = _Steps(register_optimizer_step_post_hook)
-
-
-class _Gradients:
-    """Two gradients of an optimizer, as they were after the newest step of any optimizer.
-
-    Later gradients wait for a step. The steps of other optimizers count too: the loss of a generator reaches the
-    discriminator, whose gradients are then set to zero and not used.
-
-    Only the thread that creates this reads the gradients. torch ends the process, or damages its memory, if one thread
-    reads `parameter.grad` while another one sets it.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._thread = threading.get_ident()
-        self._seen: list[tuple[TensorWeakRef, int]] = []
-        self.note()
-        # The call must not keep this alive: it ends with the save's interest in it.
-        note = weakref.WeakMethod(self.note)
-        weakref.finalize(self, _STEPPED.add(lambda _: _call(note))).atexit = False
-
-    def note(self) -> None:
-        """Called after each step of any thread."""
-        if threading.get_ident() == self._thread:
-            self._seen = [(TensorWeakRef(one), one._version) for one in self._sample()]
-
-    def find_loss(self) -> str:
-        """Returns a warning about a save that is made now, if gradients wait for a step.
-
-        Gradients that were set to zero do not wait, nor those that overflowed, for which a gradient scaler skips the
-        step.
-        """
-        if threading.get_ident() != self._thread:
-            return ""
-        seen = [(ref(), version) for ref, version in self._seen]
-        new = [one for one in self._sample() if not any(one is old and one._version == count for old, count in seen)]
-        # Of a sharded one only the local part: other workers are not asked.
-        parts = [getattr(one, "_local_tensor", one) for one in new]
-        local = [one for one in parts if type(one) is torch.Tensor and one.layout is torch.strided]
-        if not any(bool(one.any()) for one in local) or not all(bool(one.isfinite().all()) for one in local):
-            return ""
-        return (
-            "saved between backward() and optimizer.step(); gradients are not saved, so a restart loses these. Call "
-            "run.finish_step() only after optimizer.step() (with run.steps: take all batches of a step in one turn); "
-            "count batches with enumerate(loader, start=loader.batches_done)"
-        )
-
-    def _sample(self) -> list[torch.Tensor]:
-        """Returns the gradients of the first parameter that has one, and of the last."""
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
-        first = next((one.grad for group in groups for one in group if one.grad is not None), None)
-        last = next((one.grad for group in reversed(groups) for one in reversed(group) if one.grad is not None), None)
-        return [one for one in (first, last) if one is not None]
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    alive = method()
-    if alive is not None:
-        alive()
 
 
 class OptimizerAdapter(Adapter):
@@ -208,23 +104,23 @@ class OptimizerAdapter(Adapter):
         optimizers.
         """
         if is_own:
-            return _follow(obj, call)
+            return follow_one(obj, call)
         if getattr(obj, "register_step_pre_hook", None) is None:
             return None  # A wrapper, say, that passes on little of what it wraps.
 
         def note_and_call(stepping: object) -> None:
             if is_capturing():
-                _CAPTURED.add(stepping)
+                CAPTURED.add(stepping)
             call(stepping)
 
-        remove = _STEPS.add(note_and_call)
+        remove = BEFORE_STEPS.add(note_and_call)
         weakref.finalize(obj, remove).atexit = False
         return remove
 
     def oversights_of(self, obj: Any) -> Oversights:
         """See `Adapter`: gradients that wait for a step are not saved."""
         parameters = [one for group in obj.param_groups for one in group["params"] if one.requires_grad]
-        return Oversights(find_loss=_Gradients(obj).find_loss, trains=parameters, find_owners=find_owners)
+        return Oversights(find_loss=WaitingGradients(obj).find_loss, trains=parameters, find_owners=find_owners)
 
     def stepped_arrays(self, obj: Any) -> list[Any]:
         """Returns the parameters, and the tensors in their state.
@@ -232,7 +128,7 @@ class OptimizerAdapter(Adapter):
         Empty if a CUDA graph may take the steps: its replays call no hook, raise no version, and may change the
         parameters of any optimizer. `capturable` marks an optimizer that is made for that.
         """
-        if _CAPTURED or any(group.get("capturable") for group in obj.param_groups):
+        if CAPTURED or any(group.get("capturable") for group in obj.param_groups):
             return []
         parameters = [parameter for group in obj.param_groups for parameter in group["params"]]
         values = [value for state in obj.state.values() if isinstance(state, dict) for value in state.values()]
@@ -257,17 +153,20 @@ class OptimizerAdapter(Adapter):
         if tree.keys() == {"whole"}:
             whole = loading.value(tree["whole"], raw, "whole")
             return lambda: obj.load_state_dict(loading.complete(whole))
-        if is_state_dict(tree) and _is_of_torchs_form(raw, obj):
-            named = name_stored_parameters(tree, _layout_of(obj, loading.context).groups, loading)
+        is_torchs = _is_of_torchs_form(raw, obj)
+        # As another program has stored it.
+        is_state_dict = tree.keys() >= {"state", "param_groups"}
+        if is_state_dict and is_torchs:
+            named = _name_stored_parameters(tree, _layout_of(obj, loading.context).groups, loading)
             if named is None:
                 return lambda: None
             tree, shapes = named
-        elif is_state_dict(tree):
+        elif is_state_dict:
             whole = loading.value(tree, raw)
             return lambda: obj.load_state_dict(loading.complete(whole))
         if tree.keys() != {"state", "groups", "loose", "rest"}:
             raise malformed(loading.name(), "the state of an optimizer is malformed")
-        if not _is_of_torchs_form(raw, obj):
+        if not is_torchs:
             if _wanted(tree, loading):
                 loading.differences.wrong_kind.append(
                     f"{loading.name()}: stored by parameter, live in its own form ({type(obj).__qualname__})"
@@ -290,22 +189,6 @@ class OptimizerAdapter(Adapter):
         state = _match_state(nodes, raw["state"], layout, known, stays, loading)
         ready = {**rest, "state": {**loose, **state}, "param_groups": raw["param_groups"]}
         return lambda: _load(obj, loading.complete(ready), layout)
-
-
-def follow_all(call: Callable[[Any], None]) -> Callable[[], None]:
-    """Calls `call` with each torch optimizer that has stepped, until the returned function is called."""
-    return _STEPPED.add(call)
-
-
-def _follow(obj: Any, call: Callable[[object], None]) -> Callable[[], None] | None:
-    """Adds a hook to one optimizer, or to the one in a wrapper that has no hooks; copies of it do not have it."""
-    if "torch._dynamo" in sys.modules:
-        call = torch.compiler.disable(call)  # Else what compiles a step would look into it, and warn.
-    for optimizer in (obj, getattr(obj, "optimizer", None)):
-        with suppress(AttributeError):  # A wrapper may inherit the method, and lack what torch's own class sets.
-            handle = cast(Any, optimizer).register_step_pre_hook(lambda stepping, *_: call(stepping))
-            return cast(Callable[[], None], handle.remove)
-    return None
 
 
 def parameter_names(context: CaptureContext) -> dict[int, str]:
@@ -408,24 +291,19 @@ def _wanted(node: Skeleton, loading: Loading, *at: str) -> bool:
 def _shapes_of(layout: _Layout) -> dict[str, list[int]]:
     """Returns the shape of each parameter that has one yet."""
     parameters = zip(layout.names, layout.parameters, strict=True)
-    if any(map(_is_lazy_type, set(map(type, layout.parameters)))):
+    lazy = (UninitializedParameter, UninitializedBuffer)
+    if any(issubclass(cls, lazy) for cls in set(map(type, layout.parameters))):
         return {name: list(parameter.shape) for name, parameter in parameters if not is_lazy(parameter)}
     return {name: list(parameter.shape) for name, parameter in parameters}
 
 
-def _is_lazy_type(cls: type) -> bool:
-    return issubclass(cls, UninitializedParameter | UninitializedBuffer)
-
-
 def _stored_shapes(stored: Skeleton, loading: Loading) -> dict[str, list[int]]:
-    shapes = Decoder().decode(stored, path=loading.name("shapes"))
-    if type(shapes) is not dict or not all(type(name) is str and _is_shape(shapes[name]) for name in shapes):
+    shapes: Any = Decoder().decode(stored, path=loading.name("shapes"))
+    lists = list(shapes.values()) if type(shapes) is dict else [None]
+    are_shapes = all(type(shape) is list and {int}.issuperset(map(type, shape)) for shape in lists)
+    if not are_shapes or not all(type(name) is str for name in shapes):
         raise malformed(loading.name("shapes"), "the shapes of parameters are expected")
-    return shapes
-
-
-def _is_shape(shape: Any) -> bool:
-    return type(shape) is list and all(type(length) is int for length in shape)
+    return dict(shapes)
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -557,3 +435,108 @@ def _standing(key: str, value: Any, loaded: Any) -> Any:
     if type(value) in (list, tuple) and type(loaded) is type(value) and len(value) == len(loaded):
         return type(value)(_standing("", part, other) for part, other in zip(value, loaded, strict=True))
     return value
+
+
+_SHAPED_AS_PARAMETERS: Final = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
+        *("sum", "acc_delta", "exp_inf", "ax", "prev"),
+    }
+)
+"""State of torch's own optimizers that has the shape of its parameter."""
+
+
+def _name_stored_parameters(
+    tree: dict[str, Skeleton], groups: list[list[str]], loading: Loading
+) -> tuple[dict[str, Skeleton], dict[str, list[int]]] | None:
+    """Returns the result of `optimizer.state_dict()`, as another program has stored it, under the live names.
+
+    Numbers go by position, as in torch itself: the first parameter of the first group is that of the live optimizer.
+    Names go by name, with any prefix that the live one has.
+
+    Args:
+        tree: The stored tree.
+        groups: The names of the live parameters, by group.
+        loading: Where differences are noted.
+
+    Returns:
+        The state in holdfast's form, and the known shapes of parameters; None if the groups do not fit, which is noted.
+
+    Raises:
+        FormatError: If the tree is not such a state.
+    """
+    stored = tree["param_groups"]
+    if type(stored) is not list:
+        raise malformed(loading.name("param_groups"), "a list is expected")
+    known: dict[Any, str] = {}
+    named: list[Skeleton] = []
+    for number, node in enumerate(stored):
+        group = dict(loading.children(node, "param_groups", str(number)))
+        keys = group.get("params")
+        if type(keys) is not list or not all(type(key) in (int, str) for key in keys):
+            raise malformed(loading.name("param_groups", str(number)), "the numbers of parameters are expected")
+        live = groups[number] if number < len(groups) else []
+        names = _match_names(keys, live) if len(keys) == len(live) and len(stored) == len(groups) else None
+        if names is None:
+            if loading.wants():
+                theirs = [len(one.get("params") or ()) if type(one) is dict else 0 for one in stored]
+                loading.differences.wrong_kind.append(
+                    f"{loading.name()}: stored with groups of {theirs} parameters, live {list(map(len, groups))}"
+                    " or under other names"
+                )
+            return None
+        known.update(zip(keys, names, strict=True))
+        named.append({key: value for key, value in group.items() if key != "param_names"} | {"params": names})
+    state: dict[str, Skeleton] = {}
+    loose: list[list[Any]] = []
+    shapes: dict[str, list[int]] = {}
+    for key, node in _items(tree["state"], loading):
+        name = known.get(key) if type(key) in (int, str) else None
+        if name is None:
+            loose.append([key, node])
+            continue
+        state[name] = node
+        shape = _shape(node, loading)
+        if shape is not None:
+            shapes[name] = shape
+    rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+    kept = {"$": "dict", "v": loose} if loose else {}
+    return {"state": state, "groups": named, "loose": kept, "rest": rest}, shapes
+
+
+def _match_names(keys: list[Any], live: list[str]) -> list[str] | None:
+    """Returns for each stored parameter the live one; None if they do not match."""
+    if not all(type(key) is str for key in keys):
+        return live
+    found: dict[str, str] = {}
+    wanted = set(keys)
+    for name in live:
+        key = name
+        while key not in wanted and "." in key:
+            key = key.partition(".")[2]
+        if key not in wanted or key in found:
+            return None
+        found[key] = name
+    return [found[key] for key in keys]
+
+
+def _items(node: Skeleton, loading: Loading) -> list[tuple[Any, Skeleton]]:
+    """Returns the items of a stored dict, with keys of any kind."""
+    if type(node) is dict and node.get("$") == "dict" and type(node.get("v")) is list:
+        pairs = node["v"]
+        if not all(type(pair) is list and len(pair) == 2 for pair in pairs):
+            raise malformed(loading.name("state"), "a pair is expected")
+        return [(pair[0], pair[1]) for pair in pairs]
+    return list(loading.children(node, "state").items())
+
+
+def _shape(node: Skeleton, loading: Loading) -> list[int] | None:
+    """Returns the shape of a parameter, from its state."""
+    if type(node) is not dict or "$" in node:
+        return None
+    for key, part in node.items():
+        if key in _SHAPED_AS_PARAMETERS:
+            spec = loading.spec_of(part)
+            if spec is not None:
+                return list(spec.shape)
+    return None
