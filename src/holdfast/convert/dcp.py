@@ -15,10 +15,9 @@ from typing import Any, BinaryIO, Final, TypeAlias
 
 import msgspec
 
-from holdfast.convert.input_files import Chunk, InputArray, InputFile, is_plain_name
+from holdfast.convert.files import Chunk, InputArray, InputFile, is_plain_name, open_output_directory
 from holdfast.convert.leaf_stream import Extent, LeafReader, StoredLeaf, take_bytes
 from holdfast.convert.leaf_tree import ArrayRef, LeftOut, ObjectState, list_arrays
-from holdfast.convert.output_files import open_output_directory
 from holdfast.convert.pickle_read import KeyChecker, PickledObject, read_pickle, shown
 from holdfast.convert.pickle_write import FunctionCall, Global, Instance, Pairs, write_pickle
 from holdfast.convert.torch_file import (

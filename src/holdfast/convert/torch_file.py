@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.convert.input_files import InputFile, SourceTensor
+from holdfast.convert.files import InputFile, SourceTensor, open_output_file
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf, take_bytes
 from holdfast.convert.leaf_tree import ArrayRef, CodedValue, LeftOut, ObjectState
-from holdfast.convert.output_files import open_output_file
 from holdfast.convert.pickle_read import PickledObject, read_pickle, shown
 from holdfast.convert.pickle_write import FunctionCall, Global, Persistent, write_pickle
 from holdfast.convert.torch_zip import ArchiveReader, Record, write_archive

@@ -11,7 +11,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import msgspec
 
-from holdfast.convert.input_files import InputFile
+from holdfast.convert.files import InputFile
 from holdfast.errors import FormatError
 
 MAX_DIRECTORY_BYTES: Final = 128 << 20

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
+
+import msgspec
 
 from holdfast.errors import FormatError
-from holdfast.format.digests import DIGEST_CHARACTERS, unseal
+from holdfast.format.digests import DIGEST_CHARACTERS, SealedRecord, unseal
 from holdfast.format.dtypes import QUANTIZED_TYPES, array_bytes, find_quantizer_problem
 from holdfast.format.index import Index, LeafRecord, Source, StoredBox
 from holdfast.format.names import find_order_problem
@@ -28,6 +30,23 @@ def decode_index(data: bytes, *, path: str, step: int | None = None) -> Index:
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=step)
     return index
+
+
+class _ObjectNames(SealedRecord, frozen=True):
+    """The part of an index that names the objects."""
+
+    kind: ClassVar[str] = Index.kind
+
+    objects: dict[str, msgspec.Raw]
+
+
+def decode_object_names(data: bytes, *, path: str, step: int | None = None) -> list[str]:
+    """**Pure.** Returns the names of the objects in an index, without what it says of them and of arrays.
+
+    Raises:
+        FormatError: If it is damaged.
+    """
+    return list(unseal(_ObjectNames, data, path=path, step=step).objects)
 
 
 def _find_problem(index: Index) -> str:

@@ -22,10 +22,10 @@ from holdfast.state.leaves import ArraySpec, Target, part_of, spec_of
 
 
 class ReadPlan(msgspec.Struct, frozen=True):
-    """What to read for some targets.
+    """The reads that fill some targets.
 
     Attributes:
-        orders: What to read of each file.
+        orders: The reads of each file.
         overlapping: The targets that share memory with another one, or with its copies; all of them must be checked
             once they are filled.
     """

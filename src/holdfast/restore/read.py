@@ -56,7 +56,7 @@ class Share(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Order:
-    """What is read of one file, by the number of a stored array in its index.
+    """The reads of one file, by the number of a stored array in its index.
 
     Attributes:
         whole: The target that takes all of the array.

@@ -52,6 +52,14 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
     return OpenedStep(directory, manifest, indexes)
 
 
+def list_objects(storage: Storage, name: StepName) -> list[str]:
+    """**Blocks.** Returns the names of a step's objects, and reads no more; raises `DamageError` if records are bad."""
+    try:
+        return StoredStep(storage, name.directory, name).object_names()
+    except NotFoundError as error:
+        raise DamageError(f"{error.path} is missing", step=name.step, path=error.path) from error
+
+
 def find_rank(manifest: Manifest, worker: Worker) -> int:
     """**Pure.** Returns the worker of a step whose index has a worker's state."""
     return worker.rank % manifest.world_size

@@ -26,7 +26,7 @@ from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundErr
 from holdfast.format.encoding import MAX_DEPTH, Encoder, unsupported
 from holdfast.format.index import MAX_INDEX_BYTES, BoxRecord, ElsewhereRecord, Index
 from holdfast.format.index_checks import decode_index, find_cover_problem
-from holdfast.format.names import MAX_STEP, StepName, index_name, is_own, join
+from holdfast.format.names import MAX_STEP, StepName, index_name, join
 from holdfast.format.records import Worker, WorkerRecord, list_features
 from holdfast.format.scalars import Node
 from holdfast.format.shapes import Box, StridesRecord, find_box_problem
@@ -35,7 +35,7 @@ from holdfast.numbers import check_whole
 from holdfast.options import check_policies
 from holdfast.policies import All, RetentionPolicy
 from holdfast.process.worker_pool import WorkerPool
-from holdfast.restore.verify import open_step
+from holdfast.restore.verify import list_objects
 from holdfast.save.image import HostBuffer, Stager
 from holdfast.save.records import Origin
 from holdfast.save.run_writer import RunWriter
@@ -333,11 +333,10 @@ def _check_no_run(storage: Storage, catalog: Catalog) -> None:
     if catalog.newest is None:
         return
     try:
-        opened = open_step(storage, catalog.newest.directory, catalog.newest)
+        names = list_objects(storage, catalog.newest)
     except DamageError:
         return  # The restore has spoken of it, and went on from an older step.
-    names = {name for index in opened.indexes for name in index.objects if not is_own(name)}
-    if names != {TREE}:
+    if names != [TREE]:
         raise UsageError(
             f"{storage.url} contains the run of a training loop ({', '.join(sorted(names))}), so dcp.save does not "
             "save there",

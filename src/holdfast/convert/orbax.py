@@ -12,14 +12,15 @@ import re
 import stat
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from holdfast.convert.frameworks.recognized import MODEL, Recognized
-from holdfast.convert.input_files import Chunk, InputArray, is_plain_name
-from holdfast.convert.leaf_tree import LeftOut
+from holdfast.convert.files import Chunk, InputArray, is_plain_name
+from holdfast.convert.leaf_tree import LeftOut, nest
+from holdfast.convert.recognized import MODEL, Recognized
 from holdfast.convert.torch_file import ArchivedTree
 from holdfast.errors import FormatError, MissingPackageError, NoCheckpointError, StorageError, UsageError
 from holdfast.extras import install_command
@@ -44,11 +45,6 @@ _EMPTY: Final[Mapping[str, Any]] = {"None": None, "NamedTuple": None, "Dict": {}
 class _Key(msgspec.Struct, frozen=True):
     key: str
     key_type: int
-
-    @property
-    def is_place(self) -> bool:
-        """True if it is an index of a sequence."""
-        return self.key_type == 1
 
 
 class _Value(msgspec.Struct, frozen=True):
@@ -162,7 +158,7 @@ class OrbaxDirectory:
         wanted = {path: _name_of(path) for path, kind in leaves.items() if kind not in _EMPTY and kind != "string"}
         strings = _read_json(directory / "_strings.json") if "string" in leaves.values() else {}
         arrays = self._open(directory, described, list(wanted.values()))
-        root: dict[Any, Any] = {}
+        found: list[tuple[tuple[Any, ...], Any]] = []
         for path, kind in leaves.items():
             if not path:
                 raise _malformed(directory, "the path to a value is empty")
@@ -173,8 +169,8 @@ class OrbaxDirectory:
                 value = strings.get(_name_of(path)) if type(strings) is dict else None
             else:
                 value = _EMPTY[kind]
-            _put(root, path, value, directory)
-        return _listed(root, directory)
+            found.append((tuple(_step(key, directory) for key in path), value))
+        return _listed(nest(found, partial(_malformed, directory)), directory)
 
     def _open(self, directory: Path, described: _Tree, names: list[str]) -> dict[str, InputArray]:
         """Opens the arrays of an item, all at once."""
@@ -283,20 +279,8 @@ def _number(array: InputArray) -> Any:
     return raw.view(kind).item() if kind in ("bool", "int32", "int64", "float32", "float64") else array
 
 
-def _put(root: dict[Any, Any], path: tuple[_Key, ...], value: Any, directory: Path) -> None:
-    place = root
-    *steps, last = [_step(key, directory) for key in path]
-    for step in steps:
-        place = place.setdefault(step, {})
-        if type(place) is not dict:
-            raise _malformed(directory, f"{_name_of(path)} passes through another value")
-    if last in place:
-        raise _malformed(directory, f"{_name_of(path)} appears twice")
-    place[last] = value
-
-
 def _step(key: _Key, directory: Path) -> str | int:
-    if not key.is_place:
+    if key.key_type != 1:  # That of an index of a sequence.
         return key.key
     if not key.key.isdecimal() or len(key.key) > 9:
         raise _malformed(directory, f"{key.key[:100]!r} is not an index of a list")
