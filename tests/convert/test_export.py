@@ -23,8 +23,7 @@ from holdfast.convert.exporter import export_checkpoint
 from holdfast.convert.files import InputFile
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.convert.pickle_write import write_pickle
-from holdfast.convert.torch_file import TorchArchive, tensor_call
-from holdfast.convert.torch_zip import write_archive
+from holdfast.convert.torch_file import TorchArchive, tensor_call, write_archive
 from holdfast.errors import NoCheckpointError
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage

@@ -94,11 +94,11 @@ BUDGETS = {
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2354,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
-    "convert": 4343,
+    "convert": 4335,
     # Each event with its text, and what takes events.
     "events": 946,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
-    "format": 3566,
+    "format": 3523,
     # The package.
     "integrations": 1,
     # The reader and the writer of DCP.
@@ -120,7 +120,7 @@ BUDGETS = {
     # Threads, terminal, interrupts, end of the process.
     "process": 787,
     # Candidates, one plan of pieces, resharding, verification.
-    "restore": 2075,
+    "restore": 2073,
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5642,
     # A tree of objects taken apart, captured, and matched.
@@ -145,7 +145,7 @@ lists at the top of a file, and plain values. testing and storage: traits, and t
 directories. process: one owner of interrupts.
 """
 
-MAX_MODULES = 263
+MAX_MODULES = 262
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""
@@ -169,14 +169,6 @@ MORE_ATTRIBUTES = {
 
 FRIEND_FUNCTIONS = {
     "checkpoint.py: objects_of",
-    "format/decoding.py: _codec",
-    "format/decoding.py: _dataclass",
-    "format/decoding.py: _defaultdict",
-    "format/decoding.py: _enum",
-    "format/decoding.py: _flag",
-    "format/decoding.py: _namedtuple",
-    "format/decoding.py: _ordered",
-    "format/decoding.py: _slice",
     "integrations/frameworks/keras/data.py: begin_behind",
     "preemption/sources/signals.py: _find_live",
     "process/wakeup.py: _let_go_in_child",

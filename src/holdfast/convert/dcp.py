@@ -30,8 +30,8 @@ from holdfast.convert.torch_file import (
     name_parameters,
     tensor_call,
     to_torch,
+    write_archive,
 )
-from holdfast.convert.torch_zip import write_archive
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.dtypes import MAX_DIMENSIONS, array_bytes
 from holdfast.format.encoding import escape

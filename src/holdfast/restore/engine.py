@@ -432,12 +432,10 @@ def _describe_loss(differences: Differences) -> str:
 def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
     """Returns each leaf's dtype and shape; raises `DamageError` if all files together are too small for them."""
     index, *others = opened.indexes
-    if not index.is_shared and not others:
-        specs = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
-    else:
-        specs = {}
-        for one in (*reversed(others), index):
-            specs |= {name: spec_of(*leaf) for name, leaf in one.list_leaves().items()}
+    specs: dict[str, ArraySpec] = {}
+    for one in (*reversed(others), index):
+        specs |= {name: spec_of(*leaf) for name, leaf in one.list_leaves().items()}
+    if index.is_shared or others:
         manifest = opened.manifest
         # Wanted leaves may be in files that are not open yet, and memory is allocated for them before they are.
         if sum(spec.size_bytes for spec in specs.values()) > manifest.data_bytes + manifest.referred_bytes:
