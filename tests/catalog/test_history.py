@@ -138,6 +138,29 @@ def test_kept_steps_cost_no_calls(keeps: str) -> None:
     check_true(many)
 
 
+def count_save(kept: int) -> dict[str, float]:
+    """The calls of a save in a run that keeps so many steps, on the average of 100 saves."""
+    counted, saves = FaultyStorage(MemoryStorage("run")), 100
+    with open_manager(counted, keep=hf.Latest(3) | hf.EveryN(1000)) as manager:
+        for step in (*range(1000, 1000 * (kept - 2), 1000), *range(10**6 + 1, 10**6 + 31)):
+            manager.save(step).wait_ended(60)
+        assert len(manager.steps()) == kept
+        before = len(counted.calls)
+        for step in range(10**6 + 31, 10**6 + 31 + saves):
+            manager.save(step).wait_ended(60)
+        return {name: calls / saves for name, calls in Counter(call.name for call in counted.calls[before:]).items()}
+
+
+def test_history_costs_a_save_two_looks() -> None:
+    """Of what is kept two manifests are looked for in turn; with hundreds of steps as with dozens."""
+    few = count_save(3)
+    for kept in (66, 300):
+        many = count_save(kept)
+        assert many.keys() == few.keys()
+        more = {name: calls - few[name] for name, calls in many.items()}
+        assert more == pytest.approx(dict.fromkeys(few, 0.0) | {"open_reader": 2.0}, abs=0.15)
+
+
 @pytest.mark.parametrize("goes_back", [False, True], ids=["goes on", "went back once"])
 def test_generations_cost_no_calls(goes_back: bool) -> None:
     few, many = (MemoryStorage("run") for _ in range(2))

@@ -26,15 +26,15 @@ from mounts import fill, mounted
 from places import PROGRAMS
 
 PROGRAM = PROGRAMS / "witnessed.py"
-SAME = "WitnessAgreed steps 21 to 53 were repeated with the same data and the same loss"
+SAME = "WitnessAgreed steps 21 to 39 were repeated with the same data and the same loss"
 FAULTY = PROGRAM.with_name("faulty_loaders.py")
 PAGE = ' (see "If repeated steps differ" in docs/guides/restoring.md)'
 
 CASES = {
     "steps": [SAME, "exit 0"],
-    "handler": ["WitnessAgreed steps 21 to 53 were repeated with the same data", "exit 0"],
-    "silent": ["WitnessAgreed steps 21 to 53 were repeated with the same data", "exit 0"],
-    "alone": ["WitnessAgreed steps 21 to 53 were repeated with the same loss", "exit 0"],
+    "handler": ["WitnessAgreed steps 21 to 39 were repeated with the same data", "exit 0"],
+    "silent": ["WitnessAgreed steps 21 to 39 were repeated with the same data", "exit 0"],
+    "alone": ["WitnessAgreed steps 21 to 39 were repeated with the same loss", "exit 0"],
     "steps:order": [f"WitnessDiffers step 26 was repeated with other data of sampler than before the restart{PAGE}"],
     "own:more": [
         f"WitnessDiffers step 31 was repeated with 2 of the batches of sampler; before the restart it took 1{PAGE}"

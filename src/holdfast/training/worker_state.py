@@ -14,7 +14,7 @@ from typing import Final, Literal, Self, TypeAlias
 from msgspec.structs import asdict
 
 from holdfast.advice.hyperparameters import check_kept
-from holdfast.advice.resumption import EpochWatch
+from holdfast.advice.watch import EpochWatch
 from holdfast.catalog import StoredRun
 from holdfast.checkpoint import Checkpoint, check_order, objects_of
 from holdfast.cluster import Cluster
