@@ -94,7 +94,7 @@ BUDGETS = {
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2354,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
-    "convert": 4335,
+    "convert": 4300,
     # Each event with its text, and what takes events.
     "events": 946,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
@@ -102,7 +102,7 @@ BUDGETS = {
     # The package.
     "integrations": 1,
     # The reader and the writer of DCP.
-    "integrations/dcp": 992,
+    "integrations/dcp": 942,
     # Lightning, transformers, Keras and Accelerate over one shared part.
     "integrations/frameworks": 4487,
     # Arrays, clusters, modules of NNX.
@@ -120,7 +120,7 @@ BUDGETS = {
     # Threads, terminal, interrupts, end of the process.
     "process": 787,
     # Candidates, one plan of pieces, resharding, verification.
-    "restore": 2073,
+    "restore": 2061,
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5611,
     # A tree of objects taken apart, captured, and matched.

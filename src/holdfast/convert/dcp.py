@@ -284,7 +284,7 @@ class DcpDirectory:
         self.entries: dict[EntryPath, InputArray | TorchArchive] = {}
         for name, entry in named.items():
             path = paths.get(name, (name,)) if type(paths) is dict else (name,)
-            if type(name) is not str or type(path) is not tuple or not all(map(_is_step, path)):
+            if type(name) is not str or type(path) is not tuple or not all(map(_is_key, path)):
                 raise self._malformed(f"the path to {shown(name)} is malformed")
             if not path or self._key(path) in self.entries:
                 raise self._malformed(f"the path to {shown(name)} does not exist, or leads to another entry")
@@ -381,5 +381,5 @@ class DcpDirectory:
             raise self._malformed(str(error)) from None
 
 
-def _is_step(key: Any) -> bool:
+def _is_key(key: Any) -> bool:
     return type(key) is str or (type(key) is int and 0 <= key < _MAX_NUMBER)

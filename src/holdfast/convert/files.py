@@ -1,11 +1,10 @@
 """Files of other programs: read piece by piece with few of them open, and written whole or not at all.
 
-`InputArray` is where an array lies in such files.
+`InputArray` describes an array in such files.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import secrets
@@ -162,15 +161,8 @@ class ArrayPart(Protocol):
     def strides(self) -> tuple[int, ...]:
         """For each dimension, the distance in elements from one to the next."""
 
-    @property
-    def is_contiguous(self) -> bool:
-        """True if its elements are in row-major order without gaps, so that `read_run` works."""
-
-    def read_run(self, box: Box, into: memoryview) -> None:
-        """**Blocks.** Reads a box that is one run of elements."""
-
-    def values(self, box: Box) -> Any:
-        """**Blocks.** Returns the elements of a box as a NumPy array of raw bytes, of the box's shape."""
+    def read(self, box: Box, into: Any) -> None:
+        """**Blocks.** Reads the elements of a box into a NumPy array of the box's shape, as raw bytes."""
 
 
 class SourceTensor(msgspec.Struct, frozen=True):
@@ -211,29 +203,26 @@ class SourceTensor(msgspec.Struct, frozen=True):
             return 0
         return 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
 
-    def read_run(self, box: Box, into: memoryview) -> None:
-        """**Blocks.** Reads a box that is one run of bytes, as in a contiguous tensor."""
-        (first, _), *_ = byte_ranges(self.shape, box, ITEM_BYTES[self.dtype])
-        self.file.read_into(self.begin + first, into)
-
-    def values(self, box: Box) -> Any:
-        """**Blocks.** Returns the elements of a box as a NumPy array of raw bytes, of the box's shape."""
+    def read(self, box: Box, into: Any) -> None:
+        """**Blocks.** Reads the elements of a box, which is one run of them if the tensor is contiguous."""
         import numpy as np
 
         item_bytes = ITEM_BYTES[self.dtype]
-        unit = f"V{item_bytes}"
         if self.is_contiguous:
-            data = bytearray(math.prod(box.shape) * item_bytes)
-            self.read_run(box, memoryview(data))
-            return np.frombuffer(data, unit).reshape(box.shape)
+            run = into if into.flags.c_contiguous else np.empty_like(into, order="C")
+            (first, _), *_ = byte_ranges(self.shape, box, item_bytes)
+            self.file.read_into(self.begin + first, memoryview(run.reshape(-1).view(np.uint8)))
+            if run is not into:
+                into[...] = run
+            return
         # Its elements are not contiguous: only the pages with elements of the box are read.
         first = self.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         length = self.begin - first + self.reach * item_bytes
         mapped = mmap.mmap(self.file.fileno(), length, access=mmap.ACCESS_READ, offset=first)
-        run = np.frombuffer(mapped, "u1")[self.begin - first :]
+        elements = np.frombuffer(mapped, "u1")[self.begin - first :]
         strides = tuple(stride * item_bytes for stride in self.strides)
-        shaped: Any = np.ndarray(self.shape, unit, run, 0, strides)
-        return shaped[(*map(slice, box.offsets, box.ends), ...)]
+        shaped: Any = np.ndarray(self.shape, into.dtype, elements, 0, strides)
+        into[...] = shaped[(*map(slice, box.offsets, box.ends), ...)]
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -275,6 +264,8 @@ def read_spans(array: InputArray, span_bytes: int) -> Iterator[memoryview]:
         FormatError: If a file ends too early.
         StorageError: If it cannot be read.
     """
+    import numpy as np
+
     item_bytes = ITEM_BYTES[array.dtype]
     elements = array.size_bytes // item_bytes
     most = max(_WINDOW_BYTES // span_bytes, 1) * span_bytes // item_bytes
@@ -284,30 +275,17 @@ def read_spans(array: InputArray, span_bytes: int) -> Iterator[memoryview]:
         filled = memoryview(window)[: (end - begin) * item_bytes]
         place = 0
         for slab in split_range(array.shape, begin, end):
-            size_bytes = slab.elements * item_bytes
-            _fill(array, slab, filled[place : place + size_bytes])
-            place += size_bytes
+            # The elements of a slab are a run of those of the array.
+            goal: Any = np.frombuffer(filled, f"V{item_bytes}", slab.elements, place).reshape(slab.shape)
+            for chunk in array.chunks:
+                common = intersect(chunk.box, slab)
+                if common is not None:
+                    at = shift(common, slab.offsets)
+                    into = goal[(*map(slice, at.offsets, at.ends), ...)]
+                    chunk.tensor.read(shift(common, chunk.box.offsets), into)
+            place += slab.elements * item_bytes
         for first in range(0, len(filled), span_bytes):
             yield filled[first : first + span_bytes]
-
-
-def _fill(array: InputArray, slab: Box, into: memoryview) -> None:
-    """Assembles a box of an array that is a run of its elements."""
-    import numpy as np
-
-    goal: Any = None
-    for chunk in array.chunks:
-        common = intersect(chunk.box, slab)
-        if common is None:
-            continue
-        inner = shift(common, chunk.box.offsets)
-        if common == slab and chunk.tensor.is_contiguous:
-            chunk.tensor.read_run(inner, into)
-            continue
-        if goal is None:
-            goal = np.frombuffer(into, f"V{ITEM_BYTES[array.dtype]}").reshape(slab.shape)
-        at = shift(common, slab.offsets)
-        goal[(*map(slice, at.offsets, at.ends), ...)] = chunk.tensor.values(inner)
 
 
 _OVERWRITE: Final = "Choose another path, or allow overwriting (--overwrite, overwrite=True)."

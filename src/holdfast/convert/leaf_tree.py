@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from holdfast.errors import FormatError
+from holdfast.errors import HoldfastError
 from holdfast.format.codecs import Codec
 from holdfast.format.decoding import UNFILLED, Decoder, SubclassNode, find_tags
 from holdfast.format.encoding import escape, path_part
@@ -182,11 +182,10 @@ def _mapping(value: dict[Any, Any], path: str, select: Callable[[str], bool] | N
     return found if found or select is None else _OMITTED
 
 
-def nest(entries: Iterable[tuple[KeyPath, Any]], malformed: Callable[[str], FormatError]) -> dict[Any, Any]:
+def nest(entries: Iterable[tuple[KeyPath, Any]], malformed: Callable[[str], HoldfastError]) -> dict[Any, Any]:
     """**Pure.** Builds the dicts of values by their paths.
 
-    Raises:
-        FormatError: If a path leads through another value, or two are the same; `malformed` makes it.
+    If a path leads through another value, or two are the same, the error that `malformed` makes is raised.
     """
     root: dict[Any, Any] = {}
     for keys, value in entries:

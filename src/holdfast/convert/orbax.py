@@ -65,13 +65,10 @@ class _Tree(msgspec.Struct, frozen=True):
 class OrbaxArray:
     """An array that `tensorstore` has opened. For `strides` and so on, see `ArrayPart`."""
 
-    is_contiguous = False
-
-    def __init__(self, store: Any, name: str, directory: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, store: Any, name: str, directory: Path, shape: tuple[int, ...]) -> None:
         self._store = store
         self._name = name
         self._directory = directory
-        self._dtype = dtype
         self.strides = row_major(shape)
 
     @property
@@ -79,12 +76,8 @@ class OrbaxArray:
         """Each array has its own."""
         return (str(self._directory), self._name)
 
-    def read_run(self, box: Box, into: memoryview) -> None:
-        """Never called: no array is contiguous here."""
-        raise NotImplementedError
-
-    def values(self, box: Box) -> Any:
-        """**Blocks.** Returns the elements of a box, as raw bytes.
+    def read(self, box: Box, into: Any) -> None:
+        """**Blocks.** Reads the elements of a box.
 
         Raises:
             FormatError: If they cannot be read.
@@ -95,7 +88,7 @@ class OrbaxArray:
             found = self._store[(*map(slice, box.offsets, box.ends),)].read().result()
         except Exception as error:
             raise _malformed(self._directory, f"{self._name} cannot be read: {_shortened(error)}") from error
-        return np.ascontiguousarray(found).reshape(-1).view(f"V{ITEM_BYTES[self._dtype]}").reshape(box.shape)
+        into[...] = np.ascontiguousarray(found).reshape(-1).view(into.dtype).reshape(box.shape)
 
 
 def is_orbax_directory(directory: Path) -> bool:
@@ -212,7 +205,7 @@ class OrbaxDirectory:
             raise _malformed(directory, f"{name} is invalid: {error}") from error
         if largest > self._limit_bytes:
             raise _malformed(directory, f"{name} would take {largest} bytes, but its files have only {self.size_bytes}")
-        part = OrbaxArray(store, name, directory, dtype, shape)
+        part = OrbaxArray(store, name, directory, shape)
         return InputArray(dtype, shape, (Chunk(whole_box(shape), part),) if 0 not in shape else (), "jax")
 
     @property
@@ -274,7 +267,10 @@ def _name_of(path: tuple[_Key, ...]) -> str:
 
 def _number(array: InputArray) -> Any:
     """Returns the number in an array without dimensions, which Orbax has made of a Python number."""
-    raw = array.chunks[0].tensor.values(whole_box(()))
+    import numpy as np
+
+    raw = np.empty((), f"V{ITEM_BYTES[array.dtype]}")
+    array.chunks[0].tensor.read(whole_box(()), raw)
     kind = next(name for name, dtype in _DTYPES.items() if dtype == array.dtype)
     return raw.view(kind).item() if kind in ("bool", "int32", "int64", "float32", "float64") else array
 

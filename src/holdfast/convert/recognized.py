@@ -8,7 +8,7 @@ get the names that a holdfast job uses.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -53,11 +53,6 @@ class Recognized:
         self.taken.append(name)
         if former:
             self.former[former] = name
-
-    def take_each(self, kind: str, states: Sequence[Any], archive: TorchArchive | None, former: str) -> None:
-        """Adds the states of several objects of a kind: after the first one, names get a number."""
-        for number, state in enumerate(states):
-            self.take(f"{kind}_{number}" if number else kind, state, archive, former * (len(states) == 1))
 
     def offer(self, name: str, value: Any, archive: TorchArchive | None) -> None:
         """Adds an object that is imported only on request."""
@@ -112,7 +107,9 @@ def recognize_lightning(archive: TorchArchive) -> Recognized | None:
     for kind, key in (("optimizer", "optimizer_states"), ("scheduler", "lr_schedulers")):
         states = found.get(key)
         if type(states) is list and all(type(state) is dict for state in states):
-            recognized.take_each(kind, states, archive, key)
+            for number, state in enumerate(states):
+                former = key if len(states) == 1 else ""
+                recognized.take(f"{kind}_{number}" if number else kind, state, archive, former)
             used.add(key)
     for key in _SCALERS:
         if type(found.get(key)) is dict and found[key] and "scaler" not in recognized.objects:

@@ -101,7 +101,7 @@ def restore_objects(
     trial = _restore_first_whole(request, candidates, agreement)
     name, manifest = trial.name, trial.opened.manifest
     if manifest.world_size != worker.world_size:
-        _tell_of_resize(storage, trial, worker, emit)
+        _report_resize(storage, trial, worker, emit)
     seconds = time.monotonic() - begun_at
     if replaced := trial.matching.differences.replaced:
         more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
@@ -464,25 +464,23 @@ def _enough_memory(opened: OpenedStep) -> Iterator[None]:
         ) from error
 
 
-def _tell_of_resize(storage: Storage, trial: _RestoreTrial, worker: Worker, emit: Sink) -> None:
+def _report_resize(storage: Storage, trial: _RestoreTrial, worker: Worker, emit: Sink) -> None:
+    """**Blocks.** Reports what another number of workers means.
+
+    Warns if the workers that saved were at different positions of shared data. Each worker reads some of them besides
+    the first; together they read all. Without stored positions nothing is read.
+    """
+    opened = trial.opened
     emit(
         Resized(
             step=trial.name.step,
             generation=trial.name.generation,
-            stored_workers=trial.opened.manifest.world_size,
+            stored_workers=opened.manifest.world_size,
             workers=worker.world_size,
             reseeded=trial.matching.reseeded,
             left=trial.matching.left,
         )
     )
-    _warn_if_apart(storage, trial.opened, worker, emit)
-
-
-def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: Sink) -> None:
-    """**Blocks.** Warns if the workers that saved were at different positions of shared data.
-
-    Each worker reads some of them besides the first; together they read all. Without stored positions nothing is read.
-    """
     manifest = opened.manifest
     known = {index.rank: list_positions(index.objects) for index in opened.indexes}
     if not any(known.values()):

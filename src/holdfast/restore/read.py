@@ -344,12 +344,13 @@ def open_pool(storage: Storage, threads: int, size_bytes: int) -> Iterator[Worke
 
 
 def list_reads(
+    part: Part,
     reader: FileReader,
     pieces: Iterable[Piece],
     parts_of: Callable[[Piece], Parts],
     receive: Callable[[Piece, Parts, list[str]], None],
 ) -> Iterator[Callable[[], None]]:
-    """Yields the jobs that read pieces directly into place, and compute their digests.
+    """Yields the jobs that read pieces of a file directly into place, and compute their digests.
 
     `parts_of` returns the memory of each span of a piece. `receive` gets each piece that has been read, these parts,
     and the digest of each span, in the same thread; the memory may then be used for the next.
@@ -357,7 +358,10 @@ def list_reads(
 
     def read(piece: Piece) -> None:
         parts = parts_of(piece)
-        receive(piece, parts, reader.read_digested(piece.begin, parts))
+        try:
+            receive(piece, parts, reader.read_digested(piece.begin, parts))
+        except DamageError as damage:
+            raise part.explain(damage) from damage
 
     return (partial(read, piece) for piece in pieces)
 
@@ -403,14 +407,7 @@ def read_orders(
                 raise damage
             destinations.receive(piece, parts)
 
-        for job in list_reads(reader, list_pieces(), destinations.parts_of, receive):
-            yield partial(explained, part, job)
-
-    def explained(part: Part, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except DamageError as damage:
-            raise part.explain(damage) from damage
+        yield from list_reads(part, reader, list_pieces(), destinations.parts_of, receive)
 
     for first in range(0, len(orders), _OPEN_FILES):
         with ExitStack() as files:

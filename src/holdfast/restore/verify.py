@@ -40,7 +40,8 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
         text = f"{error.path} is missing; a step without its manifest is not restored"
         raise DamageError(text, step=step, path=error.path) from error
     if worker is not None and manifest.world_size > 1:
-        return OpenedStep(directory, manifest, (read_rank(storage, directory, manifest, find_rank(manifest, worker)),))
+        rank = worker.rank % manifest.world_size
+        return OpenedStep(directory, manifest, (read_rank(storage, directory, manifest, rank),))
     indexes = tuple(read_rank(storage, directory, manifest, rank) for rank in range(manifest.world_size))
     _check_references(manifest, indexes, path)
     problem = find_cover_problem(indexes) if SHARDS in manifest.features else ""
@@ -58,11 +59,6 @@ def list_objects(storage: Storage, name: StepName) -> list[str]:
         return StoredStep(storage, name.directory, name).object_names()
     except NotFoundError as error:
         raise DamageError(f"{error.path} is missing", step=name.step, path=error.path) from error
-
-
-def find_rank(manifest: Manifest, worker: Worker) -> int:
-    """**Pure.** Returns the worker of a step whose index has a worker's state."""
-    return worker.rank % manifest.world_size
 
 
 def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
@@ -261,11 +257,8 @@ def _verify_part(
             found[damage.tensor].append(damage)
         progress(piece.size_bytes)
 
-    try:
-        numbers = (number for number, leaf in enumerate(index.leaves) if leaf.name in found)
-        pool.run(list_reads(reader, plan_pieces(index, numbers, {}), ScratchParts().of, check))
-    except DamageError as damage:
-        raise part.explain(damage) from damage
+    numbers = (number for number, leaf in enumerate(index.leaves) if leaf.name in found)
+    pool.run(list_reads(part, reader, plan_pieces(index, numbers, {}), ScratchParts().of, check))
     for leaf in index.leaves:
         if leaf.name in found:
             checked[_bytes_of(part, leaf)] = found[leaf.name]
