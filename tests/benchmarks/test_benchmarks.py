@@ -100,9 +100,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GIVING_BACK)
-def test_every_peer_gives_back_what_it_was_given_or_is_said_to_be_missing(
-    results: tuple[Results, Path], name: str
-) -> None:
+def test_every_peer_returns_its_input_or_is_reported_missing(results: tuple[Results, Path], name: str) -> None:
     found, out = results
     rounds = [entry for entry in found.rounds if (entry.workload, entry.contender) == ("small-tensors", name)]
     if name in found.missing:
@@ -218,7 +216,7 @@ def test_a_file_that_holds_no_results_is_an_error_and_stays(tmp_path: Path, held
         read_results(tmp_path)
 
 
-def test_a_place_that_cannot_be_written_into_is_told_at_once(tmp_path: Path) -> None:
+def test_unwritable_output_is_refused_before_any_measurement(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     for option, place, text in (
@@ -420,7 +418,7 @@ def test_what_was_measured_before_stays_if_it_belongs_together() -> None:
     assert both.shapes["training"].size_bytes == 7
 
 
-def test_one_contender_measured_anew_takes_its_own_place_alone() -> None:
+def test_contender_measured_again_replaces_only_its_own_figures() -> None:
     before = _made_up()
     now = Results(machine=MACHINE, scale=1.0, shapes={"model": before.shapes["model"]})
     for number in range(2):
@@ -460,7 +458,7 @@ def test_targets_are_held_against_the_medians() -> None:
     assert "not measured" in {target.reached for target in find_targets(Results(machine=MACHINE, scale=1.0))}
 
 
-def test_the_best_of_one_peer_is_no_best() -> None:
+def test_single_peer_is_not_called_the_best_of_several() -> None:
     results = _made_up()
 
     def lose(contender: str, seconds: float) -> None:

@@ -99,11 +99,11 @@ def test_a_part_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> No
     ("text", "state"),
     [("pass", "done"), ("raise SystemExit('no')", "failed"), ("import os; os.abort()", "crashed")],
 )
-def test_how_a_part_has_ended_is_told(tmp_path: Path, text: str, state: str) -> None:
+def test_end_state_of_each_part_is_reported(tmp_path: Path, text: str, state: str) -> None:
     assert run_text(text, tmp_path, 60).state == state
 
 
-def test_what_was_found_is_kept_whatever_happens_next(tmp_path: Path) -> None:
+def test_findings_are_kept_when_a_later_part_fails(tmp_path: Path) -> None:
     findings = Findings(tmp_path, {"device": "none"})
     lines = tmp_path / "lines"
     lines.write_text('{"peer": "holdfast", "size": 2.0, "free_seconds": 0.05}\n{"peer": "holdf')

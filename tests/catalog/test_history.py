@@ -211,7 +211,7 @@ def go_on(storage: Storage) -> None:
 
 @pytest.mark.parametrize("stops_dead", [True, False], ids=["dead", "error"])
 @pytest.mark.parametrize("done", ["nothing", "half", "all"])
-def test_whatever_call_a_job_dies_or_fails_at_the_summary_is_true(
+def test_summary_is_true_after_a_death_or_fault_at_any_call(
     done: Literal["nothing", "half", "all"], stops_dead: bool
 ) -> None:
     ground = make_long()
@@ -439,7 +439,7 @@ KEEPS: list[RetentionPolicy] = [
 
 
 @pytest.mark.parametrize("seed", range(200 if LONG else 6))
-def test_whatever_becomes_of_a_run_the_summary_is_true(seed: int) -> None:
+def test_summary_is_true_after_random_changes_of_a_run(seed: int) -> None:
     choose = random.Random(seed)
     storage = MemoryStorage(str(seed))
     last = save_steps(storage, 30, keep=hf.All())
@@ -583,7 +583,7 @@ def test_a_forged_summary_cannot_make_an_unfinished_step_the_newest() -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "link"])
-def test_what_is_no_file_is_no_summary(tmp_path: Path, kind: str) -> None:
+def test_summary_that_is_not_a_plain_file_is_ignored(tmp_path: Path, kind: str) -> None:
     run = tmp_path / "run"
     save_steps(run, 30)
     (path,) = (run / "generations").glob("*.summary-0002.json")

@@ -478,7 +478,7 @@ def error_classes() -> list[type[BaseException]]:
     return sorted(found, key=lambda error: error.__name__)
 
 
-def test_errors_that_leave_holdfast_stand_in_one_tree_and_on_their_page() -> None:
+def test_public_errors_have_one_base_class_and_are_documented() -> None:
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     for error in error_classes():
         if error.__module__ == "holdfast.errors":

@@ -207,7 +207,7 @@ def test_a_restore_that_is_not_strict_names_a_few_of_what_it_left_out(
     assert told == ["not restored: one, two, three (2 more); in the checkpoint only: old"]
 
 
-def test_beginning_anew(tmp_path: Path) -> None:
+def test_run_that_starts_over_begins_at_step_0_and_is_resumed(tmp_path: Path) -> None:
     train(tmp_path, 4)
     assert train(tmp_path, 2, begin_anew=True) == [0, 1]
     assert steps_of(tmp_path) == [2]
@@ -303,7 +303,7 @@ def test_a_loop_over_epochs_counts_its_own_steps(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == list(range(1, 10))
 
 
-def test_a_misspelt_option_is_no_object(tmp_path: Path) -> None:
+def test_misspelt_option_is_not_taken_for_an_object(tmp_path: Path) -> None:
     misspelt = {
         "save_evry": "save_every",
         "kep": "keep",
@@ -384,7 +384,7 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(tmp_path: Path) -> N
             hf.resumable(tmp_path, model=model, **given)
 
 
-def test_a_policy_is_no_object_and_odd_arguments_are_refused(tmp_path: Path) -> None:
+def test_policy_as_an_object_and_odd_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="policy"):
         hf.resumable(tmp_path, a=np.zeros(3), every=hf.Steps(5))
     with pytest.raises(UsageError, match="strict"):
@@ -767,7 +767,7 @@ def test_run_says_at_its_end_that_it_ended_early(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("door", ["run", "handler"])
-def test_a_loop_of_ones_own_that_begins_its_epochs_anew_is_warned_of(
+def test_own_loop_that_restarts_its_epochs_is_warned(
     tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
@@ -1051,7 +1051,7 @@ def test_a_job_killed_while_it_tries_the_directory_leaves_nothing_for_long(tmp_p
     assert not left.exists()
 
 
-def test_a_metric_that_is_no_number_is_refused_where_it_is_given(tmp_path: Path) -> None:
+def test_metric_that_is_not_a_number_is_refused_by_its_call(tmp_path: Path) -> None:
     bad: Any
     for bad, said in (
         ("a", "metric 'loss' must be a number, got 'a'"),

@@ -166,7 +166,7 @@ def test_a_damaged_file_of_records_costs_no_more_than_its_records(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "pipe", "directory"])
-def test_what_is_no_file_of_records_is_left_alone(tmp_path: Path, cache: Path, kind: str) -> None:
+def test_path_that_is_not_a_file_of_records_is_left_alone(tmp_path: Path, cache: Path, kind: str) -> None:
     folder = tmp_path / "run" / "witness"
     folder.mkdir(parents=True)
     ring, other = folder / "00000.ring", tmp_path / "other"
