@@ -488,6 +488,25 @@ def test_arrays_of_any_form_are_read_and_all_is_checked(sizes: list[int], span_b
         assert raw(array) == content[wanted[name].begin : wanted[name].end]
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_one_read_fills_a_whole_array_and_shares_of_it(in_place: bool) -> None:
+    content = bytes(HEADER_BYTES) + np.random.default_rng(0).bytes(1000)
+    index = make_index([1000], 70, content)
+    storage = MemoryStorage()
+    write_file(storage, content)
+    arrays = [np.zeros(size, np.uint8) for size in (1000, 300)]
+    whole, share = (
+        Target("leaf0", spec_of("U8", array.shape), array, NumpyBackend(), (), array.ctypes.data if in_place else None)
+        for array in arrays
+    )
+    order = Order({0: whole}, {0: [Share(share, Box((450,), (300,)), Box((0,), (300,)))]})
+    with open_pool(storage, 1, 0) as pool:
+        part = Part("data", index, index.data_bytes, None, "")
+        assert read_orders(storage, [(part, order)], {}, pool, None) == 1000
+    assert arrays[0].tobytes() == content[HEADER_BYTES:]
+    assert arrays[1].tobytes() == content[HEADER_BYTES + 450 :][:300]
+
+
 BACKENDS: dict[type, ArrayBackend] = {torch.Tensor: TorchBackend(), np.ndarray: NumpyBackend()}
 
 

@@ -333,10 +333,10 @@ def _slices(box: Box) -> tuple[Any, ...]:
 @contextmanager
 def open_pool(storage: Storage, threads: int, size_bytes: int) -> Iterator[WorkerPool]:
     """**Blocks.** Starts the threads that read about that many bytes of any files of a storage, for the block."""
-    most = max(1, size_bytes // PIECE_BYTES)
-    pool = WorkerPool(min(storage.traits.read_parallel or threads, most), "holdfast-read")
+    size = storage.traits.read_parallel or max(1, min(threads, size_bytes // PIECE_BYTES))
+    pool = WorkerPool(size, "holdfast-read")
     try:
-        if most > 1:
+        if size > 1:
             pool.start()
         yield pool
     finally:
