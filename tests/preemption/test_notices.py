@@ -44,7 +44,7 @@ from holdfast.preemption import (
 from holdfast.preemption.sources.detect import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
 from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.slurm import requeue_advice
-from holdfast.process.wakeup import ANSWERED, Wakeup, answer
+from holdfast.process.wakeup import ANSWERED, Wakeup
 from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
 from patience import PATIENCE_SECONDS
 from places import PROGRAMS
@@ -1031,7 +1031,7 @@ def test_the_bell_passes_signals_on_and_puts_back_what_was_there() -> None:
 def plain_wakeup() -> Iterator[None]:
     """Nobody is told of signals before the test, nor after it."""
     before = signal.set_wakeup_fd(-1)
-    handler = signal.signal(signal.SIGUSR1, lambda number, frame: answer())
+    handler = signal.signal(signal.SIGUSR1, lambda number, frame: Wakeup.answer())
     yield
     signal.signal(signal.SIGUSR1, handler)
     signal.set_wakeup_fd(before)

@@ -21,7 +21,7 @@ from holdfast.cli.main import holdfast
 from holdfast.events import Event, WitnessAgreed, WitnessDiffers
 from holdfast.storage import LocalStorage
 from holdfast.witness.batches import digest_batch
-from holdfast.witness.ring import SLOTS, StepRecord, decode, read_ring, try_open_ring, write_record
+from holdfast.witness.ring import SLOTS, Ring, StepRecord, decode, read_ring
 from mounts import fill, mounted
 from places import PROGRAMS
 
@@ -192,14 +192,13 @@ def test_a_full_or_read_only_disk_ends_the_witness_alone(tmp_path: Path) -> None
     record = StepRecord(7, 1, 2, 3, 4, 3, 1, 5, 0.5)
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m", "tmpfs") as disk:
         storage = LocalStorage(disk / "run")
-        with pytest.raises(FileNotFoundError):
-            try_open_ring(storage, 0)
+        ring = Ring(storage, 0)
+        ring.write(record)
+        assert not (disk / "run").exists(), "no run has begun there yet"
         (disk / "run").mkdir()
         fill(disk)
-        ring = try_open_ring(storage, 0)
-        assert ring is not None
-        write_record(ring, record)
-        os.close(ring)
+        ring.write(record)
+        ring.close()
         assert not any((disk / "run" / "witness").iterdir())
         assert read_ring(storage, 0) == {7: record}
         (disk / "filler").unlink()
