@@ -213,31 +213,20 @@ class Destinations:
         self._leaves = index.leaves
         self._order = order
         self._scratch = ScratchParts()
-        # For each whole array that is read in place, and for each target that takes shares in place (by its identity),
-        # the memory.
-        self._extents: dict[int, Extent] = {}
-        self._share_extents: dict[int, Extent] = {}
-        # Guards the two below: what is being gathered, by the identity of the target, and how much has yet to come.
-        self._lock = threading.Lock()
-        self._gathered: dict[int, memoryview] = {}
-        self._left_bytes: dict[int, int] = {}
-        lenders: dict[ArrayBackend, tuple[list[int], list[Any]]] = {}
         for number, target in order.whole.items():
             leaf, spec = index.leaves[number], target.spec
             if spec.dtype != leaf.dtype or spec.shape != leaf.shape:
                 raise ValueError(f"{leaf.name}: the array does not have the stored dtype and shape")
-            if target.address is not None:
-                lender = lenders.get(target.backend)
-                if lender is None:
-                    lender = lenders[target.backend] = [], []
-                lender[0].append(number)
-                lender[1].append(target.array)
-        for backend, (numbers, arrays) in lenders.items():
-            self._extents.update(zip(numbers, backend.lend_memory(arrays), strict=True))
-        for share in chain.from_iterable(order.shares.values()):
-            target = share.target
-            if target.address is not None and id(target) not in self._share_extents:
-                (self._share_extents[id(target)],) = target.backend.lend_memory([target.array])
+        # The memory of each whole array that is read in place, and of each target that takes shares in place, by its
+        # identity.
+        self._extents = _lend_memory(order.whole)
+        self._share_extents = _lend_memory(
+            {id(one.target): one.target for one in chain.from_iterable(order.shares.values())}
+        )
+        # Guards the two below: what is being gathered, by the identity of the target, and how much has yet to come.
+        self._lock = threading.Lock()
+        self._gathered: dict[int, memoryview] = {}
+        self._left_bytes: dict[int, int] = {}
 
     def parts_of(self, piece: Piece) -> Parts:
         """Returns the memory of each span of a piece."""
@@ -290,6 +279,13 @@ class Destinations:
             unit = 1
         source = np.frombuffer(data, _UNITS[unit])
         goal: Any = None
+        if data.nbytes == leaf.end - leaf.begin:
+            # Most small arrays have one span.
+            goal = np.frombuffer(self.memory_of(share.target), _UNITS[unit]).reshape(target_shape)
+            goal[_slices(at)] = source.reshape(shape)[_slices(inner)]
+            if share.target.address is None:
+                self._count(share.target, inner.elements * unit)
+            return
         place = copied = 0
         for slab in split_range(shape, begin // unit, (begin + data.nbytes) // unit):
             common = intersect(slab, inner)
@@ -323,6 +319,22 @@ class Destinations:
             del self._left_bytes[id(target)]
             data = self._gathered.pop(id(target))
         target.backend.copy_in(target.array, data)
+
+
+def _lend_memory(targets: Mapping[int, Target]) -> dict[int, Extent]:
+    """Returns the memory of those targets that are contiguous host memory, by their keys."""
+    lenders: dict[ArrayBackend, tuple[list[int], list[Any]]] = {}
+    for key, target in targets.items():
+        if target.address is not None:
+            lender = lenders.get(target.backend)
+            if lender is None:
+                lender = lenders[target.backend] = [], []
+            lender[0].append(key)
+            lender[1].append(target.array)
+    extents: dict[int, Extent] = {}
+    for backend, (keys, arrays) in lenders.items():
+        extents.update(zip(keys, backend.lend_memory(arrays), strict=True))
+    return extents
 
 
 def _slices(box: Box) -> tuple[Any, ...]:
