@@ -86,7 +86,7 @@ BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
     ".": 2068,
     # A table of rules and four moments.
-    "advice": 1490,
+    "advice": 1486,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2201,
     # Ten verbs, each with one report for a page, a pipe and JSON.
@@ -116,7 +116,7 @@ BUDGETS = {
     # Saving and retention, as pure functions.
     "policies": 614,
     # Notices, the agreement of workers, the last save.
-    "preemption": 4878,
+    "preemption": 4876,
     # Threads, terminal, interrupts, end of the process.
     "process": 782,
     # Candidates, one plan of pieces, resharding, verification.
