@@ -11,11 +11,10 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.errors import MismatchError, NoCheckpointError, StepExistsError, UsageError
 from holdfast.format.encoding import escape
-from holdfast.format.names import is_own
 from holdfast.manager import CheckpointManager
 from holdfast.options import check_switches
 from holdfast.policies import Latest
-from holdfast.restore.verify import open_step
+from holdfast.restore.verify import list_objects
 from holdfast.state.match.plain import PLAIN
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
@@ -119,5 +118,4 @@ def _look(storage: Storage) -> tuple[int | None, list[str]]:
     name = max(StoredRun(storage).look().living, default=None)
     if name is None:
         return None, []
-    opened = open_step(storage, name.directory, name)
-    return name.step, list(dict.fromkeys(one for index in opened.indexes for one in index.objects if not is_own(one)))
+    return name.step, list_objects(storage, name)

@@ -19,6 +19,7 @@ from holdfast.events.sinks import encode_event
 from holdfast.format.records import make_base
 from holdfast.storage import LocalStorage
 from memory_engine import run_workers
+from whole_runs import remove_manifests
 
 THREE = "step-000000003.g0001"
 
@@ -33,11 +34,6 @@ def save_steps(place: Path, *steps: int, **options: Any) -> None:
             manager.restore()
         for step in steps:
             manager.save(step)
-
-
-def remove_manifests(place: Path, steps: str = "*") -> None:
-    for manifest in place.glob(f"step-{steps}/manifest.json"):
-        manifest.unlink()
 
 
 def make_old(place: Path) -> None:

@@ -20,11 +20,10 @@ import holdfast as hf
 import old_versions
 from command_line import DATA, call, call_json, complaint, flip_bit, run_python, show_on_terminal
 from holdfast.convert.exporter import export_checkpoint
-from holdfast.convert.input_files import InputFile
+from holdfast.convert.files import InputFile
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.convert.pickle_write import write_pickle
-from holdfast.convert.torch_file import TorchArchive, tensor_call
-from holdfast.convert.torch_zip import write_archive
+from holdfast.convert.torch_file import TorchArchive, tensor_call, write_archive
 from holdfast.errors import NoCheckpointError
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage

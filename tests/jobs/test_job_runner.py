@@ -45,6 +45,7 @@ from holdfast.jobs import (
 from holdfast.storage import LocalStorage
 from patience import PATIENCE_SECONDS, killed_after, read_line
 from places import SUPPORT
+from whole_runs import remove_manifests
 
 NODES = ["trainer_0", "trainer_1", "trainer_2"]
 
@@ -630,11 +631,6 @@ def test_ctrl_c_during_a_save_does_not_hide_its_commit(tmp_path: Path, backgroun
         runner.train(session)
     assert (runner.result.last_saved_epoch, runner.result.saves_committed) == (2, 3)
     assert epochs_of(tmp_path)[-1] == runner.result.last_epoch - background
-
-
-def remove_manifests(place: Path) -> None:
-    for manifest in place.glob("step-*/manifest.json"):
-        manifest.unlink()
 
 
 def test_job_without_manifests_does_not_begin_again_in_silence(tmp_path: Path) -> None:

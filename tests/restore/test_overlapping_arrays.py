@@ -11,7 +11,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.errors import ApplyError
-from holdfast.restore.aliasing import find_overlapping_targets
+from holdfast.restore.aliasing import separate
 from holdfast.state.leaves import Target, spec_of
 from holdfast.state.registry import backend_of
 from holdfast.storage import MemoryStorage
@@ -132,9 +132,11 @@ def test_boxes_of_one_leaf_are_not_read_again() -> None:
     assert backend is not None
     boxes = [Target("a", spec_of("F64", (4, 3)), array[:, at : at + 3], backend, offsets=(0, at)) for at in (0, 3)]
     alone = Target("b", spec_of("F64", (3,)), other, backend, address=backend.address(other))
-    assert find_overlapping_targets([*boxes, alone]) == []
+    assert separate([*boxes, alone])[1] == []
     within = Target("c", spec_of("F64", (6,)), array[1], backend, address=backend.address(array[1]))
-    assert len(find_overlapping_targets([*boxes, alone, within])) == 3
+    targets, clashing = separate([*boxes, alone, within])
+    assert len(clashing) == 3
+    assert [target.address is None for target in targets] == [True, True, False, True]
 
 
 def test_tensors_and_arrays_of_one_memory() -> None:

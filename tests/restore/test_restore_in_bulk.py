@@ -24,10 +24,18 @@ from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import find_leaf_problem
 from holdfast.format.shapes import Box
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.restore.read import PIECE_BYTES, Destinations, find_overlapping, plan_pieces, read_targets
-from holdfast.restore.records import Piece
-from holdfast.restore.reshard import Patchwork
-from holdfast.restore.reshard_plan import Share
+from holdfast.restore.aliasing import find_overlapping
+from holdfast.restore.read import (
+    PIECE_BYTES,
+    Destinations,
+    Order,
+    Piece,
+    Share,
+    open_pool,
+    plan_pieces,
+    read_orders,
+)
+from holdfast.restore.records import Part
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Rules
 from holdfast.state.leaves import ArrayBackend, Target, spec_of
 from holdfast.state.match.compare import Comparison, ObjectLoading
@@ -132,7 +140,8 @@ def test_pieces_are_just_what_is_wanted(sizes: list[int], span_bytes: int, wante
         if wanted is None or leaf.name in wanted
         for place, begin in enumerate(range(leaf.begin, leaf.end, span_bytes))
     ]
-    pieces = list(plan_pieces(index, wanted))
+    numbers = (number for number, leaf in enumerate(index.leaves) if wanted is None or leaf.name in wanted)
+    pieces = list(plan_pieces(index, numbers, {}))
     assert spans == [
         span for piece in pieces for span in zip(piece.leaves, piece.begins, piece.ends, piece.digests, strict=True)
     ]
@@ -146,7 +155,7 @@ def test_pieces_are_just_what_is_wanted(sizes: list[int], span_bytes: int, wante
 
 def test_spans_of_a_byte_take_no_memory_to_speak_of() -> None:
     index = make_index([3 << 17], 1)
-    counts = [len(piece.leaves) for piece in plan_pieces(index, None)]
+    counts = [len(piece.leaves) for piece in plan_pieces(index, [0], {})]
     assert sum(counts) == 3 << 17
     assert max(counts) <= 1 << 12
 
@@ -429,6 +438,13 @@ def write_file(storage: Storage, content: bytes) -> None:
     writer.finish()
 
 
+def read_all(storage: Storage, index: Index, targets: dict[str, Target], threads: int) -> int:
+    part = Part("data", index, index.data_bytes, None, "")
+    order = Order({number: targets[leaf.name] for number, leaf in enumerate(index.leaves) if leaf.name in targets})
+    with open_pool(storage, threads, threads * PIECE_BYTES) as pool:
+        return read_orders(storage, [(part, order)], {}, pool, None)
+
+
 @given(
     st.lists(st.integers(0, 3000), min_size=1, max_size=30),
     st.sampled_from([1, 100, 1 << 20]),
@@ -453,7 +469,6 @@ def test_arrays_of_any_form_are_read_and_all_is_checked(sizes: list[int], span_b
     for name, array in arrays_by_leaf.items():
         backend = BACKENDS[type(array)]
         targets[name] = Target(name, spec_of("U8", tuple(array.shape)), array, backend, (), backend.address(array))
-    reader = storage.open_reader("data")
     damaged = data.draw(st.none() | st.integers(HEADER_BYTES, max(HEADER_BYTES, len(content) - 1)))
     wanted = {leaf.name: leaf for leaf in index.leaves if leaf.name in targets}
     if damaged is not None and any(leaf.begin <= damaged < leaf.end for leaf in wanted.values()):
@@ -462,15 +477,34 @@ def test_arrays_of_any_form_are_read_and_all_is_checked(sizes: list[int], span_b
         other = MemoryStorage()
         write_file(other, bytes(broken))
         with pytest.raises(DamageError) as caught:
-            read_targets(other.open_reader("data"), index, "data", targets, threads=2)
+            read_all(other, index, targets, 2)
         leaf = wanted[caught.value.tensor]
         begin = caught.value.offset_bytes or 0
         assert leaf.begin <= begin <= damaged < min(begin + span_bytes, leaf.end)
         assert caught.value.path == "data"
-    size_bytes = read_targets(reader, index, "data", targets, threads=3)
+    size_bytes = read_all(storage, index, targets, 3)
     assert size_bytes == sum(leaf.end - leaf.begin for leaf in wanted.values())
     for name, array in arrays_by_leaf.items():
         assert raw(array) == content[wanted[name].begin : wanted[name].end]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_one_read_fills_a_whole_array_and_shares_of_it(in_place: bool) -> None:
+    content = bytes(HEADER_BYTES) + np.random.default_rng(0).bytes(1000)
+    index = make_index([1000], 70, content)
+    storage = MemoryStorage()
+    write_file(storage, content)
+    arrays = [np.zeros(size, np.uint8) for size in (1000, 300)]
+    whole, share = (
+        Target("leaf0", spec_of("U8", array.shape), array, NumpyBackend(), (), array.ctypes.data if in_place else None)
+        for array in arrays
+    )
+    order = Order({0: whole}, {0: [Share(share, Box((450,), (300,)), Box((0,), (300,)))]})
+    with open_pool(storage, 1, 0) as pool:
+        part = Part("data", index, index.data_bytes, None, "")
+        assert read_orders(storage, [(part, order)], {}, pool, None) == 1000
+    assert arrays[0].tobytes() == content[HEADER_BYTES:]
+    assert arrays[1].tobytes() == content[HEADER_BYTES + 450 :][:300]
 
 
 BACKENDS: dict[type, ArrayBackend] = {torch.Tensor: TorchBackend(), np.ndarray: NumpyBackend()}
@@ -579,7 +613,7 @@ def test_a_target_of_another_form_is_never_written() -> None:
     array = torch.zeros(10, dtype=torch.uint8)
     target = Target("leaf0", spec_of("U8", (10,)), array, TorchBackend(), (), array.data_ptr())
     with pytest.raises(ValueError, match="does not have the stored dtype"):
-        Destinations(index, {"leaf0": target})
+        Destinations(index, Order({0: target}))
 
 
 def test_an_array_smaller_than_what_is_stored_is_refused_and_not_written() -> None:
@@ -587,15 +621,15 @@ def test_an_array_smaller_than_what_is_stored_is_refused_and_not_written() -> No
     beside = torch.zeros(200, dtype=torch.uint8)
     array = beside[:60]
     target = Target("leaf0", spec_of("U8", (100,)), array, TorchBackend(), (), array.data_ptr())
-    destinations = Destinations(index, {"leaf0": target})
+    destinations = Destinations(index, Order({0: target}))
     first, second = (Piece([0], [index.leaves[0].begin + at], [""], index.leaves[0].begin + at + 50) for at in (0, 50))
     (part,) = destinations.parts_of(first)
     part[:] = bytes(range(50))
     with pytest.raises(ValueError, match="the array is at"):
         destinations.parts_of(second)
-    patchwork = Patchwork({0: [Share(target, Box((0,), (100,)), Box((0,), (100,)))]})
+    share = Share(target, Box((0,), (100,)), Box((0,), (100,)))
     with pytest.raises(ValueError, match="the array is at"):
-        patchwork.view(target)
+        Destinations(index, Order(shares={0: [share]})).memory_of(target)
     assert beside.tolist() == [*range(50), *[0] * 150]
 
 

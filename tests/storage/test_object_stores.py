@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,8 +14,11 @@ from command_line import call, call_json
 from holdfast.catalog import StoredRun
 from holdfast.errors import FencedError, SaveFailedError
 from holdfast.format.names import StepName
+from holdfast.format.records import ALONE
 from holdfast.storage import open_storage, register_scheme
+from holdfast.storage.memory import MemoryReader
 from object_storage import ObjectStorage
+from simulated_job import restore_part, save_job
 from whole_runs import check_whole
 
 LENGTH = 300_000
@@ -140,3 +147,31 @@ def test_prune_and_verify_open_it_by_its_url(storage: ObjectStorage) -> None:
     assert [step["step"] for step in call_json("list", storage.url)["steps"]] == [4, 5]
     assert check_whole(storage) == [4, 5]
     assert restored_value(storage) == (5, 5.0)
+
+
+class MeetingReader:
+    """Returns from a read once as many others are in one as the barrier counts."""
+
+    def __init__(self, reader: MemoryReader, meeting: threading.Barrier) -> None:
+        self.size_bytes, self.read_into, self.close = reader.size_bytes, reader.read_into, reader.close
+        self._reader, self._meeting = reader, meeting
+
+    def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
+        self._meeting.wait(60)
+        return self._reader.read_digested(offset_bytes, parts)
+
+
+def test_small_files_of_many_workers_are_read_at_once() -> None:
+    meeting = threading.Barrier(3)
+
+    class MeetingStorage(ObjectStorage):
+        def open_reader(self, path: str) -> Any:
+            reader = super().open_reader(path)
+            return MeetingReader(reader, meeting) if path.endswith(".safetensors") else reader
+
+    storage = MeetingStorage(read_parallel=3)
+    parts = [hf.Shard(np.full(4, float(rank)), offsets=(4 * rank,), global_shape=(12,)) for rank in range(3)]
+    save_job(storage, [{"all": {"array": part}} for part in parts])
+    array = np.zeros(12)
+    restore_part(storage, {"all": {"array": array}}, ALONE)
+    assert array.tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4

@@ -21,3 +21,9 @@ def check_whole(location: Path | Storage) -> list[int]:
     for name in catalog.committed:
         assert verify_data(storage, open_step(storage, name.directory, name)) == [], name
     return [name.step for name in catalog.living]
+
+
+def remove_manifests(place: Path, steps: str = "*") -> None:
+    """Removes the manifests of these steps by hand, or of all; their data stays."""
+    for manifest in place.glob(f"step-{steps}/manifest.json"):
+        manifest.unlink()

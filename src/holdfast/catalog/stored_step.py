@@ -9,12 +9,13 @@ from msgspec.structs import replace
 from holdfast.errors import DamageError, NotFoundError, StorageError
 from holdfast.format.digests import digest, unseal
 from holdfast.format.index import MAX_INDEX_BYTES, Index
-from holdfast.format.index_checks import decode_index
+from holdfast.format.index_checks import decode_index, decode_object_names
 from holdfast.format.names import (
     COMMITTED_NAME,
     MANIFEST_NAME,
     StepName,
     index_name,
+    is_own,
     is_own_file,
     is_part,
     join,
@@ -114,19 +115,35 @@ class StoredStep:
             NotFoundError: If it is missing.
             DamageError: If it is not the index that was written.
         """
-        worker = manifest.workers[rank]
+        path, data = self._read_index(manifest, rank)
+        index = decode_index(data, path=path, step=manifest.step)
+        stands_for = (index.name, index.rank, index.world_size, index.data_bytes)
+        if stands_for != (manifest.name, rank, manifest.world_size, manifest.workers[rank].data_bytes):
+            raise DamageError(f"{path} belongs to another checkpoint or worker", step=manifest.step, path=path)
+        return index
+
+    def object_names(self) -> list[str]:
+        """**Blocks.** Returns the names of all workers' objects, in their order, holdfast's own left out.
+
+        What the indexes say of the objects and of arrays is neither decoded nor checked. Raises as `index` does.
+        """
+        manifest = self.manifest()
+        names: dict[str, None] = {}
+        for rank in range(manifest.world_size):
+            path, data = self._read_index(manifest, rank)
+            names |= dict.fromkeys(decode_object_names(data, path=path, step=manifest.step))
+        return [name for name in names if not is_own(name)]
+
+    def _read_index(self, manifest: Manifest, rank: int) -> tuple[str, bytes]:
+        """**Blocks.** Returns the path and the bytes of an index, which are those that the manifest names."""
+        worker, step = manifest.workers[rank], manifest.step
         path = join(self.directory, index_name(rank, manifest.world_size))
-        step = manifest.step
         if worker.index_bytes > MAX_INDEX_BYTES:
             raise DamageError(f"{path} should have {worker.index_bytes} bytes", step=step, path=path)
         data = self.storage.read(path, worker.index_bytes)
         if len(data) != worker.index_bytes or digest(data) != worker.index_digest:
             raise DamageError(f"{path} does not match the digest in the manifest", step=step, path=path)
-        index = decode_index(data, path=path, step=step)
-        stands_for = (index.name, index.rank, index.world_size, index.data_bytes)
-        if stands_for != (manifest.name, rank, manifest.world_size, worker.data_bytes):
-            raise DamageError(f"{path} belongs to another checkpoint or worker", step=step, path=path)
-        return index
+        return path, data
 
     def has_copy(self) -> bool:
         """**Blocks.** Returns True if there is a whole copy of the manifest, or the manifest is gone."""

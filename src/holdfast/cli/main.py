@@ -86,7 +86,9 @@ class Verbs(click.Group):
         except click.ClickException as error:
             # click writes the text.
             text = " ".join(error.format_message().split())
-            fields = error_fields(error, error.exit_code, text, _help_hint(error)) | {"kind": "UsageError"}
+            context = error.ctx if isinstance(error, click.UsageError) else None
+            hint = f"Try '{context.command_path} --help' for help." if context is not None else ""
+            fields = error_fields(error, error.exit_code, text, hint) | {"kind": "UsageError"}
             _write_error(ctx, fields)
             raise
         except (click.exceptions.Exit, click.Abort):
@@ -97,11 +99,6 @@ class Verbs(click.Group):
             text = f"{type(error).__name__}: {error}"
             hint = f"This is a bug in holdfast. Please report it; set {TRACEBACK_VARIABLE}=1 to see the traceback."
             _end(ctx, error_fields(error, ExitCode.BUG, text, hint))
-
-
-def _help_hint(error: click.ClickException) -> str:
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    return f"Try '{context.command_path} --help' for help." if context is not None else ""
 
 
 def _end(ctx: click.Context, fields: dict[str, Any]) -> NoReturn:

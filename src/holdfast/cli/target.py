@@ -153,15 +153,11 @@ def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
 
 def _split(text: str) -> tuple[str, int | None]:
     location, at, step = text.rpartition("@")
-    is_step = step.isascii() and step.isdigit() and len(step) <= _MAX_STEP_DIGITS
-    if not at or not location or not is_step or _exists(text):
-        return text, None
-    return location, int(step)
-
-
-def _exists(location: str) -> bool:
-    storage = open_storage(location)
-    return bool(storage.list("")) if storage.location is None else os.path.lexists(storage.location)
+    if at and location and step.isascii() and step.isdigit() and len(step) <= _MAX_STEP_DIGITS:
+        whole = open_storage(text)
+        if not (whole.list("") if whole.location is None else os.path.lexists(whole.location)):
+            return location, int(step)
+    return text, None
 
 
 def belongs_to_run(entry: Entry) -> bool:

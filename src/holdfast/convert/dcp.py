@@ -15,10 +15,9 @@ from typing import Any, BinaryIO, Final, TypeAlias
 
 import msgspec
 
-from holdfast.convert.input_files import Chunk, InputArray, InputFile, is_plain_name
+from holdfast.convert.files import Chunk, InputArray, InputFile, is_plain_name, open_output_directory
 from holdfast.convert.leaf_stream import Extent, LeafReader, StoredLeaf, take_bytes
 from holdfast.convert.leaf_tree import ArrayRef, LeftOut, ObjectState, list_arrays
-from holdfast.convert.output_files import open_output_directory
 from holdfast.convert.pickle_read import KeyChecker, PickledObject, read_pickle, shown
 from holdfast.convert.pickle_write import FunctionCall, Global, Instance, Pairs, write_pickle
 from holdfast.convert.torch_file import (
@@ -31,8 +30,8 @@ from holdfast.convert.torch_file import (
     name_parameters,
     tensor_call,
     to_torch,
+    write_archive,
 )
-from holdfast.convert.torch_zip import write_archive
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.dtypes import MAX_DIMENSIONS, array_bytes
 from holdfast.format.encoding import escape
@@ -285,7 +284,7 @@ class DcpDirectory:
         self.entries: dict[EntryPath, InputArray | TorchArchive] = {}
         for name, entry in named.items():
             path = paths.get(name, (name,)) if type(paths) is dict else (name,)
-            if type(name) is not str or type(path) is not tuple or not all(map(_is_step, path)):
+            if type(name) is not str or type(path) is not tuple or not all(map(_is_key, path)):
                 raise self._malformed(f"the path to {shown(name)} is malformed")
             if not path or self._key(path) in self.entries:
                 raise self._malformed(f"the path to {shown(name)} does not exist, or leads to another entry")
@@ -382,5 +381,5 @@ class DcpDirectory:
             raise self._malformed(str(error)) from None
 
 
-def _is_step(key: Any) -> bool:
+def _is_key(key: Any) -> bool:
     return type(key) is str or (type(key) is int and 0 <= key < _MAX_NUMBER)

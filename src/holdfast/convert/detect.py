@@ -7,12 +7,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.convert.dcp import METADATA_NAME, DcpDirectory, EntryPath
-from holdfast.convert.frameworks.lightning import recognize_lightning
-from holdfast.convert.frameworks.orbax import OrbaxDirectory, is_orbax_directory
-from holdfast.convert.frameworks.recognized import Recognized
-from holdfast.convert.frameworks.trainer import STATE_NAME, read_trainer_folder
-from holdfast.convert.input_files import FilePool, InputFile
+from holdfast.convert.dcp import METADATA_NAME, DcpDirectory
+from holdfast.convert.files import FilePool, InputFile
+from holdfast.convert.leaf_tree import nest
+from holdfast.convert.orbax import OrbaxDirectory, is_orbax_directory
+from holdfast.convert.recognized import STATE_NAME, Recognized, read_trainer_folder, recognize_lightning
 from holdfast.convert.safetensors import read_header, read_model
 from holdfast.convert.torch_file import ArchivedTree, TorchArchive
 from holdfast.errors import FormatError, NoCheckpointError, NotFoundError, UsageError
@@ -78,8 +77,10 @@ class ImportSource:
             raise NoCheckpointError(f"{self._path} does not exist", hint="Check the path.") from None
         head = bytes(file.read(0, min(file.size_bytes, 16)))
         if head.startswith(_ZIP):
-            self.format = "torch"
-            self._read_archive(file)
+            archive = TorchArchive(file, 0, file.size_bytes)
+            self.recognized = recognize_lightning(archive)
+            self.format = "torch" if self.recognized is None else "lightning"
+            self.root = ArchivedTree(archive.value, archive)
         elif head.startswith(_LEGACY):
             raise UsageError(
                 f"{self._path} is in the format that torch.save used before version 1.6",
@@ -91,20 +92,17 @@ class ImportSource:
         else:
             raise UsageError(f"{self._path} is not in a format that can be imported", hint=_SOURCES)
 
-    def _read_archive(self, file: InputFile) -> None:
-        archive = TorchArchive(file, 0, file.size_bytes)
-        self.recognized = recognize_lightning(archive)
-        if self.recognized is not None:
-            self.format = "lightning"
-        else:
-            self.root = ArchivedTree(archive.value, archive)
-
     def _read_directory(self) -> None:
         if (self._path / METADATA_NAME).exists():
             self.format = "dcp"
             with closing(InputFile(self._path / METADATA_NAME)) as metadata:
                 found = DcpDirectory(metadata, self._beside)
-            self.root = _nest(found.entries, str(self._path))
+            trees = (
+                (keys, ArchivedTree(value.value, value) if isinstance(value, TorchArchive) else value)
+                for keys, value in found.entries.items()
+            )
+            root = nest(trees, lambda what: FormatError(f"{self._path}: {what}", path=str(self._path)))
+            self.root = {key: _listed(value, 0) for key, value in root.items()}
             return
         if (self._path / STATE_NAME).exists():
             self.format = "transformers"
@@ -120,9 +118,12 @@ class ImportSource:
             is_run = (self._path / GENERATIONS_DIRECTORY).is_dir()
             hint = "It is a holdfast run already: a job resumes from it as it is." if is_run else _SOURCES
             what = "contains nothing that can be imported"
-            if not is_run and (inner := _list_sources(self._path)):
-                hint = f"Import one of them: holdfast import {shlex.quote(inner[-1])} RUN"
-                what = f"is not a checkpoint itself; it holds {', '.join(inner[-3:])}"
+            inner = [one for one in self._path.iterdir() if one.suffix in _SUFFIXES or (one / STATE_NAME).exists()]
+            if inner and not is_run:
+                # The oldest first, and `checkpoint-8` before `-16`.
+                inner.sort(key=lambda one: (one.stat().st_mtime, len(one.name), one.name))
+                hint = f"Import one of them: holdfast import {shlex.quote(str(inner[-1]))} RUN"
+                what = f"is not a checkpoint itself; it holds {', '.join(map(str, inner[-3:]))}"
             raise UsageError(f"{self._path} {what}", hint=hint)
         self.format = "safetensors"
         self.root = arrays
@@ -132,28 +133,8 @@ class ImportSource:
         return self._files.find(self._path / name, follow_links=self.format != "dcp")
 
 
-def _list_sources(directory: Path) -> list[str]:
-    """Returns what can be imported directly below a directory, the oldest first: `checkpoint-8` before `-16`."""
-    found = [one for one in directory.iterdir() if one.suffix in _SUFFIXES or (one / STATE_NAME).exists()]
-    return list(map(str, sorted(found, key=lambda one: (one.stat().st_mtime, len(one.name), one.name))))
-
-
-def _nest(entries: dict[EntryPath, Any], path: str) -> dict[Any, Any]:
-    """Builds the tree of entries; numbers among the keys are indices of lists."""
-    root: dict[Any, Any] = {}
-    for keys, value in entries.items():
-        place = root
-        for key in keys[:-1]:
-            place = place.setdefault(key, {})
-            if type(place) is not dict:
-                raise FormatError(f"{path}: {'.'.join(map(str, keys))} passes through another entry", path=path)
-        if keys[-1] in place:
-            raise FormatError(f"{path}: {'.'.join(map(str, keys))} appears twice", path=path)
-        place[keys[-1]] = ArchivedTree(value.value, value) if isinstance(value, TorchArchive) else value
-    return {key: _listed(value, 0) for key, value in root.items()}
-
-
 def _listed(value: Any, depth: int) -> Any:
+    """Returns a tree in which dicts with all indices of a list have become lists."""
     if type(value) is not dict or depth > 64:
         return value
     parts = {key: _listed(part, depth + 1) for key, part in value.items()}

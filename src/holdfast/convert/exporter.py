@@ -23,7 +23,7 @@ from holdfast.format.dtypes import ITEM_BYTES, RAW_TYPES
 from holdfast.format.encoding import escape
 from holdfast.format.names import MAX_STEP, StepName, is_own
 from holdfast.numbers import check_whole
-from holdfast.restore.candidates import Selection, make_selection
+from holdfast.restore.candidates import make_selection
 from holdfast.restore.verify import open_step
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
@@ -212,7 +212,11 @@ def export_step(
         options = structs.replace(options, only=options.only or "model")
     selection = make_selection(options.only)
     tree, left = make_tree(objects, selection)
-    _check_found(selection, list(objects), step)
+    if selection is not None and selection.unmatched:
+        raise UsageError(
+            f"step {step} has no object or leaf named {', '.join(map(repr, selection.unmatched))}",
+            hint=f"Its objects are {', '.join(map(repr, objects))}; a leaf has a name like 'model/head.weight'.",
+        )
     inner = None
     if options.only is not None and not options.keep_prefix and len(tree) == 1:
         (inner,) = tree.values()
@@ -227,7 +231,12 @@ def export_step(
             names, notes = name_arrays(tree, has_prefix=inner is None, repeat_shared=options.repeat_shared)
             left += notes
             if descriptions is not None and ADAPTER_CONFIG in descriptions:
-                names = name_adapters(names)
+                # The arrays of the default PEFT adapter, with the names that its files use.
+                names = {
+                    name.replace(".default", "").replace(".modules_to_save", ""): leaf
+                    for name, leaf in names.items()
+                    if ".default" in name
+                }
             if not names:
                 raise UsageError(
                     f"the selected part of step {step} contains no array",
@@ -284,12 +293,6 @@ def find_descriptions(objects: dict[str, Any], step: int) -> dict[str, str]:
     return known
 
 
-def name_adapters(names: dict[str, str]) -> dict[str, str]:
-    """**Pure.** Returns the arrays of the default PEFT adapter, with the names that its files use."""
-    found = {name.replace(".default", ""): leaf for name, leaf in names.items() if ".default" in name}
-    return {name.replace(".modules_to_save", ""): leaf for name, leaf in found.items()}
-
-
 def name_arrays(tree: dict[str, Any], *, has_prefix: bool, repeat_shared: bool) -> tuple[dict[str, str], list[LeftOut]]:
     """**Pure.** Names arrays for a flat list of names: by the keys on the way, joined with dots.
 
@@ -341,11 +344,3 @@ def _check_types(reader: LeafReader, leaves: Iterable[str], to: str) -> None:
                 if dtype in TORCH_DTYPES
                 else "Select other objects; `holdfast show` lists the dtypes.",
             )
-
-
-def _check_found(selection: Selection | None, objects: list[str], step: int) -> None:
-    if selection is not None and selection.unmatched:
-        raise UsageError(
-            f"step {step} has no object or leaf named {', '.join(map(repr, selection.unmatched))}",
-            hint=f"Its objects are {', '.join(map(repr, objects))}; a leaf has a name like 'model/head.weight'.",
-        )

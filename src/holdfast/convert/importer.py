@@ -18,13 +18,13 @@ import msgspec
 from holdfast.catalog import StoredRun
 from holdfast.convert.detect import ImportSource
 from holdfast.convert.exporter import ProgressWatcher
-from holdfast.convert.frameworks.orbax import MOST_TIMES as MOST_TIMES_COMPRESSED
-from holdfast.convert.frameworks.recognized import MODEL, Recognized, split_list, step_of
-from holdfast.convert.input_files import InputArray, read_spans, whole_array
+from holdfast.convert.files import InputArray, read_spans, whole_array
 from holdfast.convert.leaf_tree import LeftOut
+from holdfast.convert.orbax import MOST_TIMES as MOST_TIMES_COMPRESSED
 from holdfast.convert.pickle_read import PickledObject, shown
 from holdfast.convert.pickle_write import Global, Persistent
 from holdfast.convert.pickled_values import PUBLIC_NAMES, thaw
+from holdfast.convert.recognized import MODEL, Recognized, split_list, step_of
 from holdfast.convert.torch_file import ArchivedTree, TorchArchive, coded_value_of
 from holdfast.errors import FormatError, HoldfastError, UsageError
 from holdfast.format.digests import SPAN_BYTES, digest

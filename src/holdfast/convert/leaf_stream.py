@@ -5,20 +5,18 @@ Regardless of the state's size, one window and a few spans per reading thread ar
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from typing import Final
 
 import msgspec
 
-from holdfast.errors import DamageError
 from holdfast.format.dtypes import ITEM_BYTES, array_bytes
 from holdfast.format.index import StoredBox
 from holdfast.format.shapes import Box, intersect, shift, split_range
-from holdfast.restore.files import Part, list_parts, open_part
+from holdfast.process.worker_pool import WorkerPool
+from holdfast.restore.read import Order, Share, open_pool, read_orders
 from holdfast.restore.records import OpenedStep
-from holdfast.restore.reshard import read_shares
-from holdfast.restore.reshard_plan import Share
 from holdfast.state.leaves import Target, spec_of
 from holdfast.storage.buffers import take_pages
 from holdfast.storage.protocol import FileReader, Storage
@@ -27,6 +25,7 @@ WINDOW_BYTES: Final = 64 << 20
 """How much is assembled at a time: enough that each of several adjacent boxes contributes several spans."""
 
 _OPEN_FILES: Final = 64
+"""How many files stay open from one window to the next."""
 
 
 class Extent(msgspec.Struct, frozen=True):
@@ -87,8 +86,11 @@ class LeafReader:
         self._window_bytes = window_bytes
         self._advance = advance
         self._window: memoryview | None = None
-        self._readers: OrderedDict[int, FileReader] = OrderedDict()
-        self._parts = list_parts(opened)
+        self._pool: WorkerPool | None = None
+        self._readers: dict[str, FileReader] = {}
+        # Closes the readers and the pool.
+        self._opened = ExitStack()
+        self._parts = opened.list_parts()
         self._boxes: dict[str, list[_BoxPlace]] = {}
         self.leaves: dict[str, StoredLeaf] = {}
         self.strides = {one.leaf: one.strides for index in opened.indexes for one in index.strides}
@@ -127,8 +129,9 @@ class LeafReader:
 
     def close(self) -> None:
         """Closes the files; may be repeated."""
-        while self._readers:
-            self._readers.popitem()[1].close()
+        self._opened.close()
+        self._readers.clear()
+        self._pool = None
 
     def _cut(self, extents: Iterable[Extent]) -> Iterator[tuple[Extent, int]]:
         """Splits extents so that each fits into a window; returns the size of each."""
@@ -167,31 +170,20 @@ class LeafReader:
                         shares.setdefault(box.part, {}).setdefault(box.number, []).append(share)
                 place += spec.size_bytes
             ends.append(place)
-        for number in sorted(shares):
-            self._read(number, shares[number])
+        if self._pool is None:
+            self._pool = self._opened.enter_context(open_pool(self._storage, self._threads, self._window_bytes))
+        orders = [(self._parts[number], Order(shares=shares[number])) for number in sorted(shares)]
+        for part, _ in orders:
+            if part.path not in self._readers and len(self._readers) < _OPEN_FILES:
+                reader = part.open(self._storage, self._beside)
+                self._readers[part.path] = self._opened.enter_context(closing(reader))
+        read_orders(self._storage, orders, self._readers, self._pool, self._beside)
         begin = 0
         for end in ends:
             if self._advance is not None:
                 self._advance(end - begin)
             yield self._window[begin:end]
             begin = end
-
-    def _read(self, number: int, shares: dict[int, list[Share]]) -> None:
-        part = self._parts[number]
-        reader = self._open(number, part)
-        try:
-            read_shares(reader, part.index, part.path, shares, threads=self._threads)
-        except DamageError as damage:
-            raise part.explain(damage) from damage
-
-    def _open(self, number: int, part: Part) -> FileReader:
-        reader = self._readers.pop(number, None)
-        if reader is None:
-            if len(self._readers) >= _OPEN_FILES:
-                self._readers.popitem(last=False)[1].close()
-            reader = open_part(self._storage, part, self._beside)
-        self._readers[number] = reader
-        return reader
 
 
 def take_bytes(pieces: Iterator[memoryview], size_bytes: int) -> Iterator[memoryview]:

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from holdfast.errors import HoldfastError
 from holdfast.format.codecs import Codec
 from holdfast.format.decoding import UNFILLED, Decoder, SubclassNode, find_tags
 from holdfast.format.encoding import escape, path_part
@@ -179,6 +180,24 @@ def _mapping(value: dict[Any, Any], path: str, select: Callable[[str], bool] | N
         if kept is not _OMITTED:
             found[key] = kept
     return found if found or select is None else _OMITTED
+
+
+def nest(entries: Iterable[tuple[KeyPath, Any]], malformed: Callable[[str], HoldfastError]) -> dict[Any, Any]:
+    """**Pure.** Builds the dicts of values by their paths.
+
+    If a path leads through another value, or two are the same, the error that `malformed` makes is raised.
+    """
+    root: dict[Any, Any] = {}
+    for keys, value in entries:
+        place = root
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+            if type(place) is not dict:
+                raise malformed(f"{'.'.join(map(str, keys))} passes through another entry")
+        if keys[-1] in place:
+            raise malformed(f"{'.'.join(map(str, keys))} appears twice")
+        place[keys[-1]] = value
+    return root
 
 
 def list_arrays(value: Any, keys: KeyPath = ()) -> Iterator[tuple[KeyPath, ArrayRef]]:

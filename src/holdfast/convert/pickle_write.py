@@ -101,9 +101,6 @@ class _Writer:
         if len(encoded) < 256:
             self._keep(value)
 
-    def add_bytes(self, value: bytes) -> None:
-        self.add(FunctionCall(_ENCODE, (value.decode("latin-1"), "latin1")))
-
     def add_tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) in _SMALL_TUPLES:
             for part in value:
@@ -163,11 +160,9 @@ _WRITERS: Final[dict[type, Callable[[_Writer, Any], None]]] = {
     bool: lambda writer, value: writer.parts.append(b"\x88" if value else b"\x89"),
     int: _Writer.add_int,
     float: lambda writer, value: writer.parts.append(b"G" + struct.pack(">d", value)),
-    complex: lambda writer, value: writer.add_call(
-        FunctionCall(Global("builtins", "complex"), (value.real, value.imag))
-    ),
+    complex: lambda writer, value: writer.add_call(FunctionCall(_COMPLEX, (value.real, value.imag))),
     str: _Writer.add_text,
-    bytes: _Writer.add_bytes,
+    bytes: lambda writer, value: writer.add_call(FunctionCall(_ENCODE, (value.decode("latin-1"), "latin1"))),
     tuple: _Writer.add_tuple,
     list: _Writer.add_list,
     dict: lambda writer, value: writer.add_pairs(value.items()),

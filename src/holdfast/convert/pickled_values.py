@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.convert.input_files import SourceTensor, whole_array
+from holdfast.convert.files import SourceTensor, whole_array
 from holdfast.convert.pickle_read import PickledObject
 from holdfast.convert.pickle_write import Global
 from holdfast.convert.torch_file import lengths_of

@@ -11,9 +11,17 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.convert.input_files import InputArray, InputFile, SourceTensor, is_plain_name, whole_array
+from holdfast.convert.files import (
+    InputArray,
+    InputFile,
+    OutputFiles,
+    SourceTensor,
+    is_plain_name,
+    open_output_directory,
+    open_output_file,
+    whole_array,
+)
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
-from holdfast.convert.output_files import OutputFiles, open_output_directory, open_output_file
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.dtypes import MAX_DIMENSIONS, RAW_TYPES, array_bytes
 from holdfast.format.index import MAX_HEADER_BYTES, METADATA_KEY, Layout, plan_layout

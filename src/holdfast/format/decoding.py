@@ -14,6 +14,7 @@ import msgspec
 from holdfast.errors import FormatError, UnsupportedValueError
 from holdfast.format.codecs import FACTORIES, Codec, codec_tagged, is_namedtuple, is_plain_dataclass, type_named
 from holdfast.format.encoding import MAX_DEPTH, path_part
+from holdfast.format.nodes import list_tagged
 from holdfast.format.scalars import DECODERS, ENCODERS, Malformed, Node, decode_int, decode_numpy
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
@@ -227,6 +228,8 @@ class Decoder:
         tag, payload, argument = node["$"], node.get("v"), node.get("k")
         if type(tag) is not str or "v" not in node or len(node) != 2 + ("k" in node):
             raise malformed(path, "a tagged value is malformed")
+        if argument is not None and tag in _WITHOUT_ARGUMENT:
+            raise malformed(path, "a tagged value has an unexpected argument")
         rebuild = REBUILDERS.get(tag)
         if rebuild is not None:
             return rebuild(self, payload, argument, live, path, depth)
@@ -307,6 +310,131 @@ class Decoder:
                 values[name] = value
         return values
 
+    def _rebuild_array(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        if type(payload) is not str or type(argument) is not str:
+            raise malformed(path, "a reference to an array is malformed")
+        return self.array(payload, argument, live, path)
+
+    def _rebuild_object(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        if type(argument) is not str:
+            raise malformed(path, "the state of an object is malformed")
+        return self.stateful(argument, payload, live, path, depth)
+
+    def _rebuild_codec(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        if type(argument) is not str:
+            raise malformed(path, "expected the tag of a codec")
+        codec = self._find_codec(argument)
+        if codec is None:
+            raise UnsupportedValueError(
+                f"{path}: no codec with the tag {argument!r} is registered in this process",
+                path=path,
+                hint="Before restoring, call register_codec as the program that saved did.",
+            )
+        return self.coded(codec, payload, live, path, depth)
+
+    def _rebuild_subclass(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        try:
+            stored = msgspec.convert(payload, SubclassNode)
+        except msgspec.ValidationError as error:
+            raise malformed(path, f"a tensor subclass is malformed: {error}") from error
+        if type(argument) is not str or len(stored.shape) != len(stored.strides) or min(stored.shape, default=0) < 0:
+            raise malformed(path, "a tensor subclass is malformed")
+        return self.subclass(argument, stored, live, path, depth)
+
+    def _rebuild_node(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        if type(argument) is not str or type(payload) is not dict or "$" in payload:
+            raise malformed(path, "a node of a framework's tree is malformed")
+        return self.node(argument, payload, live, path, depth)
+
+    def _rebuild_live(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        return self.node(payload if type(payload) is str else "", None, live, path, depth)
+
+    def _rebuild_defaultdict(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        if argument is not None and (type(argument) is not str or argument not in FACTORIES):
+            raise malformed(path, f"a defaultdict cannot have the factory {argument!r}")
+        factory = None if argument is None else FACTORIES[argument]
+        return collections.defaultdict(factory, self._pairs(payload, live, path, depth))
+
+    def _rebuild_ordered(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        made: Any = collections.OrderedDict(self._pairs(payload, live, path, depth))
+        if argument is not None:
+            versions = self.decode(argument, getattr(live, "_metadata", UNFILLED), f"{path}/_metadata", depth)
+            if versions is not ABSENT:
+                made._metadata = versions
+        return made
+
+    def _rebuild_deque(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        values = self.sequence(payload, live, path, depth)
+        try:
+            limit = None if argument is None else decode_int(argument)
+            made = collections.deque(values, limit)
+        except _BROKEN as error:
+            raise malformed(path, f"the length of a deque is malformed: {error}") from error
+        if limit is not None and len(payload) > limit:
+            raise malformed(path, "a deque is longer than its maximum")
+        return made
+
+    def _rebuild_slice(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        values = Decoder(self._find_codec).sequence(payload, UNFILLED, path, depth)
+        if len(values) != 3:
+            raise malformed(path, "a slice has three parts")
+        return slice(*values)
+
+    def _rebuild_enum(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        cls: Any = self._type(argument, live, path, lambda cls: issubclass(cls, enum.Enum))
+        if cls is None:
+            return self.unknown_type(argument, live, path)
+        name = Decoder().decode(payload, UNFILLED, path, depth)
+        if type(name) is not str or name not in cls.__members__:
+            raise UnsupportedValueError(
+                f"{path}: {cls.__qualname__} no longer has the member {name!r}",
+                path=path,
+                hint="Restore the member's name, or register a codec for the enum.",
+            )
+        return cls.__members__[name]
+
+    def _rebuild_flag(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        cls = self._type(argument, live, path, lambda cls: issubclass(cls, enum.Flag))
+        if cls is None:
+            return self.unknown_type(argument, live, path)
+        try:
+            return cls(decode_int(payload))
+        except _BROKEN as error:
+            raise malformed(path, f"the flag is malformed: {error}") from error
+
+    def _rebuild_namedtuple(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        cls: Any = self._type(argument, live, path, is_namedtuple)
+        if cls is None:
+            return self.unknown_type(argument, live, path)
+        values = self._fields(cls, cls._fields, payload, live, path, depth)
+        values = {**cls._field_defaults, **values}
+        if len(values) != len(cls._fields):
+            return ABSENT
+        return tuple.__new__(cls, [values[name] for name in cls._fields])
+
+    def _rebuild_dataclass(self, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
+        cls: Any = self._type(argument, live, path, is_plain_dataclass)
+        if cls is None:
+            return self.unknown_type(argument, live, path)
+        fields = dataclasses.fields(cls)
+        values = self._fields(cls, [field.name for field in fields], payload, live, path, depth)
+        # As copying and unpickling do, this goes round the constructor: arrays are not filled yet, and a constructor
+        # might compute something from them.
+        made = object.__new__(cls)
+        if type(live) is cls:
+            for name, value in getattr(live, "__dict__", {}).items():
+                object.__setattr__(made, name, value)
+        for field in fields:
+            if field.name in values:
+                object.__setattr__(made, field.name, values[field.name])
+            elif field.default is not dataclasses.MISSING:
+                object.__setattr__(made, field.name, field.default)
+            elif field.default_factory is not dataclasses.MISSING:
+                object.__setattr__(made, field.name, field.default_factory())
+            else:
+                return ABSENT
+        return made
+
 
 def _is_reference(node: Node) -> bool:
     if type(node) is not dict or node.keys() != _REFERENCE or node["$"] != "array":
@@ -330,16 +458,10 @@ NAMED: Final = frozenset({"namedtuple", "dataclass", "enum", "flag", "tensor_sub
 
 def find_tags(node: Node) -> Iterator[tuple[str, str | None]]:
     """**Pure.** Yields the tag and the argument of each tagged value in a node; arguments that are not text as None."""
-    ahead = [node]
-    while ahead:
-        part = ahead.pop()
-        if type(part) is list:
-            ahead += part
-        elif type(part) is dict:
-            tag, argument = part.get("$"), part.get("k")
-            if type(tag) is str:
-                yield tag, argument if type(argument) is str else None
-            ahead += part.values()
+    for part in list_tagged([node]):
+        argument = part.get("k")
+        if type(part["$"]) is str:
+            yield part["$"], argument if type(argument) is str else None
 
 
 def malformed(path: str, what: str) -> FormatError:
@@ -347,182 +469,28 @@ def malformed(path: str, what: str) -> FormatError:
     return FormatError(f"{path}: {what}", tensor=path)
 
 
-def _array(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    if type(payload) is not str or type(argument) is not str:
-        raise malformed(path, "a reference to an array is malformed")
-    return d.array(payload, argument, live, path)
+_WITHOUT_ARGUMENT: Final = frozenset({"live", "slice", "dict", "Counter", "tuple", "set", "frozenset"})
+"""Tags of containers that have no argument."""
 
-
-def _object(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    if type(argument) is not str:
-        raise malformed(path, "the state of an object is malformed")
-    return d.stateful(argument, payload, live, path, depth)
-
-
-def _codec(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    if type(argument) is not str:
-        raise malformed(path, "expected the tag of a codec")
-    codec = d._find_codec(argument)
-    if codec is None:
-        raise UnsupportedValueError(
-            f"{path}: no codec with the tag {argument!r} is registered in this process",
-            path=path,
-            hint="Before restoring, call register_codec as the program that saved did.",
-        )
-    return d.coded(codec, payload, live, path, depth)
-
-
-def _subclass(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    try:
-        stored = msgspec.convert(payload, SubclassNode)
-    except msgspec.ValidationError as error:
-        raise malformed(path, f"a tensor subclass is malformed: {error}") from error
-    if type(argument) is not str or len(stored.shape) != len(stored.strides) or min(stored.shape, default=0) < 0:
-        raise malformed(path, "a tensor subclass is malformed")
-    return d.subclass(argument, stored, live, path, depth)
-
-
-def _node(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    if type(argument) is not str or type(payload) is not dict or "$" in payload:
-        raise malformed(path, "a node of a framework's tree is malformed")
-    return d.node(argument, payload, live, path, depth)
-
-
-def _live(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    _no_argument(path, argument)
-    return d.node(payload if type(payload) is str else "", None, live, path, depth)
-
-
-def _no_argument(path: str, argument: Node) -> None:
-    if argument is not None:
-        raise malformed(path, "a tagged value has an unexpected argument")
-
-
-def _defaultdict(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    if argument is not None and (type(argument) is not str or argument not in FACTORIES):
-        raise malformed(path, f"a defaultdict cannot have the factory {argument!r}")
-    factory = None if argument is None else FACTORIES[argument]
-    return collections.defaultdict(factory, d._pairs(payload, live, path, depth))
-
-
-def _ordered(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    made: Any = collections.OrderedDict(d._pairs(payload, live, path, depth))
-    if argument is not None:
-        versions = d.decode(argument, getattr(live, "_metadata", UNFILLED), f"{path}/_metadata", depth)
-        if versions is not ABSENT:
-            made._metadata = versions
-    return made
-
-
-def _deque(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    values = d.sequence(payload, live, path, depth)
-    try:
-        limit = None if argument is None else decode_int(argument)
-        made = collections.deque(values, limit)
-    except _BROKEN as error:
-        raise malformed(path, f"the length of a deque is malformed: {error}") from error
-    if limit is not None and len(payload) > limit:
-        raise malformed(path, "a deque is longer than its maximum")
-    return made
-
-
-def _slice(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    _no_argument(path, argument)
-    values = Decoder(d._find_codec).sequence(payload, UNFILLED, path, depth)
-    if len(values) != 3:
-        raise malformed(path, "a slice has three parts")
-    return slice(*values)
-
-
-def _enum(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    cls: Any = d._type(argument, live, path, lambda cls: issubclass(cls, enum.Enum))
-    if cls is None:
-        return d.unknown_type(argument, live, path)
-    name = Decoder().decode(payload, UNFILLED, path, depth)
-    if type(name) is not str or name not in cls.__members__:
-        raise UnsupportedValueError(
-            f"{path}: {cls.__qualname__} no longer has the member {name!r}",
-            path=path,
-            hint="Restore the member's name, or register a codec for the enum.",
-        )
-    return cls.__members__[name]
-
-
-def _flag(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    cls = d._type(argument, live, path, lambda cls: issubclass(cls, enum.Flag))
-    if cls is None:
-        return d.unknown_type(argument, live, path)
-    try:
-        return cls(decode_int(payload))
-    except _BROKEN as error:
-        raise malformed(path, f"the flag is malformed: {error}") from error
-
-
-def _namedtuple(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    cls: Any = d._type(argument, live, path, is_namedtuple)
-    if cls is None:
-        return d.unknown_type(argument, live, path)
-    values = d._fields(cls, cls._fields, payload, live, path, depth)
-    values = {**cls._field_defaults, **values}
-    if len(values) != len(cls._fields):
-        return ABSENT
-    return tuple.__new__(cls, [values[name] for name in cls._fields])
-
-
-def _dataclass(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-    cls: Any = d._type(argument, live, path, is_plain_dataclass)
-    if cls is None:
-        return d.unknown_type(argument, live, path)
-    fields = dataclasses.fields(cls)
-    values = d._fields(cls, [field.name for field in fields], payload, live, path, depth)
-    # As copying and unpickling do, this goes round the constructor: arrays are not filled yet, and a constructor
-    # might compute something from them.
-    made = object.__new__(cls)
-    if type(live) is cls:
-        for name, value in getattr(live, "__dict__", {}).items():
-            object.__setattr__(made, name, value)
-    for field in fields:
-        if field.name in values:
-            object.__setattr__(made, field.name, values[field.name])
-        elif field.default is not dataclasses.MISSING:
-            object.__setattr__(made, field.name, field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            object.__setattr__(made, field.name, field.default_factory())
-        else:
-            return ABSENT
-    return made
-
-
-_Rebuild = Callable[[Decoder, Node, Node, Any, str, int], Any]
-
-
-def _plain(make: Callable[[Decoder, Node, Any, str, int], Any]) -> _Rebuild:
-    def rebuild(d: Decoder, payload: Node, argument: Node, live: Any, path: str, depth: int) -> Any:
-        _no_argument(path, argument)
-        return make(d, payload, live, path, depth)
-
-    return rebuild
-
-
-REBUILDERS: Final[dict[str, _Rebuild]] = {
-    "array": _array,
-    "object": _object,
-    "codec": _codec,
-    "tensor_subclass": _subclass,
-    "pytree": _node,
-    "live": _live,
-    "OrderedDict": _ordered,
-    "defaultdict": _defaultdict,
-    "deque": _deque,
-    "slice": _slice,
-    "enum": _enum,
-    "flag": _flag,
-    "namedtuple": _namedtuple,
-    "dataclass": _dataclass,
-    "dict": _plain(Decoder._pairs),
-    "Counter": _plain(lambda d, *where: collections.Counter(d._pairs(*where))),
-    "tuple": _plain(lambda d, *where: tuple(d.sequence(*where))),
-    "set": _plain(lambda d, payload, live, path, depth: set(d._elements(payload, live, path, depth))),
-    "frozenset": _plain(lambda d, payload, live, path, depth: d._elements(payload, live, path, depth)),
+REBUILDERS: Final[dict[str, Callable[[Decoder, Node, Node, Any, str, int], Any]]] = {
+    "array": Decoder._rebuild_array,
+    "object": Decoder._rebuild_object,
+    "codec": Decoder._rebuild_codec,
+    "tensor_subclass": Decoder._rebuild_subclass,
+    "pytree": Decoder._rebuild_node,
+    "live": Decoder._rebuild_live,
+    "OrderedDict": Decoder._rebuild_ordered,
+    "defaultdict": Decoder._rebuild_defaultdict,
+    "deque": Decoder._rebuild_deque,
+    "slice": Decoder._rebuild_slice,
+    "enum": Decoder._rebuild_enum,
+    "flag": Decoder._rebuild_flag,
+    "namedtuple": Decoder._rebuild_namedtuple,
+    "dataclass": Decoder._rebuild_dataclass,
+    "dict": lambda d, payload, _, *where: d._pairs(payload, *where),
+    "Counter": lambda d, payload, _, *where: collections.Counter(d._pairs(payload, *where)),
+    "tuple": lambda d, payload, _, *where: tuple(d.sequence(payload, *where)),
+    "set": lambda d, payload, _, *where: set(d._elements(payload, *where)),
+    "frozenset": lambda d, payload, _, *where: d._elements(payload, *where),
 }
 """For each tag of values that may contain others, how it is rebuilt."""

@@ -146,11 +146,11 @@ class LeafRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     spans: str
 
 
-class Source(msgspec.Struct, frozen=True, order=True):
-    """A data file of an earlier step of the same run. It is never named by a path.
+class DataFile(msgspec.Struct, frozen=True):
+    """A worker's data file in a checkpoint. It is never named by a path.
 
     Attributes:
-        step: The step of its directory.
+        step: The step that it belongs to.
         generation: The generation that saved that step.
         attempt: The number of the attempt in that generation.
         rank: The worker that wrote the file.
@@ -169,6 +169,10 @@ class Source(msgspec.Struct, frozen=True, order=True):
     def name(self) -> StepName:
         """The checkpoint that it belongs to."""
         return StepName(self.step, self.generation, self.attempt)
+
+
+class Source(DataFile, frozen=True, order=True):
+    """A data file of an earlier step of the same run."""
 
     @property
     def file_name(self) -> str:
@@ -238,16 +242,10 @@ class StoredBox(msgspec.Struct, frozen=True):
     rank: int
 
 
-class Index(SealedRecord, frozen=True, omit_defaults=True):
-    """The record of what one worker wrote.
+class Index(SealedRecord, DataFile, frozen=True, omit_defaults=True):
+    """The record of one worker's data file, and of its state.
 
     Attributes:
-        step: The step that it belongs to.
-        generation: The generation that saved it.
-        attempt: The number of the attempt in that generation.
-        rank: The worker that wrote it.
-        world_size: The number of workers.
-        data_bytes: The size of the data file.
         header_bytes: How many bytes precede the first array.
         header_digest: The digest of those bytes.
         span_bytes: The length of a span.
@@ -263,12 +261,6 @@ class Index(SealedRecord, frozen=True, omit_defaults=True):
 
     kind: ClassVar[str] = "index"
 
-    step: StepNumber
-    generation: GenerationNumber
-    attempt: AttemptNumber
-    rank: Size
-    world_size: WorldSize
-    data_bytes: Size
     header_bytes: Annotated[int, msgspec.Meta(ge=8, le=MAX_HEADER_BYTES + 8)]
     header_digest: Digest
     span_bytes: Annotated[int, msgspec.Meta(ge=1)]
@@ -280,11 +272,6 @@ class Index(SealedRecord, frozen=True, omit_defaults=True):
     elsewhere: tuple[ElsewhereRecord, ...] = ()
     strides: tuple[StridesRecord, ...] = ()
     quantizers: tuple[QuantizerRecord, ...] = ()
-
-    @property
-    def name(self) -> StepName:
-        """The checkpoint that it belongs to."""
-        return StepName(self.step, self.generation, self.attempt)
 
     @property
     def own_source(self) -> Source:
@@ -313,8 +300,13 @@ class Index(SealedRecord, frozen=True, omit_defaults=True):
     def list_leaves(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns the leaves that it names, with element type and shape."""
         leaves = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.elsewhere}
-        for stored in self.stored_boxes():
-            leaves[stored.leaf] = (stored.dtype, stored.global_shape)
+        boxes = {part.name: part for part in self.boxes}
+        for record in self.all_leaves():
+            part = boxes.get(record.name)
+            if part is None:
+                leaves[record.name] = (record.dtype, record.shape)
+            else:
+                leaves[part.leaf or part.name] = (record.dtype, part.global_shape)
         return leaves
 
     def refers_to(self) -> dict[StepName, tuple[int, int]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import ClassVar, Final
+
+import msgspec
 
 from holdfast.errors import FormatError
-from holdfast.format.digests import DIGEST_CHARACTERS, unseal
+from holdfast.format.digests import DIGEST_CHARACTERS, SealedRecord, unseal
 from holdfast.format.dtypes import QUANTIZED_TYPES, array_bytes, find_quantizer_problem
 from holdfast.format.index import Index, LeafRecord, Source, StoredBox
 from holdfast.format.names import find_order_problem
+from holdfast.format.nodes import list_tagged
 from holdfast.format.shapes import Box, find_box_problem, find_overlap, is_dense, whole_box
 
 _NAME_CHARACTERS: Final = 200
@@ -28,6 +31,23 @@ def decode_index(data: bytes, *, path: str, step: int | None = None) -> Index:
     if problem:
         raise FormatError(f"{path}: {problem}", path=path, step=step)
     return index
+
+
+class _ObjectNames(SealedRecord, frozen=True):
+    """The part of an index that names the objects."""
+
+    kind: ClassVar[str] = Index.kind
+
+    objects: dict[str, msgspec.Raw]
+
+
+def decode_object_names(data: bytes, *, path: str, step: int | None = None) -> list[str]:
+    """**Pure.** Returns the names of the objects in an index, without what it says of them and of arrays.
+
+    Raises:
+        FormatError: If it is damaged.
+    """
+    return list(unseal(_ObjectNames, data, path=path, step=step).objects)
 
 
 def _find_problem(index: Index) -> str:
@@ -88,26 +108,12 @@ def _is_hexadecimal(text: str) -> bool:
 
 def find_name_problem(index: Index) -> str:
     """**Pure.** Names a leaf in an index's objects that exists neither in it nor elsewhere; empty if there is none."""
-    known = {stored.leaf for stored in index.stored_boxes()}
-    known.update(absent.name for absent in index.elsewhere)
-    for name in _named_leaves(index):
-        if not isinstance(name, str) or name not in known:
+    known = index.list_leaves()
+    for node in list_tagged(index.objects.values()):
+        name = node.get("v")
+        if node["$"] == "array" and not (isinstance(name, str) and name in known):
             return f"its objects refer to the leaf {str(name)[:_NAME_CHARACTERS]!r}, which is missing"
     return ""
-
-
-def _named_leaves(index: Index) -> Iterator[Any]:
-    # Not by recursion: who made it up may have nested it very deep.
-    waiting: list[Any] = list(index.objects.values())
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, dict):
-            if node.get("$") == "array":
-                yield node.get("v")
-            else:
-                waiting += node.values()
 
 
 def _find_strides_problem(index: Index) -> str:

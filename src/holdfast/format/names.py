@@ -57,7 +57,7 @@ _METRICS = re.compile(r"metrics-[0-9]{4}\.json")
 _TEMPORARY = re.compile(r"\.(?:manifest|metrics-[0-9]{4})\.json\.[0-9A-Za-z_-]{1,64}\.tmp")
 
 
-class StepName(msgspec.Struct, frozen=True, order=True):
+class StepName(msgspec.Struct, frozen=True, order=True, gc=False):
     """A checkpoint: the step, the generation that saved it, and the number of the attempt in that generation.
 
     If a generation saves the same step twice (after a failure, or to replace it), the second save is another attempt,

@@ -64,6 +64,19 @@ def list_children(node: Node) -> list[tuple[str, Node]] | None:
     return list_children(fields) if type(fields) is dict and "$" not in fields else None
 
 
+def list_tagged(nodes: Iterable[Node]) -> Iterator[dict[str, Any]]:
+    """**Pure.** Yields the tagged values in nodes, at any depth, even one too deep for a recursion."""
+    ahead = list(nodes)
+    while ahead:
+        part = ahead.pop()
+        if type(part) is list:
+            ahead += part
+        elif type(part) is dict:
+            if "$" in part:
+                yield part
+            ahead += part.values()
+
+
 def find_array(node: Node) -> str | None:
     """**Pure.** The leaf that a node refers to, or None if it refers to none."""
     if type(node) is dict and node.get("$") == "array" and type(node.get("v")) is str:
@@ -118,15 +131,12 @@ def list_values(path: str, node: Node, depth: int = 0) -> Iterator[tuple[str, st
             yield path, f"the array {leaf}"
         return
     children = list_children(node) if depth <= MAX_DEPTH else None
-    if not children or (is_sequence(node) and all(_is_scalar(child) for _, child in children)):
+    inner = [part for _, part in children or () if list_children(part) is not None or find_array(part) is not None]
+    if not children or (is_sequence(node) and not inner):
         yield path, describe(node, depth)
         return
     for part, child in children:
         yield from list_values(f"{path}/{part}", child, depth + 1)
-
-
-def _is_scalar(node: Node) -> bool:
-    return list_children(node) is None and find_array(node) is None
 
 
 def describe(node: Node, depth: int = 0) -> str:

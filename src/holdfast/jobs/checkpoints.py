@@ -157,13 +157,11 @@ class Loaded:
         epoch: The epoch that the nodes now have.
         metadata: The metadata that was saved with it.
         new_nodes: Nodes that the checkpoint does not contain; they were only created.
-        passed_over: The damage of newer epochs.
     """
 
     epoch: int
     metadata: Mapping[str, Any]
     new_nodes: tuple[str, ...] = ()
-    passed_over: tuple[DamageError, ...] = ()
 
 
 class MultiNodeCheckpointManager:
@@ -347,7 +345,7 @@ class MultiNodeCheckpointManager:
         damages: list[DamageError] = []
         for name in (newest, *reversed(older)):
             try:
-                return self._load(name, epoch, damages)
+                return self._load(name, epoch)
             except NoWholeCheckpointError as error:
                 damages += error.damages
                 # Of data files the restore itself tells.
@@ -499,7 +497,7 @@ class MultiNodeCheckpointManager:
             text, hint = f"epoch {epoch} was not saved in {self.url}", f"Epochs that exist: {known}."
             raise NoCheckpointError(text, hint=hint) from None
 
-    def _load(self, name: StepName, epoch: int, damages: Sequence[DamageError]) -> Loaded:
+    def _load(self, name: StepName, epoch: int) -> Loaded:
         _, store = self._ready()
         try:
             stored = stored_nodes(self.storage, name)
@@ -515,7 +513,7 @@ class MultiNodeCheckpointManager:
         if gone or new:
             self._warn(f"the job's nodes differ from those of epoch {name.step}: {gone} missing, {new} new")
         self._report(LOAD, name.step, durations)
-        return Loaded(name.step, metadata, tuple(new), tuple(damages))
+        return Loaded(name.step, metadata, tuple(new))
 
     def _compare_nodes(self, name: StepName, stored: Sequence[str]) -> tuple[list[str], list[str]]:
         """Returns the job's nodes that a checkpoint lacks, and the checkpoint's nodes that the job lacks."""

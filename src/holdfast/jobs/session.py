@@ -35,9 +35,11 @@ class Session(ABC):
 
     Attributes:
         is_master: True if this process decides for all nodes; it is the only process if one drives them all.
+        makes_in_turn: True to create objects on one node after the other, for reproducible draws.
     """
 
     is_master: bool = True
+    makes_in_turn: bool = False
 
     def __init__(self, nodes: str | Sequence[str] | None) -> None:
         self._nodes = _check_nodes(nodes)
@@ -112,11 +114,8 @@ class Session(ABC):
                     workspace.note_made(maker.name, maker.make())
 
             group.add(make, on=maker.on, name=f"make {maker.name}")
-            self._run_making(group)
-
-    def _run_making(self, group: TaskGroup) -> None:
-        """**Blocks.** Runs a task that creates an object, on all of its nodes."""
-        self.run(group)
+            for only in ([node] for node in self.nodes) if self.makes_in_turn else (None,):
+                self.run(group, only=only)
 
     def share(self, what: str, value: Any) -> list[Any]:
         """Returns what each process of the session passed as `value`, the master first; plain JSON.
@@ -205,6 +204,8 @@ class LocalSession(Session):
         ```
     """
 
+    makes_in_turn = True
+
     def __init__(self, nodes: str | Sequence[str] | None = None, *, grace_seconds: float = GRACE_SECONDS) -> None:
         """Creates the nodes, with empty workspaces.
 
@@ -232,11 +233,6 @@ class LocalSession(Session):
         if name not in self._workspaces:
             self._workspaces[name] = Workspace(name)
         return self._workspaces[name]
-
-    def _run_making(self, group: TaskGroup) -> None:
-        """**Blocks.** Runs a task that creates an object, on one node after the other, for reproducible draws."""
-        for node in self.nodes:
-            self.run(group, only=[node])
 
     def run_placed(self, group: str, placed: Sequence[Placed], epoch: int | None) -> Mapping[Placed, Any]:
         """**Blocks.** Runs tasks at the same time; see `Session`."""

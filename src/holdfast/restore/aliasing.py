@@ -12,7 +12,6 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.format.digests import digest
-from holdfast.restore.read import find_overlapping
 from holdfast.state.leaves import ArrayBackend, Target
 from holdfast.state.match.matching import fill_copies
 from holdfast.storage.buffers import batches
@@ -21,24 +20,52 @@ _BATCH_BYTES: Final = 1 << 28
 """How much is read a second time at once."""
 
 
-def find_overlapping_targets(targets: Iterable[Target]) -> list[Target]:
-    """**Pure.** Returns the targets that may share memory with another one, or with its copies.
+def separate(targets: Sequence[Target]) -> tuple[Sequence[Target], list[Target]]:
+    """**Pure.** Prevents that a target is filled while another of the same memory is checked; finds possible clashes.
 
-    Boxes of one leaf do not count: they may interleave, but have no element in common.
+    Returns:
+        The targets; those that share memory have no address, and so are gathered first.
+        Those that must be checked once all are filled: boxes of one leaf do not count, because they may interleave,
+        but have no element in common.
     """
     owners, begins, ends = _lay_out(targets)
+    overlapping = sorted(find_overlapping(begins, ends), key=begins.__getitem__)
+    if not overlapping:
+        return targets, []
     clusters: list[list[Target]] = []
     reach = 0
-    for number in sorted(find_overlapping(begins, ends), key=begins.__getitem__):
+    for number in overlapping:
         if not clusters or begins[number] >= reach:
             clusters.append([])
         clusters[-1].append(owners[number])
         reach = max(reach, ends[number])
-    found: dict[int, Target] = {}
+    gathered = {id(owners[number]): msgspec.structs.replace(owners[number], address=None) for number in overlapping}
+    clashing: dict[int, Target] = {}
     for cluster in clusters:
         if len({target.leaf for target in cluster}) > 1 or any(target.copies for target in cluster):
-            found.update((id(target), target) for target in cluster)
-    return list(found.values())
+            clashing.update((id(target), gathered[id(target)]) for target in cluster)
+    return [gathered.get(id(target), target) for target in targets], list(clashing.values())
+
+
+def find_overlapping(begins: Sequence[int], ends: Sequence[int]) -> set[int]:
+    """**Pure.** Returns the positions of ranges, none of them empty, that overlap with another one."""
+    import numpy as np
+
+    if not begins:
+        return set()
+    first = np.array(begins, np.int64)
+    order = np.argsort(first)
+    reach = np.maximum.accumulate(np.array(ends, np.int64)[order])
+    if not (first[order][1:] < reach[:-1]).any():
+        return set()
+    overlapping: set[int] = set()
+    widest = int(order[0])
+    for place in map(int, order[1:]):
+        if begins[place] < ends[widest]:
+            overlapping |= {widest, place}
+        if ends[place] > ends[widest]:
+            widest = place
+    return overlapping
 
 
 def find_clashes(targets: Sequence[Target], read: Callable[[Sequence[Target]], object]) -> list[str]:

@@ -43,7 +43,11 @@ class Selection:
 
     def __call__(self, name: str) -> bool:
         """Returns True if the leaf, or its object, was requested."""
-        matching = [pattern for pattern in self._patterns if _matches(name, pattern)]
+        matching = [
+            pattern
+            for pattern in self._patterns
+            if name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)
+        ]
         self._matched.update(matching)
         return bool(matching)
 
@@ -65,7 +69,3 @@ def make_selection(only: str | Iterable[str] | None) -> Selection | None:
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise UsageError(f"only={only!r} contains no name", hint='Pass names such as "model" or "model/layers.0.*".')
     return Selection(patterns)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatchcase(name, pattern)

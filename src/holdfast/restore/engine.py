@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -24,19 +25,20 @@ from holdfast.errors import (
 )
 from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
 from holdfast.format.names import IMPORTED_FROM, StepName, is_own
-from holdfast.format.records import ALONE, SHARDS, Worker
+from holdfast.format.records import ALONE, Worker
 from holdfast.process.latch import gc_paused
 from holdfast.restore.agreement import Agreement
-from holdfast.restore.aliasing import find_clashes, find_overlapping_targets
+from holdfast.restore.aliasing import find_clashes
 from holdfast.restore.candidates import Selection, choose_candidates
-from holdfast.restore.files import open_parts, read_parts
+from holdfast.restore.plan import ReadPlan, plan_reads
+from holdfast.restore.read import open_pool, read_orders
 from holdfast.restore.records import OpenedStep, Restoration
-from holdfast.restore.reshard import assign_parts, read_orders
 from holdfast.restore.verify import open_step, read_rank
 from holdfast.state import Differences, Matching, list_shared, match_objects
 from holdfast.state.data.position import PositionRecord, find_apart, list_positions
 from holdfast.state.leaves import ArraySpec, Skeleton, Target, spec_of
 from holdfast.storage import Storage
+from holdfast.storage.protocol import FileReader
 
 if TYPE_CHECKING:
     from holdfast.cluster.peers import Peers
@@ -99,7 +101,7 @@ def restore_objects(
     trial = _restore_first_whole(request, candidates, agreement)
     name, manifest = trial.name, trial.opened.manifest
     if manifest.world_size != worker.world_size:
-        _tell_of_resize(storage, trial, worker, emit)
+        _report_resize(storage, trial, worker, emit)
     seconds = time.monotonic() - begun_at
     if replaced := trial.matching.differences.replaced:
         more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
@@ -277,17 +279,16 @@ class _RestoreTrial:
 
     opened: OpenedStep
     matching: Matching
+    _specs: dict[str, ArraySpec]
+    _plan: ReadPlan
 
     def __init__(self, request: _Request, name: StepName, touched: bool) -> None:
         self._request = request
         self._left_out = frozenset() if request.keeping is None else request.keeping.whole
         self.name = name
         self._files = ExitStack()
-        # Reads into targets, and returns how many bytes. `_prepare` sets it, by the layout of the checkpoint's files.
-        self._read_targets: Callable[[Sequence[Target]], int]
-        # The targets that share memory. Where one file holds all, the first read notes them, in the second of these.
-        self._overlapping: list[Target] = []
-        self._noted_while_read: list[Target] | None = None
+        # The files of the indexes that are open, by their paths.
+        self._readers: dict[str, FileReader] = {}
         self.touched = touched
         self.size_bytes = 0
         self.replaced: Mapping[str, Any] = {}
@@ -295,8 +296,6 @@ class _RestoreTrial:
     def go(self, agreement: Agreement) -> DamageError | None:
         agreement.see(self._request.storage, self.name)
         with self._files:
-            # What reads knows this trial, which would stay, with all arrays and readers, until Python looks for cycles.
-            self._files.callback(self.__dict__.pop, "_read_targets", None)
             return agreement.run(self._prepare) or agreement.run(self._fill) or agreement.run(self._apply)
 
     def _prepare(self) -> None:
@@ -313,31 +312,18 @@ class _RestoreTrial:
                 "what each worker has of its own starts over, such as the position in the data in a framework's loop.",
             )
         # The files are opened first: memory is allocated by their actual size, not by what an index claims.
-        parts = self._files.enter_context(open_parts(storage, opened))
+        for part in opened.list_parts():
+            self._readers[part.path] = self._files.enter_context(closing(part.open(storage, storage)))
         stored = self._find_objects()
-        opened = self.opened
         with _enough_memory(opened):
             self.matching = self._match(stored)
-            wanted = self.matching.targets
-            if SHARDS not in opened.manifest.features and all(one.offsets is None for one in wanted):
-                self._noted_while_read = self._overlapping if len(parts) == 1 else None
-                self._read_targets = lambda targets: read_parts(
-                    parts,
-                    {target.leaf: target for target in targets},
-                    threads=self._request.threads,
-                    overlapping=self._noted_while_read,
-                )
-            else:
-                specs = _list_specs(opened)
-                # Before anything live is touched, it is known that all is there.
-                orders = assign_parts(storage, opened, wanted, specs)
-                readers = {part.path: reader for part, reader in parts}
-                self._read_targets = lambda targets: read_orders(
-                    storage,
-                    orders if targets is wanted else assign_parts(storage, opened, targets, specs),
-                    readers,
-                    threads=self._request.threads,
-                )
+            # Before anything live is touched, it is known that all is there.
+            self._plan = self._plan_reads(self.matching.targets)
+
+    def _plan_reads(self, targets: Sequence[Target]) -> ReadPlan:
+        opened = self.opened
+        read_index = partial(read_rank, self._request.storage, opened.directory, opened.manifest)
+        return plan_reads(opened, targets, self._specs, read_index)
 
     def _find_objects(self) -> dict[str, Skeleton]:
         """Returns the stored state of each object: those of the worker of this rank, and those of the others.
@@ -370,10 +356,11 @@ class _RestoreTrial:
     def _match(self, stored: Mapping[str, Skeleton]) -> Matching:
         request, step = self._request, self.name.step
         select = request.select
+        self._specs = _list_specs(self.opened)
         matching = match_objects(
             request.objects,
             stored,
-            _list_specs(self.opened),
+            self._specs,
             select=select,
             worker=request.worker,
             stored_workers=self.opened.manifest.world_size,
@@ -406,13 +393,16 @@ class _RestoreTrial:
 
     def _fill(self) -> None:
         self.touched = True
-        targets = self.matching.targets
-        with _enough_memory(self.opened):
-            self.size_bytes = self._read_targets(targets)
-            if self._noted_while_read is None or any(target.copies for target in targets):
-                self._overlapping = find_overlapping_targets(targets)
-            self._noted_while_read = None
-            clashes = find_clashes(self._overlapping, self._read_targets) if self._overlapping else []
+        request, manifest = self._request, self.opened.manifest
+        size_bytes = manifest.data_bytes + manifest.referred_bytes
+        with _enough_memory(self.opened), open_pool(request.storage, request.threads, size_bytes) as pool:
+
+            def read(plan: ReadPlan) -> int:
+                return read_orders(request.storage, plan.orders, self._readers, pool, request.storage)
+
+            self.size_bytes = read(self._plan)
+            overlapping = self._plan.overlapping
+            clashes = find_clashes(overlapping, lambda targets: read(self._plan_reads(targets))) if overlapping else []
         self.matching.differences.wrong_kind.extend(clashes)
         if clashes and self._request.strict:
             raise ApplyError(
@@ -442,12 +432,10 @@ def _describe_loss(differences: Differences) -> str:
 def _list_specs(opened: OpenedStep) -> dict[str, ArraySpec]:
     """Returns each leaf's dtype and shape; raises `DamageError` if all files together are too small for them."""
     index, *others = opened.indexes
-    if not index.is_shared and not others:
-        specs = {leaf.name: spec_of(leaf.dtype, leaf.shape) for leaf in index.all_leaves()}
-    else:
-        specs = {}
-        for one in (*reversed(others), index):
-            specs |= {name: spec_of(*leaf) for name, leaf in one.list_leaves().items()}
+    specs: dict[str, ArraySpec] = {}
+    for one in (*reversed(others), index):
+        specs |= {name: spec_of(*leaf) for name, leaf in one.list_leaves().items()}
+    if index.is_shared or others:
         manifest = opened.manifest
         # Wanted leaves may be in files that are not open yet, and memory is allocated for them before they are.
         if sum(spec.size_bytes for spec in specs.values()) > manifest.data_bytes + manifest.referred_bytes:
@@ -476,25 +464,23 @@ def _enough_memory(opened: OpenedStep) -> Iterator[None]:
         ) from error
 
 
-def _tell_of_resize(storage: Storage, trial: _RestoreTrial, worker: Worker, emit: Sink) -> None:
+def _report_resize(storage: Storage, trial: _RestoreTrial, worker: Worker, emit: Sink) -> None:
+    """**Blocks.** Reports what another number of workers means.
+
+    Warns if the workers that saved were at different positions of shared data. Each worker reads some of them besides
+    the first; together they read all. Without stored positions nothing is read.
+    """
+    opened = trial.opened
     emit(
         Resized(
             step=trial.name.step,
             generation=trial.name.generation,
-            stored_workers=trial.opened.manifest.world_size,
+            stored_workers=opened.manifest.world_size,
             workers=worker.world_size,
             reseeded=trial.matching.reseeded,
             left=trial.matching.left,
         )
     )
-    _warn_if_apart(storage, trial.opened, worker, emit)
-
-
-def _warn_if_apart(storage: Storage, opened: OpenedStep, worker: Worker, emit: Sink) -> None:
-    """**Blocks.** Warns if the workers that saved were at different positions of shared data.
-
-    Each worker reads some of them besides the first; together they read all. Without stored positions nothing is read.
-    """
     manifest = opened.manifest
     known = {index.rank: list_positions(index.objects) for index in opened.indexes}
     if not any(known.values()):

@@ -1,19 +1,21 @@
-"""The records that pass from one stage of a restore to the next, and `Restoration`, which describes the result."""
+"""The records that pass from one stage of a restore to the next: an open step, its files, and the result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from itertools import groupby
+from typing import Any
 
 import msgspec
 
 from holdfast.advice.hyperparameters import HyperparameterChange
-from holdfast.errors import DamageError
+from holdfast.errors import DamageError, NotFoundError
 from holdfast.format.index import Index
 from holdfast.format.names import StepName, data_name, join
 from holdfast.format.records import Manifest
 from holdfast.state import Differences
+from holdfast.storage.protocol import FileReader, Storage
 
 
 class OpenedStep(msgspec.Struct, frozen=True):
@@ -38,42 +40,80 @@ class OpenedStep(msgspec.Struct, frozen=True):
         """Returns the path of a worker's data file."""
         return join(self.directory, data_name(rank, self.manifest.world_size))
 
+    def list_parts(self) -> list[Part]:
+        """**Pure.** Returns the files of the indexes: each one's own file, followed by those of earlier steps."""
+        parts: list[Part] = []
+        for index in self.indexes:
+            own = msgspec.structs.replace(index, sources=(), referred=())
+            parts.append(Part(self.data_path(index.rank), own, index.data_bytes, None, self.directory))
+            for number, leaves in groupby(index.referred, key=lambda leaf: leaf.source):
+                source = index.sources[number]
+                parts.append(
+                    Part(
+                        # Sources are beside the step, under the format's names: stored paths are not trusted.
+                        path=join(source.name.directory, source.file_name),
+                        index=msgspec.structs.replace(own, leaves=tuple(leaves), data_bytes=source.data_bytes),
+                        size_bytes=source.data_bytes,
+                        referrer=self.name,
+                        holder=source.name.directory,
+                    )
+                )
+        return parts
 
-class Piece(msgspec.Struct, frozen=True):
-    """One read: spans of arrays that follow each other in a data file without gaps.
 
-    The spans are stored in columns, because there may be very many.
+class Part(msgspec.Struct, frozen=True):
+    """The part of a step in one file.
 
     Attributes:
-        leaves: The number of the array in the index.
-        begins: Where the span begins in the file.
-        digests: The digest that it must have.
-        end: Where the last span ends in the file, exclusive.
+        path: The file.
+        index: The step's index, with only the arrays of this file, each with its place there.
+        size_bytes: The size that the file must have.
+        referrer: The step itself, if the file is another step's; None for its own file.
+        holder: The directory of the step whose file it is.
     """
 
-    leaves: list[int]
-    begins: list[int]
-    digests: list[str]
-    end: int
+    path: str
+    index: Index
+    size_bytes: int
+    referrer: StepName | None
+    holder: str
 
-    @property
-    def begin(self) -> int:
-        """Where the first span begins in the file."""
-        return self.begins[0]
+    def open(self, storage: Storage, beside: Storage | None) -> FileReader:
+        """**Blocks.** Opens the file; raises `DamageError` if it is missing, or its size is wrong.
 
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes are read."""
-        return self.end - self.begins[0]
+        `beside` is where the steps are that the step refers to.
+        """
+        place = storage if self.referrer is None else beside
+        step = self.index.step
+        try:
+            if place is None:
+                raise NotFoundError(f"{self.path} does not exist", path=self.path)
+            reader = place.open_reader(self.path)
+        except NotFoundError as error:
+            text = f"{self.path} is missing"
+            if self.referrer is not None:
+                text += f"; the directory {self.holder} must be next to that of step {step}, which refers to it"
+            raise DamageError(text, step=step, path=self.path) from error
+        except DamageError as damage:
+            raise self.explain(damage) from damage
+        if reader.size_bytes != self.size_bytes:
+            reader.close()
+            text = f"{self.path} has {reader.size_bytes} bytes, but {self.size_bytes} were written"
+            raise self.explain(DamageError(text, step=step, path=self.path))
+        return reader
 
-    @property
-    def ends(self) -> list[int]:
-        """Where each span ends in the file, exclusive."""
-        return [*self.begins[1:], self.end]
-
-
-Parts: TypeAlias = Sequence[memoryview]
-"""The memory of each span of a piece."""
+    def explain(self, damage: DamageError) -> DamageError:
+        """Returns the error for damage in the file, with the damaged step if that is not obvious."""
+        if self.referrer is None:
+            return damage
+        return DamageError(
+            f"{damage.message}; {self.referrer.directory} refers to it",
+            step=self.referrer.step,
+            path=self.path,
+            offset_bytes=damage.offset_bytes,
+            tensor=damage.tensor,
+            hint=damage.hint,
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -17,9 +17,9 @@ from holdfast.format.index import Index, LeafRecord
 from holdfast.format.index_checks import find_cover_problem, find_name_problem
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name, join
 from holdfast.format.records import SHARDS, Manifest, Worker, list_features
-from holdfast.restore.files import Part, list_parts, open_part
-from holdfast.restore.read import ScratchParts, find_damages, plan_pieces, read_pieces
-from holdfast.restore.records import OpenedStep, Parts, Piece
+from holdfast.process.worker_pool import WorkerPool
+from holdfast.restore.read import Parts, Piece, ScratchParts, find_damages, list_reads, open_pool, plan_pieces
+from holdfast.restore.records import OpenedStep, Part
 from holdfast.storage.protocol import FileReader, Storage
 
 _JUDGE_THREADS: Final = max(2, min(4, os.cpu_count() or 1))
@@ -40,7 +40,8 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
         text = f"{error.path} is missing; a step without its manifest is not restored"
         raise DamageError(text, step=step, path=error.path) from error
     if worker is not None and manifest.world_size > 1:
-        return OpenedStep(directory, manifest, (read_rank(storage, directory, manifest, find_rank(manifest, worker)),))
+        rank = worker.rank % manifest.world_size
+        return OpenedStep(directory, manifest, (read_rank(storage, directory, manifest, rank),))
     indexes = tuple(read_rank(storage, directory, manifest, rank) for rank in range(manifest.world_size))
     _check_references(manifest, indexes, path)
     problem = find_cover_problem(indexes) if SHARDS in manifest.features else ""
@@ -52,9 +53,12 @@ def open_step(storage: Storage, directory: str, expected: StepName | None, worke
     return OpenedStep(directory, manifest, indexes)
 
 
-def find_rank(manifest: Manifest, worker: Worker) -> int:
-    """**Pure.** Returns the worker of a step whose index has a worker's state."""
-    return worker.rank % manifest.world_size
+def list_objects(storage: Storage, name: StepName) -> list[str]:
+    """**Blocks.** Returns the names of a step's objects, and reads no more; raises `DamageError` if records are bad."""
+    try:
+        return StoredStep(storage, name.directory, name).object_names()
+    except NotFoundError as error:
+        raise DamageError(f"{error.path} is missing", step=name.step, path=error.path) from error
 
 
 def read_rank(storage: Storage, directory: str, manifest: Manifest, rank: int) -> Index:
@@ -130,12 +134,13 @@ def verify_data(
         beside = storage
     checked = {} if checked is None else checked
     damages: list[DamageError] = []
-    for part in list_parts(opened):
-        try:
-            with closing(open_part(storage, part, beside)) as reader:
-                damages += _verify_part(part, reader, threads, progress, checked)
-        except DamageError as damage:
-            damages.append(damage)
+    with open_pool(storage, threads, opened.manifest.data_bytes + opened.manifest.referred_bytes) as pool:
+        for part in opened.list_parts():
+            try:
+                with closing(part.open(storage, beside)) as reader:
+                    damages += _verify_part(part, reader, pool, progress, checked)
+            except DamageError as damage:
+                damages.append(damage)
     return damages
 
 
@@ -226,7 +231,7 @@ def judge_step(
 
 def _count_unread(opened: OpenedStep, checked: Checked) -> int:
     """**Pure.** Returns how many bytes `verify_data` has to read of a step."""
-    parts = list_parts(opened)
+    parts = opened.list_parts()
     headers_bytes = sum(part.index.header_bytes for part in parts if part.referrer is None)
     unread = (leaf for part in parts for leaf in part.index.leaves if _bytes_of(part, leaf) not in checked)
     return headers_bytes + sum(leaf.end - leaf.begin for leaf in unread)
@@ -238,7 +243,7 @@ def _spares_restore(damage: HoldfastError) -> bool:
 
 
 def _verify_part(
-    part: Part, reader: FileReader, threads: int, progress: Callable[[int], None], checked: Checked
+    part: Part, reader: FileReader, pool: WorkerPool, progress: Callable[[int], None], checked: Checked
 ) -> list[DamageError]:
     index = part.index
     damages = [] if part.referrer else _verify_header(part, reader, progress)
@@ -252,11 +257,8 @@ def _verify_part(
             found[damage.tensor].append(damage)
         progress(piece.size_bytes)
 
-    try:
-        if found:
-            read_pieces(reader, plan_pieces(index, found), ScratchParts().of, check, threads=threads)
-    except DamageError as damage:
-        raise part.explain(damage) from damage
+    numbers = (number for number, leaf in enumerate(index.leaves) if leaf.name in found)
+    pool.run(list_reads(part, reader, plan_pieces(index, numbers, {}), ScratchParts().of, check))
     for leaf in index.leaves:
         if leaf.name in found:
             checked[_bytes_of(part, leaf)] = found[leaf.name]

@@ -17,7 +17,7 @@ PIECE_BYTES: Final = 8 << 20
 """The size of one write. Larger ones gain nothing on the disks that were measured, smaller ones lose."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One entry of a directory.
 
     Attributes:
@@ -47,6 +47,7 @@ class Traits(msgspec.Struct, frozen=True):
         best_piece_bytes: The size of a write that is fast.
         least_piece_bytes: The least size of each piece of a file but the last one.
         most_pieces: How many pieces a file may have; 0 for any number.
+        read_parallel: How many reads at once are fast; 0 for as many as the reader has threads of its own.
         hindrance: What makes saves slower than they could be, in words for a person; empty if nothing is known of.
     """
 
@@ -58,6 +59,7 @@ class Traits(msgspec.Struct, frozen=True):
     best_piece_bytes: int = PIECE_BYTES
     least_piece_bytes: int = 0
     most_pieces: int = 0
+    read_parallel: int = 0
     hindrance: str = ""
 
 

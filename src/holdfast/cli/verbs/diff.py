@@ -68,7 +68,11 @@ def command(
     witness = _compare_witnesses(target_a, target_b)
     # Metrics may differ: they are not restored.
     is_same = not changes and not values
-    metrics = _list_metrics(heading_a, heading_b)
+    before, after = heading_a.manifest.metrics, heading_b.manifest.metrics
+    metrics: list[_Metric] = [
+        (one, before.get(one), after.get(one), after[one] - before[one] if one in before and one in after else None)
+        for one in dict.fromkeys((*before, *after))
+    ]
     report.fields = {
         "a": _heading_fields(heading_a),
         "b": _heading_fields(heading_b),
@@ -90,7 +94,11 @@ def command(
         report.line(f"{arrays} and {others} changed; {counted(same, 'array')} did not")
         limit = _SHOWN if report.is_page and not show_all else None
         objects = list(dict.fromkeys((*contents_a.objects, *(one.name.partition("/")[0] for one in changes))))
-        _show_changes(report, _sort_changes(changes, objects), limit, is_measured=not quick)
+        # Arrays that cannot be compared first, then those of each object, the largest change first.
+        changes.sort(
+            key=lambda one: (one.kind == "changed", objects.index(one.name.partition("/")[0]), -(one.relative or 0.0))
+        )
+        _show_changes(report, changes, limit, is_measured=not quick)
         _show_values(report, values, limit)
     for what, one in (witness or {}).items():
         at = one["differs_at"]
@@ -149,20 +157,7 @@ def _compare_witnesses(a: RunTarget, b: RunTarget) -> dict[str, Any] | None:
 
 
 _Metric = tuple[str, float | None, float | None, float | None]
-
-
-def _list_metrics(a: Heading, b: Heading) -> list[_Metric]:
-    """Lists each metric with its value in both, and the change."""
-    before, after = a.manifest.metrics, b.manifest.metrics
-    return [
-        (
-            metric,
-            before.get(metric),
-            after.get(metric),
-            after[metric] - before[metric] if metric in before and metric in after else None,
-        )
-        for metric in dict.fromkeys((*before, *after))
-    ]
+"""A metric, its value in both, and the change."""
 
 
 def _heading_fields(heading: Heading) -> dict[str, Any]:
@@ -220,15 +215,6 @@ def _show_headings(report: Report, a: Heading, b: Heading, metrics: Sequence[_Me
         versions: list[Column[str]] = [Column("written by", str), Column("A", before.get), Column("B", after.get)]
         report.line()
         report.table(versions, libraries)
-
-
-def _sort_changes(changes: Sequence[LeafChange], objects: Sequence[str]) -> list[LeafChange]:
-    """Puts arrays that cannot be compared first, then those of each object, the largest change first."""
-
-    def key(one: LeafChange) -> tuple[bool, int, float]:
-        return one.kind == "changed", objects.index(one.name.partition("/")[0]), -(one.relative or 0.0)
-
-    return sorted(changes, key=key)
 
 
 def _show_changes(report: Report, changes: Sequence[LeafChange], limit: int | None, *, is_measured: bool) -> None:

@@ -318,7 +318,13 @@ def list_tree(tree: Branch, max_depth: int, depth: int = 0) -> Iterator[Line]:
     yield Line(depth, label, tree)
     if depth == max_depth:
         return
-    children = sorted(tree.children.values(), key=lambda child: _natural_key(child.name))
+
+    def order(child: Branch) -> list[tuple[int, str]]:
+        # `layers.2` before `layers.10`.
+        pieces = _NUMBER.split(child.name)
+        return [(int(piece[:18]) if place % 2 else -1, piece) for place, piece in enumerate(pieces)]
+
+    children = sorted(tree.children.values(), key=order)
     shown = children if len(children) <= SHOWN_CHILDREN else children[: SHOWN_CHILDREN - 1]
     for child in shown:
         yield from list_tree(child, max_depth, depth + 1)
@@ -335,9 +341,3 @@ def _parts(name: str) -> Iterator[str]:
         yield pieces[0]
     for separator, text in zip(pieces[1::2], pieces[2::2], strict=True):
         yield separator + text
-
-
-def _natural_key(name: str) -> list[tuple[int, str]]:
-    """Orders `layers.2` before `layers.10`."""
-    pieces = _NUMBER.split(name)
-    return [(int(piece[:18]) if place % 2 else -1, piece) for place, piece in enumerate(pieces)]

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import warnings
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -31,9 +32,10 @@ from holdfast.integrations.dcp.writer import FLATTENED
 from holdfast.integrations.torch.tensors import TORCH_DTYPES
 from holdfast.numbers import check_whole
 from holdfast.restore.candidates import choose_candidates
+from holdfast.restore.plan import plan_reads
+from holdfast.restore.read import open_pool, read_orders
 from holdfast.restore.records import OpenedStep
-from holdfast.restore.reshard import assign_parts, read_orders
-from holdfast.restore.verify import open_step
+from holdfast.restore.verify import open_step, read_rank
 from holdfast.state.leaves import ArraySpec, Target, spec_of
 from holdfast.state.registry import backend_named
 from holdfast.storage import Storage, open_storage
@@ -190,7 +192,7 @@ class StorageReader(dcp.StorageReader):
         tensors = [(item, *reading.want(item, planner)) for item in plan.items if item.type is LoadItemType.TENSOR]
         values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         for item in values:
-            reading.note(item)
+            reading.value(item)
         reading.read()
         for item, tensor, place in tensors:
             if place is not tensor:
@@ -241,15 +243,16 @@ class StorageReader(dcp.StorageReader):
         raise NoCheckpointError(f"{storage.url} contains no checkpoint")
 
 
-class _Reading:
-    """The reads of one worker."""
+class _Reading(Decoder):
+    """The reads of one worker. Values are decoded twice: first to find the arrays in them, then with these."""
 
     def __init__(self, opened: _Opened) -> None:
+        super().__init__()
         self._opened = opened
         self._targets: list[Target] = []
-        self._torch = backend_named("torch")
         # By leaf, those within values.
         self._arrays: dict[str, Any] = {}
+        self._is_read = False
 
     def want(self, item: ReadItem, planner: LoadPlanner) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds a box of a tensor. Returns the tensor that is to have it, and the one that it is read into."""
@@ -261,74 +264,41 @@ class _Reading:
         tensor = place = planner.resolve_tensor(item).detach()
         if tuple(tensor.shape) != shape:
             raise UsageError(f"{leaf}: the planner requested {list(shape)} for a tensor of {list(tensor.shape)}")
-        if type(tensor) is not torch.Tensor or tensor.dtype != dtype or not self._torch.fillable(tensor):
+        library = backend_named("torch")
+        if type(tensor) is not torch.Tensor or tensor.dtype != dtype or not library.fillable(tensor):
             place = torch.empty(shape, dtype=dtype)
-        address = self._torch.address(place)
         part = spec_of(spec.dtype, shape)
-        self._targets.append(Target(leaf, part, place, self._torch, (), address, offsets))
+        self._targets.append(Target(leaf, part, place, library, (), library.address(place), offsets))
         return tensor, place
 
-    def note(self, item: ReadItem) -> None:
-        """Adds the arrays of a value."""
-        finder = _ArrayFinder(self._opened.specs, self._arrays)
-        self._decode(item, finder)
-        self._targets += finder.targets
-
     def value(self, item: ReadItem) -> Any:
-        """Returns a value, after everything was read."""
-        return self._decode(item, _ValueDecoder(self._arrays))
-
-    def _decode(self, item: ReadItem, decoder: Decoder) -> Any:
+        """Returns a value. Before everything was read this adds its arrays."""
         items, name = self._opened.items, item.storage_index.fqn
-        return decoder.decode(items.nodes[name], path=leaf_name(find_path(items.paths, name)))
+        return self.decode(items.nodes[name], path=leaf_name(find_path(items.paths, name)))
 
     def read(self) -> None:
         """**Blocks.** Reads everything that was added."""
-        opened = self._opened
-        orders = assign_parts(opened.storage, opened.step, self._targets, opened.specs)
-        read_orders(opened.storage, orders, {}, threads=_THREADS)
-
-
-class _ValueDecoder(Decoder):
-    """Decodes a value and its arrays, which have been read."""
-
-    def __init__(self, arrays: dict[str, Any]) -> None:
-        super().__init__()
-        self._arrays = arrays
+        storage, step = self._opened.storage, self._opened.step
+        read_index = partial(read_rank, storage, step.directory, step.manifest)
+        plan = plan_reads(step, self._targets, self._opened.specs, read_index)
+        with open_pool(storage, _THREADS, step.manifest.data_bytes) as pool:
+            read_orders(storage, plan.orders, {}, pool, storage)
+        self._is_read = True
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
-        """Returns the array."""
+        """Returns the array, which is new if it was not asked for before."""
+        if leaf not in self._arrays:
+            spec, backend = self._opened.specs[leaf], backend_named(library)
+            self._arrays[leaf] = made = backend.new(spec)
+            self._targets.append(Target(leaf, spec, made, backend, (), backend.address(made)))
         return self._arrays[leaf]
 
     def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
-        """Returns the value that its codec makes."""
+        """Returns the value that its codec makes, once all is read."""
         made = self.decode(payload, UNFILLED, path, depth)
+        if not self._is_read:
+            return made
         try:
             return codec.decode(made)
         except Exception as error:
             raise malformed(path, f"the codec {codec.tag!r} rejected the stored value: {error!r}") from error
-
-
-class _ArrayFinder(_ValueDecoder):
-    """Creates the arrays of a value, to be read.
-
-    Attributes:
-        targets: What is to be read into each array.
-    """
-
-    def __init__(self, specs: dict[str, ArraySpec], arrays: dict[str, Any]) -> None:
-        super().__init__(arrays)
-        self._specs = specs
-        self.targets: list[Target] = []
-
-    def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
-        """Returns a new array."""
-        if leaf not in self._arrays:
-            spec, backend = self._specs[leaf], backend_named(library)
-            self._arrays[leaf] = made = backend.new(spec)
-            self.targets.append(Target(leaf, spec, made, backend, (), backend.address(made)))
-        return self._arrays[leaf]
-
-    def coded(self, codec: Codec, payload: Node, live: Any, path: str, depth: int) -> Any:
-        """Returns what its codec makes a value of, once it is read."""
-        return self.decode(payload, UNFILLED, path, depth)

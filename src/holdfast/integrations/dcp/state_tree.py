@@ -13,6 +13,8 @@ import msgspec
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from holdfast.convert.leaf_tree import nest
+from holdfast.errors import UsageError
 from holdfast.format.codecs import Codec
 from holdfast.format.decoding import Decoder, SubclassNode
 from holdfast.format.encoding import escape
@@ -38,24 +40,14 @@ def leaf_name(path: ItemPath) -> str:
     return "/".join((TREE, *(escape(str(part)) for part in path)))
 
 
-def tensor_node(leaf: str) -> Node:
-    """**Pure.** Returns the node of a tensor."""
-    return {"$": "array", "k": "torch", "v": leaf}
-
-
 class _Ready(msgspec.Struct, frozen=True):
     node: Node
 
 
 def join_nodes(nodes: Mapping[ItemPath, Node]) -> Node:
-    """**Pure.** Joins the nodes of all items to the node of a tree."""
-    root: dict[str | int, Any] = {}
-    for path, node in nodes.items():
-        inner = root
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {})
-        inner[path[-1]] = _Ready(node)
-    return _join(root)
+    """**Pure.** Joins the nodes of all items to the node of a tree; raises `UsageError` if their paths contradict."""
+    tree = nest(((path, _Ready(node)) for path, node in nodes.items()), lambda what: UsageError(f"the state: {what}"))
+    return _join(tree)
 
 
 def _join(tree: Any) -> Node:
@@ -124,7 +116,7 @@ class _Outline(Decoder):
     """
 
     def __init__(self, leaves: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        super().__init__(lambda tag: Codec(object, tag, _same, _same))
+        super().__init__(lambda tag: Codec(object, tag, lambda value: value, lambda value: value))
         self._leaves = leaves
         self._made: list[torch.Tensor] = []  # Their identities stay their own.
         self.leaf_of: dict[int, str] = {}
@@ -148,10 +140,6 @@ class _Outline(Decoder):
 
     def unknown_type(self, name: str, live: Any, path: str) -> Any:
         return None
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def list_leaves(indexes: tuple[Index, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -26,16 +26,16 @@ from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundErr
 from holdfast.format.encoding import MAX_DEPTH, Encoder, unsupported
 from holdfast.format.index import MAX_INDEX_BYTES, BoxRecord, ElsewhereRecord, Index
 from holdfast.format.index_checks import decode_index, find_cover_problem
-from holdfast.format.names import MAX_STEP, StepName, index_name, is_own, join
+from holdfast.format.names import MAX_STEP, StepName, index_name, join
 from holdfast.format.records import Worker, WorkerRecord, list_features
 from holdfast.format.scalars import Node
 from holdfast.format.shapes import Box, StridesRecord, find_box_problem
-from holdfast.integrations.dcp.state_tree import TREE, find_path, join_nodes, leaf_name, list_leaves, tensor_node
+from holdfast.integrations.dcp.state_tree import TREE, find_path, join_nodes, leaf_name, list_leaves
 from holdfast.numbers import check_whole
 from holdfast.options import check_policies
 from holdfast.policies import All, RetentionPolicy
 from holdfast.process.worker_pool import WorkerPool
-from holdfast.restore.verify import open_step
+from holdfast.restore.verify import list_objects
 from holdfast.save.handle import Origin
 from holdfast.save.host_memory import HostBuffer
 from holdfast.save.image import Stager
@@ -200,8 +200,9 @@ class StorageWriter(dcp.StorageWriter):
         step = newest + 1 if self.step is None else check_whole("step", self.step, most=MAX_STEP)
         if step <= newest:
             self._line.leave_generation()
+        before = max((name for name in catalog.living if name.step < step), default=None)
         with _explaining_fence():
-            self._name, _ = self._line.open(_choose_origin(catalog, step), step)
+            self._name, _ = self._line.open(Origin(before, catalog.generation), step)
         places = [_Place(self._name, Worker(rank, len(plans))) for rank in range(len(plans))]
         _arrived.place = places[0]  # A process alone sends nothing.
         return [dataclasses.replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
@@ -334,21 +335,15 @@ def _check_no_run(storage: Storage, catalog: Catalog) -> None:
     if catalog.newest is None:
         return
     try:
-        opened = open_step(storage, catalog.newest.directory, catalog.newest)
+        names = list_objects(storage, catalog.newest)
     except DamageError:
         return  # The restore has spoken of it, and went on from an older step.
-    names = {name for index in opened.indexes for name in index.objects if not is_own(name)}
-    if names != {TREE}:
+    if names != [TREE]:
         raise UsageError(
             f"{storage.url} contains the run of a training loop ({', '.join(sorted(names))}), so dcp.save does not "
             "save there",
             hint="Save to another directory.",
         )
-
-
-def _choose_origin(catalog: Catalog, step: int) -> Origin:
-    """Returns the step that the run continues from: the newest one before this one."""
-    return Origin(max((name for name in catalog.living if name.step < step), default=None), catalog.generation)
 
 
 def _read_back(storage: Storage, name: StepName, rank: int, world_size: int) -> Index:
@@ -427,7 +422,7 @@ class _Collector(Encoder):
         if spec.shape != shape:
             self._boxes.append(BoxRecord(array, "" if array == leaf else leaf, shape, offsets))
         self._add(array, spec, tensor, backend)
-        self.nodes[name] = tensor_node(leaf)
+        self.nodes[name] = {"$": "array", "k": "torch", "v": leaf}
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
         """Returns the node of an array within a value."""

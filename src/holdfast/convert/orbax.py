@@ -12,14 +12,15 @@ import re
 import stat
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from holdfast.convert.frameworks.recognized import MODEL, Recognized
-from holdfast.convert.input_files import Chunk, InputArray, is_plain_name
-from holdfast.convert.leaf_tree import LeftOut
+from holdfast.convert.files import Chunk, InputArray, is_plain_name
+from holdfast.convert.leaf_tree import LeftOut, nest
+from holdfast.convert.recognized import MODEL, Recognized
 from holdfast.convert.torch_file import ArchivedTree
 from holdfast.errors import FormatError, MissingPackageError, NoCheckpointError, StorageError, UsageError
 from holdfast.extras import install_command
@@ -45,11 +46,6 @@ class _Key(msgspec.Struct, frozen=True):
     key: str
     key_type: int
 
-    @property
-    def is_place(self) -> bool:
-        """True if it is an index of a sequence."""
-        return self.key_type == 1
-
 
 class _Value(msgspec.Struct, frozen=True):
     value_type: str
@@ -69,13 +65,10 @@ class _Tree(msgspec.Struct, frozen=True):
 class OrbaxArray:
     """An array that `tensorstore` has opened. For `strides` and so on, see `ArrayPart`."""
 
-    is_contiguous = False
-
-    def __init__(self, store: Any, name: str, directory: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, store: Any, name: str, directory: Path, shape: tuple[int, ...]) -> None:
         self._store = store
         self._name = name
         self._directory = directory
-        self._dtype = dtype
         self.strides = row_major(shape)
 
     @property
@@ -83,12 +76,8 @@ class OrbaxArray:
         """Each array has its own."""
         return (str(self._directory), self._name)
 
-    def read_run(self, box: Box, into: memoryview) -> None:
-        """Never called: no array is contiguous here."""
-        raise NotImplementedError
-
-    def values(self, box: Box) -> Any:
-        """**Blocks.** Returns the elements of a box, as raw bytes.
+    def read(self, box: Box, into: Any) -> None:
+        """**Blocks.** Reads the elements of a box.
 
         Raises:
             FormatError: If they cannot be read.
@@ -99,7 +88,7 @@ class OrbaxArray:
             found = self._store[(*map(slice, box.offsets, box.ends),)].read().result()
         except Exception as error:
             raise _malformed(self._directory, f"{self._name} cannot be read: {_shortened(error)}") from error
-        return np.ascontiguousarray(found).reshape(-1).view(f"V{ITEM_BYTES[self._dtype]}").reshape(box.shape)
+        into[...] = np.ascontiguousarray(found).reshape(-1).view(into.dtype).reshape(box.shape)
 
 
 def is_orbax_directory(directory: Path) -> bool:
@@ -162,7 +151,7 @@ class OrbaxDirectory:
         wanted = {path: _name_of(path) for path, kind in leaves.items() if kind not in _EMPTY and kind != "string"}
         strings = _read_json(directory / "_strings.json") if "string" in leaves.values() else {}
         arrays = self._open(directory, described, list(wanted.values()))
-        root: dict[Any, Any] = {}
+        found: list[tuple[tuple[Any, ...], Any]] = []
         for path, kind in leaves.items():
             if not path:
                 raise _malformed(directory, "the path to a value is empty")
@@ -173,8 +162,8 @@ class OrbaxDirectory:
                 value = strings.get(_name_of(path)) if type(strings) is dict else None
             else:
                 value = _EMPTY[kind]
-            _put(root, path, value, directory)
-        return _listed(root, directory)
+            found.append((tuple(_step(key, directory) for key in path), value))
+        return _listed(nest(found, partial(_malformed, directory)), directory)
 
     def _open(self, directory: Path, described: _Tree, names: list[str]) -> dict[str, InputArray]:
         """Opens the arrays of an item, all at once."""
@@ -216,7 +205,7 @@ class OrbaxDirectory:
             raise _malformed(directory, f"{name} is invalid: {error}") from error
         if largest > self._limit_bytes:
             raise _malformed(directory, f"{name} would take {largest} bytes, but its files have only {self.size_bytes}")
-        part = OrbaxArray(store, name, directory, dtype, shape)
+        part = OrbaxArray(store, name, directory, shape)
         return InputArray(dtype, shape, (Chunk(whole_box(shape), part),) if 0 not in shape else (), "jax")
 
     @property
@@ -278,25 +267,16 @@ def _name_of(path: tuple[_Key, ...]) -> str:
 
 def _number(array: InputArray) -> Any:
     """Returns the number in an array without dimensions, which Orbax has made of a Python number."""
-    raw = array.chunks[0].tensor.values(whole_box(()))
+    import numpy as np
+
+    raw = np.empty((), f"V{ITEM_BYTES[array.dtype]}")
+    array.chunks[0].tensor.read(whole_box(()), raw)
     kind = next(name for name, dtype in _DTYPES.items() if dtype == array.dtype)
     return raw.view(kind).item() if kind in ("bool", "int32", "int64", "float32", "float64") else array
 
 
-def _put(root: dict[Any, Any], path: tuple[_Key, ...], value: Any, directory: Path) -> None:
-    place = root
-    *steps, last = [_step(key, directory) for key in path]
-    for step in steps:
-        place = place.setdefault(step, {})
-        if type(place) is not dict:
-            raise _malformed(directory, f"{_name_of(path)} passes through another value")
-    if last in place:
-        raise _malformed(directory, f"{_name_of(path)} appears twice")
-    place[last] = value
-
-
 def _step(key: _Key, directory: Path) -> str | int:
-    if not key.is_place:
+    if key.key_type != 1:  # That of an index of a sequence.
         return key.key
     if not key.key.isdecimal() or len(key.key) > 9:
         raise _malformed(directory, f"{key.key[:100]!r} is not an index of a list")

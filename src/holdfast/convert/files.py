@@ -1,24 +1,29 @@
-"""Files of other programs, of which few are open at a time, and the positions of the arrays in them."""
+"""Files of other programs: read piece by piece with few of them open, and written whole or not at all.
+
+`InputArray` describes an array in such files.
+"""
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
+import secrets
+import shutil
 import stat
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, BinaryIO, Final, Protocol
 
 import msgspec
 
 from holdfast.convert.leaf_stream import StoredLeaf
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, StorageFullError, UsageError
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.scalars import is_text
 from holdfast.format.shapes import Box, byte_ranges, intersect, shift, split_range, strides_of, whole_box
-from holdfast.storage.checks import as_storage_errors
+from holdfast.storage.checks import as_storage_errors, find_file_above
 
 _WINDOW_BYTES: Final = 32 << 20
 _OPEN_FILES: Final = 64
@@ -156,15 +161,8 @@ class ArrayPart(Protocol):
     def strides(self) -> tuple[int, ...]:
         """For each dimension, the distance in elements from one to the next."""
 
-    @property
-    def is_contiguous(self) -> bool:
-        """True if its elements are in row-major order without gaps, so that `read_run` works."""
-
-    def read_run(self, box: Box, into: memoryview) -> None:
-        """**Blocks.** Reads a box that is one run of elements."""
-
-    def values(self, box: Box) -> Any:
-        """**Blocks.** Returns the elements of a box as a NumPy array of raw bytes, of the box's shape."""
+    def read(self, box: Box, into: Any) -> None:
+        """**Blocks.** Reads the elements of a box into a NumPy array of the box's shape, as raw bytes."""
 
 
 class SourceTensor(msgspec.Struct, frozen=True):
@@ -205,29 +203,26 @@ class SourceTensor(msgspec.Struct, frozen=True):
             return 0
         return 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
 
-    def read_run(self, box: Box, into: memoryview) -> None:
-        """**Blocks.** Reads a box that is one run of bytes, as in a contiguous tensor."""
-        (first, _), *_ = byte_ranges(self.shape, box, ITEM_BYTES[self.dtype])
-        self.file.read_into(self.begin + first, into)
-
-    def values(self, box: Box) -> Any:
-        """**Blocks.** Returns the elements of a box as a NumPy array of raw bytes, of the box's shape."""
+    def read(self, box: Box, into: Any) -> None:
+        """**Blocks.** Reads the elements of a box, which is one run of them if the tensor is contiguous."""
         import numpy as np
 
         item_bytes = ITEM_BYTES[self.dtype]
-        unit = f"V{item_bytes}"
         if self.is_contiguous:
-            data = bytearray(math.prod(box.shape) * item_bytes)
-            self.read_run(box, memoryview(data))
-            return np.frombuffer(data, unit).reshape(box.shape)
+            run = into if into.flags.c_contiguous else np.empty_like(into, order="C")
+            (first, _), *_ = byte_ranges(self.shape, box, item_bytes)
+            self.file.read_into(self.begin + first, memoryview(run.reshape(-1).view(np.uint8)))
+            if run is not into:
+                into[...] = run
+            return
         # Its elements are not contiguous: only the pages with elements of the box are read.
         first = self.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         length = self.begin - first + self.reach * item_bytes
         mapped = mmap.mmap(self.file.fileno(), length, access=mmap.ACCESS_READ, offset=first)
-        run = np.frombuffer(mapped, "u1")[self.begin - first :]
+        elements = np.frombuffer(mapped, "u1")[self.begin - first :]
         strides = tuple(stride * item_bytes for stride in self.strides)
-        shaped: Any = np.ndarray(self.shape, unit, run, 0, strides)
-        return shaped[(*map(slice, box.offsets, box.ends), ...)]
+        shaped: Any = np.ndarray(self.shape, into.dtype, elements, 0, strides)
+        into[...] = shaped[(*map(slice, box.offsets, box.ends), ...)]
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -269,6 +264,8 @@ def read_spans(array: InputArray, span_bytes: int) -> Iterator[memoryview]:
         FormatError: If a file ends too early.
         StorageError: If it cannot be read.
     """
+    import numpy as np
+
     item_bytes = ITEM_BYTES[array.dtype]
     elements = array.size_bytes // item_bytes
     most = max(_WINDOW_BYTES // span_bytes, 1) * span_bytes // item_bytes
@@ -278,27 +275,159 @@ def read_spans(array: InputArray, span_bytes: int) -> Iterator[memoryview]:
         filled = memoryview(window)[: (end - begin) * item_bytes]
         place = 0
         for slab in split_range(array.shape, begin, end):
-            size_bytes = slab.elements * item_bytes
-            _fill(array, slab, filled[place : place + size_bytes])
-            place += size_bytes
+            # The elements of a slab are a run of those of the array.
+            goal: Any = np.frombuffer(filled, f"V{item_bytes}", slab.elements, place).reshape(slab.shape)
+            for chunk in array.chunks:
+                common = intersect(chunk.box, slab)
+                if common is not None:
+                    at = shift(common, slab.offsets)
+                    into = goal[(*map(slice, at.offsets, at.ends), ...)]
+                    chunk.tensor.read(shift(common, chunk.box.offsets), into)
+            place += slab.elements * item_bytes
         for first in range(0, len(filled), span_bytes):
             yield filled[first : first + span_bytes]
 
 
-def _fill(array: InputArray, slab: Box, into: memoryview) -> None:
-    """Assembles a box of an array that is a run of its elements."""
-    import numpy as np
+_OVERWRITE: Final = "Choose another path, or allow overwriting (--overwrite, overwrite=True)."
 
-    goal: Any = None
-    for chunk in array.chunks:
-        common = intersect(chunk.box, slab)
-        if common is None:
-            continue
-        inner = shift(common, chunk.box.offsets)
-        if common == slab and chunk.tensor.is_contiguous:
-            chunk.tensor.read_run(inner, into)
-            continue
-        if goal is None:
-            goal = np.frombuffer(into, f"V{ITEM_BYTES[array.dtype]}").reshape(slab.shape)
-        at = shift(common, slab.offsets)
-        goal[(*map(slice, at.offsets, at.ends), ...)] = chunk.tensor.values(inner)
+
+class OutputFiles:
+    """New files in a hidden directory, until they are moved to their names.
+
+    A crash leaves that directory, whose name begins with `.` and ends with `.tmp`, and only whole files under final
+    names.
+    """
+
+    def __init__(self, out: Path, staging: Path) -> None:
+        self._out = out
+        self._staging = staging
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        """**Blocks.** Opens a new file; after the body, its bytes are durable.
+
+        Raises:
+            StorageError: If the storage fails.
+        """
+        with as_storage_errors("write", name, self._out):
+            with (self._staging / name).open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+
+    def publish_file(self, name: str, *, overwrite: bool) -> None:
+        """**Blocks.** Gives the one file its name, which is that of the output.
+
+        Raises:
+            UsageError: If the path exists by now.
+            StorageError: If the storage fails.
+        """
+        with as_storage_errors("write", "", self._out):
+            if overwrite:
+                (self._staging / name).replace(self._out)
+            else:
+                try:
+                    os.link(self._staging / name, self._out)
+                except FileExistsError:
+                    raise UsageError(f"{self._out} already exists", hint=_OVERWRITE) from None
+            _sync_directory(self._out.parent)
+
+    def publish_files(self, last: str, is_ours: Callable[[str], bool]) -> None:
+        """**Blocks.** Moves all files into the directory of that name.
+
+        A new directory appears at once, with all of them. In an existing one, each file appears whole; the one without
+        which the others mean nothing is removed first and added last. Existing files whose names are not `is_ours`
+        stay.
+
+        Raises:
+            StorageError: If the storage fails.
+        """
+        with as_storage_errors("write", "", self._out):
+            _sync_directory(self._staging)
+            if self._staging.parent != self._out:
+                self._staging.rename(self._out)
+                _sync_directory(self._out.parent)
+                return
+            old = [entry.name for entry in os.scandir(self._out) if is_ours(entry.name) and entry.is_file()]
+            for name in sorted(old, key=lambda name: name != last):
+                (self._out / name).unlink()
+                if name == last:
+                    _sync_directory(self._out)
+            names = sorted((entry.name for entry in os.scandir(self._staging)), key=lambda name: name == last)
+            for name in names:
+                (self._staging / name).rename(self._out / name)
+            _sync_directory(self._out)
+
+
+@contextmanager
+def open_output_file(out: Path, size_bytes: int, *, overwrite: bool) -> Iterator[OutputFiles]:
+    """**Blocks.** Prepares one file, which the body publishes; however the body ends, nothing else stays.
+
+    Raises:
+        UsageError: If the path exists and must not be overwritten.
+        StorageFullError: If there is clearly no space.
+        StorageError: If the storage fails.
+    """
+    if os.path.lexists(out) and (not overwrite or not out.is_file()):
+        what = "already exists" if out.is_file() else "already exists and is not a file"
+        raise UsageError(f"{out} {what}", hint=_OVERWRITE)
+    with _staging(out, out.parent, size_bytes) as staging:
+        yield OutputFiles(out, staging)
+
+
+@contextmanager
+def open_output_directory(
+    out: Path, size_bytes: int, is_ours: Callable[[str], bool], *, overwrite: bool
+) -> Iterator[OutputFiles]:
+    """**Blocks.** Like `open_output_file`, for several files in one directory.
+
+    Existing files whose names are not `is_ours` stay.
+
+    Raises:
+        UsageError: If a file exists and must not be overwritten.
+        StorageFullError: If there is clearly no space.
+        StorageError: If the storage fails.
+    """
+    is_there = out.is_dir()
+    if os.path.lexists(out) and not is_there:
+        raise UsageError(f"{out} already exists and is not a directory", hint="Choose another path.")
+    if is_there:
+        with as_storage_errors("read", "", out):
+            old = sorted(entry.name for entry in os.scandir(out) if is_ours(entry.name))
+        if old and not overwrite:
+            more = f" and {len(old) - 2} more files" if len(old) > 2 else ""
+            raise UsageError(f"{out} already contains {', '.join(old[:2])}{more}", hint=_OVERWRITE)
+    with _staging(out, out if is_there else out.parent, size_bytes) as staging:
+        yield OutputFiles(out, staging)
+
+
+@contextmanager
+def _staging(out: Path, parent: Path, size_bytes: int) -> Iterator[Path]:
+    with as_storage_errors("write", "", parent):
+        if out.parent != Path() and not out.parent.is_dir():
+            file = find_file_above(out)
+            if file is not None:
+                raise UsageError(f"{out} cannot be created: {file} is not a directory", hint="Check the path.")
+            raise UsageError(f"the directory {out.parent} does not exist", hint="Create it first, or check the path.")
+        free_bytes = shutil.disk_usage(parent).free
+        if free_bytes < size_bytes:
+            raise StorageFullError(
+                f"{out} needs {size_bytes} bytes, but only {free_bytes} are free there",
+                path=str(out),
+                hint="Free some space, or choose a path on another disk.",
+            )
+        staging = parent / f".{out.name}.{secrets.token_hex(4)}.tmp"
+        staging.mkdir()
+    try:
+        yield staging
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(staging)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
