@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,3 +102,24 @@ def test_an_evaluation_with_persistent_workers_draws_nothing_of_training(tmp_pat
         return train(place, batches, loader=kept)
 
     assert life(tmp_path / "again", 6) + life(tmp_path / "again", 16) == life(tmp_path / "whole", 16)
+
+
+def test_step_of_an_unsaved_optimizer_counts_once_in_a_second_run(tmp_path: Path) -> None:
+    """Making an optimizer imports Dynamo: from then on another hook of torch's does what the first one did."""
+    program = """if True:
+        import sys
+        import torch
+        import holdfast as hf
+
+        place, model = sys.argv[1], torch.nn.Linear(2, 1)
+        with hf.resumable(place + "/first", model=model) as run:
+            list(run.steps(1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with hf.resumable(place + "/second", model=model) as run:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    """
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "SGD has stepped once, but no step was counted" in done.stderr

@@ -39,13 +39,18 @@ class StepCalls:
             # where nothing is compiled.
             if self._hook is None or ("torch._dynamo" in sys.modules and not self._is_left_alone):
                 self._is_left_alone = "torch._dynamo" in sys.modules
-                self._hook = torch.compiler.disable(self._pass_on) if self._is_left_alone else self._pass_on
+                self._hook = torch.compiler.disable(self._pass_on) if self._is_left_alone else self._pass_on_early
                 self._register(self._hook)
 
         def remove() -> None:
             self._calls.pop(key, None)
 
         return remove
+
+    def _pass_on_early(self, optimizer: object, *_: object) -> None:
+        """The hook until Dynamo is imported. It stays in torch's list, and does nothing once another one does this."""
+        if not self._is_left_alone:
+            self._pass_on(optimizer)
 
     def _pass_on(self, optimizer: object, *_: object) -> None:
         for call in self._calls.copy().values():
