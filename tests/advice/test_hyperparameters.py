@@ -84,7 +84,7 @@ def restore(place: Path, made: dict[str, Any], *keep: str) -> hf.Restoration:
 
 
 @pytest.mark.parametrize("make_schedule", PROPORTIONAL.values(), ids=PROPORTIONAL)
-def test_a_schedule_goes_on_with_the_new_rate_as_if_it_had_begun_with_it(tmp_path: Path, make_schedule: Make) -> None:
+def test_schedule_continues_as_if_it_had_begun_with_the_new_rate(tmp_path: Path, make_schedule: Make) -> None:
     save(tmp_path, make(make_schedule))
     made = make(make_schedule, NEW)
     assert restore(tmp_path, made, "optimizer.lr").hyperparameters == {}
@@ -157,7 +157,7 @@ def test_a_cyclic_schedule_changes_momentum_and_nothing_is_reported(tmp_path: Pa
     assert train(made, TOTAL - 1) == train(make(one_cycle, NEW), TOTAL - 1)
 
 
-def test_a_longer_schedule_is_reported_and_goes_on_where_it_would_be(tmp_path: Path) -> None:
+def test_longer_schedule_is_reported_and_continues_at_its_position(tmp_path: Path) -> None:
     longer: Make = lambda optimizer: schedules.CosineAnnealingLR(optimizer, 30)  # noqa: E731
     save(tmp_path, make(PROPORTIONAL["cosine"]))
     assert restore(tmp_path, make(longer)).hyperparameters == {"schedule.T_max": (30, 15, True)}
@@ -396,7 +396,7 @@ def test_scaler_enabled_later_is_refused_unless_kept_by_name(tmp_path: Path, bef
         assert run.step == 4
 
 
-def test_a_longer_one_cycle_goes_on_at_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_longer_one_cycle_continues_at_its_position(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def train(total: int, end: int, directory: str, **options: Any) -> list[float]:
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=OLD, momentum=0.9)
         schedule = schedules.OneCycleLR(optimizer, NEW, total_steps=total)

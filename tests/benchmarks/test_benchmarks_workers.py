@@ -58,7 +58,7 @@ def _run(directory: Path, names: list[str], plan: WorkersPlan, *, trains: bool =
 
 
 @pytest.mark.slow
-def test_two_workers_are_measured_beside_the_bare_limits(tmp_path: Path) -> None:
+def test_two_workers_are_measured_with_the_bare_limits(tmp_path: Path) -> None:
     plan = WorkersPlan(rounds=1, setups=["fsdp-2-small"], has_others=False)
     results = _run(tmp_path, [HOLDFAST, TORCH_CHECKPOINTING], plan)
     failed = {name for _, name, _ in results.failures}

@@ -94,7 +94,7 @@ def test_the_newest_one_is_passed_over_by_name_and_its_data_stays(tmp_path: Path
     assert set(kept) <= set((tmp_path / THREE).iterdir())
 
 
-def test_one_in_the_middle_is_kept_and_retention_goes_on(tmp_path: Path) -> None:
+def test_lost_step_in_the_middle_is_kept_and_retention_continues(tmp_path: Path) -> None:
     events: list[Event] = []
     with open_manager(tmp_path, keep=hf.Latest(2), sinks=[events.append]) as manager:
         manager.save(1)
@@ -190,7 +190,7 @@ def test_prune_asks_twice_before_it_removes_a_step_in_the_journal(tmp_path: Path
     assert not middle.exists()
 
 
-def test_cli_names_lost_steps_beside_those_of_an_earlier_line(tmp_path: Path) -> None:
+def test_cli_names_lost_steps_next_to_those_of_an_earlier_lineage(tmp_path: Path) -> None:
     run = tmp_path / "run"
     save_steps(run, 1)
     save_steps(run, 5, begin_anew=True)

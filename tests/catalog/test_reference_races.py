@@ -276,7 +276,7 @@ def each_call() -> Iterator[Going]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("step", [None, 7])
-def test_a_restore_takes_what_is_there_when_a_job_goes_on(workers: int, step: int | None) -> None:
+def test_restore_during_a_running_job_takes_an_existing_step(workers: int, step: int | None) -> None:
     def restore(going: Going, cluster: Cluster | None) -> int:
         state = np.zeros(5000)
         with hf.CheckpointManager(going.storage, hf.Checkpoint(x=state), cluster=cluster or "alone") as manager:
@@ -297,7 +297,7 @@ def test_a_restore_takes_what_is_there_when_a_job_goes_on(workers: int, step: in
         assert found in ([{7}, {8}] if step is None else [{7}, {0}])
 
 
-def test_what_is_shown_is_there_when_a_job_goes_on() -> None:
+def test_show_during_a_running_job_shows_an_existing_step() -> None:
     for going in each_call():
         heading, contents = read_checkpoint(RunTarget(going.storage, "run", None, is_step=False))
         assert isinstance(contents, Contents)

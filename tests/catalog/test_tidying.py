@@ -421,7 +421,7 @@ def test_a_save_that_cannot_begin_leaves_the_clean_up_to_be_waited_for(tmp_path:
     training.manager.close(PATIENCE_SECONDS)
 
 
-def test_a_sink_that_hears_of_the_clean_up_cannot_wait_for_it(tmp_path: Path) -> None:
+def test_sink_that_waits_for_the_clean_up_it_reports_is_refused(tmp_path: Path) -> None:
     errors: list[BaseException] = []
 
     def wait(event: Event) -> None:

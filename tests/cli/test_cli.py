@@ -214,7 +214,7 @@ def test_verbs_for_a_run_refuse_a_step(run: Path) -> None:
 # list
 
 
-def test_list_in_a_pipe_is_a_table_that_can_be_taken_apart(run: Path) -> None:
+def test_list_in_a_pipe_is_a_table_that_can_be_split(run: Path) -> None:
     result = call("list", run)
     assert result.exit_code == 0
     heading, *rows = lines_of(result.stdout)

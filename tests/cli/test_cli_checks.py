@@ -310,7 +310,7 @@ def test_prune_leaves_files_that_are_not_holdfasts(run: Path) -> None:
     assert [path.name for path in (run / FIRST_300).iterdir()] == ["notes.txt"]
 
 
-def test_prune_beside_a_job_that_saves(run: Path) -> None:
+def test_prune_while_a_job_saves(run: Path) -> None:
     objects = hf.Checkpoint(**make_objects(3))
     with hf.CheckpointManager(run, objects) as manager:
         manager.restore()

@@ -147,7 +147,7 @@ def test_the_size_is_that_of_the_newest_checkpoint(run: Path) -> None:
     assert call_json("doctor", run, "--size", "5MB")["size_bytes"] == 5_000_000
 
 
-def test_a_pipe_gets_a_table_that_can_be_taken_apart(tmp_path: Path) -> None:
+def test_pipe_gets_a_table_that_can_be_split(tmp_path: Path) -> None:
     result = call("doctor", tmp_path, *SMALL)
     assert result.exit_code == 0
     heading, *rows = lines_of(result.stdout)

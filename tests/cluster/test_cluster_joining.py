@@ -338,7 +338,7 @@ def test_a_look_that_fails_is_made_again_and_others_go_on(mailbox: StoreMailbox)
     wait_until(lambda: {"first", "second"} <= set(looks))
 
 
-def test_who_waits_for_a_mailbox_hears_of_its_end(mailbox: StoreMailbox) -> None:
+def test_end_of_a_mailbox_ends_every_wait_for_it(mailbox: StoreMailbox) -> None:
     def fail() -> None:
         raise ClosedError("the cluster was closed before this call")
 
@@ -370,7 +370,7 @@ def test_a_wait_for_a_worker_that_left_because_of_another_one_ends() -> None:
     assert (error.rank, error.kind, error.text) == (1, "ValueError", "no")
 
 
-def test_a_namespace_is_shared_by_all_workers_and_apart_from_the_next() -> None:
+def test_namespace_is_shared_by_all_workers_and_not_with_the_next() -> None:
     def speak(cluster: Cluster) -> tuple[Failure, Failure | None]:
         peers = Peers(cluster, liveness_seconds=PATIENCE_SECONDS, timeout_seconds=PATIENCE_SECONDS)
         first, second = peers.open_namespace("talk"), peers.open_namespace("talk")

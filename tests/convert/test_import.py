@@ -77,7 +77,7 @@ def check_goes_on(objects: dict[str, Any]) -> None:
     assert objects["epoch"] == 3
 
 
-def test_a_training_goes_on_from_a_torch_file(tmp_path: Path) -> None:
+def test_training_resumes_from_a_torch_file(tmp_path: Path) -> None:
     torch.save(as_saved(trained()), tmp_path / "old.pt")
     document = call_json("import", tmp_path / "old.pt", tmp_path / "run", "--step", "2")
     assert (document["format"], document["step"]) == ("torch", 2)
@@ -128,7 +128,7 @@ def test_a_whole_step_at_the_top_of_a_file_is_the_step(
         assert run.step == step
 
 
-def test_a_training_goes_on_from_a_dcp_directory(tmp_path: Path) -> None:
+def test_training_resumes_from_a_dcp_directory(tmp_path: Path) -> None:
     objects = trained()
     state = as_saved(objects) | {"optimizer": get_optimizer_state_dict(objects["model"], objects["optimizer"])}
     save_dcp(state, checkpoint_id=tmp_path / "old", **old_versions.alone(save_dcp))
@@ -331,7 +331,7 @@ def test_what_cannot_be_kept_is_refused_or_left_out(tmp_path: Path) -> None:
     assert (code, "_rebuild_qtensor" in text) == (1, True), text
 
 
-def test_a_job_without_what_was_left_out_goes_on(tmp_path: Path) -> None:
+def test_job_without_the_left_out_values_resumes(tmp_path: Path) -> None:
     entries = {
         "model": {"w": torch.ones(2)},
         "args": nn.Identity(),
@@ -454,7 +454,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_values_beside_the_model_are_data(tmp_path: Path, protocol: int) -> None:
+def test_values_next_to_the_model_are_data(tmp_path: Path, protocol: int) -> None:
     # In a pickle, one instance of NumPy's is like another: the values are made here, and no function is called.
     torch.save({"model": {"w": torch.ones(2)}, **OTHERS}, tmp_path / "a.pt", pickle_protocol=protocol)
     document = call_json("import", tmp_path / "a.pt", tmp_path / "run")

@@ -74,7 +74,7 @@ def test_an_epoch_job_killed_once_ends_the_same(tmp_path: Path) -> None:
     assert {line for line in after if line.startswith("epoch 8,")} <= set(untouched)
 
 
-def test_killed_once_what_dcp_has_saved_goes_on_exactly(tmp_path: Path) -> None:
+def test_killed_job_resumes_exactly_from_a_dcp_save(tmp_path: Path) -> None:
     pytest.importorskip("torch", "2.9", reason="holdfast.dcp needs torch 2.9")
     untouched = train(tmp_path / "untouched", example="dcp_training.py")
     before = train(tmp_path / "killed", example="dcp_training.py", kill_at="step 200:")

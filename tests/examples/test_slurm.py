@@ -123,7 +123,7 @@ def test_one_task_of_an_array_is_queued_again_alone(cluster: SlurmCluster, tmp_p
 
 @pytest.mark.parametrize("partition", ["grace", "nograce"])
 @pytest.mark.parametrize("recipe", [ALONE, TORCHRUN], ids=["tasks", "torchrun"])
-def test_preempted_job_saves_and_goes_on(
+def test_preempted_job_saves_and_resumes(
     cluster: SlurmCluster, tmp_path: Path, recipe: tuple[str, ...], partition: str
 ) -> None:
     """Without a grace time Slurm signals the workers twice and their launcher once more, and waits for KillWait."""

@@ -73,7 +73,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
 
 
 @pytest.mark.parametrize("build", [convolutions, linears])
-def test_training_goes_on_exactly_where_a_kernel_depends_on_the_layout(
+def test_training_resumes_exactly_if_a_kernel_depends_on_the_layout(
     tmp_path: Path, build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 ) -> None:
     module, optimizer = build()
@@ -102,7 +102,7 @@ def without_strides(directory: Path) -> None:
     manifest_path.write_bytes(seal(msgspec.structs.replace(manifest, workers=(worker,))))
 
 
-def test_training_goes_on_exactly_from_a_checkpoint_without_strides(tmp_path: Path) -> None:
+def test_training_resumes_exactly_from_a_checkpoint_without_strides(tmp_path: Path) -> None:
     module, optimizer = convolutions()
     train(module, optimizer, range(5))
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=module, optimizer=optimizer)) as manager:

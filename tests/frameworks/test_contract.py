@@ -278,7 +278,7 @@ def test_two_workers_killed_and_asked_to_leave_end_as_untouched(
         pick("lightning", "lightning_trainer.py", "epoch"),
     ],
 )
-def test_example_killed_goes_on(tmp_path: Path, name: str, example: str, line: str) -> None:
+def test_killed_example_resumes(tmp_path: Path, name: str, example: str, line: str) -> None:
     check_example(example, tmp_path, INTEGRATIONS[name].preload, line)
 
 

@@ -38,7 +38,7 @@ def equal_states(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_a_plain_loop_goes_on_from_a_lightning_file(tmp_path: Path) -> None:
+def test_plain_loop_resumes_from_a_lightning_file(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
@@ -133,7 +133,7 @@ def test_a_plain_loop_goes_on_from_a_lightning_file(tmp_path: Path) -> None:
         assert equal_states(optimizer.state_dict(), at_six["optimizer"])
 
 
-def test_a_plain_loop_goes_on_from_a_trainer_folder(tmp_path: Path) -> None:
+def test_plain_loop_resumes_from_a_trainer_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0

@@ -173,7 +173,7 @@ def test_killed_five_times_and_stopped_twice_it_ends_as_untouched(tmp_path: Path
     check_same([*lives, train(tmp_path / "other")], untouched)
 
 
-def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+def test_example_resumes_where_it_was_killed(tmp_path: Path) -> None:
     example = EXAMPLES / "jax_training.py"
     untouched = live(example, tmp_path / "untouched", preload=PRELOAD)
     killed = Life(example, tmp_path / "killed", preload=PRELOAD)

@@ -314,7 +314,7 @@ def test_what_tensorflow_cannot_take_up_is_refused(tmp_path: Path) -> None:
 
 @NEEDS_TENSORFLOW
 @pytest.mark.parametrize("kind", ["gan", "encoder"])
-def test_a_model_of_tensorflow_with_only_a_train_step_goes_on(kind: str, tmp_path: Path) -> None:
+def test_tensorflow_model_with_only_a_train_step_resumes(kind: str, tmp_path: Path) -> None:
     whole, code, problems = follow(start("tensorflow", "keras_models.py", tmp_path / "whole", kind))
     assert code == 0, problems
     assert len(whole) == 18
@@ -394,7 +394,7 @@ def test_a_second_fit_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_example_goes_on_where_it_was_killed(backend: str, tmp_path: Path) -> None:
+def test_example_resumes_where_it_was_killed(backend: str, tmp_path: Path) -> None:
     whole, code, problems = follow(start(backend, EXAMPLE, tmp_path / "whole"))
     assert code == 0, problems
     process = start(backend, EXAMPLE, tmp_path / "killed")

@@ -78,7 +78,7 @@ def find_last_validated(life: Life) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("variant", "validations"), [("plateau", (9, 36)), ("shuffled", (7, 14))])
-def test_a_notice_in_validation_is_heard_at_the_next_batch_of_it(
+def test_notice_in_validation_is_obeyed_at_its_next_batch(
     tmp_path: Path, variant: str, validations: tuple[int, ...]
 ) -> None:
     untouched = fit(tmp_path / "untouched", variant)
@@ -130,7 +130,7 @@ def make_loader() -> Any:
     return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2, shuffle=True)
 
 
-def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
+def test_second_fit_resumes_where_the_first_one_ended(tmp_path: Path) -> None:
     resumable = hf.lightning.Resumable(tmp_path / "run")
     model = Line()
     trainer = make_trainer(resumable)
@@ -290,7 +290,7 @@ class Fill(Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
 
-def test_a_full_disk_ends_a_fit_which_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+def test_fit_ended_by_a_full_disk_resumes_from_its_last_save(tmp_path: Path) -> None:
     trainer = make_trainer(hf.lightning.Resumable(tmp_path, save_every=hf.Steps(1)), Fill(), epochs=3)
     try:
         with pytest.raises(SaveFailedError) as failed:

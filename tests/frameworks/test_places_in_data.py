@@ -126,7 +126,7 @@ def test_two_workers_of_accelerate_share_what_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after", "is_exact"), [("4", "8", True), ("8", "4", True), ("4", "5", False)])
-def test_keras_goes_on_in_other_batches(before: str, after: str, is_exact: bool, tmp_path: Path) -> None:
+def test_keras_resumes_with_other_batches(before: str, after: str, is_exact: bool, tmp_path: Path) -> None:
     options: list[str | Path] = [tmp_path, "--framework=keras", "--length=48", "--epochs=2"]
     left = leave(*options, f"--batch={before}", "--leaves-after=4")
     rest = train(*options, f"--batch={after}")

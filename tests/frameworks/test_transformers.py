@@ -47,7 +47,7 @@ def begin(*options: str | Path, program: str | Path = PROGRAM) -> Life:
     [(("--evaluate=steps", "--accumulate=2"), (5, 20)), (("--evaluate=steps", "--patience=2"), (20,))],
     ids=["steps", "stopping"],
 )
-def test_a_notice_in_an_evaluation_is_heard_at_the_next_batch_of_it(
+def test_notice_in_an_evaluation_is_obeyed_at_its_next_batch(
     tmp_path: Path, options: tuple[str, ...], evaluations: tuple[int, ...]
 ) -> None:
     untouched = train(tmp_path / "untouched", *options)
@@ -101,7 +101,7 @@ def test_a_stream_without_a_place_is_loaded_again_with_a_warning(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("evaluates", "leaves_in"), [("epoch", 14), ("steps", 10)])
-def test_a_stream_of_unknown_length_goes_on_in_its_epoch_and_ends_once(
+def test_stream_of_unknown_length_resumes_in_its_epoch_and_ends_once(
     tmp_path: Path, evaluates: str, leaves_in: int
 ) -> None:
     options = ("--unsized-steps=20", "--accumulate=2", f"--evaluate={evaluates}")  # An epoch has seven steps.
@@ -167,7 +167,7 @@ def test_an_entry_of_the_log_is_read_by_one_save_alone(outcomes: tuple[dict[str,
     assert outcomes[0]["long log"] == {"reads": [1], "restored": [100, 200, 300], "the same": True}
 
 
-def test_past_a_damaged_checkpoint_it_goes_on_from_the_one_before(tmp_path: Path) -> None:
+def test_job_resumes_from_the_step_before_a_damaged_one(tmp_path: Path) -> None:
     untouched = train(tmp_path / "untouched")
     lives = [begin(tmp_path / "damaged")]
     lives[-1].wait_steps(20)
@@ -184,7 +184,7 @@ def test_past_a_damaged_checkpoint_it_goes_on_from_the_one_before(tmp_path: Path
         check_same(lives, untouched)
 
 
-def test_on_a_full_disk_it_fails_in_words_and_goes_on_later(tmp_path: Path) -> None:
+def test_full_disk_is_named_and_the_job_resumes_later(tmp_path: Path) -> None:
     untouched = train(tmp_path / "untouched")
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as place:
         lives = [begin(place / "run")]
@@ -236,7 +236,7 @@ def test_a_reference_that_follows_and_a_window_of_generated_inputs_go_on(tmp_pat
     assert not stored["moved_teacher"]
 
 
-def test_a_run_without_what_moves_goes_on_with_a_warning(tmp_path: Path) -> None:
+def test_run_without_the_moving_state_resumes_with_a_warning(tmp_path: Path) -> None:
     plain = Life("moving_modules.py", tmp_path, "1", "plain", preload=PRELOAD)
     plain.wait_steps(4)
     plain.send(signal.SIGKILL)

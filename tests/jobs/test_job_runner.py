@@ -240,7 +240,7 @@ def test_each_kind_of_stop_condition_ends_the_epochs() -> None:
     assert run(lambda workspace: workspace.epoch == 5 and workspace.node == "b", on="b") == 5
 
 
-def test_a_task_that_fails_ends_the_job_which_then_goes_on(tmp_path: Path) -> None:
+def test_job_ended_by_a_failed_task_resumes(tmp_path: Path) -> None:
     def fail(workspace: Workspace) -> None:
         if workspace.epoch == 3 and workspace.node == "trainer_1":
             raise ZeroDivisionError
@@ -354,7 +354,7 @@ def test_a_handler_without_access_and_one_that_fails() -> None:
     assert sum(isinstance(event, Failed) and event.save_lost for event in events) == 2
 
 
-def test_a_handler_decides_where_the_job_goes_on(tmp_path: Path) -> None:
+def test_metadata_handler_decides_where_the_job_resumes(tmp_path: Path) -> None:
     class Handler(ManifestMetadataHandler):
         answer: int | None = 1
 

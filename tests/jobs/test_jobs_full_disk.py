@@ -49,7 +49,7 @@ def train(disk: Path, full_in: set[int], **options: Any) -> tuple[hf.JobRunner, 
         return runner, totals_of(session)
 
 
-def test_a_job_goes_on_when_the_disk_is_full_for_one_epoch(tmp_path: Path) -> None:
+def test_job_continues_after_a_full_disk_in_one_epoch(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", *ROOM) as disk:
         runner, totals = train(disk, {2})
         assert totals == [145.0] * 2

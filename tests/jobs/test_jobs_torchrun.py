@@ -175,7 +175,7 @@ def test_without_a_manager_a_job_just_runs_and_outputs_are_known_to_all() -> Non
     assert run_three(work) == [None] * 3
 
 
-def test_the_canonical_job_is_kept_and_goes_on_from_each_epoch(tmp_path: Path) -> None:
+def test_canonical_job_is_saved_and_resumes_from_each_epoch(tmp_path: Path) -> None:
     def work(session: TorchrunSession) -> None:
         for epoch in (None, 0, 1, 2, 3, 4):
             runner, total, manager = train_kept(session, tmp_path, epoch)

@@ -80,7 +80,9 @@ def test_survivors_whose_collective_breaks_name_the_dead_worker(tmp_path: Path) 
 
 @pytest.mark.parametrize("blind", [0, 1])
 @pytest.mark.parametrize("starts_over", [False, True])
-def test_all_hear_of_a_worker_that_cannot_look_at_the_directory(tmp_path: Path, blind: int, starts_over: bool) -> None:
+def test_worker_that_cannot_read_the_directory_is_reported_to_all(
+    tmp_path: Path, blind: int, starts_over: bool
+) -> None:
     (tmp_path / "file").touch()
 
     def work(cluster: Cluster) -> BaseException:
@@ -105,7 +107,7 @@ def test_all_hear_of_a_worker_that_cannot_look_at_the_directory(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("starts_over", [False, True])
-def test_unsavable_state_on_one_worker_is_heard_before_first_step(tmp_path: Path, starts_over: bool) -> None:
+def test_unsavable_state_on_one_worker_is_raised_before_the_first_step(tmp_path: Path, starts_over: bool) -> None:
     def work(cluster: Cluster) -> list[BaseException]:
         errors: list[BaseException] = []
         options: Any = {"cluster": cluster, "begin_anew": starts_over}
@@ -350,7 +352,7 @@ def check_told(errors: list[BaseException], blind: int, kind: type[Exception], t
 
 @pytest.mark.parametrize("keeps_epochs", [False, True])
 @pytest.mark.parametrize("blind", [0, 1])
-def test_all_hear_at_once_of_a_worker_that_cannot_look_when_it_restores(
+def test_worker_that_cannot_read_at_its_restore_is_reported_at_once(
     tmp_path: Path, blind: int, keeps_epochs: bool
 ) -> None:
     ended = threading.Barrier(3)
@@ -379,7 +381,7 @@ def test_all_hear_at_once_of_a_worker_that_cannot_look_when_it_restores(
 
 
 @pytest.mark.parametrize("blind", [0, 1])
-def test_all_hear_of_a_worker_that_can_look_once_and_not_again(tmp_path: Path, blind: int) -> None:
+def test_worker_that_can_read_once_and_not_again_is_reported_to_all(tmp_path: Path, blind: int) -> None:
     def work(cluster: Cluster) -> BaseException:
         storage = BlindStorage(tmp_path, 1 if cluster.rank == blind else 10**6)
         objects = hf.Checkpoint(array=hf.PerWorker(np.zeros(3)))
@@ -421,7 +423,7 @@ def test_save_takes_for_seen_what_was_there_before_restore_chose(tmp_path: Path)
 
 
 @pytest.mark.parametrize("blind", [0, 1])
-def test_survivors_hear_of_a_blind_worker_at_the_start(tmp_path: Path, blind: int) -> None:
+def test_survivors_get_the_error_of_a_blind_worker_at_the_start(tmp_path: Path, blind: int) -> None:
     (tmp_path / "file").touch()
 
     def work(cluster: Cluster) -> BaseException:

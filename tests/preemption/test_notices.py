@@ -117,7 +117,7 @@ def test_gcp_waits_for_the_preemption() -> None:
         ("MIGRATE_ON_HOST_MAINTENANCE", Demand.SAVE, None),
     ],
 )
-def test_gcp_hears_of_maintenance(value: str, demand: Demand, left: float | None) -> None:
+def test_gcp_reports_maintenance(value: str, demand: Demand, left: float | None) -> None:
     google = Google()
     with serving(google) as cloud:
         source = GCP("maintenance-event", base_url=cloud.url, left_seconds=3600, wait_seconds=1)
@@ -205,7 +205,7 @@ def utc(seconds_ahead: float) -> datetime:
     return datetime.now(UTC) + timedelta(seconds=seconds_ahead)
 
 
-def test_aws_hears_that_a_spot_instance_is_taken_away() -> None:
+def test_aws_reports_the_end_of_a_spot_instance() -> None:
     amazon = Amazon()
     with serving(amazon) as cloud:
         source = AWS(base_url=cloud.url)
@@ -275,7 +275,7 @@ def test_aws_an_action_that_cannot_be_read_is_an_error(odd: Reply) -> None:
         assert [notice.demand for notice in source.look()] == [Demand.SAVE]
 
 
-def test_aws_what_was_heard_does_not_wait_for_the_other_answer() -> None:
+def test_aws_notice_does_not_wait_for_the_other_answer() -> None:
     amazon = Amazon()
     amazon.odd[REBALANCE] = Reply(HANG)
     amazon.records[ACTION] = STOP
@@ -387,7 +387,7 @@ def scheduled(kind: str, machines: list[str], **fields: Any) -> dict[str, Any]:
     }
 
 
-def test_azure_hears_what_concerns_this_machine() -> None:
+def test_azure_reports_events_of_this_machine() -> None:
     microsoft = Microsoft()
     with serving(microsoft) as cloud:
         source = Azure(base_url=cloud.url)
@@ -425,7 +425,7 @@ def test_azure_without_a_time(kind: str, status: str, not_before: str, left: flo
         assert [notice.left_seconds for notice in Azure(base_url=cloud.url).look()] == [left]
 
 
-def test_azure_hears_again_of_an_event_that_begins_early_or_is_moved() -> None:
+def test_azure_reports_an_event_that_begins_early_or_is_moved_again() -> None:
     microsoft = Microsoft()
     later = scheduled("Reboot", ["SCALESET_7"], NotBefore=format_datetime(utc(900), usegmt=True))
     freeze = scheduled("Freeze", ["scaleset_7"])
@@ -562,7 +562,7 @@ def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -
 # Slurm.
 
 
-def test_slurm_tells_once_that_the_end_is_near() -> None:
+def test_slurm_reports_once_that_the_end_is_near() -> None:
     environment = {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
     assert heard(Slurm(environment=environment)) == []
     soon = {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": repr(time.time() + 0.2)}
@@ -842,7 +842,7 @@ def test_times_that_are_none_are_refused(seconds: float) -> None:
         Slurm(seconds)
 
 
-def test_signals_are_heard_in_the_main_thread_only() -> None:
+def test_signals_are_received_in_the_main_thread_only() -> None:
     failures: list[UsageError] = []
 
     def open_there() -> None:

@@ -101,7 +101,7 @@ def check_the_rest(directory: Path, expected: str, **options: Any) -> None:
         if (loop, step) != ("own", 0)
     ],
 )
-def test_step_in_progress_ends_is_saved_and_restart_goes_on(
+def test_step_in_progress_ends_and_is_saved_and_the_restart_resumes(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str, step: int
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=[step])
@@ -116,7 +116,7 @@ def test_step_in_progress_ends_is_saved_and_restart_goes_on(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 42), (signal.SIGUSR2, 42), (signal.SIGTERM, 42)]
 )
-def test_each_signal_is_heard(
+def test_each_signal_is_received(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], number: int, code: int
 ) -> None:
     job = Job(tmp_path, pause=[3])
@@ -344,7 +344,7 @@ def test_signals_handled_at_once_in_the_end_count_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_in_foreign_code_is_heard_and_counts_once(tmp_path: Path, number: int) -> None:
+def test_signal_in_foreign_code_is_received_and_counts_once(tmp_path: Path, number: int) -> None:
     done = run_file("foreign_code", "until heard", tmp_path, str(int(number)))
     name = signal.Signals(number).name
     called = [] if number == signal.SIGINT else [3]
@@ -610,7 +610,7 @@ def test_step_saved_in_its_block_only_is_not_said_to_be_saved(tmp_path: Path, jo
     assert steps_of(tmp_path / "run") == [5]
 
 
-def test_in_a_grace_period_a_block_is_saved_and_goes_on(tmp_path: Path, jobs: list[Job]) -> None:
+def test_block_in_a_grace_period_is_saved_and_continues(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, pause=["evaluation"], evaluate=[4], checkpointable=True, grace=3600)
     notify(job, jobs)
     job.wait_for("event Committed")
@@ -1567,7 +1567,7 @@ def test_a_later_handler_restores_only_what_an_error_may_have_torn(tmp_path: Pat
                 assert handler.total_run_calls == state["value"][0] == 20 * (life + 1)
 
 
-def test_a_handler_of_a_manager_that_has_saved_by_hand_goes_on_from_there(tmp_path: Path) -> None:
+def test_handler_counts_on_from_saves_made_by_hand(tmp_path: Path) -> None:
     for life in range(2):
         manager, state = manager_of(tmp_path)
         with manager:

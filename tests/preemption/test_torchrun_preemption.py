@@ -103,7 +103,7 @@ def test_a_worker_that_is_killed_ends_the_other_which_says_who_has_died(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["fails", "lingers"])
-def test_a_worker_that_waits_in_a_collective_is_freed_and_told_the_cause(tmp_path: Path, what: str) -> None:
+def test_worker_in_a_collective_is_freed_and_raises_the_cause(tmp_path: Path, what: str) -> None:
     with Workers(tmp_path) as workers:
         start_pair(workers, tmp_path / "run", what)
         assert workers.wait_said(1, "error", PATIENCE_SECONDS) == "ValueError"

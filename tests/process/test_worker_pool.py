@@ -74,7 +74,7 @@ def test_a_thread_survives_what_it_was_given() -> None:
     pool.close()
 
 
-def test_the_threads_do_jobs_by_themselves_while_their_owner_goes_on() -> None:
+def test_threads_do_jobs_while_their_owner_continues() -> None:
     pool = WorkerPool(2, "pool")
     assert pool.start()
     assert pool.start(), "harmless twice"

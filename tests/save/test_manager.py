@@ -171,7 +171,7 @@ def test_each_manager_that_saves_opens_a_generation_with_its_base(tmp_path: Path
     assert [(event.generation, event.base_step) for event in opened] == [(2, 2)]
 
 
-def test_a_manager_that_never_restored_goes_on_from_the_newest(tmp_path: Path) -> None:
+def test_manager_that_never_restored_has_the_newest_step_as_its_base(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     events: list[Event] = []
     with manager_of(tmp_path, sinks=[events.append]) as manager:
@@ -584,7 +584,7 @@ def test_old_files_that_cannot_be_removed_do_not_fail_the_save(caplog: pytest.Lo
     assert [record.levelname for record in caplog.records if record.message == str(failed)] == ["WARNING"]
 
 
-def test_events_tell_seconds_and_bytes(tmp_path: Path) -> None:
+def test_events_report_seconds_and_bytes(tmp_path: Path) -> None:
     events: list[Event] = []
     with manager_of(tmp_path, sinks=[events.append]) as manager:
         manager.save(1).wait_ended(60)

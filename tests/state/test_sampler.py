@@ -255,7 +255,7 @@ def test_batches_of_another_size_are_numbered_to_the_end_of_the_epoch() -> None:
     assert larger.batches_done == 0
 
 
-def test_a_stream_goes_on_over_the_end_of_an_epoch() -> None:
+def test_stream_continues_over_the_end_of_an_epoch() -> None:
     def stream(sampler: ResumableSampler) -> Iterator[list[int]]:
         return sampler.stream(AheadLoader(sampler, 2))
 
@@ -294,7 +294,7 @@ def test_a_job_that_is_done_has_no_epoch_left() -> None:
     assert list(after.epochs(2)) == []
 
 
-def test_another_batch_size_goes_on_at_the_same_sample() -> None:
+def test_other_batch_size_resumes_at_the_same_sample() -> None:
     whole = flat(ResumableSampler(23, batch_size=1, seed=3))
     before = ResumableSampler(23, batch_size=5, seed=3)
     head = list(itertools.islice(before.batches(before), 3))
@@ -404,7 +404,7 @@ def sampler_of_nine() -> ResumableSampler:
 
 
 class TestPasses:
-    def test_leaving_early_and_coming_back_goes_on(self) -> None:
+    def test_leaving_early_and_coming_back_continues(self) -> None:
         sampler = ResumableSampler(9, batch_size=2)
         whole = flat(sampler)
         seen = []

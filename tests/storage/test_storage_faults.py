@@ -196,7 +196,7 @@ assert failure(writer.write_at, 0, memoryview(content)) is first and failure(wri
 
 
 @needs_strace
-def test_a_write_that_is_cut_short_goes_on(trace: Trace) -> None:
+def test_short_write_continues(trace: Trace) -> None:
     """From the beginning of the page that it came to, if it is a direct one, and after a signal all the same."""
     printed = trace.run(
         """

@@ -65,7 +65,7 @@ def test_a_run_saves_by_policy_and_at_the_end(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [3, 6, 7]
 
 
-def test_a_failed_run_goes_on_from_its_last_save(tmp_path: Path) -> None:
+def test_failed_run_resumes_from_its_last_save(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         train(tmp_path, 10, fail_at=4)
     assert steps_of(tmp_path) == [3], "the state in the middle of a step is not saved"

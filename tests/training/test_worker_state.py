@@ -56,7 +56,7 @@ def train(place: Any, epochs: int, *, fail_in: int | None = None, **options: Any
     return trained, weights.tolist()
 
 
-def test_a_training_that_failed_goes_on_with_the_epoch_that_failed(tmp_path: Path) -> None:
+def test_failed_training_resumes_with_the_failed_epoch(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         train(tmp_path, 6, fail_in=3)
     assert train(tmp_path, 6) == ([3, 4, 5], [6.0] * 10)
@@ -292,7 +292,7 @@ def test_a_backup_within_an_epoch_is_exact_with_a_loader_of_torch(tmp_path: Path
         assert train(tmp_path / str(stop_at), stop_at) + train(tmp_path / str(stop_at)) == untouched
 
 
-def test_a_backup_at_the_last_batch_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+def test_backup_at_the_last_batch_resumes_with_the_next_epoch(tmp_path: Path) -> None:
     with state_in(tmp_path) as state:
         state.back_up(2, batch=3)
         assert state.maybe_load_initial_counters_from_ckpt(4, 0, "train") == (3, 0)

@@ -318,7 +318,7 @@ def batches() -> list[Any]:
     ]
 
 
-def test_digests_of_batches_tell_them_apart_and_are_the_same_again() -> None:
+def test_digests_of_batches_differ_between_them_and_are_stable() -> None:
     digests = [digest_batch(batch) for batch in batches()]
     assert len(set(digests)) == len(digests)
     assert digests == [digest_batch(batch) for batch in batches()]

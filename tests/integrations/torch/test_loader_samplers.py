@@ -173,7 +173,7 @@ def test_a_loader_with_batches_of_its_own_is_refused_with_a_way_that_works() -> 
     assert "ResumableDataLoader" not in unsupported.value.hint
 
 
-def test_data_that_has_grown_or_shrunk_goes_on_in_the_next_epoch_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_dataset_resumes_in_the_next_epoch_if_asked(caplog: pytest.LogCaptureFixture) -> None:
     before = ResumableDataLoader(ROWS, batch_size=BATCH)
     run(before, 3, 6)
     stored = capture_objects({"data": before})

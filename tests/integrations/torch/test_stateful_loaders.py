@@ -216,7 +216,7 @@ WITH_WORKERS = ("weighted", "of its own", "whole batches", "drawn at once", "gen
 
 
 @pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in LOADERS), *((name, 1) for name in WITH_WORKERS)])
-def test_each_epoch_goes_on_as_it_was_drawn(name: str, workers: int) -> None:
+def test_each_epoch_resumes_in_its_drawn_order(name: str, workers: int) -> None:
     seed_all()
     whole = list(train(LOADERS[name](workers)))
     for taken in (2, 5, 8, 9) if not workers else (5,):

@@ -439,7 +439,7 @@ class TestNodesLoader:
         for _ in range(3):
             yield from loader
 
-    def test_it_goes_on_where_it_was(self, tmp_path: Path) -> None:
+    def test_it_resumes_where_it_was(self, tmp_path: Path) -> None:
         whole = list(self.loop(self.fresh()))
         a_pass = -(-LENGTH // BATCH)
         for taken in (1, a_pass + 2):

@@ -77,7 +77,7 @@ def test_a_signal_to_the_whole_group(tmp_path: Path, number: signal.Signals, met
     assert (tmp_path / "run-1").exists()
 
 
-def test_a_worker_ends_when_its_process_tells_it_to() -> None:
+def test_loader_worker_ends_when_its_process_terminates_it() -> None:
     program = """
     import multiprocessing, signal, time
     from holdfast.integrations.torch.loader import IgnoreSignals

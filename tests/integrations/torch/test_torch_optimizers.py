@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_as_if_nothing_had_happened(name: str, stepped: bool) -> None:
+def test_training_resumes_as_if_nothing_had_happened(name: str, stepped: bool) -> None:
     source = model(1)
     optimizer = OPTIMIZERS[name](source.parameters())
     train(source, optimizer)
@@ -162,7 +162,7 @@ def test_frozen_parameters_and_tied_ones_come_back() -> None:
     assert live[2].bias not in other.state
 
 
-def test_state_keeps_its_type_beside_parameters_of_another() -> None:
+def test_state_keeps_its_type_with_parameters_of_another() -> None:
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         net = model(seed).to(torch.bfloat16)
         return net, torch.optim.Adam(net.parameters())

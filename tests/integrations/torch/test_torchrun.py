@@ -41,7 +41,7 @@ TRAINED = {
 @pytest.mark.parametrize(
     "job", ["2x2", "fsdp", *(pytest.param(job, marks=pytest.mark.long) for job in ("fsdp-2", "hsdp", "ddp"))]
 )
-def test_a_job_is_killed_and_goes_on_as_any_other(job: str, tmp_path: Path) -> None:
+def test_killed_job_resumes_like_any_other(job: str, tmp_path: Path) -> None:
     old_versions.skip_without_fsdp_on_cpu()
     count, death, checks = TRAINED[job]
     launch = [*LAUNCH, str(count), "1", "train", job.split("-")[0], tmp_path, death]

@@ -153,7 +153,7 @@ def test_what_all_have_saved_comes_back_to_all(tmp_path: Path, world_size: int, 
     check_whole(tmp_path)
 
 
-def test_another_number_of_workers_goes_on(tmp_path: Path) -> None:
+def test_other_number_of_workers_resumes(tmp_path: Path) -> None:
     def work(cluster: Cluster) -> None:
         toy = Toy(cluster.rank)
         with toy.manager(tmp_path, cluster) as manager:
