@@ -426,15 +426,19 @@ class _Capturing(Encoder):
     def _try_leaves(self, arrays: Sequence[Any], backend: ArrayBackend, paths: Sequence[str]) -> Sequence[str] | None:
         """Does what `_leaf` does for many arrays; returns None if one is not plain, or a name or memory was met
         before."""
-        plain = backend.try_plain(arrays)
+        facts = backend.describe(arrays)
         leaves = names = list(map(self._own_name, paths)) if self._sharing.is_own else paths
-        if plain is None or not self._names.isdisjoint(names) or not self._known.are_new(plain.addresses):
+        if facts.problems or facts.forms or 0 in facts.addresses:
             return None
-        specs, addresses = plain.specs, plain.addresses
+        if not self._names.isdisjoint(names) or not self._known.are_new(facts.keys):
+            return None
+        specs: Sequence[ArraySpec] = facts.specs
+        addresses: Sequence[int] = facts.addresses
         # One may be among them twice, such as an observation in its own row and in the one before.
-        firsts = dict(zip(reversed(plain.alias_keys), reversed(range(len(arrays))), strict=True))
-        if len(firsts) < len(arrays):
-            leaves = [names[firsts[key]] for key in plain.alias_keys]
+        if len(set(addresses)) < len(arrays):
+            keys = list(map(facts.memory, range(len(arrays))))
+            firsts = dict(zip(reversed(keys), reversed(range(len(arrays))), strict=True))
+            leaves = [names[firsts[key]] for key in keys]
             numbers = sorted(firsts.values())
             names, arrays, specs, addresses = (
                 list(map(column.__getitem__, numbers)) for column in (names, arrays, specs, addresses)

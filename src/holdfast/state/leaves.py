@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
+from holdfast.errors import UnsupportedValueError
 from holdfast.format.dtypes import Quantizer, QuantizerRecord, array_bytes
 from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.records import ALONE, Worker
@@ -132,18 +133,55 @@ def spec_like(spec: ArraySpec, shape: tuple[int, ...]) -> ArraySpec:
     return ArraySpec(spec.dtype, shape, fit_layout(spec.shape, spec.strides, shape))
 
 
-class Plain(msgspec.Struct, frozen=True):
-    """Arrays in host memory that have the stored layout and are writable; an entry for each.
+class Facts(NamedTuple):
+    """The facts of many arrays of one library: columns with an entry for each, and what is unusual about some, by row.
 
     Attributes:
-        specs: Their descriptions.
-        addresses: As in `ArrayBackend.address`.
-        alias_keys: As in `ArrayBackend.alias_key`.
+        specs: Their descriptions; any for those that cannot be stored.
+        keys: Numbers of which two are equal only if both arrays begin with the same memory: the address on the array's
+            device, or a number below 0 that only the same array has.
+        addresses: Where the values begin that are in host memory in the stored layout: contiguous and little-endian; 0
+            for others, and for arrays without elements.
+        forms: What else distinguishes an array from one with the same key, type and shape.
+        extents: The addresses between which all elements are, the last exclusive, for arrays with gaps or overlaps;
+            None if their addresses say nothing.
+        unfillable: The rows of arrays that cannot hold any values in place: read-only ones, say.
+        problems: Why an array cannot be stored, as a sentence, and what to do about it.
     """
 
     specs: list[ArraySpec]
+    keys: list[int]
     addresses: list[int]
-    alias_keys: list[Hashable]
+    forms: dict[int, Hashable]
+    extents: dict[int, tuple[int, int] | None]
+    unfillable: set[int]
+    problems: dict[int, tuple[str, str]]
+
+    @classmethod
+    def empty(cls) -> Facts:
+        """Returns a table without rows."""
+        return cls([], [], [], {}, {}, set(), {})
+
+    def memory(self, row: int) -> Hashable:
+        """Equal for two arrays of a library exactly if they show the same memory with the same type and form."""
+        spec = self.specs[row]
+        return self.keys[row], spec.dtype, spec.shape, self.forms.get(row)
+
+    def extent(self, row: int) -> tuple[int, int] | None:
+        """Returns the addresses between which all elements are; None if no other array can share its memory."""
+        begin, spec = self.keys[row], self.specs[row]
+        return self.extents[row] if row in self.extents else (begin, begin + spec.size_bytes) if begin > 0 else None
+
+    def check(self, row: int, path: str) -> ArraySpec:
+        """Returns an array's description.
+
+        Raises:
+            UnsupportedValueError: If it cannot be stored; `path` is its path.
+        """
+        if row in self.problems:
+            what, hint = self.problems[row]
+            raise UnsupportedValueError(f"{path}: {what}", path=path, hint=hint)
+        return self.specs[row]
 
 
 class Glance(msgspec.Struct, frozen=True):
@@ -231,8 +269,8 @@ class ArrayBackend(Protocol):
     def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
         """Returns for each a number that grows whenever the values change; None if changes are not counted."""
 
-    def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """Inspects many arrays at once; returns None unless each can be stored, has an `address`, and is `fillable`."""
+    def describe(self, arrays: Sequence[Any]) -> Facts:
+        """Returns the facts of many arrays."""
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Blocks.** Copies the values of many arrays, each contiguous and little-endian, into one writable image.

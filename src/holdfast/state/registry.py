@@ -160,6 +160,11 @@ def backend_of_type(cls: type) -> ArrayBackend | None:
     return None if found is None or isinstance(found, Adapter) else found
 
 
+def is_array_type(cls: type) -> bool:
+    """Returns True for a type of plain or sharded arrays."""
+    return backend_of_type(cls) is not None or sharder_of_type(cls) is not None
+
+
 def is_made_of_tensors(cls: type) -> bool:
     """Returns True if values of a type have no memory of their own, but consist of tensors; not for sharded arrays."""
     return is_tensor_subclass(cls) and sharder_of_type(cls) is None

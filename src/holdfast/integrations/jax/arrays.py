@@ -21,10 +21,10 @@ from holdfast.format.shapes import Box, whole_box
 from holdfast.state.leaves import (
     ArraySpec,
     DeviceCopier,
+    Facts,
     Glance,
     LocalBox,
     PendingArray,
-    Plain,
     Sharding,
     Sight,
     spec_of,
@@ -211,17 +211,9 @@ class JaxBackend:
         """Returns the array's dtype and shape."""
         if isinstance(array, MadeArray):
             return array.spec
-        _check_there(array, path)
-        dtype = DTYPES.get(array.dtype.name)
-        if dtype is None:
-            raise UnsupportedValueError(
-                f"{path}: an array of dtype {array.dtype} cannot be stored",
-                path=path,
-                hint="Store jax.random.key_data(...) of it instead."
-                if is_key(array)
-                else "Convert it to a dtype that numpy or ml_dtypes has and XLA supports.",
-            )
-        return spec_of(dtype, tuple(array.shape))
+        if problem := _find_problem(array):
+            raise UnsupportedValueError(f"{path}: {problem[0]}", path=path, hint=problem[1])
+        return spec_of(DTYPES[array.dtype.name], tuple(array.shape))
 
     def alias_key(self, array: Any) -> Hashable:
         """Returns the array itself: no two share memory that can be changed."""
@@ -245,9 +237,24 @@ class JaxBackend:
         """Returns None for each: immutable arrays have no versions, but their memory may be given to another array."""
         return [None] * len(arrays)
 
-    def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """Returns None: no array can be filled in place."""
-        return None
+    def describe(self, arrays: Sequence[Any]) -> Facts:
+        """Returns the facts of single boxes: arrays that cannot be changed, views of these, and those to be created."""
+        facts = Facts.empty()
+        for row, array in enumerate(arrays):
+            if isinstance(array, MadeArray):
+                spec = array.spec
+            elif problem := _find_problem(array):
+                spec, facts.problems[row] = _NO_SPEC, problem
+            else:
+                spec = spec_of(DTYPES[array.dtype.name], tuple(array.shape))
+            facts.specs.append(spec)
+            facts.keys.append(-id(array))  # No two share memory that can be changed.
+            memory = None if row in facts.problems else _memory_of(array)
+            is_dense = memory is not None and memory.size and memory.flags.c_contiguous
+            facts.addresses.append(memory.__array_interface__["data"][0] if memory is not None and is_dense else 0)
+            if not self.fillable(array):
+                facts.unfillable.add(row)
+        return facts
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Blocks.** Copies values into one image, from devices through pinned memory."""
@@ -306,8 +313,7 @@ class JaxSharder:
         if isinstance(array, MadeArray):
             parts = tuple(LocalBox(box, memory, None) for box, memory in array.buffers.items())
             return Sharding(array.spec, _BACKEND, parts, id(array), place=array.place)
-        _check_there(array, path)
-        numbers = numbers_of(array)
+        numbers = array if array.is_deleted() else numbers_of(array)
         spec = _BACKEND.spec(numbers, path)
         # An array that only one process has is like a plain array of that worker.
         holders = {} if numbers.is_fully_addressable else _find_holders(numbers.sharding, spec.shape)
@@ -379,13 +385,19 @@ class AbstractSharder(JaxSharder):
         return Sharding(spec, _BACKEND, (LocalBox(whole_box(spec.shape), None, None),), object(), is_abstract=True)
 
 
-def _check_there(array: Any, path: str) -> None:
-    if array.is_deleted():
-        raise UnsupportedValueError(
-            f"{path}: the array was deleted (donated buffers are) and has no values",
-            path=path,
-            hint="Replace it with the function's result, or save before it is donated.",
-        )
+def _find_problem(array: Any) -> tuple[str, str] | None:
+    """Returns why an array cannot be stored, and what to do about it; None if it can."""
+    if isinstance(array, jax.Array) and array.is_deleted():
+        what = "the array was deleted (donated buffers are) and has no values"
+        return what, "Replace it with the function's result, or save before it is donated."
+    if array.dtype.name in DTYPES:
+        return None
+    hint = "Convert it to a dtype that numpy or ml_dtypes has and XLA supports."
+    hint = "Store jax.random.key_data(...) of it instead." if is_key(array) else hint
+    return f"an array of dtype {array.dtype} cannot be stored", hint
+
+
+_NO_SPEC: Final = spec_of("U8", ())
 
 
 def _memory_of(array: Any) -> Any:
