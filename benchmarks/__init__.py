@@ -1,12 +1,13 @@
-"""Compares holdfast with other ways of saving, and with what the machine can do. `python -m benchmarks --help`.
+"""Compares holdfast with other ways of saving, and with what the machine can do.
 
-`__main__` goes through the parts (`rounds`, `frozen`, `many_saves`, `small`), which give orders (`contender`,
-`messages`) to processes of their own (`worker`). Those know one way of saving each (`peers`), on state and training
-loops of one framework each (`state`, `torch_training`, `jax_training`, `tensorflow_training`). What was measured is
-kept (`results`), summed up (`summary`, `targets`) and shown (`report`, `picture`).
+`python -m benchmarks` goes through the parts of `one_process` and `several_workers`; `python -m benchmarks.frameworks`,
+`python -m benchmarks.gpu` (`make gpu`), `python -m benchmarks.planning` and `python -m benchmarks.history` measure the
+rest. Each has `--help`.
 
-`several_workers` does the same with jobs of several workers, on a page of its own.
+All but the last two use one `harness`: contenders are processes of their own (`contender`, `worker`), which carry out
+orders (`messages`) and take turns in rounds (`turns`), with the machine's own limits in the same rounds (`limits`). A
+part says what the contenders can do, in a class of `Duties`. What was measured is kept (`results`), summed up
+(`summary`) and shown (`tables`, `picture`).
 
-`python -m benchmarks.planning` is apart from that: what is planned for a save by very many workers (`planning_job`) and
-by torch's DCP (`planning_dcp`), in one process, and drawn (`planning_picture`).
+Contenders know one way of saving each (`peers`), on state and training loops of one framework each (`states`).
 """

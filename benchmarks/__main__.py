@@ -14,13 +14,10 @@ import click
 from msgspec.structs import replace
 
 from benchmarks.frameworks.page import keep_section
-from benchmarks.frozen import compare_frozen
-from benchmarks.machine import describe_machine
-from benchmarks.many_saves import compare_many_saves
-from benchmarks.peers import PEERS
-from benchmarks.picture import render_picture
-from benchmarks.report import render_report
-from benchmarks.results import (
+from benchmarks.harness.guard import open_scratch
+from benchmarks.harness.machine import describe_machine
+from benchmarks.harness.picture import render_picture
+from benchmarks.harness.results import (
     LIMITS,
     Results,
     UnreadableResultsError,
@@ -29,9 +26,17 @@ from benchmarks.results import (
     read_results,
     write_results,
 )
-from benchmarks.rounds import compare_saves, compare_training
-from benchmarks.scratch import open_scratch
-from benchmarks.several_workers import JOBS, TRAINING_JOBS
+from benchmarks.harness.turns import Bench
+from benchmarks.one_process.page import render_report
+from benchmarks.one_process.parts import (
+    compare_frozen,
+    compare_many_saves,
+    compare_saves,
+    compare_training,
+    measure_small,
+)
+from benchmarks.peers import PEERS
+from benchmarks.several_workers import ALSO, JOBS, TRAINING_JOBS, list_setups
 from benchmarks.several_workers.comparison import (
     MOST_ROUNDS,
     WorkersPlan,
@@ -40,9 +45,7 @@ from benchmarks.several_workers.comparison import (
 )
 from benchmarks.several_workers.page import was_measured
 from benchmarks.several_workers.published import is_of_workers, publish
-from benchmarks.small import measure_small
 from benchmarks.speed import render_speed
-from benchmarks.turns import Bench
 
 _HERE: Final = Path(__file__).parent
 _OUT: Final = _HERE / "out"
@@ -65,6 +68,13 @@ RESULTS_NAME: Final = "results.json"
     type=click.Choice(list(PEERS)),
     help="Only this one, and in every part; may be repeated.",
 )
+@click.option(
+    "--setup",
+    "setups",
+    multiple=True,
+    type=click.Choice([setup.name for setup in list_setups(1.0)]),
+    help="Of several workers, only this; may be repeated.",
+)
 @click.option("--out", default=_OUT, type=click.Path(path_type=Path), help="Where the JSON goes, and what is written.")
 @click.option(
     "--docs", type=click.Path(path_type=Path), help="Where page and picture go; by itself the docs, if all is measured."
@@ -76,6 +86,7 @@ def main(
     rounds: int,
     parts: tuple[str, ...],
     peers: tuple[str, ...],
+    setups: tuple[str, ...],
     out: Path,
     docs: Path | None,
     anew: bool,
@@ -106,7 +117,7 @@ def main(
                 "forget them."
             )
         try:
-            _measure(scale, rounds, parts or PARTS, peers, out, before, begun_at)
+            _measure(scale, rounds, parts or PARTS, peers, setups, out, before, begun_at)
         except KeyboardInterrupt:
             kept = f"; the parts that were measured to their end are in {path}" if path.exists() else ""
             click.echo(f"\nstopped{kept}", err=True)
@@ -160,13 +171,11 @@ def _is_whole(results: Results) -> bool:
     return results.scale == 1 and all((part, name) in measured for name in PEERS for part in PEERS[name].parts)
 
 
-def _plan_workers(rounds: int) -> WorkersPlan:
-    return WorkersPlan(rounds=min(rounds, MOST_ROUNDS))
-
-
 def _asked(jobs: Mapping[str, Sequence[str]], peers: Sequence[str]) -> list[str]:
     """Those of the contenders with several workers that were asked for."""
-    return [name for some in jobs.values() for name in some if name != LIMITS and (name in peers or not peers)]
+    also = [name for job in jobs for name in ALSO.get(job, ()) if name in peers]
+    names = [name for some in jobs.values() for name in some if name != LIMITS and (name in peers or not peers)]
+    return list(dict.fromkeys([*names, *also]))
 
 
 def _measure(
@@ -174,6 +183,7 @@ def _measure(
     rounds: int,
     parts: Sequence[str],
     peers: Sequence[str],
+    setups: Sequence[str],
     out: Path,
     before: Results | None,
     begun_at: float,
@@ -187,6 +197,7 @@ def _measure(
     with open_scratch(out) as (directory, guard):
         results = Results(machine=describe_machine(directory), scale=scale)
         bench = Bench(results, directory, guard, say)
+        plan = WorkersPlan(rounds=min(rounds, MOST_ROUNDS), setups=setups, has_others=not setups)
         for part in parts:
             names = [name for name in PEERS if (name in peers if peers else part in PEERS[name].parts)]
             if part == "small":
@@ -198,11 +209,9 @@ def _measure(
             elif part == "many-saves":
                 compare_many_saves(bench, names)
             elif part == "several-workers":
-                compare_workers(bench, _asked(JOBS, peers), _plan_workers(rounds))
+                compare_workers(bench, _asked(JOBS, peers), plan)
             elif part == "several-training":
-                compare_workers_training(
-                    bench, _asked(TRAINING_JOBS, peers), WorkersPlan(rounds=min(rounds, MOST_ROUNDS))
-                )
+                compare_workers_training(bench, _asked(TRAINING_JOBS, peers), plan)
             else:
                 compare_saves(bench, part, names, rounds)
             write_results(merge(before, results) if before else results, out / RESULTS_NAME)

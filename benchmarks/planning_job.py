@@ -108,7 +108,7 @@ def measure_worker(workers: int, tensors: int, rounds: int, *, sharded: bool) ->
     """**Blocks.** What one worker decides, and how large its own records are.
 
     `training_seconds` is the training thread's part, but for the copies: which arrays are this worker's, and where each
-    comes to lie. That is what it takes again at each save, and not the first time.
+    goes. That is what it takes again at each save, and not the first time.
     """
     worker = Worker(workers // 2, workers)
     objects = make_state(worker.rank, workers, tensors, sharded=sharded)

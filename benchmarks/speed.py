@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Final
 
-from benchmarks.results import Results
-from benchmarks.summary import standings
+from benchmarks.harness.results import Results
+from benchmarks.harness.summary import standings
 
 SHOWN: Final = {
     "holdfast, overlapped": "holdfast, overlap_copy",

@@ -14,13 +14,12 @@ import click
 from benchmarks.frameworks import FRAMEWORKS
 from benchmarks.frameworks.comparison import Plan, compare, compare_streams
 from benchmarks.frameworks.page import keep_section, render_section
-from benchmarks.machine import describe_machine
+from benchmarks.harness.guard import open_scratch
+from benchmarks.harness.machine import describe_machine
+from benchmarks.harness.results import Results, write_results
+from benchmarks.harness.turns import Bench, open_values
 from benchmarks.peers import find_missing
-from benchmarks.results import Results, write_results
-from benchmarks.rounds import open_values
-from benchmarks.scratch import open_scratch
-from benchmarks.turns import Bench
-from benchmarks.workloads import make_workload
+from benchmarks.states.workloads import make_workload
 
 _HERE: Final = Path(__file__).parent.parent
 _DRY_SCALE: Final = 0.0005

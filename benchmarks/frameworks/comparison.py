@@ -10,17 +10,15 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import page_cache
-from benchmarks.contender import Contender, ContenderError
 from benchmarks.frameworks import FRAMEWORKS, NOTHING
-from benchmarks.messages import Order
-from benchmarks.results import LIMITS
-from benchmarks.rounds import MAX_RESIDENT
-from benchmarks.turns import Bench, in_turn
+from benchmarks.harness.contender import Contender
+from benchmarks.harness.results import LIMITS
+from benchmarks.harness.turns import Bench, MakeOrder, Stretch, in_turn, make_cold
+from benchmarks.one_process.parts import start_on_values
 
 
 def name_restarts(framework: str, *, is_stream: bool = False) -> str:
-    """**Pure.** What the results call the restarts of a framework's fit."""
+    """**Pure.** The name of the restarts of a framework's fit in the results."""
     return f"{framework} restart{' of a stream' if is_stream else ''}"
 
 
@@ -31,7 +29,7 @@ class Plan:
     Attributes:
         rounds: How many rounds there are.
         saves: How many saves of each fit count.
-        interval_steps: How many steps lie between two saves.
+        interval_steps: How many steps there are between two saves.
         trained_steps: How many steps of the epoch were trained before a restart.
     """
 
@@ -42,40 +40,42 @@ class Plan:
 
 
 def compare(bench: Bench, framework: str, plan: Plan, memory: int) -> None:
-    """Measures restarts within an epoch, then what a save takes from training, and the machine's own limits beside it.
+    """Measures restarts within an epoch, then what a save takes from training, and the machine's own limits.
 
     A restart is the first thing that its process does.
     """
     with _prepared(bench, framework, plan, is_stream=False) as left:
         for number in range(1, plan.rounds + 1):
-            with _started(bench, framework, [LIMITS, NOTHING, *left], memory) as live:
-                _measure_restarts(bench, framework, live, number, plan, left, is_stream=False)
-                _measure_saves(bench, framework, live, number, plan)
+            with _started(bench, framework, [LIMITS, NOTHING, *left], memory) as stretch:
+                _measure_restarts(bench, framework, stretch, number, plan, left, is_stream=False)
+                _measure_saves(stretch, number, plan)
 
 
 def compare_streams(bench: Bench, framework: str, plan: Plan) -> None:
     """Measures restarts of a job whose samples come as a stream."""
     with _prepared(bench, framework, plan, is_stream=True) as left:
         for number in range(1, plan.rounds + 1):
-            with _started(bench, framework, [NOTHING, *left]) as live:
-                _measure_restarts(bench, framework, live, number, plan, left, is_stream=True)
+            with _started(bench, framework, [NOTHING, *left]) as stretch:
+                _measure_restarts(bench, framework, stretch, number, plan, left, is_stream=True)
 
 
 @contextmanager
 def _prepared(bench: Bench, framework: str, plan: Plan, *, is_stream: bool) -> Iterator[dict[str, Path]]:
-    """What jobs have left that came to their end in the middle of an epoch, by the way of saving."""
+    """The checkpoints of jobs that came to their end in the middle of an epoch, by the way of saving."""
     left = {name: bench.directory / f"{framework}-{name}-left" for name in FRAMEWORKS[framework].ways}
-
-    def prepare(contender: Contender, number: int) -> dict[str, float]:
-        contender.order(Order(verb="prepare", step=plan.trained_steps, is_stream=is_stream))
-        _copy_names(contender.directory, left[contender.name])
-        return {}
-
-    part = name_restarts(framework, is_stream=is_stream)
     try:
-        with _started(bench, framework, list(left)) as live, ThreadPoolExecutor() as pool:
+        with _started(bench, framework, list(left)) as stretch, ThreadPoolExecutor() as pool:
+            live = stretch.live
+            restarts = stretch.rename(name_restarts(framework, is_stream=is_stream))
+
+            def prepare(name: str, number: int) -> dict[str, float]:
+                contender = live[name]
+                contender.order("prepare", steps=plan.trained_steps, is_stream=is_stream)
+                _copy_names(contender.directory, left[name])
+                return {}
+
             # Together, as nothing is measured, and most of the time goes by while samples are loaded.
-            list(pool.map(lambda name: bench.attempt(part, live, name, 0, prepare), list(live)))
+            list(pool.map(lambda name: restarts.attempt(name, 0, prepare), list(live)))
         yield {name: place for name, place in left.items() if place.exists()}
     finally:
         for place in left.values():
@@ -85,49 +85,58 @@ def _prepared(bench: Bench, framework: str, plan: Plan, *, is_stream: bool) -> I
 def _measure_restarts(
     bench: Bench,
     framework: str,
-    live: dict[str, Contender],
+    stretch: Stretch,
     number: int,
     plan: Plan,
     left: Mapping[str, Path],
     *,
     is_stream: bool,
 ) -> None:
-    def measure(contender: Contender, number: int) -> dict[str, float]:
-        if contender.name == NOTHING:
-            return contender.order(Order(verb="begin", step=plan.trained_steps, is_stream=is_stream))
+    how = {"steps": plan.trained_steps, "is_stream": is_stream}
+
+    def measure(name: str, number: int) -> dict[str, float]:
+        contender = stretch.live[name]
+        if name == NOTHING:
+            return contender.order("begin", **how)
         # Each restart is that of the same job.
-        _copy_names(left[contender.name], contender.directory)
-        resident = page_cache.drop(contender.directory)
-        if resident > MAX_RESIDENT:
-            raise ContenderError(f"{resident:.0%} of its files cannot be dropped from the page cache")
-        figures = contender.order(Order(verb="restart", step=plan.trained_steps, is_stream=is_stream))
+        _copy_names(left[name], contender.directory)
+        make_cold(contender.directory)
+        figures = contender.order("restart", **how)
         for entry in contender.directory.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return figures
 
-    for name in in_turn(live, number):
+    restarts = stretch.rename(name_restarts(framework, is_stream=is_stream))
+    for name in in_turn(stretch.live, number):
         if name != LIMITS:
-            bench.attempt(name_restarts(framework, is_stream=is_stream), live, name, number, measure)
+            restarts.attempt(name, number, measure)
 
 
-def _measure_saves(bench: Bench, framework: str, live: dict[str, Contender], number: int, plan: Plan) -> None:
-    def measure(contender: Contender, number: int) -> dict[str, float]:
-        if contender.name == LIMITS:
-            return contender.order(Order(verb="measure"))
-        return contender.order(Order(verb="lose", saves=plan.saves, interval_steps=plan.interval_steps))
+def _measure_saves(stretch: Stretch, number: int, plan: Plan) -> None:
+    def measure(name: str, number: int) -> dict[str, float]:
+        if name == LIMITS:
+            return stretch.live[name].order("measure")
+        return stretch.live[name].order("lose", saves=plan.saves, interval_steps=plan.interval_steps)
 
-    for name in in_turn(live, number):
+    for name in in_turn(stretch.live, number):
         if name != NOTHING:
-            bench.attempt(framework, live, name, number, measure)
+            stretch.attempt(name, number, measure)
 
 
-def _started(
-    bench: Bench, framework: str, names: Sequence[str], memory: int = -1
-) -> AbstractContextManager[dict[str, Contender]]:
+def _started(bench: Bench, framework: str, names: Sequence[str], memory: int = -1) -> AbstractContextManager[Stretch]:
+    start_limits, make_limits = start_on_values(bench, "fit", memory)
+
     def start(name: str) -> Contender:
-        return bench.start(name, "fit", memory) if name == LIMITS else bench.start(name, framework)
+        return start_limits(name) if name == LIMITS else bench.start(framework, name)
 
-    return bench.started(framework, names, start)
+    def make(name: str) -> MakeOrder:
+        if name == LIMITS:
+            return make_limits(name)
+        place = str(bench.place(framework, name))
+        fit = {"framework": framework, "way": name, "directory": place, "scale": bench.results.scale}
+        return "benchmarks.frameworks.duties:FitDuties", fit
+
+    return bench.started(framework, names, start, make)
 
 
 def _copy_names(source: Path, target: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from benchmarks.frameworks import FRAMEWORKS
 from benchmarks.frameworks.sizes import FROZEN, TRAINED, FitSize
-from benchmarks.peers import find_missing
-from benchmarks.peers.peer import MissingError
+from benchmarks.harness.worker import load
+from benchmarks.peers import check_installed
 
 _WARM_UP_STEPS: Final = 5
 _LEFT_STEPS: Final = 100
@@ -146,12 +145,12 @@ class Fit(ABC):
         Args:
             size: The size of the model and its samples.
             steps: The steps of the epoch.
-            clock: What callbacks tell of each step.
+            clock: What callbacks report each step to.
             every: After how many steps to save, and then to begin where the newest save was; None for neither.
         """
 
     def measure_saves(self, saves: int, interval_steps: int) -> dict[str, float]:
-        """What saves cost in a fit, beside a fit without before it and one behind it.
+        """What saves cost in a fit, beside a fit without before it and one after it.
 
         The first of the saves makes memory and files ready, and is a figure of its own. What each of the others leaves
         to do falls into the steps that follow it.
@@ -216,10 +215,7 @@ def make_fit(framework: str, way: str, directory: Path, scale: float) -> Fit:
         MissingError: If a package that it needs is not installed.
     """
     entry = FRAMEWORKS[framework]
-    missing = find_missing(entry.needs)
-    if missing:
-        raise MissingError(f"not installed: {', '.join(missing)}")
-    module, _, cls = entry.place.partition(":")
-    fit = getattr(importlib.import_module(module), cls)(way, directory, scale)
+    check_installed(entry.needs)
+    fit = load(entry.place)(way, directory, scale)
     assert isinstance(fit, Fit)
     return fit

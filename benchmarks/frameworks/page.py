@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 from benchmarks.frameworks import FRAMEWORKS, NOTHING
 from benchmarks.frameworks.comparison import Plan, name_restarts
-from benchmarks.results import Results
-from benchmarks.summary import Spread, limits_of, rounds_of, spread
-from benchmarks.writing import show_number, show_spread
+from benchmarks.harness.results import Results
+from benchmarks.harness.summary import Spread, limits_of, rounds_of, spread
+from benchmarks.harness.tables import show_number, show_spread
 
 TITLE: Final = "## In the loops of frameworks"
 MOST: Final = 0.2
@@ -21,7 +21,7 @@ _SAVE_KEYS: Final = ("step", "lost", "lost_cpu", "stall", "longest", "first_stal
 
 
 def keep_section(page: str, old_page: str) -> str:
-    """**Pure.** A page with the section of an older one in the place of its own, if the older one has it."""
+    """**Pure.** A page with the section of an older one instead of its own, if the older one has it."""
     head = f"\n{TITLE}\n"
     _, title, section = old_page.partition(head)
     return f"{page.partition(head)[0].rstrip()}\n{title}{section}" if title else page

@@ -21,10 +21,10 @@ import torch
 from benchmarks.gpu.findings import BARE, FILES, report
 from benchmarks.gpu.host_memory import HostMemory
 from benchmarks.gpu.training import GpuTraining, synchronize
-from benchmarks.limits import read_into, write_directly
-from benchmarks.page_cache import drop
+from benchmarks.harness.limits import read_into, write_directly
+from benchmarks.harness.page_cache import drop
+from benchmarks.harness.timing import timed
 from benchmarks.peers import find_missing
-from benchmarks.timing import timed
 from holdfast.format.index import round_up
 from holdfast.storage.protocol import PIECE_BYTES
 

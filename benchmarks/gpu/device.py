@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.gpu.findings import FILES, report
 from benchmarks.gpu.training import pick_device, synchronize
-from benchmarks.machine import describe_machine
-from benchmarks.timing import timed
+from benchmarks.harness.machine import describe_machine
+from benchmarks.harness.timing import timed
 
 _BYTES = 1 << 30
 

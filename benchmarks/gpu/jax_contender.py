@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.findings import FILES, report
-from benchmarks.page_cache import drop
+from benchmarks.harness.page_cache import drop
+from benchmarks.harness.timing import timed
 from benchmarks.peers import find_missing
-from benchmarks.timing import timed
 
 _WIDTH: Final = 4096
 _SAVES: Final = 4

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.state import State
+from benchmarks.states.torch_state import State
 
 VOCABULARY: Final = 8192
 _HEAD: Final = 64

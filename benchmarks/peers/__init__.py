@@ -6,13 +6,14 @@ it may need packages that others do without; where they are missing, the page sa
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Final
 
-from benchmarks.peers.peer import MissingError, Peer
+from benchmarks.harness.messages import MissingError
+from benchmarks.harness.worker import load
+from benchmarks.peers.peer import Peer
 
 _ALL: Final = ("model", "small-tensors", "mostly-frozen", "training")
 _DCP: Final = "DCP async, thread, cached"
@@ -25,7 +26,7 @@ class Entry:
     Attributes:
         place: Where its class is.
         group: Those of one group run side by side, each in a process that stays. All at once would not fit in memory.
-        parts: What it takes part in, if nobody asks for more or less. A round of many arrays takes some minutes.
+        parts: What it takes part in by itself. A round of many arrays takes some minutes.
         needs: The packages that not everybody has, as pip names them.
         reads_as: The peer that reads the same files by the same code; its restores are measured for both.
     """
@@ -100,13 +101,16 @@ def make_peer(name: str) -> Peer[Any]:
         MissingError: If a package that it needs is not installed.
     """
     entry = PEERS[name]
-    missing = find_missing(entry.needs)
-    if missing:
-        raise MissingError(f"not installed: {', '.join(missing)}")
-    module, _, cls = entry.place.partition(":")
-    peer = getattr(importlib.import_module(module), cls)()
+    check_installed(entry.needs)
+    peer = load(entry.place)()
     assert isinstance(peer, Peer)
     return peer
+
+
+def check_installed(packages: Sequence[str]) -> None:
+    """Raises a `MissingError` if one of the packages is not installed."""
+    if missing := find_missing(packages):
+        raise MissingError(f"not installed: {', '.join(missing)}")
 
 
 def find_missing(packages: Sequence[str]) -> list[str]:

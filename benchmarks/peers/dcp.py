@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save,
 )
 
+from benchmarks.harness.timing import timed
 from benchmarks.peers.peer import TorchPeer, sync_path
-from benchmarks.state import State
-from benchmarks.timing import timed
+from benchmarks.states.torch_state import State
 
 
 class Synchronous(TorchPeer):
@@ -70,7 +70,7 @@ class KeptStager(DefaultStager):
 
 
 class InThread(Synchronous):
-    """`dcp.async_save` as it comes: each save copies into memory of its own, and a thread writes it."""
+    """`dcp.async_save` with its default settings: each save copies into memory of its own, and a thread writes it."""
 
     kind = AsyncCheckpointerType.THREAD
     writers = 1

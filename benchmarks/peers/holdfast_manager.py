@@ -1,4 +1,4 @@
-"""holdfast, as it comes and with its options."""
+"""holdfast, with its default settings and with its options."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import holdfast as hf
+from benchmarks.harness.timing import timed
 from benchmarks.peers.peer import TorchPeer
-from benchmarks.state import State
-from benchmarks.timing import timed
+from benchmarks.states.torch_state import State
 
 
 class Holdfast(TorchPeer):
@@ -33,11 +33,11 @@ class Holdfast(TorchPeer):
         self._newest: hf.SaveHandle | None = None
 
     def save(self, step: int) -> None:
-        """Copies, or sees to it; the rest goes on behind."""
+        """Copies, or sees to it; the rest goes on in the background."""
         self._newest = self._handles[step] = self._manager.save(step)
 
     def wait_durable(self) -> None:
-        """Waits for the commit, and for what is cleaned up behind it."""
+        """Waits for the commit, and for what is cleaned up after it."""
         self._manager.wait()
 
     def restore(self, step: int) -> dict[str, float]:
@@ -73,7 +73,7 @@ class Overlapped(Holdfast):
 
 
 class Reserved(Holdfast):
-    """The memory that the first save needs is made ready when the manager is made."""
+    """The memory that the first save needs is allocated when the manager is made."""
 
     options: ClassVar[dict[str, Any]] = {"reserve_bytes": "auto"}
 

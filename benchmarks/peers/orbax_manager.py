@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import jax
 import orbax.checkpoint as ocp
 
-from benchmarks.jax_training import JaxState, JaxTraining, make_state
 from benchmarks.peers.peer import Peer, sync_tree
-from benchmarks.training import Training
-from benchmarks.workloads import Workload
+from benchmarks.states.jax_state import JaxState, JaxTraining, make_state
+from benchmarks.states.training import Training
+from benchmarks.states.workloads import Workload
 
 
 class OrbaxAsync(Peer[JaxState]):
@@ -26,7 +26,7 @@ class OrbaxAsync(Peer[JaxState]):
     options: ClassVar[dict[str, Any]] = {}
 
     def make_state(self, workload: Workload, memory: mmap.mmap) -> JaxState:
-        """JAX arrays with the values that lie in the given memory."""
+        """JAX arrays with the values in the given memory."""
         return make_state(workload, memory)
 
     def make_training(self, scale: float) -> Training[JaxState]:
@@ -90,5 +90,5 @@ class OrbaxUncompressed(OrbaxAsync):
 
 
 def _tree(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The arrays by names that are no paths."""
+    """The arrays by names without slashes."""
     return {name.replace("/", ":"): array for name, array in arrays.items()}

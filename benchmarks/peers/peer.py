@@ -9,19 +9,15 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from benchmarks.live import LiveState
-from benchmarks.workloads import Workload
+from benchmarks.states.live import LiveState
+from benchmarks.states.workloads import Workload
 
 if TYPE_CHECKING:
     # The process that compares the peers imports this file, and needs no torch.
-    from benchmarks.state import State
-    from benchmarks.training import Training
+    from benchmarks.states.torch_state import State
+    from benchmarks.states.training import Training
 
 S = TypeVar("S", bound=LiveState)
-
-
-class MissingError(Exception):
-    """What a peer needs is not installed."""
 
 
 class Peer(ABC, Generic[S]):
@@ -102,16 +98,16 @@ class TorchPeer(Peer["State"]):
     """One that saves torch's tensors."""
 
     def make_state(self, workload: Workload, memory: mmap.mmap) -> State:
-        """Tensors that lie in the given memory."""
-        from benchmarks.state import make_state
+        """Tensors in the given memory."""
+        from benchmarks.states.torch_state import make_state
 
         return make_state(workload, memory)
 
     def make_training(self, scale: float) -> Training[State]:
         """A loop in torch."""
-        from benchmarks.torch_training import TorchTraining
+        from benchmarks.states.torch_state import make_training
 
-        return TorchTraining(scale)
+        return make_training(scale)
 
 
 def sync_path(path: Path) -> None:

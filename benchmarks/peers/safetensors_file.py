@@ -7,7 +7,7 @@ import time
 from safetensors.torch import load_file, save_file
 
 from benchmarks.peers.peer import TorchPeer, sync_path
-from benchmarks.state import fill
+from benchmarks.states.torch_state import fill
 
 
 class Safetensors(TorchPeer):

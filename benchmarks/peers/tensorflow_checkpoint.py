@@ -8,9 +8,9 @@ from pathlib import Path
 import tensorflow as tf
 
 from benchmarks.peers.peer import Peer, sync_path
-from benchmarks.tensorflow_training import TensorFlowState, TensorFlowTraining, Update, make_state
-from benchmarks.training import Training
-from benchmarks.workloads import Workload
+from benchmarks.states.tensorflow_state import TensorFlowState, TensorFlowTraining, Update, make_state
+from benchmarks.states.training import Training
+from benchmarks.states.workloads import Workload
 
 
 class TensorFlowAsync(Peer[TensorFlowState]):
@@ -21,7 +21,7 @@ class TensorFlowAsync(Peer[TensorFlowState]):
     settling_saves = 2
 
     def make_state(self, workload: Workload, memory: mmap.mmap) -> TensorFlowState:
-        """Variables with the values that lie in the given memory."""
+        """Variables with the values in the given memory."""
         state = make_state(workload, memory)
         # Made here, so that its memory does not count as the checkpoint's.
         self._update = Update(state)

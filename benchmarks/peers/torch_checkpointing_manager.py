@@ -16,9 +16,9 @@ from torch_checkpointing import (
 )
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
+from benchmarks.harness.timing import timed
 from benchmarks.peers.peer import TorchPeer, sync_tree
-from benchmarks.state import State
-from benchmarks.timing import timed
+from benchmarks.states.torch_state import State
 
 
 class TorchCheckpointing(TorchPeer):

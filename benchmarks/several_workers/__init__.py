@@ -1,8 +1,8 @@
 """What saves and restores cost in jobs of several workers.
 
-`comparison` starts a job for each contender with torchrun (`job`) and lets the contenders take turns. The workers
-(`worker`) make the same state (`state`) and save it in several ways (`ways`), or only copy, write and read the same
-bytes (`bare`). `page` and `bars` show what was measured.
+`comparison` starts a job for each contender with torchrun, and lets the contenders take turns. The workers carry out
+orders (`duties`): they make the same state (`state`) and save it in several ways (`ways`), or only copy, write and read
+the same bytes. `page` shows what was measured.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from benchmarks.harness.results import LIMITS
 from benchmarks.peers import PEERS
-from benchmarks.results import LIMITS
-from benchmarks.workloads import ModelSize
+from benchmarks.states.workloads import ModelSize
 
 HOLDFAST: Final = "holdfast"
 OVERLAPPED: Final = "holdfast, overlapped"
@@ -28,6 +28,9 @@ JOBS: Final = {
 }
 """Who saves in which job. Contenders of one job share its state, since that of one more would not fit in memory."""
 
+ALSO: Final = {HOLDFAST: (OVERLAPPED,)}
+"""The contenders of these jobs that are measured only if they are asked for by name."""
+
 TRAINING_JOBS: Final = {
     HOLDFAST: (HOLDFAST, OVERLAPPED),
     "DCP": (DCP,),
@@ -36,7 +39,7 @@ TRAINING_JOBS: Final = {
 """The same where they train."""
 
 NEEDS: Final = {name: PEERS[name].needs for name in (HOLDFAST, OVERLAPPED, DCP, DCP_SYNC, TORCH_CHECKPOINTING)}
-"""The packages that not everybody has."""
+"""The packages that are not installed everywhere."""
 
 STAYING: Final = {
     TORCH_CHECKPOINTING: "what another number of workers needs, it gathers on CUDA devices alone",

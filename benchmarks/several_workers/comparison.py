@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Final
 
-from benchmarks import page_cache
-from benchmarks.contender import ContenderError
-from benchmarks.results import LIMITS, Shape
-from benchmarks.rounds import MAX_RESIDENT
+from benchmarks.harness import page_cache
+from benchmarks.harness.contender import Contender, ContenderError
+from benchmarks.harness.messages import Reply
+from benchmarks.harness.results import LIMITS, Shape
+from benchmarks.harness.turns import Bench, MakeOrder, Stretch, make_cold
 from benchmarks.several_workers import (
+    ALSO,
     DCP_SYNC,
     JOBS,
     STAYING,
@@ -27,22 +30,16 @@ from benchmarks.several_workers import (
     name_restore,
     other_number,
 )
-from benchmarks.several_workers.jobs import Jobs, open_jobs
-from benchmarks.several_workers.orders import WorkerReply, WorkersOrder
-from benchmarks.turns import Bench, in_turn
 
-Measure = Callable[[str, int], dict[str, float]]
-"""Gives the figures of a contender in a round."""
-
+_ORDER_SECONDS: Final = 90.0
 _PATIENCE_SECONDS: Final = 30.0
-"""One whose round takes longer is not so close to the others that its median would need more rounds."""
 _PAUSE_SECONDS: Final = 1.0
 _CHAIN_SAVES: Final = 3
 _PARTS_OF_SAVES: Final = 4
 """A setup's saves may take so many times as long as its restores by another number of workers."""
 _ROUND_STEPS: Final = 10
 """More saves than one contender makes in a round."""
-
+_DUTIES: Final = "benchmarks.several_workers.duties"
 
 MOST_ROUNDS: Final = 3
 """More would make the whole comparison take much longer."""
@@ -54,11 +51,11 @@ class WorkersPlan:
 
     Attributes:
         rounds: How many rounds count; one more comes before them.
-        most_seconds: About how long it may all take: once a setup has had its share of what is left, no further round
-            of it begins. One round counts at least.
+        most_seconds: About how long it may all take: once a setup has had its share of the remaining time, no further
+            round of it begins. One round counts at least.
         training_seconds: After so long no further round of training begins.
-        interval_steps: How many steps of training lie between two saves.
-        setups: What is saved, by name; empty for all.
+        interval_steps: How many steps of training there are between two saves.
+        setups: The setups to measure, by name; empty for all.
         has_others: Whether another number of workers restores, too.
     """
 
@@ -70,16 +67,117 @@ class WorkersPlan:
     has_others: bool = True
 
 
+class Jobs:
+    """Jobs side by side, which stay for several setups; one that has failed is started again for the next setup."""
+
+    def __init__(self, bench: Bench, workers: int, members: Mapping[str, Sequence[str]]) -> None:
+        """Starts the jobs, all at once: most of a start is reading libraries.
+
+        Args:
+            bench: The run.
+            workers: How many workers each job has.
+            members: The contenders of each job.
+        """
+        self._bench, self._workers, self._members = bench, workers, members
+        self._broken: dict[str, str] = {}
+        self._jobs = {job: self._start(job) for job in members}
+        for job in members:
+            self._wait_started(job)
+
+    @contextmanager
+    def opened(
+        self, workload: str, names: Sequence[str], make: MakeOrder
+    ) -> Iterator[tuple[Stretch, dict[str, list[Reply]]]]:
+        """Has the jobs make their state, and those of the contenders open that can; closes them.
+
+        Returns:
+            Those that are open, and what the workers of each job hold.
+        """
+        self._bench.slice += 1
+        stretch = Stretch(self._bench, workload, {})
+        held: dict[str, list[Reply]] = {}
+        for job, members in self._members.items():
+            if asked := [name for name in members if name in names]:
+                self._open(stretch, workload, job, asked, make, held)
+        try:
+            yield stretch, held
+        finally:
+            for contender in dict.fromkeys(stretch.live.values()):
+                try:
+                    contender.order_each("close")
+                except ContenderError as error:
+                    self._bench.say(f"{workload}, {contender.name}: failed when it was closed: {error}")
+
+    def _open(
+        self,
+        stretch: Stretch,
+        workload: str,
+        job: str,
+        names: Sequence[str],
+        make: MakeOrder,
+        held: dict[str, list[Reply]],
+    ) -> None:
+        if job not in self._broken and self._jobs[job].has_ended:
+            self._jobs[job] = self._start(job)
+            self._wait_started(job)
+        if job in self._broken:
+            for name in names:
+                self._bench.fail(workload, name, self._broken[job])
+            return
+        contender, (place, arguments) = self._jobs[job], make
+        stretch.live |= dict.fromkeys(names, contender)
+
+        def make_state() -> None:
+            contender.order_each("make", place=f"{_DUTIES}:{place}", **arguments)
+            held[job] = contender.order_each("measure_size")
+
+        def open_way(name: str) -> str:
+            return contender.order_each("open_way", way=name, directory=str(_place(self._bench, workload, name)))[
+                0
+            ].note
+
+        if stretch.admit(names[0], make_state):
+            for name in names:
+                if name in stretch.live:
+                    stretch.admit(name, partial(open_way, name))
+
+    def _start(self, job: str) -> Contender:
+        return self._bench.start(f"job-of-{self._workers}", job, workers=self._workers, order_seconds=_ORDER_SECONDS)
+
+    def _wait_started(self, job: str) -> None:
+        try:
+            self._jobs[job].wait_started()
+        except ContenderError as error:
+            # Another try would take as long again.
+            self._broken[job] = str(error)
+
+    def end(self, end: Callable[[Contender], None]) -> None:
+        """Ends all jobs."""
+        for contender in self._jobs.values():
+            end(contender)
+            shutil.rmtree(contender.directory, ignore_errors=True)
+
+
+@contextmanager
+def _open_jobs(bench: Bench, workers: int, members: Mapping[str, Sequence[str]]) -> Iterator[Jobs]:
+    """Jobs that are ready; ends them."""
+    jobs = Jobs(bench, workers, members)
+    try:
+        yield jobs
+    finally:
+        jobs.end(Contender.kill)
+
+
 @dataclass(slots=True)
 class _Left:
-    """What the contenders have left of a setup, for another number of workers: the step and the version of each."""
+    """The checkpoints of a setup, for another number of workers: step and version of each contender."""
 
     setup: Setup
     steps: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class _Shares:
-    """Divides the time that is left among what is still to be measured."""
+    """Divides the remaining time among all that is still to be measured."""
 
     def __init__(self, most_seconds: float, parts: int) -> None:
         """So many parts have so much time together."""
@@ -100,7 +198,7 @@ def compare_workers(bench: Bench, names: Sequence[str], plan: WorkersPlan) -> No
     waiting: list[_Left] = []
     shares = _Shares(plan.most_seconds, len(setups) * (_PARTS_OF_SAVES + (1 if plan.has_others else 0)))
     for workers in dict.fromkeys(setup.workers for setup in setups):
-        with open_jobs(bench, workers, members) as jobs:
+        with _open_jobs(bench, workers, members) as jobs:
             if plan.has_others:
                 waiting = _restore_left(bench, jobs, waiting, workers, plan, shares)
             for setup in setups:
@@ -108,62 +206,64 @@ def compare_workers(bench: Bench, names: Sequence[str], plan: WorkersPlan) -> No
                     waiting.append(_compare_setup(bench, jobs, setup, names, plan.rounds, shares))
     if plan.has_others:
         for workers in dict.fromkeys(other_number(left.setup.workers) for left in waiting):
-            with open_jobs(bench, workers, members) as jobs:
+            with _open_jobs(bench, workers, members) as jobs:
                 waiting = _restore_left(bench, jobs, waiting, workers, plan, shares)
 
 
 def compare_workers_training(bench: Bench, names: Sequence[str], plan: WorkersPlan) -> None:
     """Measures what a save takes from a training loop of two workers."""
     members = _members(TRAINING_JOBS, names)
-
-    def open_one(name: str) -> WorkersOrder:
-        place = _place(bench, TRAINING, name)
-        return WorkersOrder(verb="open_training", way=name, directory=str(place), scale=bench.results.scale)
-
-    def train(name: str, number: int) -> dict[str, float]:
-        # To warm up takes the saves, not the steps between them.
-        order = WorkersOrder(
-            verb="train",
-            way=name,
-            step=number * _ROUND_STEPS + 1,
-            count=1,
-            interval_steps=plan.interval_steps if number > 0 else 1,
-        )
-        replies = jobs.order(name, order)
-        held_bytes = sum(reply.figures.pop("held_bytes")[0] for reply in replies)
-        bench.results.shapes[TRAINING] = Shape(
-            title=f"a model in training by FSDP2, 2 workers, a save every {plan.interval_steps} steps",
-            size_bytes=int(held_bytes),
-            tensors=0,
-        )
-        return {key: values[0] for key, values in _slowest(replies).items()}
-
+    asked = [name for some in members.values() for name in some]
     try:
-        with open_jobs(bench, TRAINING_WORKERS, members) as jobs:
-            with jobs.opened(TRAINING, [name for some in members.values() for name in some], open_one):
-                _go_round(jobs, TRAINING, plan.rounds, plan.training_seconds, train)
+        with _open_jobs(bench, TRAINING_WORKERS, members) as jobs:
+            make = ("WorkersTrainingDuties", {"scale": bench.results.scale})
+            with jobs.opened(TRAINING, asked, make) as (stretch, held):
+                for replies in held.values():
+                    bench.results.shapes[TRAINING] = Shape(
+                        title=f"a model in training by FSDP2, 2 workers, a save every {plan.interval_steps} steps",
+                        size_bytes=int(sum(reply.figures["held_bytes"] for reply in replies)),
+                        tensors=0,
+                    )
+
+                def train(name: str, number: int) -> dict[str, float]:
+                    return stretch.live[name].order(
+                        "train",
+                        way=name,
+                        first_step=number * _ROUND_STEPS + 1,
+                        pairs=1,
+                        # To warm up takes the saves, not the steps between them.
+                        interval_steps=plan.interval_steps if number > 0 else 1,
+                    )
+
+                stretch.go_rounds(
+                    plan.rounds, train, patience_seconds=_PATIENCE_SECONDS, most_seconds=plan.training_seconds
+                )
     finally:
         shutil.rmtree(bench.directory / TRAINING, ignore_errors=True)
 
 
 def _compare_setup(bench: Bench, jobs: Jobs, setup: Setup, names: Sequence[str], rounds: int, shares: _Shares) -> _Left:
     left, most_seconds = _Left(setup), shares.take(_PARTS_OF_SAVES)
+    with jobs.opened(setup.name, [LIMITS, *names], _make_state(setup)) as (stretch, held):
+        for replies in held.values():
+            sizes = [reply.figures["held_bytes"] for reply in replies]
+            size_bytes = max(sizes) if setup.is_replicated else sum(sizes)
+            tensors = round(replies[0].figures["tensors"])
+            bench.results.shapes[setup.name] = Shape(title=setup.title, size_bytes=int(size_bytes), tensors=tensors)
 
-    def measure(name: str, number: int) -> dict[str, float]:
-        if name == LIMITS:
-            return _bare(jobs, full=True)
-        figures, step, version = _save_and_restore(bench, jobs, setup, name, number)
-        left.steps[name] = step, version
-        return figures
+        def measure(name: str, number: int) -> dict[str, float]:
+            if name == LIMITS:
+                return stretch.live[name].order("bare")
+            figures, step, version = _save_and_restore(bench, stretch.live[name], setup, name, number)
+            left.steps[name] = step, version
+            return figures
 
-    with jobs.opened(setup.name, [LIMITS, *names], partial(_open_order, bench, setup)) as said:
-        _note_shape(bench, setup, said)
-        _go_round(jobs, setup.name, rounds, most_seconds, measure)
+        stretch.go_rounds(rounds, measure, patience_seconds=_PATIENCE_SECONDS, most_seconds=most_seconds)
     return left
 
 
 def _save_and_restore(
-    bench: Bench, jobs: Jobs, setup: Setup, name: str, number: int
+    bench: Bench, contender: Contender, setup: Setup, name: str, number: int
 ) -> tuple[dict[str, float], int, int]:
     """One contender's part of one round; the one that warms up has saves alone.
 
@@ -171,38 +271,36 @@ def _save_and_restore(
         Its figures, the step that it leaves, and the version of the values in it.
     """
     step, version = number * _ROUND_STEPS + 1, number + 1
-    jobs.order(name, WorkersOrder(verb="change", version=version))
+    contender.order("change", version=version)
     # One that is synchronous has nothing that a third save could meet.
     count = _CHAIN_SAVES - 1 if name == DCP_SYNC else _CHAIN_SAVES
-    chain = _slowest(jobs.order(name, WorkersOrder(verb="save", way=name, step=step, count=count)))
+    chain = contender.order("save", way=name, step=step, count=count)
     step += count - 1
-    # In the first round it is the first save of all that says something; later, those that have one right before them.
-    figures = {key: median(values[:1] if number == 0 else values[1:]) for key, values in chain.items()}
+    # In the first round it is the first save of all that counts; later, those that have one right before them.
+    counted = range(1) if number == 0 else range(1, count)
+    figures = {key: median(chain[f"{key} {each}"] for each in counted) for key in ("stall", "durable")}
     if number > 0 and name != DCP_SYNC:
         step += 1
-        order = WorkersOrder(verb="save", way=name, step=step, count=1, pause_seconds=_PAUSE_SECONDS)
-        apart = _slowest(jobs.order(name, order))
-        figures |= {f"{key}_apart": values[0] for key, values in apart.items()}
-    jobs.order(name, WorkersOrder(verb="retain", way=name, step=step))
+        alone = contender.order("save", way=name, step=step, count=1, pause_seconds=_PAUSE_SECONDS)
+        figures |= {f"{key}_apart": alone[f"{key} 0"] for key in ("stall", "durable")}
+    contender.order("retain", way=name, step=step)
     if name == DCP_SYNC:
         # Its files are those of DCP's other ways, and the code that reads them, too.
         if number == 1:
-            _restore(bench, jobs, setup, name, step, version, "warm")
+            _restore(bench, contender, setup, name, step, version, "warm")
     elif number > 0:
         for warmth in ("cold",) if setup.model else ("cold", "warm"):
-            figures[f"restore_{warmth}"] = _restore(bench, jobs, setup, name, step, version, warmth)
+            figures[f"restore_{warmth}"] = _restore(bench, contender, setup, name, step, version, warmth)
     return figures, step, version
 
 
-def _restore(bench: Bench, jobs: Jobs, setup: Setup, name: str, step: int, version: int, warmth: str) -> float:
+def _restore(
+    bench: Bench, contender: Contender, setup: Setup, name: str, step: int, version: int, warmth: str
+) -> float:
     """One restore by the slowest worker, in seconds; what came back has been compared."""
     place = _place(bench, setup.name, name)
-    if warmth == "warm":
-        page_cache.fill(place)
-    elif (resident := page_cache.drop(place)) > MAX_RESIDENT:
-        raise ContenderError(f"{resident:.0%} of its files cannot be dropped from the page cache")
-    order = WorkersOrder(verb="restore", way=name, step=step, version=version)
-    return _slowest(jobs.order(name, order))["restore"][0]
+    (make_cold if warmth == "cold" else page_cache.fill)(place)
+    return contender.order("restore", way=name, step=step, version=version)["restore"]
 
 
 def _restore_left(
@@ -215,59 +313,32 @@ def _restore_left(
         if other_number(setup.workers) != workers:
             rest.append(left)
             continue
-
-        def measure(name: str, number: int, left: _Left = left) -> dict[str, float]:
-            if name == LIMITS:
-                return _bare(jobs, full=False)
-            return {"restore_cold": _restore(bench, jobs, left.setup, name, *left.steps[name], "cold")}
-
         names = [name for name in left.steps if name not in (DCP_SYNC, *STAYING)]
         bench.results.failures += [(workload, name, why) for name, why in STAYING.items() if name in left.steps]
-        with jobs.opened(workload, [LIMITS, *names], partial(_open_order, bench, setup)):
-            _go_round(jobs, workload, max(1, plan.rounds - 1), shares.take(1), measure)
+        with jobs.opened(workload, [LIMITS, *names], _make_state(setup)) as (stretch, _):
+
+            def measure(name: str, number: int, left: _Left = left, stretch: Stretch = stretch) -> dict[str, float]:
+                contender = stretch.live[name]
+                if name == LIMITS:
+                    return contender.order("bare", reads_only=True)
+                return {"restore_cold": _restore(bench, contender, left.setup, name, *left.steps[name], "cold")}
+
+            seconds = shares.take(1)
+            stretch.go_rounds(
+                max(1, plan.rounds - 1), measure, patience_seconds=_PATIENCE_SECONDS, most_seconds=seconds
+            )
         shutil.rmtree(bench.directory / setup.name, ignore_errors=True)
     return rest
 
 
-def _go_round(jobs: Jobs, workload: str, rounds: int, most_seconds: float, measure: Measure) -> None:
-    begun_at = time.monotonic()
-    for number in range(rounds + 1):
-        if number > 1 and time.monotonic() - begun_at > most_seconds:
-            return
-        for name in in_turn(jobs.live, number):
-            if name in jobs.live:
-                turned_at = time.monotonic()
-                jobs.attempt(workload, name, number, measure)
-                if number > 0 and name in jobs.live and time.monotonic() - turned_at > _PATIENCE_SECONDS:
-                    jobs.dismiss(workload, name)
-
-
-def _bare(jobs: Jobs, *, full: bool) -> dict[str, float]:
-    replies = jobs.order(LIMITS, WorkersOrder(verb="bare", way=LIMITS, count=int(full)))
-    return {key: values[0] for key, values in _slowest(replies).items()}
-
-
-def _slowest(replies: Sequence[WorkerReply]) -> dict[str, list[float]]:
-    """**Pure.** What the slowest worker took, each time."""
-    keys = replies[0].figures
-    return {key: [max(values) for values in zip(*(one.figures[key] for one in replies), strict=True)] for key in keys}
-
-
-def _open_order(bench: Bench, setup: Setup, name: str) -> WorkersOrder:
-    return WorkersOrder(verb="open", way=name, directory=str(_place(bench, setup.name, name)), setup=setup)
-
-
-def _note_shape(bench: Bench, setup: Setup, said: Mapping[str, Sequence[WorkerReply]]) -> None:
-    for replies in said.values():
-        held = [reply.figures["held_bytes"][0] for reply in replies]
-        size_bytes = max(held) if setup.is_replicated else sum(held)
-        tensors = round(replies[0].figures["tensors"][0])
-        bench.results.shapes[setup.name] = Shape(title=setup.title, size_bytes=int(size_bytes), tensors=tensors)
+def _make_state(setup: Setup) -> MakeOrder:
+    return "WorkersDuties", {"setup": setup}
 
 
 def _members(jobs: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
     """The contenders of each job that were asked for; without them the job is not needed."""
-    chosen = {job: [name for name in some if name == LIMITS or name in names] for job, some in jobs.items()}
+    known = {job: dict.fromkeys([*some, *ALSO.get(job, ())]) for job, some in jobs.items()}
+    chosen = {job: [name for name in some if name == LIMITS or name in names] for job, some in known.items()}
     return {job: some for job, some in chosen.items() if some}
 
 

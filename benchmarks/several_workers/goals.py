@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from benchmarks.results import Results
+from benchmarks.harness.results import Results
+from benchmarks.harness.summary import Figure, Spread, ratio_to_quickest, standing_of
+from benchmarks.harness.tables import show_time
+from benchmarks.one_process.targets import Target
 from benchmarks.several_workers import HOLDFAST, Setup, list_setups
-from benchmarks.summary import Figure, Spread, ratio_to_quickest, standing_of
-from benchmarks.targets import Target
-from benchmarks.writing import show_time
 
 _MOST_STALL: Final = 1.15
 _MOST: Final = 1.1

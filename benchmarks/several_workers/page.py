@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from benchmarks.picture import Panel, draw_panels
-from benchmarks.results import LIMITS, Results
+from benchmarks.harness.picture import Panel, draw_panels
+from benchmarks.harness.results import LIMITS, Results
+from benchmarks.harness.summary import Figure, Standing, limits_of, rounds_of, spread, standing_of, standings
+from benchmarks.harness.tables import show_time
+from benchmarks.one_process.targets import target_lines
 from benchmarks.several_workers import (
+    ALSO,
     DCP,
     HOLDFAST,
     JOBS,
@@ -19,9 +23,6 @@ from benchmarks.several_workers import (
     other_number,
 )
 from benchmarks.several_workers.goals import find_goals
-from benchmarks.summary import Figure, Standing, limits_of, rounds_of, spread, standing_of, standings
-from benchmarks.targets import target_lines
-from benchmarks.writing import show_time
 
 _STEADY: Final = 1.25
 """A machine is steady if its own limits differ by no larger factor between the rounds."""
@@ -149,7 +150,7 @@ def _setup(results: Results, setup: Setup) -> Iterator[str]:
     ]
     yield f"| | {' | '.join(title for _, _, title in columns)} |"
     yield "|---" * (len(columns) + 1) + "|"
-    names = [name for some in JOBS.values() for name in some if name != LIMITS]
+    names = [name for job, some in JOBS.items() for name in (*some, *ALSO.get(job, ())) if name != LIMITS]
     for name in names:
         cells = [_cell(standing_of(results, workload, name), key) for workload, key, _ in columns]
         if any(cells):

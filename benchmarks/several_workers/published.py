@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from benchmarks.results import Results, read_results, write_results
+from benchmarks.harness.results import Results, read_results, write_results
 from benchmarks.several_workers import JOBS, TRAINING, TRAINING_JOBS, list_setups, name_restore
 from benchmarks.several_workers.page import is_whole, render_page, render_workers_picture
 
@@ -30,7 +30,7 @@ def publish(results: Results, out: Path, docs: Path | None) -> Path:
 
 
 def render(place: Path) -> Path:
-    """Writes the page and the picture from the figures that lie beside them."""
+    """Writes the page and the picture from the figures in the same directory."""
     results = read_results(place / f"{NAME}.json")
     page = place / f"{NAME}.md"
     page.write_text(render_page(results, f"{NAME}.svg"))

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.model import Model
 from benchmarks.several_workers import SIDE, Setup
-from benchmarks.state import State
-from benchmarks.workloads import ModelSize
+from benchmarks.states.model import Model
+from benchmarks.states.torch_state import State
+from benchmarks.states.workloads import ModelSize
 
 _GROUP: Final = 8
 """So many small layers are one part of FSDP2."""
@@ -26,10 +26,7 @@ _WHOLE: Final = 1 << 22
 
 
 class WorkersState(State):
-    """What one worker holds. Values tell the version, the tensor and the row, whichever worker holds that row."""
-
-    def __init__(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__({"model": module, "optimizer": optimizer})
+    """What one worker holds. Values depend on the version, the tensor and the row, not on the worker."""
 
     def parts(self) -> list[torch.Tensor]:
         """What this worker holds of each tensor."""
@@ -59,7 +56,7 @@ class WorkersState(State):
             part.sum()
 
     def come_home(self) -> None:
-        """Nothing to do: what was restored lies where it lay."""
+        """Nothing to do: what was restored is where it was."""
         return
 
 
@@ -73,7 +70,7 @@ def make_workers_state(setup: Setup) -> WorkersState:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    return WorkersState(module, optimizer)
+    return WorkersState({"model": module, "optimizer": optimizer})
 
 
 def make_module(size: ModelSize, *, is_replicated: bool) -> tuple[Any, torch.optim.Optimizer]:

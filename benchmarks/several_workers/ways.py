@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
 
 import holdfast as hf
-from benchmarks.peers import find_missing
+from benchmarks.harness.timing import timed
+from benchmarks.harness.worker import load
+from benchmarks.peers import check_installed
 from benchmarks.peers.dcp import InThreadCached, Synchronous
 from benchmarks.peers.holdfast_manager import Holdfast
-from benchmarks.peers.peer import MissingError, TorchPeer, sync_path
+from benchmarks.peers.peer import TorchPeer, sync_path
 from benchmarks.several_workers import DCP, DCP_SYNC, HOLDFAST, NEEDS, OVERLAPPED, TORCH_CHECKPOINTING
-from benchmarks.state import State
-from benchmarks.timing import timed
+from benchmarks.states.torch_state import State
 
 
 class WorkersHoldfast(Holdfast):
@@ -100,28 +99,26 @@ class WorkersDcpSync(Removing, Synchronous):
     """`dcp.save` in the default group."""
 
 
-_WAYS: Final[dict[str, Callable[[], TorchPeer]]] = {
-    HOLDFAST: WorkersHoldfast,
-    OVERLAPPED: WorkersOverlapped,
-    DCP: WorkersDcp,
-    DCP_SYNC: WorkersDcpSync,
-}
-
-
 def make_way(name: str) -> TorchPeer:
     """The way of saving of that name.
 
     Raises:
         MissingError: If a package that it needs is not installed.
     """
-    missing = find_missing(NEEDS[name])
-    if missing:
-        raise MissingError(f"not installed: {', '.join(missing)}")
-    if name == TORCH_CHECKPOINTING:
-        made = importlib.import_module("benchmarks.several_workers.torch_checkpointing_way").WorkersTorchCheckpointing()
-        assert isinstance(made, TorchPeer)
-        return made
-    return _WAYS[name]()
+    check_installed(NEEDS[name])
+    way = load(f"benchmarks.several_workers.{_WAYS[name]}")()
+    assert isinstance(way, TorchPeer)
+    return way
+
+
+_WAYS: Final = {
+    HOLDFAST: "ways:WorkersHoldfast",
+    OVERLAPPED: "ways:WorkersOverlapped",
+    DCP: "ways:WorkersDcp",
+    DCP_SYNC: "ways:WorkersDcpSync",
+    # Imported only where its package is installed.
+    TORCH_CHECKPOINTING: "torch_checkpointing_way:WorkersTorchCheckpointing",
+}
 
 
 def sync_some(path: Path) -> None:

@@ -17,14 +17,11 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks.__main__ import RESULTS_NAME, main
-from benchmarks.frozen import growth_of
-from benchmarks.machine import Machine, describe_machine
-from benchmarks.many_saves import compare_many_saves
-from benchmarks.model import Model
-from benchmarks.peers import PEERS, find_missing
-from benchmarks.picture import render_picture
-from benchmarks.report import render_report
-from benchmarks.results import (
+from benchmarks.harness import page_cache
+from benchmarks.harness.guard import open_scratch
+from benchmarks.harness.machine import Machine, describe_machine
+from benchmarks.harness.picture import render_picture
+from benchmarks.harness.results import (
     Results,
     Round,
     Shape,
@@ -34,14 +31,17 @@ from benchmarks.results import (
     read_results,
     write_results,
 )
-from benchmarks.scratch import open_scratch
-from benchmarks.small import start_seconds, step_seconds
+from benchmarks.harness.summary import limits_of, ratio_to, standings
+from benchmarks.harness.turns import Bench
+from benchmarks.one_process.page import render_report
+from benchmarks.one_process.parts import compare_many_saves, growth_of
+from benchmarks.one_process.small import start_seconds, step_seconds
+from benchmarks.one_process.targets import find_targets
+from benchmarks.peers import PEERS, find_missing
 from benchmarks.speed import SHOWN, TITLES, draw_speed
-from benchmarks.summary import limits_of, ratio_to, standings
-from benchmarks.targets import find_targets
-from benchmarks.turns import Bench
-from benchmarks.values import Values
-from benchmarks.workloads import (
+from benchmarks.states.model import Model
+from benchmarks.states.values import Values
+from benchmarks.states.workloads import (
     GPT2_SMALL,
     TRAINED,
     ModelSize,
@@ -55,7 +55,6 @@ from benchmarks.workloads import (
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from benchmarks import page_cache
 from patience import PATIENCE_SECONDS, killed_after
 from places import ROOT
 

@@ -10,10 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks.__main__ import RESULTS_NAME, main
-from benchmarks.contender import ContenderError
-from benchmarks.machine import Machine, describe_machine
-from benchmarks.results import LIMITS, Results, Round, Shape, read_results, write_results
-from benchmarks.scratch import open_scratch
+from benchmarks.harness.contender import Contender, ContenderError
+from benchmarks.harness.guard import open_scratch
+from benchmarks.harness.machine import Machine, describe_machine
+from benchmarks.harness.results import LIMITS, Results, Round, Shape, read_results, write_results
+from benchmarks.harness.turns import Bench
 from benchmarks.several_workers import (
     DCP,
     DCP_SYNC,
@@ -28,11 +29,8 @@ from benchmarks.several_workers import (
 )
 from benchmarks.several_workers.comparison import WorkersPlan, compare_workers, compare_workers_training
 from benchmarks.several_workers.goals import find_goals
-from benchmarks.several_workers.job import WorkersJob
-from benchmarks.several_workers.orders import WorkersOrder
 from benchmarks.several_workers.page import is_whole, render_page, render_workers_picture
 from benchmarks.several_workers.published import DOCS, NAME, publish, render
-from benchmarks.turns import Bench
 from click.testing import CliRunner
 from msgspec.structs import replace
 
@@ -95,24 +93,24 @@ def test_training_time_lost_is_measured_with_two_workers(tmp_path: Path) -> None
 def test_an_order_that_fails_ends_the_job_and_names_the_rank(tmp_path: Path) -> None:
     with open_scratch(tmp_path) as (place, guard):
         (place / "taken").touch()
-        job = WorkersJob("bare", 2, guard)
+        (setup,) = [one for one in list_setups(TINY) if one.name == "fsdp-2-small"]
+        job = Contender("bare", place / "job", guard, workers=2)
         try:
-            job.wait_ready()
-            (setup,) = [one for one in list_setups(TINY) if one.name == "fsdp-2-small"]
-            order = WorkersOrder(verb="open", way=LIMITS, directory=str(place / "taken"), setup=setup)
+            job.wait_started()
+            job.order("make", place="benchmarks.several_workers.duties:WorkersDuties", setup=setup)
             with pytest.raises(ContenderError, match=r"rank [01]: FileExistsError"):
-                job.order(order, 60)
+                job.order("open_way", way=LIMITS, directory=str(place / "taken"))
             assert job.has_ended
         finally:
             job.kill()
-        job = WorkersJob("bare", 2, guard)
+        job = Contender("bare", place / "job", guard, workers=2)
         try:
-            job.wait_ready()
-            replies = job.order(WorkersOrder(verb="close"), 60)
+            job.wait_started()
+            replies = job.order_each("make", place="benchmarks.harness.worker:Duties")
             os.kill(replies[1].pid, signal.SIGKILL)
             # Its torchrun ends the other one as well.
             with pytest.raises(ContenderError, match="has ended"):
-                job.order(order, 60)
+                job.order("open")
             assert job.has_ended
         finally:
             job.kill()

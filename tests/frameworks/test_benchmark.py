@@ -10,9 +10,9 @@ from benchmarks.frameworks import FRAMEWORKS
 from benchmarks.frameworks.__main__ import main
 from benchmarks.frameworks.comparison import Plan
 from benchmarks.frameworks.page import TITLE, keep_section, render_section
-from benchmarks.machine import describe_machine
+from benchmarks.harness.machine import describe_machine
+from benchmarks.harness.results import Results, Round
 from benchmarks.peers import find_missing
-from benchmarks.results import Results, Round
 from click.testing import CliRunner
 
 SCALE = 0.0005
