@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
 
-from holdfast.errors import MissingPackageError, UnsupportedValueError
+from holdfast.errors import MissingPackageError
 from holdfast.format.dtypes import names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, order_dimensions, strides_in_order
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Facts, Glance, Sight, spec_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, DeviceCopier, Facts, Sight, spec_of
 from holdfast.state.registry import register_backend
 
 _DTYPES = names_in("numpy")
 _NUMPY_NAMES = {name: numpy_name for numpy_name, name in _DTYPES.items()}
 
 
-class NumpyBackend:
+class NumpyBackend(ArrayBackend):
     """NumPy arrays. Other byte orders are stored little-endian, and come back so in new arrays."""
 
     name = "numpy"
@@ -31,52 +31,6 @@ class NumpyBackend:
         lambda array: float(array.reshape(())),
     )
     is_immutable = False
-
-    def spec(self, array: Any, path: str) -> ArraySpec:
-        """Returns the array's description."""
-        dtype = _name_of(array.dtype)
-        if type(array) is not np.ndarray:
-            raise UnsupportedValueError(
-                f"{path}: an array of type {type(array).__module__}.{type(array).__qualname__} cannot be stored",
-                path=path,
-                hint="Store numpy.asarray(...) of it, or register a codec for its type.",
-            )
-        if not dtype:
-            raise UnsupportedValueError(
-                f"{path}: an array of dtype {array.dtype} cannot be stored",
-                path=path,
-                hint="Convert it to a list, or to a numpy or ml_dtypes type that is the same on all machines.",
-            )
-        if array.flags.c_contiguous:
-            return spec_of(dtype, array.shape)
-        return ArraySpec(dtype, array.shape, _find_layout(array))
-
-    def alias_key(self, array: Any) -> Hashable:
-        """Returns address, type, shape and strides."""
-        if array.size == 0:
-            return id(array)
-        address = array.__array_interface__["data"][0]
-        return (address, array.dtype, array.shape, array.strides)
-
-    def address(self, array: Any) -> int | None:
-        """Returns the address of an array with the stored layout."""
-        if not (array.size and array.flags.c_contiguous and _stored_as(array.dtype)):
-            return None
-        return int(array.__array_interface__["data"][0])
-
-    def extent(self, array: Any) -> tuple[int, int] | None:
-        """Returns the addresses from the first byte of any element to the last."""
-        if not array.size:
-            return None
-        address = array.__array_interface__["data"][0]
-        return extent_of(address, array.shape, array.strides, array.itemsize)
-
-    def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Returns type, byte order, shape and strides of each."""
-        addresses = _addresses_of(arrays)
-        if 0 in map(_size, arrays):
-            addresses = [address if array.size else 0 for address, array in zip(addresses, arrays, strict=True)]
-        return Glance(addresses, list(map(_form, arrays)))
 
     def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
         """Returns None for each: NumPy counts no changes."""
@@ -116,7 +70,7 @@ class NumpyBackend:
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
         """Returns the memory of each; NumPy counts no changes."""
-        begins = _addresses_of(arrays)
+        begins = self.describe(arrays).addresses
         return [(begin, begin + array.nbytes) for begin, array in zip(begins, arrays, strict=True)]
 
     def copy_in(self, array: Any, data: memoryview) -> None:
@@ -132,15 +86,8 @@ class NumpyBackend:
         order = order_dimensions(spec.shape, spec.strides)
         return np.empty([spec.shape[one] for one in order], dtype).transpose(np.argsort(order))
 
-    def fillable(self, array: Any) -> bool:
-        """Returns True if the array is writable, without overlapping elements."""
-        flags = array.flags
-        apart = flags.forc or not array.size or not may_share_elements(array.shape, array.strides)
-        return bool(flags.writeable and apart)
 
-
-_form = attrgetter("dtype", "shape", "strides")
-_dtype, _shape, _size = attrgetter("dtype"), attrgetter("shape"), attrgetter("size")
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 _PLAIN_TYPES: Final = {np.ndarray}
 
 _TOGETHER: Final = 256
@@ -176,18 +123,6 @@ def _add_facts(facts: Facts, array: Any) -> None:
     is_apart = flags.forc or not array.size or not may_share_elements(array.shape, array.strides)
     if not (flags.writeable and is_apart):
         facts.unfillable.add(row)
-
-
-def _addresses_of(arrays: Sequence[Any]) -> list[int]:
-    """Returns the address of each array's first element.
-
-    NumPy's own description of an array takes four times as long as the buffer, which read-only and empty arrays, those
-    with gaps, and those of some types do not have.
-    """
-    try:
-        return [ctypes.addressof(ctypes.c_char.from_buffer(array)) for array in arrays]
-    except (TypeError, ValueError, BufferError):
-        return [array.__array_interface__["data"][0] for array in arrays]
 
 
 def _find_layout(array: Any) -> tuple[int, ...] | None:

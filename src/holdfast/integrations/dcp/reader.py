@@ -261,7 +261,7 @@ class _Reading:
         tensor = place = planner.resolve_tensor(item).detach()
         if tuple(tensor.shape) != shape:
             raise UsageError(f"{leaf}: the planner requested {list(shape)} for a tensor of {list(tensor.shape)}")
-        if type(tensor) is not torch.Tensor or tensor.dtype != dtype or not self._torch.fillable(tensor):
+        if type(tensor) is not torch.Tensor or tensor.dtype != dtype or self._torch.describe([tensor]).unfillable:
             place = torch.empty(shape, dtype=dtype)
         address = self._torch.address(place)
         part = spec_of(spec.dtype, shape)

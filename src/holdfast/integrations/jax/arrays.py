@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from itertools import accumulate
@@ -19,12 +19,13 @@ from holdfast.format.dtypes import names_in
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, whole_box
 from holdfast.state.leaves import (
+    ArrayBackend,
     ArraySpec,
     DeviceCopier,
     Facts,
-    Glance,
     LocalBox,
     PendingArray,
+    Pieces,
     Sharding,
     Sight,
     spec_of,
@@ -199,39 +200,13 @@ def _follow_number(array: Any) -> Callable[[], float | None]:
     return lambda: float(np.asarray(array).reshape(())) if array.is_ready() else None
 
 
-class JaxBackend:
+class JaxBackend(ArrayBackend):
     """The single boxes of arrays: those on a device, and the memory of those that are still to be created."""
 
     name = "jax"
     devices: DeviceCopier | None = None
     sight = Sight(_peek, lambda _: (None, None), _follow_number)
     is_immutable = True
-
-    def spec(self, array: Any, path: str) -> ArraySpec:
-        """Returns the array's dtype and shape."""
-        if isinstance(array, MadeArray):
-            return array.spec
-        if problem := _find_problem(array):
-            raise UnsupportedValueError(f"{path}: {problem[0]}", path=path, hint=problem[1])
-        return spec_of(DTYPES[array.dtype.name], tuple(array.shape))
-
-    def alias_key(self, array: Any) -> Hashable:
-        """Returns the array itself: no two share memory that can be changed."""
-        return id(array)
-
-    def address(self, array: Any) -> int | None:
-        """Returns the address of host memory."""
-        memory = _memory_of(array)
-        if memory is None or not memory.size or not memory.flags.c_contiguous:
-            return None
-        return int(memory.__array_interface__["data"][0])
-
-    def extent(self, array: Any) -> tuple[int, int] | None:
-        """Returns None: a new array has memory of its own."""
-        return None
-
-    def glance(self, arrays: Sequence[Any]) -> None:
-        """Returns None: there is no quicker look."""
 
     def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
         """Returns None for each: immutable arrays have no versions, but their memory may be given to another array."""
@@ -241,18 +216,20 @@ class JaxBackend:
         """Returns the facts of single boxes: arrays that cannot be changed, views of these, and those to be created."""
         facts = Facts.empty()
         for row, array in enumerate(arrays):
+            memory: Any = None
             if isinstance(array, MadeArray):
-                spec = array.spec
+                spec, memory = array.spec, array.memory
             elif problem := _find_problem(array):
                 spec, facts.problems[row] = _NO_SPEC, problem
             else:
-                spec = spec_of(DTYPES[array.dtype.name], tuple(array.shape))
+                spec, memory = spec_of(DTYPES[array.dtype.name], array.shape), _memory_of(array)
             facts.specs.append(spec)
             facts.keys.append(-id(array))  # No two share memory that can be changed.
-            memory = None if row in facts.problems else _memory_of(array)
-            is_dense = memory is not None and memory.size and memory.flags.c_contiguous
-            facts.addresses.append(memory.__array_interface__["data"][0] if memory is not None and is_dense else 0)
-            if not self.fillable(array):
+            described = None if memory is None else memory.__array_interface__
+            address, is_read_only = (0, True) if described is None else described["data"]
+            is_dense = described is not None and described["strides"] is None and memory.size
+            facts.addresses.append(address if is_dense else 0)
+            if is_read_only or not isinstance(array, np.ndarray):
                 facts.unfillable.add(row)
         return facts
 
@@ -287,10 +264,6 @@ class JaxBackend:
         place = Placement() if like is None else placement_of(like)
         return MadeArray(spec, _dtype_of(spec), place, [whole_box(spec.shape)])
 
-    def fillable(self, array: Any) -> bool:
-        """Returns True only for memory of an array that is still to be created."""
-        return isinstance(array, np.ndarray) and bool(array.flags.writeable)
-
 
 class _Identity:
     """Equal only to that of the same array, which it keeps alive, so that no other one gets its id."""
@@ -308,13 +281,18 @@ class _Identity:
 class JaxSharder:
     """Inspects JAX arrays by their shards."""
 
-    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        """Returns what this worker holds of an array."""
+    def look(self, arrays: Sequence[Any], path_of: Callable[[int], str], worker: Worker) -> list[Sharding]:
+        """Returns what this worker holds of arrays."""
+        return [self._look(array, path_of(row), worker) for row, array in enumerate(arrays)]
+
+    def _look(self, array: Any, path: str, worker: Worker) -> Sharding:
         if isinstance(array, MadeArray):
             parts = tuple(LocalBox(box, memory, None) for box, memory in array.buffers.items())
-            return Sharding(array.spec, _BACKEND, parts, id(array), place=array.place)
+            return Sharding(array.spec, _BACKEND, parts, id(array), -id(array), place=array.place)
         numbers = array if array.is_deleted() else numbers_of(array)
-        spec = _BACKEND.spec(numbers, path)
+        if problem := _find_problem(numbers):
+            raise UnsupportedValueError(f"{path}: {problem[0]}", path=path, hint=problem[1])
+        spec = spec_of(DTYPES[numbers.dtype.name], tuple(numbers.shape))
         # An array that only one process has is like a plain array of that worker.
         holders = {} if numbers.is_fully_addressable else _find_holders(numbers.sharding, spec.shape)
         if holders and (jax.process_index(), jax.process_count()) != (worker.rank, worker.world_size):
@@ -332,10 +310,11 @@ class JaxSharder:
                 boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box), piece=len(boxes))
         workers = _count_processes(numbers.sharding) if holders else 0
         kind = "keys" if is_key(array) else None
-        return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array), workers, place=kind)
+        held = tuple(boxes.values())
+        return Sharding(spec, _BACKEND, held, _Identity(array), -id(array), workers, place=kind, is_fillable=False)
 
-    def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Returns the local pieces; the marks are shardings, shapes and types."""
+    def take_apart(self, arrays: Sequence[Any]) -> Pieces | None:
+        """Returns the local pieces; the marks are shardings and shapes."""
         keys = {dtype for dtype in set(map(_dtype, arrays)) if jnp.issubdtype(dtype, jax.dtypes.prng_key)}
         numbers = [jax.random.key_data(one) if one.dtype in keys else one for one in arrays] if keys else arrays
         placings, shapes, dtypes = list(map(_placing, numbers)), list(map(_shape, numbers)), list(map(_dtype, numbers))
@@ -348,11 +327,9 @@ class JaxSharder:
             own = list(map(_find_pieces, placings, shapes))
             pieces = [one.addressable_data(place) for one, places in zip(numbers, own, strict=True) for place in places]
             firsts = list(accumulate(map(len, own[:-1]), initial=0))
-        bases, addresses = _look_at_pieces(pieces, {_is_in_host(placing) for placing in distinct})
-        have_address = tuple(map(bool, addresses)) if 0 in addresses else None
+        bases = _find_memory(pieces, {_is_in_host(placing) for placing in distinct})
         # What counts is which array it is: two never show memory that can be changed.
-        identities = [-id(array) for array in arrays]
-        return Glance(addresses, (placings, shapes, dtypes, have_address), bases, firsts, identities)
+        return Pieces(_BACKEND, bases, (placings, shapes), firsts, [-id(array) for array in arrays])
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """Returns the replacement for a new array, with another one's sharding."""
@@ -364,10 +341,10 @@ class JaxSharder:
 class AbstractSharder(JaxSharder):
     """Inspects shapes of arrays that are still to be created, with or without a sharding."""
 
-    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
+    def _look(self, array: Any, path: str, worker: Worker) -> Sharding:
         """Returns the description of a future array. Its box has no memory: nothing can be filled in place."""
         if isinstance(array, MadeArray):
-            return super().look(array, path, worker)
+            return super()._look(array, path, worker)
         numbers = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
         dtype = DTYPES.get(numbers.dtype.name)
         if dtype is None:
@@ -382,7 +359,8 @@ class AbstractSharder(JaxSharder):
                 hint="Use a sharding that divides its dimensions evenly.",
             ) from error
         # One record may describe many arrays, none of which shares memory with another.
-        return Sharding(spec, _BACKEND, (LocalBox(whole_box(spec.shape), None, None),), object(), is_abstract=True)
+        box = LocalBox(whole_box(spec.shape), None, None)
+        return Sharding(spec, _BACKEND, (box,), object(), -id(array), is_abstract=True, is_fillable=False)
 
 
 def _find_problem(array: Any) -> tuple[str, str] | None:
@@ -431,17 +409,15 @@ def _pinned(placing: Any) -> Any:
     return placing.with_memory_kind("pinned_host")
 
 
-def _look_at_pieces(pieces: Sequence[Any], are_in_host: set[bool]) -> tuple[list[Any], list[int]]:
-    """Returns single boxes, or views of host memory, which is not donated while these live; and addresses, or 0."""
+def _find_memory(pieces: Sequence[Any], are_in_host: set[bool]) -> list[Any]:
+    """Returns single boxes, or views of host memory, which is not donated while these live."""
     if True not in are_in_host:
-        return list(pieces), [0] * len(pieces)
+        return list(pieces)
     if False not in are_in_host:
         with suppress(BufferError):  # Raised for types that Python has no format for, such as bfloat16.
-            views = [np.asarray(memoryview(piece)) for piece in pieces]
-            return views, [piece.unsafe_buffer_pointer() for piece in pieces]
+            return [np.asarray(memoryview(piece)) for piece in pieces]
     views = [_memory_of(piece) for piece in pieces]
-    addresses = [_BACKEND.address(view) or 0 if view is not None else 0 for view in views]
-    return [piece if view is None else view for piece, view in zip(pieces, views, strict=True)], addresses
+    return [piece if view is None else view for piece, view in zip(pieces, views, strict=True)]
 
 
 @lru_cache(maxsize=1 << 12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -15,11 +15,11 @@ from typing import Any, Final, cast
 
 import torch
 
-from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.errors import UsageError
 from holdfast.events.sinks import logger
 from holdfast.format.dtypes import Quantizer, find_quantizer_problem, names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, row_major
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Facts, Glance, Pin, Sight, spec_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, DeviceCopier, Facts, Pin, Sight, spec_of
 
 INTEGERS: Final = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 """For each type of quantized tensors, that of their integers."""
@@ -283,98 +283,13 @@ def _follow_number(array: Any) -> float | Callable[[], float | None] | None:
     return lambda: float(copied) if arrived.query() else None
 
 
-class TorchBackend:
+class TorchBackend(ArrayBackend):
     """Tensors of torch, on any device."""
 
     name = "torch"
     devices: DeviceCopier | None = _DEVICES
     sight = Sight(_peek, _locate, _follow_number)
     is_immutable = False
-
-    def spec(self, array: Any, path: str) -> ArraySpec:
-        """Returns the tensor's description."""
-        name = DTYPES.get(array.dtype)
-        if (
-            name is None
-            or type(array) not in _PLAIN_TYPES
-            or array.layout is not torch.strided
-            or array.is_nested
-            or array.is_meta
-            or _lacks_memory(array)
-        ):
-            what, hint = _why_not(array)
-            raise UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint)
-        if array.is_quantized:
-            spec, problem = _describe_quantized(name, array)
-            if problem:
-                raise UnsupportedValueError(f"{path}: {problem} cannot be stored", path=path, hint=_QUANTIZED_HINT)
-            return spec
-        shape = array.shape
-        # Where a length is 0 or 1, strides may be anything, and count as contiguous all the same.
-        if array.is_contiguous() and 1 not in shape and 0 not in shape:
-            return _spec(name, shape)
-        return _spec_of_layout(name, shape, array.stride())
-
-    def alias_key(self, array: Any) -> Hashable:
-        """Returns address, device, type, shape, strides, and how values are read."""
-        address = array.data_ptr()
-        if address == 0:  # a tensor of no elements
-            return id(array)
-        if array.is_cpu and array.is_contiguous():
-            return (address, array.dtype, array.shape, array.is_neg(), array.is_conj())
-        return (address, array.dtype, array.shape, array.is_neg(), array.is_conj(), array.stride(), array.device)
-
-    def address(self, array: Any) -> int | None:
-        """Returns the address of a contiguous tensor in host memory."""
-        if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
-            return None
-        return array.data_ptr() or None
-
-    def extent(self, array: Any) -> tuple[int, int] | None:
-        """Returns the addresses from the first byte of any element to the last; CUDA's addresses are not those of
-        others."""
-        if not (array.is_cpu or array.is_cuda) or not array.numel():
-            return None
-        address = array.data_ptr()
-        if array.is_contiguous():
-            return address, address + array.nbytes
-        item_bytes = array.itemsize
-        return extent_of(address, array.shape, [stride * item_bytes for stride in array.stride()], item_bytes)
-
-    def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Returns shape, type, strides and device of each, if each has its memory."""
-        addresses: list[int] = []
-        shapes: list[torch.Size] = []
-        dtypes: list[torch.dtype] = []
-        others: list[object] = []
-        for first in range(0, len(arrays), _LOOKED_AT):
-            some = arrays[first : first + _LOOKED_AT]
-            kinds = list(map(_dtype, some))
-            distinct = set(kinds)
-            if not _PLAIN_TYPES.issuperset(map(type, some)) or not _PLAIN_DTYPES.keys() >= distinct:
-                return None
-            if set(map(_layout, some)) != _STRIDED or any(map(_is_neg, some)):
-                return None
-            if any(kind.is_complex for kind in distinct) and any(map(_is_conj, some)):
-                return None
-            own = list(map(_shape, some))
-            lengths = set(chain.from_iterable(own))
-            is_contiguous = all(map(_is_contiguous, some))
-            # What is contiguous may have any stride where a length is 0 or 1.
-            others.append(list(map(_stride, some)) if not is_contiguous or 1 in lengths or 0 in lengths else None)
-            if not all(map(_is_cpu, some)):
-                devices = list(map(_device, some))
-                if any(device.type not in ("cpu", "cuda") for device in set(devices)):
-                    return None
-                others.append(devices)
-            if any(map(gt, map(_nbytes, some), map(_storage_bytes, map(_storage, some)))):
-                return None
-            if (not is_contiguous or any(map(_offset, some))) and any(map(_lacks_memory, some)):
-                return None
-            addresses += map(_address, some)
-            shapes += own
-            dtypes += kinds
-        return Glance(addresses, (shapes, dtypes, others))
 
     def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
         """Returns autograd's version counter of each tensor, which all its views share."""
@@ -434,12 +349,6 @@ class TorchBackend:
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
         """Returns a new tensor, in host memory or on the device of another."""
         return _empty(spec, torch.device("cpu") if like is None else like.device)
-
-    def fillable(self, array: Any) -> bool:
-        """Returns True if no elements overlap. A quantized tensor keeps the quantizer that it was created with."""
-        if array.is_quantized:
-            return False
-        return array.is_contiguous() or not array.numel() or not may_share_elements(array.shape, array.stride())
 
 
 @lru_cache(maxsize=1 << 16)

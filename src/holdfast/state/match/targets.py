@@ -136,7 +136,11 @@ class RestoreTargets:
             made = self._try_new(wanted, at)
             return made if made is not None else [self._new_for(*row, at) for row in _rows(wanted)]
         if sharder_of_type(type(wanted.lives[0])) is not None:
-            return [self._fill_shared(*row, handler, at.rules) for row in _rows(wanted)]
+            shardings = handler.look(wanted.lives, wanted.path_of, self._worker)
+            return [
+                self._fill_shared(*row, sharding, handler, at.rules)
+                for row, sharding in zip(_rows(wanted), shardings, strict=True)
+            ]
         facts = handler.describe(wanted.lives)
         if self._try_fill(wanted, facts, handler, at.rules):
             return list(wanted.lives)
@@ -212,13 +216,20 @@ class RestoreTargets:
         return False
 
     def _fill_shared(
-        self, leaf: str, spec: ArraySpec, library: str, array: Any, path: str, sharder: Sharder, rules: Rules
+        self,
+        leaf: str,
+        spec: ArraySpec,
+        library: str,
+        array: Any,
+        path: str,
+        sharding: Sharding,
+        sharder: Sharder,
+        rules: Rules,
     ) -> Any:
         """Like `_fill`, for an array of which this worker holds some boxes, or none.
 
         One that is divided, or of typed keys, must fit.
         """
-        sharding = sharder.look(array, path, self._worker)
         live, backend = sharding.spec, sharding.backend
         is_special = sharding.workers or sharding.is_by_hand or sharding.is_abstract or sharding.place
         if (
@@ -234,8 +245,7 @@ class RestoreTargets:
         owner = self._by_memory.get(memory)
         if owner == leaf:
             return array
-        fillable = rules.in_place and all(backend.fillable(local.array) for local in sharding.boxes)
-        if not fillable or (owner is not None and not rules.fixed_arrays):
+        if not (rules.in_place and sharding.is_fillable) or (owner is not None and not rules.fixed_arrays):
             return self._new_shared(leaf, spec, sharder, array, path)
         self._by_memory.setdefault(memory, leaf)
         if not self._is_taken(leaf, owner, path):
@@ -269,7 +279,7 @@ class RestoreTargets:
             return spec
         try:
             if sharder is not None:
-                own = sharder.look(like, path, self._worker).spec
+                own = sharder.look([like], lambda _: path, self._worker)[0].spec
             elif backend is not None:
                 own = backend.describe([like]).check(0, path)
         except UnsupportedValueError:  # It has no memory, or no shape, yet.
@@ -318,7 +328,7 @@ class RestoreTargets:
     def _new_shared(self, leaf: str, spec: ArraySpec, sharder: Sharder, like: Any, path: str) -> Any:
         """Returns a new array for the leaf, with another one's sharding."""
         array = sharder.new(like, spec)
-        sharding = sharder.look(array, path, self._worker)
+        (sharding,) = sharder.look([array], lambda _: path, self._worker)
         made = self._made.get(leaf)
         if made is not None and made[0].place == sharding.place and _boxes_of(made[0]) == _boxes_of(sharding):
             return made[1]

@@ -5,7 +5,7 @@ That takes a fraction of the time that inspecting each takes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, chain, compress
 from math import isfinite
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from holdfast.format.codecs import is_namedtuple, name_of
 from holdfast.format.encoding import escape
 from holdfast.format.scalars import Node, is_text, tagged
+from holdfast.state.leaves import Pieces
 from holdfast.state.registry import backend_of_type, sharder_of_type
 
 
@@ -21,7 +22,7 @@ class ArrayLook(NamedTuple):
 
     Attributes:
         bases: The plain arrays that hold their values on this worker.
-        addresses: For each of these, the address where its memory begins, or 0.
+        addresses: For each of these, where its values begin in host memory in the stored layout, or 0.
         keys: Numbers of which two are equal only if two arrays begin with the same memory.
         marks: Equal for two lists of arrays only if they are captured in the same way, as far as it depends on their
             facts.
@@ -70,17 +71,21 @@ def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
 
 
 def _look_at_some(arrays: Sequence[Any], handler: Any) -> ArrayLook | None:
+    """Inspects arrays of one library, or of one kind of sharded ones."""
+    is_sharded = sharder_of_type(type(arrays[0])) is not None
     try:
-        glance = handler.glance(arrays)
+        pieces = handler.take_apart(arrays) if is_sharded else Pieces(handler, arrays, None)
     except Exception:  # noqa: BLE001  Any problem of an array is reported when it is looked at by itself.
         return None
-    if glance is None:
+    if pieces is None:
         return None
-    bases = arrays if glance.bases is None else glance.bases
-    keys = glance.keys or glance.addresses
-    if 0 in keys:
-        keys = [key or -id(base) for key, base in zip(keys, bases, strict=True)]
-    return ArrayLook(bases, glance.addresses, keys, (id(handler), glance.marks), glance.firsts or range(len(arrays)))
+    facts = pieces.backend.describe(pieces.arrays)
+    if facts.problems:
+        return None
+    marks = id(handler), pieces.marks, facts.specs, facts.forms
+    return ArrayLook(
+        pieces.arrays, facts.addresses, pieces.keys or facts.keys, marks, pieces.firsts or range(len(arrays))
+    )
 
 
 class SplitRows(NamedTuple):
@@ -103,21 +108,12 @@ class SplitRows(NamedTuple):
         """How many levels the values are below the elements."""
         return self.cls is not None
 
-    def list_paths(self, path: str) -> list[str]:
-        """Returns the path of each value in a sequence at that path."""
+    def name_paths(self, path: str) -> Callable[[int], str]:
+        """Returns a function from the number of a value to its path in a sequence at that path."""
         if self.cls is None:
-            return [f"{path}/{number}" for number in range(len(self.values))]
-        keys = [escape(str(key)) for key in self.keys]
-        return [f"{path}/{number}/{key}" for number in range(len(self.values) // len(keys)) for key in keys]
-
-    def list_groups(self) -> Iterator[tuple[type, list[int], list[Any]]]:
-        """Yields the values of each class that are not nodes already, with their positions."""
-        kinds = list(map(type, self.values))
-        for cls in dict.fromkeys(kinds):
-            places = [place for place, kind in enumerate(kinds) if kind is cls]
-            values = [self.values[place] for place in places]
-            if not _are_nodes(cls, values):
-                yield cls, places, values
+            return lambda number: f"{path}/{number}"
+        keys, width = [escape(str(key)) for key in self.keys], len(self.keys)
+        return lambda number: f"{path}/{number // width}/{keys[number % width]}"
 
     def join(self, nodes: list[Node]) -> list[Node]:
         """Returns the nodes of the elements, given those of the values."""
@@ -147,7 +143,7 @@ def split_rows(elements: Collection[Any]) -> SplitRows:
     return SplitRows(None, (), [*elements], len(elements))
 
 
-def _are_nodes(cls: type, values: list[Any]) -> bool:
+def are_nodes(cls: type, values: Sequence[Any]) -> bool:
     """**Pure.** Returns True if values of a class are their own nodes."""
     if cls is float:
         return all(map(isfinite, values))
