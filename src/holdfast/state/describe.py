@@ -23,30 +23,17 @@ class ArrayLook(NamedTuple):
     Attributes:
         bases: The plain arrays that hold their values on this worker.
         addresses: For each of these, where its values begin in host memory in the stored layout, or 0.
-        keys: Numbers of which two are equal only if two arrays begin with the same memory.
+        keys: For each array, a number that another one has only if both begin with the same memory.
         marks: Equal for two lists of arrays only if they are captured in the same way, as far as it depends on their
             facts.
-        firsts: For each array the number of its first base, if all are of one library.
-        which, parts: For each array, the number of its library, and the facts of each library's arrays.
+        firsts: For each array the number of its first base.
     """
 
     bases: Sequence[Any]
     addresses: Sequence[int]
     keys: Sequence[int]
     marks: object
-    firsts: Sequence[int] = ()
-    which: Sequence[int] = ()
-    parts: Sequence[ArrayLook] = ()
-
-    def list_firsts(self) -> Sequence[int]:
-        """Returns for each array the number of its first base."""
-        if not self.parts:
-            return self.firsts
-        begins = accumulate((len(part.bases) for part in self.parts), initial=0)
-        ahead = [
-            iter([begin + first for first in part.firsts]) for part, begin in zip(self.parts, begins, strict=False)
-        ]
-        return [next(ahead[number]) for number in self.which]
+    firsts: Sequence[int]
 
 
 def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
@@ -57,7 +44,7 @@ def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
     if len(distinct) == 1:
         return _look_at_some(arrays, distinct[0])
     if not distinct:
-        return ArrayLook((), (), (), ())
+        return ArrayLook((), (), (), (), ())
     numbers = {kind: distinct.index(handler) for kind, handler in handlers.items()}
     which = list(map(numbers.__getitem__, kinds))
     parts: list[ArrayLook] = []
@@ -66,8 +53,16 @@ def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
         if look is None:
             return None
         parts.append(look)
-    bases, addresses, keys = ([*chain.from_iterable(column)] for column in list(zip(*parts, strict=True))[:3])
-    return ArrayLook(bases, addresses, keys, (which, [part.marks for part in parts]), which=which, parts=parts)
+    begins = accumulate((len(part.bases) for part in parts), initial=0)
+    firsts = [iter([begin + first for first in part.firsts]) for part, begin in zip(parts, begins, strict=False)]
+    keys = [iter(part.keys) for part in parts]
+    return ArrayLook(
+        [*chain.from_iterable(part.bases for part in parts)],
+        [*chain.from_iterable(part.addresses for part in parts)],
+        [next(keys[number]) for number in which],
+        (which, [part.marks for part in parts]),
+        [next(firsts[number]) for number in which],
+    )
 
 
 def _look_at_some(arrays: Sequence[Any], handler: Any) -> ArrayLook | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +25,7 @@ from holdfast.state.leaves import (
     Sharding,
     Skeleton,
     find_addresses,
+    list_whole,
     part_of,
 )
 from holdfast.state.own import HeldReplica, ShardOwnership
@@ -111,53 +112,51 @@ class LeafEntries(msgspec.Struct):
 
 
 class KnownArrays:
-    """The arrays that a capture has met, each with its leaf. Many that come at once are entered together.
+    """The arrays that a capture has met, each with its leaf, by where their memory begins: see `Facts.keys`.
 
-    Attributes:
-        leaves: By library and memory, the result for each array that was looked at by itself.
-        looked_at: By the identity of such an array, the array, which keeps its identity so, and the result.
+    Two are the same only if they begin with the same memory, so that only such ones are compared in full.
     """
 
-    def __init__(self) -> None:
-        self.leaves: dict[Hashable, CapturedLeaf] = {}
-        self.looked_at: dict[int, tuple[Any, CapturedLeaf]] = {}
-        # Arrays that came together, with the results for these; those after the first are in `leaves` already.
-        self._taken: list[tuple[Sequence[Any], Sequence[CapturedLeaf]]] = []
-        self._indexed = 0
-        # Where the memory begins of all arrays that were met: see `Facts.keys`.
-        self._met: set[int] = set()
+    def __init__(self, memory_of: Callable[[Any], Hashable]) -> None:
+        """Takes what returns the library and memory of an array."""
+        self._memory_of = memory_of
+        # The first array at each place. The arrays are kept, or another one might get the place of one that is gone.
+        self._firsts: dict[int, tuple[Any, CapturedLeaf]] = {}
+        self._others: dict[Hashable, tuple[Any, CapturedLeaf]] = {}
 
-    def note(self, array: Any, written: CapturedLeaf, key: int) -> None:
-        """Notes the result for an array that was looked at by itself."""
-        self.looked_at.setdefault(id(array), (array, written))
-        self._met.add(key)
+    def enter(self, keys: Sequence[int], arrays: Sequence[Any], written: Sequence[CapturedLeaf]) -> None:
+        """Enters many arrays, whose places are all new; but several of them may begin at one."""
+        added = dict(zip(keys, zip(arrays, written, strict=True), strict=True))
+        if len(added) == len(keys):
+            self._firsts.update(added)
+            return
+        for key, array, leaf in zip(keys, arrays, written, strict=True):
+            memory = self._memory_of(array)
+            if self.find(key, memory) is None:
+                self.note(key, memory, array, leaf)
 
-    def take(self, arrays: Sequence[Any], written: Sequence[CapturedLeaf], keys: Iterable[int]) -> None:
-        """Enters many arrays, all of them new."""
-        self._taken.append((arrays, written))
-        self._met.update(keys)
+    def note(self, key: int, memory: Hashable, array: Any, written: CapturedLeaf) -> None:
+        """Enters an array that is not known yet."""
+        if self._firsts.setdefault(key, (array, written))[1] is not written:
+            self._others[memory] = array, written
 
     def are_new(self, keys: Iterable[int]) -> bool:
         """Returns True if no memory that begins at one of these places was met before."""
-        return self._met.isdisjoint(keys)
+        return self._firsts.keys().isdisjoint(keys)
 
-    def find(self, memory: Hashable, key: int, memory_of: Callable[[Any], Hashable]) -> CapturedLeaf | None:
-        """Returns the result for the memory of an array, if it was met before.
-
-        Those that came together are entered one by one only where it may be one of theirs, which is seldom.
-        """
-        if self._indexed < len(self._taken) and key in self._met:
-            for own, written in self._taken[self._indexed :]:
-                self.leaves.update(zip(map(memory_of, own), written, strict=True))
-            self._indexed = len(self._taken)
-        return self.leaves.get(memory)
+    def find(self, key: int, memory: Hashable) -> CapturedLeaf | None:
+        """Returns the result for the memory of an array, if it was met before."""
+        first = self._firsts.get(key)
+        if first is None:
+            return None
+        other = self._others.get(memory)
+        if other is not None:
+            return other[1]
+        return first[1] if self._memory_of(first[0]) == memory else None
 
     def by_identity(self) -> dict[int, CapturedLeaf]:
         """Returns the results for all arrays that were met, by their identities."""
-        known = {key: written for key, (_, written) in self.looked_at.items()}
-        for own, written in self._taken:
-            known.update(zip(map(id, own), written, strict=True))
-        return known
+        return {id(array): leaf for array, leaf in chain(self._firsts.values(), self._others.values())}
 
 
 class LeafTable:
@@ -166,20 +165,22 @@ class LeafTable:
     Attributes:
         sharing: Decides which worker writes what.
         names: The names that are taken.
-        known: The arrays that were met.
-        has_renamed: True if a name was taken already.
         notes_each: True while each array is entered by itself, because its tree is to be remembered.
     """
 
     def __init__(self, sharing: ShardOwnership) -> None:
         self.sharing = sharing
         self.names: set[str] = set()
-        self.known = KnownArrays()
-        self.has_renamed = False
+        self._known = KnownArrays(lambda array: self._identify(array)[1])
         self.notes_each = False
         self._columns = Captured([], [], [], [], [], {})
         # For each leaf's array the array of the program that it comes from, and how; None for those of `replay`.
         self._origins: list[tuple[Any, Cutting] | None] = []
+        # Since `mark`: by its identity the result for each array that was entered by itself; the new leaves; and
+        # whether one's name was taken already.
+        self._noted: dict[int, CapturedLeaf] = {}
+        self._new: set[str] = set()
+        self._has_renamed = False
 
     def add(self, arrays: Sequence[Any], path_of: Callable[[int], str]) -> list[Node]:
         """Returns the nodes of arrays of one library, or of one kind of sharded ones."""
@@ -190,7 +191,7 @@ class LeafTable:
         assert backend is not None  # They are arrays.
         facts = backend.describe(arrays)
         if not (sharing.worker.is_alone or sharing.scope.is_own):
-            return self._add_shared(arrays, sharing.look(arrays, backend, facts, path_of), path_of)
+            return self._add_shared(arrays, list_whole(arrays, backend, facts, path_of), path_of)
         leaves = self._try_add(arrays, backend, facts, path_of)
         if leaves is None:
             leaves = [self._add_own(array, backend, facts, row, path_of(row)) for row, array in enumerate(arrays)]
@@ -206,7 +207,7 @@ class LeafTable:
             return None
         paths = list(map(path_of, range(len(arrays))))
         leaves = names = list(map(self._own_name, paths)) if self.sharing.scope.is_own else paths
-        if len(set(names)) < len(names) or not self.names.isdisjoint(names) or not self.known.are_new(facts.keys):
+        if len(set(names)) < len(names) or not self.names.isdisjoint(names) or not self._known.are_new(facts.keys):
             return None
         specs: Sequence[ArraySpec] = facts.specs
         addresses: Sequence[int] = facts.addresses
@@ -222,7 +223,7 @@ class LeafTable:
         begin, replica = self._begins()
         ranges = map(range, range(begin, begin + len(names)), range(begin + 1, begin + len(names) + 1))
         written = map(CapturedLeaf, names, ranges, repeat(range(replica, replica)), repeat(True))
-        self.known.take(arrays, list(written), addresses)
+        self._known.enter(addresses, arrays, list(written))
         self.names.update(names)
         self._origins += [None] * len(names)
         self._columns.add(names, specs, arrays, addresses, [backend] * len(names))
@@ -231,18 +232,18 @@ class LeafTable:
     def _add_own(self, array: Any, backend: ArrayBackend, facts: Facts, row: int, path: str) -> str:
         """Returns the leaf of an array of this worker alone."""
         spec, memory, key = facts.check(row, path), (backend.name, facts.memory(row)), facts.keys[row]
-        known = self.known.find(memory, key, self._memory_of)
+        known = self._known.find(key, memory)
         if known is not None and not known.is_own:
             raise _in_both(path, known.leaf)
         if known is None:
             leaf = self._unique(path)
             place, replica = self._begins()
             known = CapturedLeaf(leaf, range(place, place + 1), range(replica, replica), is_own=True)
-            self.known.leaves[memory] = known
+            self._known.note(key, memory, array, known)
             self._origins.append((array, (0, ())))
             self._columns.add([leaf], [spec], [array], [facts.addresses[row] or None], [backend])
             self.sharing.note_form(leaf, spec)
-        self.known.note(array, known, key)
+        self._noted[id(array)] = known
         return known.leaf
 
     def _add_shared(
@@ -259,7 +260,7 @@ class LeafTable:
             if sharding.is_abstract:
                 raise unsupported(path, "a shape without values", "Use it to restore, or put an array in its place.")
             memory = sharding.backend.name, sharding.memory
-            known = self.known.find(memory, sharding.key, self._memory_of)
+            known = self._known.find(sharding.key, memory)
             if known is None:
                 leaf = self._unique(path)
                 first, replica = self._begins()
@@ -269,12 +270,12 @@ class LeafTable:
                     columns.add([name], [spec], [array], [None], [sharding.backend])
                 last, last_replica = self._begins()
                 known = CapturedLeaf(leaf, range(first, last), range(replica, last_replica))
-                self.known.leaves[memory] = known
+                self._known.note(sharding.key, memory, value, known)
             elif known.is_own:
                 raise _in_both(path, known.leaf)
             else:
                 sharing.note_alias(path, known.replicas, value)
-            self.known.note(value, known, sharding.key)
+            self._noted[id(value)] = known
             nodes.append({"$": "array", "k": sharding.backend.name, "v": known.leaf})
         if len(columns.names) > begin:
             columns.addresses[begin:] = find_addresses(columns.backends[begin:], columns.arrays[begin:])
@@ -293,31 +294,29 @@ class LeafTable:
         number = 2
         # Keys such as 1 and "1" give one path. `~2` is not an escape, so no path contains it otherwise.
         while name in self.names:
-            self.has_renamed = True
+            self._has_renamed = True
             name = f"{path}~{number}"
             number += 1
         if name == "__metadata__":
             raise unsupported(path, "an array of that name", "The name belongs to the file format; choose another.")
         self.names.add(name)
+        self._new.add(name)
         return name
 
-    def _memory_of(self, array: Any) -> tuple[str, Hashable]:
-        return self._identify(array)[0]
-
-    def _identify(self, array: Any) -> tuple[tuple[str, Hashable], int]:
-        """Returns the library and memory of an array, and where it begins."""
+    def _identify(self, array: Any) -> tuple[int, tuple[str, Hashable]]:
+        """Returns where an array begins, and its library and memory."""
         sharder = sharder_of_type(type(array))
         if sharder is not None:
             (look,) = sharder.look([array], str, self.sharing.worker)
-            return (look.backend.name, look.memory), look.key
+            return look.key, (look.backend.name, look.memory)
         backend = backend_of(array)
         assert backend is not None  # It was found to be an array.
         facts = backend.describe([array])
-        return (backend.name, facts.memory(0)), facts.keys[0]
+        return facts.keys[0], (backend.name, facts.memory(0))
 
     def find_held(self, arrays: list[Any]) -> set[int]:
         """Returns the leaves whose memory one of the arrays shows in the same form, by number."""
-        known = self.known.by_identity()
+        known = self._known.by_identity()
         found: list[CapturedLeaf | None] = list(map(known.get, map(id, arrays)))
         others = [array for array, written in zip(arrays, found, strict=True) if written is None]
         while others:
@@ -325,26 +324,24 @@ class LeafTable:
             if is_made_of_tensors(type(array)):
                 others += [part for _, part in parts_of(array)]
             elif sharder_of_type(type(array)) is not None or backend_of(array) is not None:
-                found.append(self.known.find(*self._identify(array), self._memory_of))
+                found.append(self._known.find(*self._identify(array)))
         return set(chain.from_iterable(map(_places, filter(None, found))))
 
     def mark(self) -> tuple[int, ...]:
         """Returns what `entries_since` needs to find what was added from now on."""
-        self.has_renamed = False
-        return (len(self._columns.names), len(self.known.leaves), *map(len, self.sharing.lists()))
+        self._noted, self._new, self._has_renamed = {}, set(), False
+        return (len(self._columns.names), *map(len, self.sharing.lists()))
 
     def entries_since(self, mark: tuple[int, ...], arrays: Sequence[Any], look: ArrayLook) -> LeafEntries | None:
         """Returns what the arrays of a tree have added; None if one was met before, or is unusual."""
         sharing, columns = self.sharing, self._columns
-        first, first_leaf, box, elsewhere, replica, strides, quantizers = mark
-        if self.has_renamed or len(sharing.quantizers) > quantizers:
+        first, box, elsewhere, replica, strides, quantizers = mark
+        if self._has_renamed or len(sharing.quantizers) > quantizers:
             return None
-        looked_at = [self.known.looked_at.get(id(array)) for array in arrays]
-        leaves = {one.leaf for one in islice(self.known.leaves.values(), first_leaf, None)}
-        written = [one[1] for one in looked_at if one is not None]
-        if len(written) < len(arrays) or not leaves.issuperset(one.leaf for one in written):
+        written = list(filter(None, map(self._noted.get, map(id, arrays))))
+        if len(written) < len(arrays) or not self._new.issuperset(one.leaf for one in written):
             return None
-        numbers = dict(zip(map(id, reversed(arrays)), reversed(look.list_firsts()), strict=True))
+        numbers = dict(zip(map(id, reversed(arrays)), reversed(look.firsts), strict=True))
         held = sharing.replicas[replica:]
         origins = list(_find_origins(self._origins[first:], numbers))
         compared = list(_find_origins((one.origin for one in held), numbers))
@@ -353,7 +350,7 @@ class LeafTable:
         return LeafEntries(
             begins=(first, replica),
             written=written,
-            taken=frozenset(leaves.union(columns.names[first:])),
+            taken=frozenset(self._new.union(columns.names[first:])),
             names=columns.names[first:],
             specs=columns.specs[first:],
             backends=columns.backends[first:],
@@ -362,7 +359,7 @@ class LeafTable:
             boxes=sharing.boxes[box:],
             elsewhere=sharing.elsewhere[elsewhere:],
             strides=sharing.strides[strides:],
-            loose=[leaf for leaf in leaves if leaf in sharing.loose],
+            loose=list(self._new & sharing.loose),
             replicas=[
                 (one.record, None if one.held is None else one.held[0], origin)
                 for one, origin in zip(held, compared, strict=True)
@@ -371,11 +368,11 @@ class LeafTable:
 
     def try_replay(self, entries: LeafEntries, arrays: Sequence[Any], look: ArrayLook) -> bool:
         """Adds such arrays exactly as they were added before; returns False if that would be wrong."""
-        if not self.names.isdisjoint(entries.taken) or not self.known.are_new(look.keys):
+        if not self.names.isdisjoint(entries.taken) or not self._known.are_new(look.keys):
             return False
         sharing, bases = self.sharing, look.bases
         entries.move(self._begins())
-        self.known.take(arrays, entries.written, look.keys)
+        self._known.enter(look.keys, arrays, entries.written)
         self.names |= entries.taken
         self._origins += [None] * len(entries.names)
         found = list(map(bases.__getitem__, entries.numbers))

@@ -316,7 +316,6 @@ class Sharding(msgspec.Struct, frozen=True):
         workers: How many workers hold it together, as far as known here; 0 for those that hold a plain array there.
         is_by_hand: True if a user described its boxes, which may be wrong.
         place: Its placement and kind, as far as its library has more than the boxes.
-        may_differ: True if data-parallel workers may have other values there.
         is_abstract: True if it only describes an array that has no values yet.
         is_fillable: True if the boxes can hold any values in place.
     """
@@ -329,9 +328,26 @@ class Sharding(msgspec.Struct, frozen=True):
     workers: int = 0
     is_by_hand: bool = False
     place: Hashable = None
-    may_differ: bool = False
     is_abstract: bool = False
     is_fillable: bool = True
+
+
+def list_whole(
+    arrays: Sequence[Any], backend: ArrayBackend, facts: Facts, path_of: Callable[[int], str]
+) -> list[Sharding]:
+    """Describes plain arrays, each of which all its holders have whole.
+
+    Raises:
+        UnsupportedValueError: If one cannot be stored; `path_of` returns its path, by its number.
+    """
+    found: list[Sharding] = []
+    for row, (array, spec, key) in enumerate(zip(arrays, facts.specs, facts.keys, strict=True)):
+        if row in facts.problems:
+            facts.check(row, path_of(row))
+        local = LocalBox(Box((0,) * len(spec.shape), spec.shape), array, None)
+        is_fillable = row not in facts.unfillable
+        found.append(Sharding(spec, backend, (local,), facts.memory(row), key, is_fillable=is_fillable))
+    return found
 
 
 class Sharder(Protocol):

@@ -6,7 +6,7 @@ than the others, the rest is not affected. There is no communication, and nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import xxhash
@@ -19,7 +19,7 @@ from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, StridesRecord, shift, split_box, whole_box
 from holdfast.state.adapters import Replication
 from holdfast.state.describe import look_at
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Cutting, Facts, LocalBox, Replica, Sharding, part_of, spec_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, Cutting, Replica, Sharding, part_of, spec_of
 from holdfast.state.registry import backend_of, sharder_of_type
 
 MemoryGroups: TypeAlias = dict[str, tuple[object, frozenset[tuple[str, Hashable]]]]
@@ -159,20 +159,6 @@ class ShardOwnership:
         self._groups[group] = now, frozenset(found)
         return frozenset(found)
 
-    def look(
-        self, arrays: Sequence[Any], backend: ArrayBackend, facts: Facts, path_of: Callable[[int], str]
-    ) -> list[Sharding]:
-        """Returns the shardings of plain arrays, which each holder has whole."""
-        found: list[Sharding] = []
-        trained = self.scope.trained
-        for row, array in enumerate(arrays):
-            spec = facts.check(row, path_of(row)) if row in facts.problems else facts.specs[row]
-            local = LocalBox(whole_box(spec.shape), array, None)
-            memory = facts.memory(row)
-            may_differ = trained is not None and (backend.name, memory) not in trained
-            found.append(Sharding(spec, backend, (local,), memory, facts.keys[row], may_differ=may_differ))
-        return found
-
     def choose(
         self, leaf: str, sharding: Sharding, path: str, value: Any
     ) -> Iterator[tuple[str, ArraySpec, Any, Cutting]]:
@@ -191,7 +177,9 @@ class ShardOwnership:
                 hint="Store its int_repr() as the part, with scale and zero point next to it.",
             )
         self.note_form(leaf, spec)
-        scope = self.scope
+        scope, memory = self.scope, (sharding.backend.name, sharding.memory)
+        is_plain = all(local.holders is None for local in sharding.boxes)
+        may_differ = is_plain and scope.trained is not None and memory not in scope.trained
         workers = sharding.workers or len(scope.holders)
         if sharding.is_by_hand or (not scope.is_own and workers < self.worker.world_size):
             self.loose.add(leaf)
@@ -205,7 +193,7 @@ class ShardOwnership:
             holders = (self.worker.rank,) if scope.is_own else local.holders or scope.holders
             item_bytes = ITEM_BYTES[spec.dtype]
             # What is not the same with all comes from one of them, and not each array from another.
-            is_together = sharding.may_differ and local.box.elements * item_bytes < 2 * PART_BYTES
+            is_together = may_differ and local.box.elements * item_bytes < 2 * PART_BYTES
             for owner, part in plan_parts(leaf, local.box, item_bytes, holders[:1] if is_together else holders):
                 name = f"{leaf}~b{written}" if written else leaf
                 if owner != self.worker.rank:
@@ -226,9 +214,9 @@ class ShardOwnership:
                     spec,
                     local.box,
                     holders,
-                    may_differ=sharding.may_differ,
+                    may_differ=may_differ,
                     is_trained=scope.is_trained,
-                    is_renewed=(sharding.backend.name, sharding.memory) in scope.renewed,
+                    is_renewed=memory in scope.renewed,
                 )
                 held = sharding.backend, local.array
                 self.replicas.append(HeldReplica(record, held, (value, local.cutting)))

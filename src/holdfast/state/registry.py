@@ -319,11 +319,6 @@ def list_arrays(root: object, path: str) -> list[tuple[str, object]]:
     return [(_path(path, trail), value) for trail, value in found.values()]
 
 
-def holds_objects(live: object) -> bool:
-    """Returns True if a live value is or contains objects with state."""
-    return bool(state_paths(live, "", only_objects=True))
-
-
 def immutable_arrays_in(root: object) -> list[object]:
     """Returns the immutable arrays in a tree of values, each once; not those inside objects with state."""
     found = (

@@ -138,7 +138,9 @@ class MadeArray(PendingArray):
                 return _weaken(array) if is_weak else array
         indices = sharding.addressable_devices_indices_map(self.shape)
         parts = [
-            jax.device_put(self._values(box_of(index, self.shape)), _on_device(device, sharding))
+            jax.device_put(
+                self._values(box_of(index, self.shape)), SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            )
             for device, index in indices.items()
         ]
         divided = jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
@@ -153,10 +155,6 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     """**Pure.** Returns the part of an array that slices select."""
     bounds = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]
     return Box(tuple(begin for begin, _ in bounds), tuple(end - begin for begin, end in bounds))
-
-
-def _on_device(device: Any, sharding: Any) -> Any:
-    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
 
 
 def _weaken_divided(array: Any) -> Any:

@@ -121,7 +121,8 @@ def _find_part(
         hint = "Pass the cluster of the job, which numbers workers as torch.distributed does."
         return _MeshPart(workers, problem=(what, hint))
     boxes = find_boxes(shape, tuple(mesh.shape), coordinate, placements)
-    return _MeshPart(workers, holders, boxes, _local_shape(boxes, len(shape)))
+    local_shape = tuple(max(place.ends[dimension] for _, place in boxes) for dimension in range(len(shape)))
+    return _MeshPart(workers, holders, boxes, local_shape)
 
 
 def _refuse(part: _MeshPart, own: ArraySpec, path: str) -> NoReturn:
@@ -187,10 +188,6 @@ def _chunk(runs: Runs, parts: int, number: int) -> Runs:
             found.append((begin + low, begin + high))
         place += end - begin
     return tuple(found)
-
-
-def _local_shape(boxes: list[tuple[Box, Box]], dimensions: int) -> tuple[int, ...]:
-    return tuple(max(place.ends[dimension] for _, place in boxes) for dimension in range(dimensions))
 
 
 @lru_cache(maxsize=1 << 8)

@@ -51,7 +51,6 @@ from holdfast.state.registry import (
     INTEGRATIONS,
     adapter_of,
     find_array,
-    holds_objects,
     holds_state,
     is_array_type,
     list_members,
@@ -258,7 +257,8 @@ class Comparison(Decoder):
         if not self.at.rules.fixed_objects or (live_is := live_form(live)) in ("", form_of(node)):
             return False
         if not self.at.rules.fixed_arrays:
-            return holds_objects(live) or (is_namedtuple(type(live)) and holds_state(live))  # JAX: an optimizer's.
+            has_objects = bool(state_paths(live, "", only_objects=True))
+            return has_objects or (is_namedtuple(type(live)) and holds_state(live))  # JAX: an optimizer's.
         # Arithmetic makes a number of a NumPy array without dimensions.
         is_scalar = "/" not in path and live_is == "array" and live.shape == () and is_number(node)
         return not is_scalar and (live_is in ("array", "subclass", "object") or holds_state(live))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, repeat
@@ -25,6 +25,7 @@ from holdfast.state.leaves import (
     Sharder,
     Sharding,
     Target,
+    list_whole,
     spec_of,
 )
 from holdfast.state.registry import backend_named, backend_of, backend_of_type, sharder_of_type
@@ -76,6 +77,21 @@ class References(NamedTuple):
             lambda number: self.path_of(numbers[number]),
         )
 
+    def rows(self) -> Iterator[Reference]:
+        """Returns them one by one."""
+        paths = map(self.path_of, range(len(self.leaves)))
+        return map(Reference, self.leaves, self.specs, self.libraries, self.lives, paths)
+
+
+class Reference(NamedTuple):
+    """One of `References`."""
+
+    leaf: str
+    spec: ArraySpec
+    library: str
+    live: Any
+    path: str
+
 
 @dataclass(slots=True)
 class _Claim:
@@ -105,9 +121,9 @@ class RestoreTargets:
         self._fresh: set[_Key] = set()
         # By leaf: the sharded array that was made for it.
         self._made: dict[str, tuple[Sharding, Any]] = {}
-        # By the library's name, then where the memory begins: the first array there, its facts and its leaf.
-        self._firsts: dict[str, dict[int, tuple[Facts, int, str]]] = {}
-        # By the library's name and what tells one piece of its memory from another, the leaves of others.
+        # By the library's name, then where the memory begins: the facts, the row and the leaf of the array there that
+        # came with many, or None. By the library's name and its memory, the leaf of each other one.
+        self._firsts: dict[str, dict[int, tuple[Facts, int, str] | None]] = {}
         self._by_memory: dict[tuple[str, Hashable], str] = {}
 
     def take(self, wanted: References, at: At) -> list[Any]:
@@ -134,17 +150,16 @@ class RestoreTargets:
         """Does it for live values of one library, or of none."""
         if handler is None:
             made = self._try_new(wanted, at)
-            return made if made is not None else [self._new_for(*row, at) for row in _rows(wanted)]
-        if sharder_of_type(type(wanted.lives[0])) is not None:
-            shardings = handler.look(wanted.lives, wanted.path_of, self._worker)
-            return [
-                self._fill_shared(*row, sharding, handler, at.rules)
-                for row, sharding in zip(_rows(wanted), shardings, strict=True)
-            ]
-        facts = handler.describe(wanted.lives)
-        if self._try_fill(wanted, facts, handler, at.rules):
-            return list(wanted.lives)
-        return [self._fill(*row, facts, number, handler, at.rules) for number, row in enumerate(_rows(wanted))]
+            return made if made is not None else [self._new_for(one, at) for one in wanted.rows()]
+        sharder = sharder_of_type(type(wanted.lives[0]))
+        if sharder is not None:
+            live = sharder.look(wanted.lives, wanted.path_of, self._worker)
+        else:
+            facts = handler.describe(wanted.lives)
+            if self._try_fill(wanted, facts, handler, at.rules):
+                return list(wanted.lives)
+            live = list_whole(wanted.lives, handler, facts, wanted.path_of)
+        return [self._fill(one, own, sharder, at.rules) for one, own in zip(wanted.rows(), live, strict=True)]
 
     def _try_fill(self, wanted: References, facts: Facts, backend: ArrayBackend, rules: Rules) -> bool:
         """Lets all live arrays be filled in place, unless there is anything to decide or to report about one."""
@@ -155,9 +170,12 @@ class RestoreTargets:
             zip(leaves, map(Target, leaves, specs, arrays, repeat(backend), repeat(()), addresses), strict=True)
         )
         # Tied parameters are one array under two names.
-        if len(targets) < len(leaves) and not all(map(is_, map(_array_of, map(targets.get, leaves)), arrays)):
-            return False
+        if len(targets) < len(leaves):
+            kept = [targets[leaf].array for leaf in leaves]
+            if not all(map(is_, kept, arrays)):
+                return False
         known = self._firsts.setdefault(backend.name, {})
+        firsts: dict[int, tuple[Facts, int, str] | None]
         firsts = dict(zip(keys, zip(repeat(facts), count(), leaves), strict=False))
         if len(firsts) < len(targets) or 0 in addresses:
             return False
@@ -167,93 +185,52 @@ class RestoreTargets:
         self._claims.update(targets)
         return True
 
-    def _fill(
-        self,
-        leaf: str,
-        spec: ArraySpec,
-        library: str,
-        array: Any,
-        path: str,
-        facts: Facts,
-        row: int,
-        backend: ArrayBackend,
-        rules: Rules,
-    ) -> Any:
-        """Returns the live array if it is to be filled in place or does not fit, otherwise a similar new one."""
-        live = facts.check(row, path)
-        if not rules.fixed_shapes and (live.dtype, live.shape) != (spec.dtype, spec.shape):
-            return self._replace(leaf, spec, live, array, backend, library, path)
-        if not self._fits(live, spec, path):
-            return array
-        owner = self._find_owner(backend, facts, row)
-        if owner == leaf:
-            return array
-        if not rules.in_place or row in facts.unfillable or (owner is not None and not rules.fixed_arrays):
-            return self.new(leaf, spec, backend, array)
-        if owner is None:
-            first = self._firsts.setdefault(backend.name, {}).setdefault(facts.keys[row], (facts, row, leaf))
-            if first != (facts, row, leaf):
-                self._by_memory[backend.name, facts.memory(row)] = leaf
-        if self._is_taken(leaf, owner, path):
-            return array
-        self._claim(leaf, spec).receivers.append((backend, array))
-        return array
-
-    def _find_owner(self, backend: ArrayBackend, facts: Facts, row: int) -> str | None:
-        """Returns the leaf that has an array's memory already."""
-        first = self._firsts.get(backend.name, {}).get(facts.keys[row])
-        if first is None:
-            return None
-        memory = facts.memory(row)
-        return first[2] if first[0].memory(first[1]) == memory else self._by_memory.get((backend.name, memory))
-
-    def _is_taken(self, leaf: str, owner: str | None, path: str) -> bool:
-        """Returns True if another leaf has the memory, and notes it."""
-        if owner is not None and owner != leaf:
-            text = f"{path}: stored separately from {owner}, but the live arrays share memory"
-            self._differences.wrong_kind.append(text)
-            return True
-        return False
-
-    def _fill_shared(
-        self,
-        leaf: str,
-        spec: ArraySpec,
-        library: str,
-        array: Any,
-        path: str,
-        sharding: Sharding,
-        sharder: Sharder,
-        rules: Rules,
-    ) -> Any:
-        """Like `_fill`, for an array of which this worker holds some boxes, or none.
+    def _fill(self, wanted: Reference, live: Sharding, sharder: Sharder | None, rules: Rules) -> Any:
+        """Returns the live array if it is to be filled in place or does not fit, otherwise a similar new one.
 
         One that is divided, or of typed keys, must fit.
         """
-        live, backend = sharding.spec, sharding.backend
-        is_special = sharding.workers or sharding.is_by_hand or sharding.is_abstract or sharding.place
+        leaf, spec, _, array, path = wanted
+        own, backend = live.spec, live.backend
+        is_special = live.workers or live.is_by_hand or live.is_abstract or live.place
         if (
-            len(sharding.boxes) == 1
+            len(live.boxes) == 1
             and not is_special
             and not rules.fixed_shapes
-            and (live.dtype, live.shape) != (spec.dtype, spec.shape)
+            and (own.dtype, own.shape) != (spec.dtype, spec.shape)
         ):
-            return self._replace(leaf, spec, live, array, backend, library, path)
-        if not self._fits(live, spec, path):
+            return self._replace(wanted, own, backend)
+        if own.shape != spec.shape:
+            self._differences.wrong_shape.append(f"{path}: stored {list(spec.shape)}, live {list(own.shape)}")
             return array
-        memory = backend.name, sharding.memory
-        owner = self._by_memory.get(memory)
+        if own.dtype != spec.dtype:
+            self._differences.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {own.dtype}")
+            return array
+        firsts = self._firsts.setdefault(backend.name, {})
+        first = firsts.setdefault(live.key, None)
+        owner = self._by_memory.get((backend.name, live.memory))
+        if first is not None and first[0].memory(first[1]) == live.memory:
+            owner = first[2]
         if owner == leaf:
             return array
-        if not (rules.in_place and sharding.is_fillable) or (owner is not None and not rules.fixed_arrays):
-            return self._new_shared(leaf, spec, sharder, array, path)
-        self._by_memory.setdefault(memory, leaf)
-        if not self._is_taken(leaf, owner, path):
-            self._claim_boxes(leaf, sharding)
+        if not (rules.in_place and live.is_fillable) or (owner is not None and not rules.fixed_arrays):
+            if sharder is not None:
+                return self._new_shared(leaf, spec, sharder, array, path)
+            return self.new(leaf, spec, backend, array)
+        if owner is not None:
+            text = f"{path}: stored separately from {owner}, but the live arrays share memory"
+            self._differences.wrong_kind.append(text)
+            return array
+        self._by_memory[backend.name, live.memory] = leaf
+        if sharder is None:
+            self._claim(leaf, spec).receivers.append((backend, array))
+        else:
+            self._claim_boxes(leaf, live)
         return array
 
-    def _new_for(self, leaf: str, spec: ArraySpec, library: str, live: Any, path: str, at: At) -> Any:
+    def _new_for(self, wanted: Reference, at: At) -> Any:
         """Returns a new array where there is no live one; the live value if nothing new may come."""
+        leaf, spec, library, live, path = wanted
         if live is ABSENT and at.rules.fixed_arrays:
             self._differences.extra.append(path)
             return ABSENT
@@ -330,8 +307,10 @@ class RestoreTargets:
         array = sharder.new(like, spec)
         (sharding,) = sharder.look([array], lambda _: path, self._worker)
         made = self._made.get(leaf)
-        if made is not None and made[0].place == sharding.place and _boxes_of(made[0]) == _boxes_of(sharding):
-            return made[1]
+        if made is not None and made[0].place == sharding.place:
+            boxes = zip(made[0].boxes, sharding.boxes, strict=False)
+            if len(made[0].boxes) == len(sharding.boxes) and all(own.box == other.box for own, other in boxes):
+                return made[1]
         self._made[leaf] = (sharding, array)
         self._note(leaf, array)
         self._claim_boxes(leaf, sharding)
@@ -359,23 +338,15 @@ class RestoreTargets:
             array.check(leaf)
             self.has_pending = True
 
-    def _replace(
-        self, leaf: str, spec: ArraySpec, live: ArraySpec, array: Any, backend: ArrayBackend, library: str, path: str
-    ) -> Any:
+    def _replace(self, wanted: Reference, live: ArraySpec, backend: ArrayBackend) -> Any:
         """Returns a new array for a stored one of another shape or type; another shape is noted."""
+        leaf, spec, library, array, path = wanted
         if live.shape != spec.shape and 0 not in live.shape and live.shape:
             text = f"{path} {list(spec.shape)} (your script begins with {list(live.shape)})"
             self._differences.replaced.append(text)
         if live.dtype == spec.dtype or backend.name == library:
             return self.new(leaf, spec, backend, array)
         return self.new(leaf, spec, backend_named(library))
-
-    def _fits(self, live: ArraySpec, spec: ArraySpec, path: str) -> bool:
-        if live.shape != spec.shape:
-            self._differences.wrong_shape.append(f"{path}: stored {list(spec.shape)}, live {list(live.shape)}")
-        elif live.dtype != spec.dtype:
-            self._differences.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {live.dtype}")
-        return (live.dtype, live.shape) == (spec.dtype, spec.shape)
 
     def _claim(self, key: _Key, spec: ArraySpec) -> _Claim:
         claim = self._claims.get(key)
@@ -392,19 +363,6 @@ class RestoreTargets:
             key = leaf if box.is_whole(sharding.spec.shape) else (leaf, box)
             claim = self._claim(key, spec_of(sharding.spec.dtype, box.shape))
             claim.receivers.append((sharding.backend, local.array))
-
-
-def _rows(wanted: References) -> list[tuple[str, ArraySpec, str, Any, str]]:
-    paths = map(wanted.path_of, range(len(wanted.leaves)))
-    return list(zip(wanted.leaves, wanted.specs, wanted.libraries, wanted.lives, paths, strict=True))
-
-
-def _array_of(target: Target | None) -> Any:
-    return None if target is None else target.array
-
-
-def _boxes_of(sharding: Sharding) -> list[Box]:
-    return [local.box for local in sharding.boxes]
 
 
 def _target(key: _Key, claim: _Claim, address: int | None) -> Target:
