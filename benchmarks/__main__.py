@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from benchmarks.frameworks.page import keep_section
 from benchmarks.harness.guard import open_scratch
 from benchmarks.harness.machine import describe_machine
-from benchmarks.harness.picture import render_picture
 from benchmarks.harness.results import (
     LIMITS,
     Results,
@@ -35,6 +34,7 @@ from benchmarks.one_process.parts import (
     compare_training,
     measure_small,
 )
+from benchmarks.one_process.pictures import render_picture, render_speed
 from benchmarks.peers import PEERS
 from benchmarks.several_workers import ALSO, JOBS, TRAINING_JOBS, list_setups
 from benchmarks.several_workers.comparison import (
@@ -43,9 +43,7 @@ from benchmarks.several_workers.comparison import (
     compare_workers,
     compare_workers_training,
 )
-from benchmarks.several_workers.page import was_measured
-from benchmarks.several_workers.published import is_of_workers, publish
-from benchmarks.speed import render_speed
+from benchmarks.several_workers.page import is_of_workers, publish, was_measured
 
 _HERE: Final = Path(__file__).parent
 _OUT: Final = _HERE / "out"

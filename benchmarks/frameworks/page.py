@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from benchmarks.frameworks import FRAMEWORKS, NOTHING
 from benchmarks.frameworks.comparison import Plan, name_restarts
 from benchmarks.harness.results import Results
 from benchmarks.harness.summary import Spread, limits_of, rounds_of, spread
-from benchmarks.harness.tables import show_number, show_spread
+from benchmarks.harness.tables import draw_table, show_number, show_scale, show_spread, show_strong
 
 TITLE: Final = "## In the loops of frameworks"
 MOST: Final = 0.2
 """The part of what a framework's own checkpointing takes that holdfast may take."""
 
 _HOLDFAST: Final = "holdfast"
-_SAVE_KEYS: Final = ("step", "lost", "lost_cpu", "stall", "longest", "first_stall")
+_SAVES: Final = {
+    "step": "a step, s",
+    "lost": "lost for each save, s",
+    "lost_cpu": "processor time of a save, s",
+    "stall": "stall, s",
+    "longest": "longest step, s",
+    "first_stall": "stall of the first save, s",
+}
+_RESTARTS: Final = {"first": "first step, s", "resume": "first new step, s"}
 
 
 def keep_section(page: str, old_page: str) -> str:
@@ -43,19 +51,13 @@ def _head(results: Results, plan: Plan) -> Iterator[str]:
         f"{machine.cores} cores ({machine.processor}), {machine.memory_bytes / 2**30:.0f} GiB of memory, "
         f"{machine.file_system}. {', '.join(f'{name} {version}' for name, version in machine.versions.items())}.\n"
     )
-    if results.scale != 1:
-        yield f"**The models were made smaller, to {results.scale:g} of their size: a quick look, no more.**\n"
+    yield from show_scale(results, "The models were")
 
 
 def _goals(results: Results) -> Iterator[str]:
     """What holdfast takes of what the others take, and what the machine itself takes where that is too much."""
     yield f"What holdfast takes, as a part of what the other takes. The goal is at most {MOST:g}; more is bold.\n"
-    yield (
-        "| | time lost for each save | processor time of a save | stall of a save | restart | restart, beyond a first "
-        "start |"
-    )
-    yield "|---|---|---|---|---|---|"
-    missed = []
+    rows, missed = [], []
     for name, framework in FRAMEWORKS.items():
         for way in framework.ways[1:]:
             for is_stream in (False, True):
@@ -66,13 +68,14 @@ def _goals(results: Results) -> Iterator[str]:
                 if all(share is None for share in shares):
                     continue
                 title = f"{framework.title}, {way}{', a stream' if is_stream else ''}"
-                yield f"| {title} | {' | '.join('' if share is None else str(share) for share in shares)} |"
+                rows.append([title, *("" if share is None else str(share) for share in shares)])
                 missed += [
                     f"- {title}: {_explain(results, name, *part, way)}"
                     for part, share in zip(parts, shares, strict=False)
                     if share is not None and share.is_missed()
                 ]
-    yield ""
+    heads = ["time lost for each save", "processor time of a save", "stall of a save"]
+    yield from draw_table(["", *heads, "restart", "restart, beyond a first start"], rows)
     if missed:
         yield "Where it is missed:\n"
         yield from missed
@@ -123,12 +126,12 @@ def _explain(results: Results, name: str, part: str, key: str, way: str) -> str:
     if key == "resume":
         start, whole = _spread(results, part, NOTHING, "first"), _spread(results, part, way, key)
         alone = _median(results, part, NOTHING, "first")
-        told = f"a restart takes {own} s and {peer} s. A first start alone takes {alone} s"
+        shown = f"a restart takes {own} s and {peer} s. A first start alone takes {alone} s"
         if start is None or whole is None or not limits:
-            return f"{told}."
+            return f"{shown}."
         read = limits["read_cold"].median
         least = (start.median + read) / whole.median
-        return f"{told}, and a bare direct read of as many bytes {show_number(read)} s: {least:.2f} of the other's."
+        return f"{shown}, and a bare direct read of as many bytes {show_number(read)} s: {least:.2f} of the other's."
     what = {"lost": "a save costs training", "lost_cpu": "a save takes processor time of"}.get(
         key, "a save stalls training for"
     )
@@ -159,17 +162,11 @@ def _saves(results: Results) -> Iterator[str]:
                 f"{framework.title}: a bare copy of these bytes into touched memory took "
                 f"{show_spread(limits['copy'])} s, a bare direct write {show_spread(limits['write'])} s.\n"
             )
-    yield (
-        "| | saved by | a step, s | lost for each save, s | processor time of a save, s | stall, s | longest step, s "
-        "| stall of the first save, s |"
-    )
-    yield "|---|---|---|---|---|---|---|---|"
+    rows = []
     for name, framework in FRAMEWORKS.items():
         for way in framework.ways:
-            found = [_spread(results, name, way, key) for key in _SAVE_KEYS]
-            if any(found):
-                yield _row(framework.title, way, found)
-    yield ""
+            rows += _rows(results, framework.title, name, way, way, _SAVES)
+    yield from draw_table(["", "saved by", *_SAVES.values()], rows)
 
 
 def _restarts(results: Results) -> Iterator[str]:
@@ -182,17 +179,14 @@ def _restarts(results: Results) -> Iterator[str]:
         "BackupAndRestore of Keras begins the epoch again. Orbax keeps no place in the data; its loop passes over "
         "batches.\n"
     )
-    yield "| | saved by | first step, s | first new step, s |"
-    yield "|---|---|---|---|"
+    rows = []
     for name, framework in FRAMEWORKS.items():
         for is_stream in (False, True):
             for way in (NOTHING, *framework.ways):
-                part = name_restarts(name, is_stream=is_stream)
-                found = [_spread(results, part, way, key) for key in ("first", "resume")]
-                if any(found):
-                    title = f"{framework.title}, a stream" if is_stream else framework.title
-                    yield _row(title, "not saved: a first start" if way == NOTHING else way, found)
-    yield ""
+                title = f"{framework.title}, a stream" if is_stream else framework.title
+                shown = "not saved: a first start" if way == NOTHING else way
+                rows += _rows(results, title, name_restarts(name, is_stream=is_stream), way, shown, _RESTARTS)
+    yield from draw_table(["", "saved by", *_RESTARTS.values()], rows)
 
 
 def _failures(results: Results) -> Iterator[str]:
@@ -200,9 +194,11 @@ def _failures(results: Results) -> Iterator[str]:
     yield from (f"- {name}: {reason}" for name, reason in results.missing.items())
 
 
-def _row(title: str, way: str, found: list[Spread | None]) -> str:
-    shown = f"**{way}**" if way == _HOLDFAST else way
-    return f"| {title} | {shown} | {' | '.join('' if one is None else show_spread(one) for one in found)} |"
+def _rows(results: Results, title: str, part: str, way: str, shown: str, keys: Iterable[str]) -> Iterator[list[str]]:
+    """A row, if anything was measured."""
+    found = [_spread(results, part, way, key) for key in keys]
+    if any(found):
+        yield [title, show_strong(shown), *("" if one is None else show_spread(one) for one in found)]
 
 
 def _spread(results: Results, part: str, way: str, key: str) -> Spread | None:

@@ -1,8 +1,7 @@
-"""What runs on a machine with a GPU, in one go: `make gpu`. `python -m benchmarks.gpu --help`.
+"""The measurements on a machine with a GPU, in one go: `make gpu`. `python -m benchmarks.gpu --help`.
 
-`__main__` needs the standard library alone. It makes ready what the machine lacks (`site`, from what `wheels` has
-gathered where there is a network), and goes through the parts (`parts`), the most important first. Each part is a
-process (`process`) with a time limit of its own: the tests that are marked `cuda`, the bare limits (`device`), and one
-way of saving each on one size of state (`contender`, on `training`; `jax_contender`). What they find is kept as it
-comes (`findings`): one JSON file and one table.
+`__main__` needs the standard library alone. It prepares what the machine lacks (`site`, from what `wheels` has gathered
+where there is a network) and goes on as `kit`, which runs the parts, the most important first: the tests that are
+marked `cuda`, and one way of saving each on one size of state (`duties`, on `training`). Each part is a process of its
+own with a time limit. The figures are kept after each order: one JSON file and one table (`page`).
 """

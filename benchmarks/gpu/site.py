@@ -1,4 +1,4 @@
-"""Makes ready what a bare machine lacks: packages from wheels that came along, and holdfast itself.
+"""Prepares what a bare machine lacks: packages from wheels that came along, and holdfast itself.
 
 Nothing is downloaded and nothing outside of one directory is written. Python finds that directory by `PYTHONPATH`.
 """
@@ -58,7 +58,7 @@ def find_place(wanted: Path) -> Path:
 
 
 def make_site(root: Path, place: Path, wheels: Path) -> Iterator[str]:
-    """**Blocks.** Fills `place / "site"`; tells what it has done, in lines for the results."""
+    """**Blocks.** Fills `place / "site"`; yields what it has done, in lines for the results."""
     site = place / "site"
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir()
@@ -76,7 +76,7 @@ def make_site(root: Path, place: Path, wheels: Path) -> Iterator[str]:
 
 
 def make_environment(root: Path, place: Path, scratch: Path) -> dict[str, str]:
-    """The variables of each part. Whatever is cached goes to `scratch`: a home may be missing, or read-only.
+    """The variables of each part. All that is cached goes to `scratch`: a home may be missing, or read-only.
 
     Its path has to be short, since Python's processes speak to each other by sockets there.
     """

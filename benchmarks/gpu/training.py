@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from benchmarks.states.model import Model
 from benchmarks.states.torch_state import State
+from benchmarks.states.workloads import ModelSize
 
 VOCABULARY: Final = 8192
-_HEAD: Final = 64
 _BYTES_A_PARAMETER: Final = 2 + 4 + 4
 
 
@@ -26,43 +26,6 @@ def synchronize(device: torch.device) -> None:
     """**Blocks** until the device has done all that it was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class Block(nn.Module):
-    """Attention and two layers, with what leads around them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From and to batch, place and width."""
-        batch, length, width = x.shape
-        parts = self.attend(self.norm1(x)).view(batch, length, 3, width // _HEAD, _HEAD).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
-        x = x + self.project(seen.transpose(1, 2).reshape(batch, length, width))
-        made: torch.Tensor = x + self.narrow(functional.gelu(self.widen(self.norm2(x))))
-        return made
-
-
-class Gpt(nn.Module):
-    """Predicts the next of some tokens."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss."""
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = functional.linear(self.norm(x)[:, :-1], self.tokens.weight)
-        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 class MixedAdamW(torch.optim.Optimizer):
@@ -114,11 +77,6 @@ class DeviceState(State):
                 if live.data_ptr() != read.data_ptr():
                     live.copy_(read)
 
-    @property
-    def size_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
     def checksums(self) -> dict[str, int]:
         """Sums over all bits."""
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -153,7 +111,7 @@ class GpuTraining:
         # About a tenth of a second a step on a fast GPU.
         batch, length = (8, 1024) if self.device.type == "cuda" else (1, 32)
         with self.device:
-            self.model = Gpt(width, layers).to(torch.bfloat16)
+            self.model = Model(ModelSize(VOCABULARY, length, width, layers)).to(torch.bfloat16)
             self._batch = torch.randint(VOCABULARY, (batch, length))
         self.optimizer = MixedAdamW(self.model.parameters())
         self.state = DeviceState({"model": self.model, "optimizer": self.optimizer})

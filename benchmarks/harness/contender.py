@@ -43,6 +43,7 @@ class Contender:
     Attributes:
         name: Its name.
         directory: Where it writes.
+        note: What it has said last besides figures: what it makes durable by itself.
         has_ended: True once it was ended.
     """
 
@@ -53,6 +54,7 @@ class Contender:
         guard: Guard,
         *,
         workers: int = 1,
+        threads: int | None = THREADS,
         order_seconds: float = _ORDER_SECONDS,
         passed: Sequence[int] = (),
         count_memory: Callable[[], int] | None = None,
@@ -64,6 +66,7 @@ class Contender:
             directory: Where it writes.
             guard: Ends the processes if this one is killed.
             workers: How many processes there are.
+            threads: How many threads each computes with, of several one; None for as many as there are cores.
             order_seconds: No order takes longer, or the contender has failed.
             passed: Descriptors that the process gets.
             count_memory: Counts the memory that is held; by default that of the process and its children. What several
@@ -71,20 +74,21 @@ class Contender:
         """
         self.name, self.directory = name, directory
         directory.mkdir(parents=True, exist_ok=True)
+        self.note = ""
         self.has_ended = False
         self._workers, self._order_seconds, self._guard = workers, order_seconds, guard
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  It lives as long as this object.
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lines: dict[int, _Line] = {}
         job = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"] if workers > 1 else []
-        threads = str(THREADS if workers == 1 else 1)
+        limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads if workers == 1 else 1))
         self._process = subprocess.Popen(
             [sys.executable, *job, "-m", "benchmarks.harness.worker", str(self._listener.getsockname()[1])],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             pass_fds=passed,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            env={**os.environ, **(limits if threads else {})},
             # A group of its own, so that what a peer starts can be ended with it; torchrun gives one to each worker.
             start_new_session=True,
             cwd=ROOT,
@@ -130,6 +134,7 @@ class Contender:
             replies = self._gather(verb, self._order_seconds if seconds is None else seconds)
         if missing := next((reply.missing for reply in replies if reply.missing), ""):
             raise ContenderMissingError(missing)
+        self.note = replies[0].note
         return replies
 
     def order_each(self, verb: str, *, seconds: float | None = None, **arguments: Any) -> list[Reply]:
@@ -151,16 +156,21 @@ class Contender:
             figures["extra_bytes"] = float(max(0, self._memory.peak_bytes - self._idle_bytes))
         return figures
 
-    def open(self) -> None:
+    def open(self, seconds: float | None = None) -> None:
         """**Blocks.** Has it open what is measured, once it has its state. Raises as `receive` does."""
         if self._memory:
             self._idle_bytes = self._memory.count()
-        self.order_each("open")
+        self.order_each("open", seconds=seconds)
 
     def count_held(self) -> Held:
         """What it holds now: memory, beyond what it held before it was opened; and all descriptors and threads."""
         held = count_held(self._process.pid)
         return Held(max(0, held.size_bytes - self._idle_bytes), held.descriptors, held.threads)
+
+    @property
+    def pid(self) -> int:
+        """The process, or torchrun."""
+        return self._process.pid
 
     def close(self) -> None:
         """Ends it, in order if it can."""

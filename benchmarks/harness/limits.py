@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -250,19 +250,8 @@ def _spread(transfer: Callable[[int, int], None], size_bytes: int, block_bytes: 
 
 def _together(jobs: Sequence[Callable[[], None]]) -> None:
     """Runs the jobs in a thread each, the first in this one; raises the first error."""
-    errors: list[BaseException] = []
-
-    def guarded(job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:  # noqa: BLE001  It is raised below, in the thread that asked.
-            errors.append(error)
-
-    others = [threading.Thread(target=guarded, args=(job,)) for job in jobs[1:]]
-    for thread in others:
-        thread.start()
-    guarded(jobs[0])
-    for thread in others:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        others = [pool.submit(job) for job in jobs[1:]]
+        jobs[0]()
+        for other in others:
+            other.result()

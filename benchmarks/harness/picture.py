@@ -1,16 +1,14 @@
-"""The medians as bars, in SVG."""
+"""Bars in SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from statistics import median
 from typing import Final
 
-from benchmarks.harness.results import Results
-from benchmarks.harness.summary import Spread, standings
-from benchmarks.one_process.parts import growth_of
+from benchmarks.harness.summary import Spread
 
 _WIDTH: Final = 1100
 _COLUMNS: Final = 2
@@ -35,13 +33,17 @@ _STYLE: Final = """
     .range { stroke: #b1bac4; } .limit { stroke: #ff7b72; } .cut { stroke: #0d1117; }
   }
 """
-_PANELS: Final = {
-    "stall": ("Stall", "the bare copy"),
-    "held": ("Until the state may change", "the bare copy"),
-    "durable": ("Until durable", "the bare direct write"),
-    "restore_cold": ("Restore, cold", "the bare direct read"),
-    "restore_warm": ("Restore, warm", "the bare read from the page cache"),
-}
+
+_SMALL_WIDTH: Final = 760
+_SMALL_LEFT: Final = 195
+_SMALL_RIGHT: Final = 70
+_SMALL_ROW: Final = 22
+_SMALL_STYLE: Final = """
+  rect.page { fill: #ffffff; }
+  text { font: 13px system-ui, sans-serif; fill: #24292f; }
+  .title { font-weight: 600; font-size: 14px; }
+  .own { fill: #1a7f64; } .peer { fill: #a5b4c3; } .strong { font-weight: 600; }
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,28 @@ class Panel:
     limit: float | None
 
 
-def render_picture(results: Results) -> str:
-    """**Pure.** The picture."""
-    return draw_panels(list(_panels(results)), "Benchmarks: medians as bars")
+def draw_svg(width: int, height: int, label: str, style: str, body: Sequence[str]) -> str:
+    """**Pure.** A picture of some elements."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(label)}">\n<style>{style}</style>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def write(x: float | str, y: float | str, words: str, kind: str = "", anchor: str = "") -> str:
+    """**Pure.** Some words, of a class of the style, that begin at a place or are anchored there."""
+    kind, anchor = f' class="{kind}"' if kind else "", f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text{kind} x="{x}" y="{y}"{anchor}>{escape(words)}</text>'
+
+
+def write_head(left: int, top: int, title: str, note: str) -> Iterator[str]:
+    """**Pure.** Title and note of a panel."""
+    yield write(left + 8, top + 16, title, "title")
+    yield write(left + 8, top + 32, note, "note")
 
 
 def draw_panels(panels: Sequence[Panel], label: str) -> str:
-    """**Pure.** A picture of panels, two beside each other; the shortest bar of each is above."""
+    """**Pure.** A picture of panels in two columns; the shortest bar of each is above."""
     panels = [replace(one, bars=sorted(one.bars, key=lambda bar: bar[1].median)) for one in panels if one.bars]
     rows = [panels[first : first + _COLUMNS] for first in range(0, len(panels), _COLUMNS)]
     body: list[str] = []
@@ -77,56 +94,9 @@ def draw_panels(panels: Sequence[Panel], label: str) -> str:
             body += _draw(panel, column * _WIDTH // _COLUMNS, top)
         top += _HEAD + _ROW * max(len(panel.bars) for panel in row) + _GAP
     if not rows:
-        body.append(f'<text class="note" x="8" y="{top + 16}">Nothing that bars could show was measured.</text>')
+        body.append(write(8, top + 16, "Nothing that bars could show was measured.", "note"))
         top += _HEAD
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" width="{_WIDTH}" height="{top}" '
-        f'role="img" aria-label="{escape(label)}">\n<style>{_STYLE}</style>\n' + "\n".join(body) + "\n</svg>\n"
-    )
-
-
-def _panels(results: Results) -> Iterator[Panel]:
-    """Two beside each other belong together."""
-    yield from _save_panels(results, "model", ("stall", "held", "durable"))
-    yield from _training_panel(results)
-    yield from _save_panels(results, "model", ("restore_cold", "restore_warm"))
-    yield from _save_panels(results, "small-tensors", ("stall", "durable", "restore_cold", "restore_warm"))
-    yield from _frozen_panel(results)
-
-
-def _save_panels(results: Results, workload: str, keys: Sequence[str]) -> Iterator[Panel]:
-    found = standings(results, workload)
-    shape = results.shapes.get(workload)
-    if shape is None:
-        return
-    for key in keys:
-        title, limit = _PANELS[key]
-        ratios = [(s.contender, s.figures[key].ratio) for s in found if key in s.figures]
-        yield Panel(
-            f"{title}: {shape.size_bytes / 1e9:.2f} GB in {shape.tensors:,} tensors",
-            f"times {limit} (the line)",
-            [(name, ratio) for name, ratio in ratios if ratio is not None],
-            1.0,
-        )
-
-
-def _training_panel(results: Results) -> Iterator[Panel]:
-    if "training" in results.shapes:
-        bars = [(s.contender, s.figures["lost"].value) for s in standings(results, "training") if s.figures]
-        size = f"{results.shapes['training'].size_bytes / 1e9:.2f} GB"
-        yield Panel(f"Training time lost for each save: {size}", "seconds", bars, None)
-
-
-def _frozen_panel(results: Results) -> Iterator[Panel]:
-    grown = [(s.contender, growth_of(results, s.contender)) for s in standings(results, "mostly-frozen")]
-    bars = [(name, growth.bytes_ratio) for name, growth in grown if growth is not None]
-    if results.changing is not None:
-        yield Panel(
-            f"Bytes of {results.changing.saves} saves, mostly frozen",
-            "times one full state and what changed (the line)",
-            [(name, Spread(ratio, ratio, ratio, 1)) for name, ratio in bars],
-            1.0,
-        )
+    return draw_svg(_WIDTH, top, label, _STYLE, body)
 
 
 def _draw(panel: Panel, left: int, top: int) -> Iterator[str]:
@@ -138,25 +108,40 @@ def _draw(panel: Panel, left: int, top: int) -> Iterator[str]:
     def at(value: float) -> float:
         return left + _LEFT + room * min(max(value, 0.0) / largest, 1.0)
 
-    yield f'<text class="title" x="{left + 8}" y="{top + 16}">{escape(panel.title)}</text>'
-    yield f'<text class="note" x="{left + 8}" y="{top + 32}">{escape(panel.note)}</text>'
+    yield from write_head(left, top, panel.title, panel.note)
     for number, (name, bar) in enumerate(panel.bars):
         y = top + _HEAD + number * _ROW
         own = name.startswith("holdfast")
         middle = y + _BAR / 2
-        weight = ' class="strong"' if own else ""
-        yield f'<text{weight} x="{left + _LEFT - 6}" y="{y + 11}" text-anchor="end">{escape(name)}</text>'
+        yield write(left + _LEFT - 6, y + 11, name, "strong" if own else "", "end")
         width = max(at(bar.median) - at(0), 1)
-        yield (
-            f'<rect class="{"own" if own else "peer"}" x="{at(0):.1f}" y="{y}" width="{width:.1f}" height="{_BAR}"/>'
-        )
+        yield f'<rect class="{"own" if own else "peer"}" x="{at(0):.1f}" y="{y}" width="{width:.1f}" height="{_BAR}"/>'
         yield f'<line class="range" x1="{at(bar.low):.1f}" x2="{at(bar.high):.1f}" y1="{middle}" y2="{middle}"/>'
         if bar.median > largest:
             for back in (14, 19):
                 x = at(bar.median) - back
                 yield f'<line class="cut" x1="{x:.1f}" x2="{x + 4:.1f}" y1="{y + _BAR}" y2="{y}"/>'
-        label = max(at(bar.high), at(bar.median)) + 4
-        yield f'<text class="note" x="{label:.1f}" y="{y + 11}">{bar.median:.2f}</text>'
+        yield write(f"{max(at(bar.high), at(bar.median)) + 4:.1f}", y + 11, f"{bar.median:.2f}", "note")
     if panel.limit is not None:
         x, bottom = at(panel.limit), top + _HEAD + len(panel.bars) * _ROW - 4
         yield f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top + _HEAD - 5}" y2="{bottom}"/>'
+
+
+def draw_seconds(panels: Mapping[str, Mapping[str, float]], label: str) -> str:
+    """**Pure.** A small picture of some seconds, by title and name: a bar each."""
+    body: list[str] = []
+    top = 8
+    for title, bars in panels.items():
+        body.append(write(8, top + 16, title, "title"))
+        longest = max(bars.values(), default=1.0)
+        for number, (name, value) in enumerate(bars.items()):
+            y = top + 26 + number * _SMALL_ROW
+            strong, kind = ("strong", "own") if name.startswith("holdfast") else ("", "peer")
+            width = max((_SMALL_WIDTH - _SMALL_LEFT - _SMALL_RIGHT) * value / longest, 1)
+            shown = f"{value:.3f}" if value < 1 else f"{value:.2f}"
+            body.append(write(_SMALL_LEFT - 8, y + 12, name, strong, "end"))
+            body.append(f'<rect class="{kind}" x="{_SMALL_LEFT}" y="{y}" width="{width:.1f}" height="15"/>')
+            body.append(write(f"{_SMALL_LEFT + width + 6:.1f}", y + 12, f"{shown} s", strong))
+        top += 34 + _SMALL_ROW * len(bars)
+    background = f'<rect class="page" width="{_SMALL_WIDTH}" height="{top}"/>'
+    return draw_svg(_SMALL_WIDTH, top, label, _SMALL_STYLE, [background, *body])

@@ -75,14 +75,19 @@ class UnreadableResultsError(Exception):
 
 
 def write_results(results: Results, path: Path) -> None:
-    """Writes them as JSON that people can read; a reader finds these or the last ones, after a crash as well."""
+    """Writes them as `write_json` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.part")
-    with beside.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    write_json(results, path)
+
+
+def write_json(value: msgspec.Struct, path: Path) -> None:
+    """Writes JSON that people can read; a reader finds this or the last one whole, after a crash as well."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(value), indent=1))
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    part.replace(path)
 
 
 def read_results(path: Path) -> Results:

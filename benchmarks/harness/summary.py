@@ -33,7 +33,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Summary:
     """All figures of one contender in one workload, and the memory that it took beyond the state itself.
 
     Attributes:
@@ -84,21 +84,21 @@ def limits_of(results: Results, workload: str) -> dict[str, Spread]:
     return {name: spread([figures[name] for figures in counted]) for name in names if counted and name in counted[0]}
 
 
-def standings(results: Results, workload: str) -> list[Standing]:
+def summaries(results: Results, workload: str) -> list[Summary]:
     """**Pure.** What each contender reached, in the order in which they first appear."""
     names = dict.fromkeys(entry.contender for entry in results.rounds if entry.workload == workload)
-    return [_standing(results, workload, name) for name in names if name != LIMITS]
+    return [_sum_up(results, workload, name) for name in names if name != LIMITS]
 
 
-def standing_of(results: Results, workload: str, name: str) -> Standing | None:
+def summary_of(results: Results, workload: str, name: str) -> Summary | None:
     """**Pure.** What one contender reached, or None if it was not measured."""
-    return next((standing for standing in standings(results, workload) if standing.contender == name), None)
+    return next((summary for summary in summaries(results, workload) if summary.contender == name), None)
 
 
 def ratio_to(
     results: Results, workload: str, contender: str, figure: str, peer: str, peer_figure: str
 ) -> Spread | None:
-    """**Pure.** A contender's figure over a peer's of the same round; None if they never ran side by side."""
+    """**Pure.** A contender's figure over a peer's of the same round; None if they never ran in one stretch."""
     peers = {(entry.slice, entry.number): entry.figures for entry in rounds_of(results, workload, peer)}
     ratios = [
         entry.figures[figure] / peers[entry.slice, entry.number][peer_figure]
@@ -121,13 +121,13 @@ def ratio_to_quickest(
     return spread(ratios) if ratios else None
 
 
-def _standing(results: Results, workload: str, name: str) -> Standing:
+def _sum_up(results: Results, workload: str, name: str) -> Summary:
     own = [e for e in results.rounds if e.workload == workload and e.contender == name]
     limits = {
         (e.slice, e.number): e.figures for e in results.rounds if e.workload == workload and e.contender == LIMITS
     }
     counted = [entry for entry in own if entry.number > 0]
-    return Standing(
+    return Summary(
         name,
         dict(_figures(counted, limits)),
         dict(_figures([entry for entry in own if entry.number == 0], limits)),

@@ -102,9 +102,9 @@ class Bench:
         for name, contender in list(stretch.live.items()):
 
             def begin(contender: Contender = contender) -> str:
-                note = contender.receive("make")[0].note
+                contender.receive("make")
                 contender.open()
-                return note
+                return contender.note
 
             stretch.admit(name, begin)
         return stretch

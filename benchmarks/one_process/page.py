@@ -1,16 +1,27 @@
-"""The page of the docs, from what was measured."""
+"""The page of the docs, from what was measured. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Final
 
 from benchmarks.harness.results import LIMITS, Results, Shape
-from benchmarks.harness.summary import Figure, Standing, limits_of, ratio_to, rounds_of, spread, standings
-from benchmarks.harness.tables import multiple, seconds, show_number, show_spread
+from benchmarks.harness.summary import Figure, Summary, limits_of, ratio_to, rounds_of, summaries, summary_of
+from benchmarks.harness.tables import (
+    draw_table,
+    draw_targets,
+    show_machine,
+    show_number,
+    show_rounds,
+    show_scale,
+    show_spread,
+    show_strong,
+    show_upper,
+)
 from benchmarks.one_process.parts import COUNTED, growth_of
-from benchmarks.one_process.targets import find_targets, target_lines
+from benchmarks.one_process.targets import find_targets
 from benchmarks.peers import PEERS
 
 _SAVES: Final = (("stall", "stall"), ("held", "until the state may change"), ("durable", "until durable"))
@@ -22,6 +33,12 @@ _LIMITS: Final = (
     ("read_cold", "direct read"),
     ("read_warm", "read from the page cache"),
 )
+_LOST: Final = {
+    "step": "a step without a save, s",
+    "lost": "lost for each save, s",
+    "stall": "of it in the call, s",
+    "wait": "wait, s",
+}
 _NAMES: Final = {"model": "A model and its optimizer", "small-tensors": "Many small tensors"}
 _STEADY: Final = 1.25
 """A machine is steady if its own limits differ by no larger factor between the rounds."""
@@ -75,40 +92,29 @@ what was measured on a GPU is [on a page of its own](gpu.md).
 
 def render_report(results: Results, picture: str) -> str:
     """**Pure.** The page in Markdown; `picture` is the name of its picture."""
+    machine = ["## The machine\n", f"{show_machine(results.machine)}\n", *show_scale(results, "The workloads were")]
     if not any(entry.contender != LIMITS for entry in results.rounds):
-        return "\n".join([_TITLE, "Nothing was measured.\n", *_machine(results), *_failures(results)]).rstrip() + "\n"
-    targets, noise, rounds = "\n".join(target_lines(find_targets(results))), _noise(results), _rounds(results)
-    head = _HEAD.format(targets=targets, noise=noise, picture=picture, rounds=rounds)
-    parts = [_TITLE, head, *_machine(results)]
-    for workload in _NAMES:
-        parts += _workload(results, workload)
-    parts += _training(results)
-    parts += _frozen(results)
-    parts += _many_saves(results)
-    parts += _small(results)
-    parts += _failures(results)
-    return "\n".join(parts).rstrip() + "\n"
+        parts = [_TITLE, "Nothing was measured.\n", *machine]
+    else:
+        targets = "\n".join(draw_targets(find_targets(results)))
+        head = _HEAD.format(targets=targets, noise=_noise(results), picture=picture, rounds=_rounds(results))
+        parts = [_TITLE, head, *machine]
+        for workload in _NAMES:
+            parts += _workload(results, workload)
+        parts += [*_training(results), *_frozen(results), *_many_saves(results), *_small(results)]
+    return "\n".join([*parts, *_failures(results)]).rstrip() + "\n"
 
 
 def _rounds(results: Results) -> str:
-    """How many there are to take the medians of."""
-    saved = any(entry.workload in _NAMES and entry.number > 0 for entry in results.rounds)
-    parts = tuple(_NAMES) if saved else ("training",)
-    per_contender: dict[tuple[str, str], int] = {}
-    for entry in results.rounds:
-        if entry.workload in parts and entry.number > 0 and entry.contender != LIMITS:
-            key = (entry.workload, entry.contender)
-            per_contender[key] = per_contender.get(key, 0) + 1
-    counts = sorted(set(per_contender.values()))
-    if not counts:
-        return "all rounds"
-    if len(counts) == 1:
-        return f"{counts[0]} round{'s' if counts[0] > 1 else ''}"
-    return f"{counts[0]} to {counts[-1]} rounds"
+    """The number of rounds that the medians are taken of."""
+    counted = [entry for entry in results.rounds if entry.number > 0 and entry.contender != LIMITS]
+    parts = tuple(_NAMES) if any(entry.workload in _NAMES for entry in counted) else ("training",)
+    counts = Counter((entry.workload, entry.contender) for entry in counted if entry.workload in parts)
+    return show_rounds(counts.values())
 
 
 def _noise(results: Results) -> str:
-    """How far the machine's own limits differ between the rounds: no ratio is more exact than that."""
+    """The differences of the machine's own limits between the rounds: no ratio is more exact than these."""
     factors: dict[str, float] = {}
     for workload in _NAMES:
         for key, limit in limits_of(results, workload).items():
@@ -118,74 +124,65 @@ def _noise(results: Results) -> str:
     if not factors:
         return "The machine's own limits were not measured."
     shown = ", ".join(f"{title} {factors[key]:.2f}" for key, title in _LIMITS if key in factors)
-    steady = max(factors.values()) <= _STEADY
-    verdict = (
-        "The machine was steady"
-        if steady
-        else "**The machine was not steady, and the spreads are wide for that reason**"
-    )
+    verdict = "The machine was steady"
+    if max(factors.values()) > _STEADY:
+        verdict = "**The machine was not steady, and the spreads are wide for that reason**"
     return f"{verdict}: between the rounds, its own limits differed by these factors: {shown}."
-
-
-def _machine(results: Results) -> Iterator[str]:
-    machine = results.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    yield "## The machine\n"
-    memory = f"{machine.memory_bytes / 2**30:.0f} GiB of memory"
-    place = f"{memory}, {machine.file_system}, {machine.system}"
-    yield f"{machine.cores} cores ({machine.processor}), {place}. {versions}.\n"
-    if results.scale != 1:
-        yield f"**The workloads were made smaller, to {results.scale:g} of their size: a quick look, no more.**\n"
 
 
 def _workload(results: Results, workload: str) -> Iterator[str]:
     if workload not in results.shapes:
         return
     shape = results.shapes[workload]
-    found = [standing for standing in standings(results, workload) if standing.figures]
+    found = [one for one in summaries(results, workload) if one.figures]
     yield f"## {_NAMES[workload]}\n"
-    yield f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB in {shape.tensors:,} tensors.\n"
+    yield f"{show_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB in {shape.tensors:,} tensors.\n"
     limits = limits_of(results, workload)
     if limits:
-        yield "| The machine's limit | seconds | GB/s |"
-        yield "|---|---|---|"
-        for key, title in ((key, title) for key, title in _LIMITS if key in limits):
-            yield f"| {title} | {show_spread(limits[key])} | {shape.size_bytes / limits[key].median / 1e9:.1f} |"
-        yield ""
-    last = [results.makes_last.get(standing.contender, "") for standing in found]
-    yield from _table(found, _SAVES, ("makes durable by itself",), [[cell] for cell in last])
-    memory = [[_times(s.save_extra_bytes, shape), _times(s.restore_extra_bytes, shape)] for s in found]
-    yield from _table(found, _RESTORES, ("memory, save", "memory, restore"), memory)
+        rows = [
+            [title, show_spread(limits[key]), f"{shape.size_bytes / limits[key].median / 1e9:.1f}"]
+            for key, title in _LIMITS
+            if key in limits
+        ]
+        yield from draw_table(["The machine's limit", "seconds", "GB/s"], rows)
+    saves = [[show_strong(s.contender), *_times(s, _SAVES), results.makes_last.get(s.contender, "")] for s in found]
+    yield from draw_table([*_heads(_SAVES), "makes durable by itself"], filter(_has_figures, saves))
+    restores = []
+    for one in found:
+        memory = [_multiple(extra, shape) for extra in (one.save_extra_bytes, one.restore_extra_bytes)]
+        restores.append([show_strong(one.contender), *_times(one, _RESTORES), *memory])
+        if "load_file_cold" in one.figures:
+            # A row of its own for what is not a restore.
+            times = _times(one, (("load_file_cold", ""), ("load_file_warm", "")))
+            restores.append([f"{one.contender}, `load_file` alone", *times, "", ""])
+    lines = draw_table([*_heads(_RESTORES), "memory, save", "memory, restore"], filter(_has_figures, restores))
+    yield from (line.replace("|  |  |", "| | |") if "`load_file` alone" in line else line for line in lines)
     yield from _who(results, workload, found)
     yield from _remarks(results, workload, found)
 
 
-def _table(
-    found: Sequence[Standing], columns: Sequence[tuple[str, str]], ends: Sequence[str], cells: Sequence[Sequence[str]]
-) -> Iterator[str]:
-    """The times of all in some columns, each with its ratio, and what is beside them."""
-    titles = [*(f"{title}, s | x" for _, title in columns), *ends]
-    yield f"| | {' | '.join(titles)} |"
-    yield "|---|" + "---|" * (2 * len(columns) + len(ends))
-    for standing, end in zip(found, cells, strict=True):
-        times = [cell for key, _ in columns for cell in _cells(standing.figures.get(key))]
-        if any([*times, *end]):
-            yield f"| {_strong(standing.contender)} | {' | '.join([*times, *end])} |"
-        if columns == _RESTORES:
-            yield from _load_file(standing)
-    yield ""
+def _heads(columns: Sequence[tuple[str, str]]) -> list[str]:
+    """The titles of columns of times, each with its ratio."""
+    return ["", *(head for _, title in columns for head in (f"{title}, s", "x"))]
 
 
-def _who(results: Results, workload: str, found: Sequence[Standing]) -> Iterator[str]:
-    """Who was measured otherwise than the rest, or not at all."""
-    alike: dict[str, list[str]] = {}
-    for standing in found:
-        reader = PEERS[standing.contender].reads_as
-        if reader:
-            alike.setdefault(reader, []).append(standing.contender)
-    for reader, names in alike.items():
+def _times(summary: Summary, columns: Sequence[tuple[str, str]]) -> list[str]:
+    return [cell for key, _ in columns for cell in _cells(summary.figures.get(key))]
+
+
+def _has_figures(row: Sequence[str]) -> bool:
+    return any(row[1:])
+
+
+def _who(results: Results, workload: str, found: Sequence[Summary]) -> Iterator[str]:
+    """The contenders that were measured otherwise than the rest, or not at all."""
+    same: dict[str, list[str]] = {}
+    for one in found:
+        if reader := PEERS[one.contender].reads_as:
+            same.setdefault(reader, []).append(one.contender)
+    for reader, names in same.items():
         yield f"Same files and same code to read them as {reader}, so restores were checked only: {'; '.join(names)}.\n"
-    counts = {standing.contender: standing.figures["stall"].value.count for standing in found}
+    counts = {one.contender: one.figures["stall"].value.count for one in found}
     few = [f"{name} {count}" for name, count in counts.items() if count < max(counts.values())]
     if few:
         yield f"Measured in fewer rounds, as each takes so long or fewer were asked for: {'; '.join(few)}.\n"
@@ -199,14 +196,7 @@ def _who(results: Results, workload: str, found: Sequence[Standing]) -> Iterator
         yield f"Not measured so far, as no run was asked to: {'; '.join(unasked)}.\n"
 
 
-def _load_file(standing: Standing) -> Iterator[str]:
-    """A row of its own for what is not a restore."""
-    if "load_file_cold" in standing.figures:
-        cells = [cell for key in ("load_file_cold", "load_file_warm") for cell in _cells(standing.figures[key])]
-        yield f"| {standing.contender}, `load_file` alone | {' | '.join(cells)} | | |"
-
-
-def _remarks(results: Results, workload: str, found: Sequence[Standing]) -> Iterator[str]:
+def _remarks(results: Results, workload: str, found: Sequence[Summary]) -> Iterator[str]:
     firsts = [f"{s.contender} {show_number(s.first['stall'].value.median)}" for s in found if "stall" in s.first]
     if firsts:
         yield f"The stall of the very first save, in seconds: {'; '.join(firsts)}.\n"
@@ -214,14 +204,14 @@ def _remarks(results: Results, workload: str, found: Sequence[Standing]) -> Iter
         ratio = ratio_to(results, workload, "holdfast", f"restore_{warmth}", "safetensors", f"restore_{warmth}")
         if ratio is not None:
             yield f"A {warmth} restore takes holdfast {show_spread(ratio)} times as long as safetensors.\n"
-    if any("load_file_warm" in standing.figures for standing in found):
+    if any("load_file_warm" in one.figures for one in found):
         yield (
             "safetensors' `load_file` alone is not a restore: it maps the file, and the bytes are read when they are "
             "first used. holdfast is compared with `load_file` and the copy into the live tensors.\n"
         )
-    tensors = results.shapes[workload].tensors
-    own = next((standing for standing in found if standing.contender == "holdfast"), None)
-    if workload == "small-tensors" and own is not None:
+    own = summary_of(results, workload, "holdfast")
+    if workload == "small-tensors" and own is not None and own.figures:
+        tensors = results.shapes[workload].tensors
         each = {key: own.figures[key].value.median / tensors * 1e6 for key in own.figures}
         yield (
             f"For each tensor, holdfast stalls for {each['stall']:.1f} microseconds, and restores it in "
@@ -230,34 +220,29 @@ def _remarks(results: Results, workload: str, found: Sequence[Standing]) -> Iter
 
 
 def _training(results: Results) -> Iterator[str]:
-    found = [standing for standing in standings(results, "training") if standing.figures]
+    found = [one for one in summaries(results, "training") if one.figures]
     if not found:
         return
     shape = results.shapes["training"]
     yield "## Training time lost\n"
     yield (
-        f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is the extra time of "
-        "ten steps with a save, compared with ten steps without: the stall, and what the background work takes from "
+        f"{show_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB of state, on two threads. Lost is the extra time "
+        "of ten steps with a save, compared with ten steps without: the stall, and what the background work takes from "
         "training. The wait is the extra time of the first change of the state after a save.\n"
     )
     yield (
         "Orbax and TensorFlow save from loops in their own frameworks, with the same tensors and a model of the same "
         "kind: their steps take another time, and the wait could not be timed.\n"
     )
-    own = next((standing for standing in found if standing.contender == "holdfast"), None)
-    yield "| | a step without a save, s | lost for each save, s | of it in the call, s | wait, s | holdfast loses |"
-    yield "|---|---|---|---|---|---|"
-    for standing in found:
-        lost, wait = standing.figures["lost"].value, standing.figures.get("wait")
-        share = (
-            f"{max(0.0, own.figures['lost'].value.median) / lost.median:.2f} of it" if own and lost.median > 0 else ""
-        )
-        yield (
-            f"| {_strong(standing.contender)} | {show_spread(standing.figures['step'].value)} | {show_spread(lost)} "
-            f"| {show_spread(standing.figures['stall'].value)} | {show_spread(wait.value) if wait else ''} "
-            f"| {share if standing is not own else ''} |"
-        )
-    yield ""
+    own = next((one.figures["lost"].value.median for one in found if one.contender == "holdfast"), None)
+    rows = []
+    for one in found:
+        lost = one.figures["lost"].value
+        is_compared = own is not None and one.contender != "holdfast" and lost.median > 0
+        share = f"{max(0.0, own or 0.0) / lost.median:.2f} of it" if is_compared else ""
+        cells = [show_spread(one.figures[key].value) if key in one.figures else "" for key in _LOST]
+        rows.append([show_strong(one.contender), *cells, share])
+    yield from draw_table(["", *_LOST.values(), "holdfast loses"], rows)
 
 
 def _frozen(results: Results) -> Iterator[str]:
@@ -266,63 +251,63 @@ def _frozen(results: Results) -> Iterator[str]:
         return
     yield "## Mostly frozen\n"
     yield (
-        f"{_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB in {shape.tensors:,} tensors, of which "
+        f"{show_upper(shape.title)}: {shape.size_bytes / 1e9:.2f} GB in {shape.tensors:,} tensors, of which "
         f"{changing.changed_bytes / 1e6:.0f} MB change between the saves. {changing.saves} saves, all kept. Bytes are "
         f"those that the files take on the disk, over one full state and {changing.saves - 1} times what changed.\n"
     )
-    yield "| | bytes | first save durable, s | x | a later save durable, s | of the first one's | restore, cold, s |"
-    yield "|---|---|---|---|---|---|---|"
-    for standing in standings(results, "mostly-frozen"):
-        growth = growth_of(results, standing.contender)
-        if growth is None:
-            continue
-        ratio = standing.first["durable"].ratio
-        yield (
-            f"| {_strong(standing.contender)} | {multiple(growth.bytes_ratio)} | {show_number(growth.first_seconds)} "
-            f"| {show_spread(ratio) if ratio else ''} | {show_spread(growth.later)} | {growth.seconds_share:.2f} "
-            f"| {show_number(growth.restore_seconds)} |"
-        )
-    yield ""
+    rows = []
+    for one in summaries(results, "mostly-frozen"):
+        growth, ratio = growth_of(results, one.contender), one.first["durable"].ratio
+        if growth is not None:
+            rows.append(
+                [
+                    show_strong(one.contender),
+                    f"{growth.bytes_ratio:.2f} x",
+                    show_number(growth.first_seconds),
+                    show_spread(ratio) if ratio else "",
+                    show_spread(growth.later),
+                    f"{growth.seconds_share:.2f}",
+                    show_number(growth.restore_seconds),
+                ]
+            )
+    heads = ("bytes", "first save durable, s", "x", "a later save durable, s", "of the first one's", "restore, cold, s")
+    yield from draw_table(["", *heads], rows)
 
 
 def _many_saves(results: Results) -> Iterator[str]:
     shape = results.shapes.get("many-saves")
     if shape is None:
         return
-    counts = " | ".join(f"after {number}" for number in COUNTED)
     yield f"## {COUNTED[-1]} saves\n"
     yield (
-        f"{_upper(shape.title)}: {shape.size_bytes / 1e6:.0f} MB. What is held beyond the live state once a save is "
-        "durable, as a multiple of the state; and how many file descriptors and threads there are then.\n"
+        f"{show_upper(shape.title)}: {shape.size_bytes / 1e6:.0f} MB. What is held beyond the live state once a save "
+        "is durable, as a multiple of the state; and how many file descriptors and threads there are then.\n"
     )
-    yield f"| | {counts} | descriptors | threads |"
-    yield "|---|" + "---|" * (len(COUNTED) + 2)
-    for standing in standings(results, "many-saves"):
-        held = {e.number: e.figures for e in rounds_of(results, "many-saves", standing.contender)}
-        extra = " | ".join(_times(held.get(number, {}).get("held_bytes"), shape) for number in COUNTED)
+    rows = []
+    for one in summaries(results, "many-saves"):
+        held = {e.number: e.figures for e in rounds_of(results, "many-saves", one.contender)}
+        extra = [_multiple(held.get(number, {}).get("held_bytes"), shape) for number in COUNTED]
         others = [
             " / ".join(f"{held[number][key]:.0f}" for number in COUNTED if number in held)
             for key in ("descriptors", "threads")
         ]
-        yield f"| {_strong(standing.contender)} | {extra} | {' | '.join(others)} |"
-    yield ""
+        rows.append([show_strong(one.contender), *extra, *others])
+    heads = ["", *(f"after {number}" for number in COUNTED), "descriptors", "threads"]
+    yield from draw_table(heads, rows)
 
 
 def _small(results: Results) -> Iterator[str]:
     rounds = [entry.figures for entry in rounds_of(results, "small", "holdfast")]
     if not rounds:
         return
-    values = {key: spread([figures[key] for figures in rounds]) for key in rounds[0]}
+    value = {key: median(figures[key] for figures in rounds) for key in rounds[0]}
     yield "## Small figures\n"
     yield (
-        f"A fresh process that does nothing takes {seconds(values['start'].median)}, one that imports holdfast "
-        f"{seconds(values['start_holdfast'].median)}, one that imports numpy {seconds(values['start_numpy'].median)}.\n"
+        f"A fresh process that does nothing takes {value['start'] * 1000:.0f} ms, one that imports holdfast "
+        f"{value['start_holdfast'] * 1000:.0f} ms, one that imports numpy {value['start_numpy'] * 1000:.0f} ms.\n"
     )
-    turns = [
-        (f"`{name}`", median([figures[f"turn_{key}"] for figures in rounds]) * 1e6)
-        for key, name in (("steps", "Steps(10**9)"), ("auto", "Auto()"), ("seconds", "Seconds(3600)"))
-    ]
-    shown = ", ".join(f"{value:.1f} microseconds with {name}" for name, value in turns)
+    turns = (("steps", "Steps(10**9)"), ("auto", "Auto()"), ("seconds", "Seconds(3600)"))
+    shown = ", ".join(f"{value[f'turn_{key}'] * 1e6:.1f} microseconds with `{name}`" for key, name in turns)
     yield f"One turn of `steps()` that saves nothing takes {shown}.\n"
 
 
@@ -339,13 +324,5 @@ def _cells(figure: Figure | None) -> tuple[str, str]:
     return show_number(figure.value.median), show_number(figure.ratio.median) if figure.ratio else ""
 
 
-def _upper(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _times(extra_bytes: float | None, shape: Shape) -> str:
+def _multiple(extra_bytes: float | None, shape: Shape) -> str:
     return f"{extra_bytes / shape.size_bytes:.2f}" if extra_bytes is not None and shape.size_bytes else ""
-
-
-def _strong(name: str) -> str:
-    return f"**{name}**" if name.startswith("holdfast") else name

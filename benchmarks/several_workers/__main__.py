@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.several_workers.published import DOCS, render
+from benchmarks.several_workers.page import DOCS, render
 
 if __name__ == "__main__":
     print(render(DOCS))

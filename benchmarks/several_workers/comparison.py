@@ -132,9 +132,9 @@ class Jobs:
             held[job] = contender.order_each("measure_size")
 
         def open_way(name: str) -> str:
-            return contender.order_each("open_way", way=name, directory=str(_place(self._bench, workload, name)))[
-                0
-            ].note
+            directory = str(_place(self._bench, workload, name))
+            contender.order_each("open_way", way=name, directory=directory)
+            return contender.note
 
         if stretch.admit(names[0], make_state):
             for name in names:

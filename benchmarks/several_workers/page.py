@@ -1,15 +1,40 @@
-"""The page of the docs on several workers, and its picture. Pure."""
+"""The page of the docs on several workers, its picture, and the figures that both are made of.
+
+All three are in one directory: `publish` writes them after a run, and `render` writes page and picture again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
+
+from benchmarks.harness.guard import ROOT
 from benchmarks.harness.picture import Panel, draw_panels
-from benchmarks.harness.results import LIMITS, Results
-from benchmarks.harness.summary import Figure, Standing, limits_of, rounds_of, spread, standing_of, standings
-from benchmarks.harness.tables import show_time
-from benchmarks.one_process.targets import target_lines
+from benchmarks.harness.results import LIMITS, Results, read_results, write_results
+from benchmarks.harness.summary import (
+    Figure,
+    Spread,
+    limits_of,
+    ratio_to_quickest,
+    rounds_of,
+    spread,
+    summaries,
+    summary_of,
+)
+from benchmarks.harness.tables import (
+    Target,
+    draw_table,
+    draw_targets,
+    show_machine,
+    show_rounds,
+    show_scale,
+    show_strong,
+    show_time,
+    show_upper,
+)
 from benchmarks.several_workers import (
     ALSO,
     DCP,
@@ -22,10 +47,19 @@ from benchmarks.several_workers import (
     name_restore,
     other_number,
 )
-from benchmarks.several_workers.goals import find_goals
 
+DOCS: Final = ROOT / "docs" / "internals"
+NAME: Final = "benchmarks-several-workers"
+
+_DIGITS: Final = 4
 _STEADY: Final = 1.25
 """A machine is steady if its own limits differ by no larger factor between the rounds."""
+_MOST_STALL: Final = 1.15
+_MOST: Final = 1.1
+_MOST_LEAF_MICROSECONDS: Final = {"stall": ("stall", 5), "restore_warm": ("warm restore", 40)}
+_LIMITS: Final = {"stall": "copy", "stall_apart": "copy", "durable": "write", "restore_cold": "read_cold"}
+_PACKAGES: Final = ("Python", "torch", "torch_checkpointing", "numpy", "xxhash")
+_NAMES: Final = [name for job, some in JOBS.items() for name in (*some, *ALSO.get(job, ())) if name != LIMITS]
 
 _TITLE: Final = """# Benchmarks with several workers
 
@@ -61,27 +95,49 @@ background under its lock and writes in a second process.
 """
 
 
-def render_page(results: Results, picture: str) -> str:
-    """**Pure.** The page in Markdown; `picture` is the name of its picture."""
-    if not was_measured(results):
-        return f"{_TITLE}\n{_NOT_YET}"
-    parts = [
-        _TITLE,
-        *target_lines(find_goals(results)),
-        _noise(results),
-        _HEAD.format(picture=picture, rounds=_rounds(results)),
-    ]
-    parts += _machine(results)
-    for setup in list_setups(results.scale):
-        parts += _setup(results, setup)
-    parts += _training(results)
-    return "\n".join(parts).rstrip() + "\n"
+def publish(results: Results, out: Path, docs: Path | None) -> Path:
+    """Writes the files into `docs`; by itself into the docs if all was measured at full size, and into `out` otherwise.
+
+    Returns:
+        The page.
+    """
+    own = select(results)
+    place = docs or (DOCS if is_whole(own) else out)
+    write_results(own, place / f"{NAME}.json")
+    return render(place)
 
 
-def render_workers_picture(results: Results) -> str:
-    """**Pure.** The picture: 2 workers on the left, 4 on the right."""
-    panels = list(_panels(results))
-    return draw_panels(panels, "Benchmarks with several workers: medians as bars")
+def render(place: Path) -> Path:
+    """Writes the page and the picture from the figures in the same directory."""
+    results = read_results(place / f"{NAME}.json")
+    page = place / f"{NAME}.md"
+    page.write_text(render_page(results, f"{NAME}.svg"))
+    page.with_suffix(".svg").write_text(render_workers_picture(results))
+    return page
+
+
+def is_of_workers(workload: str) -> bool:
+    """**Pure.** True for what several workers have saved or restored."""
+    setups = list_setups(1.0)
+    return workload in {TRAINING, *(name for setup in setups for name in (setup.name, name_restore(setup)))}
+
+
+def select(results: Results) -> Results:
+    """**Pure.** The figures of several workers, with as many digits as say something."""
+    names = {*_NAMES, LIMITS, *(name for some in TRAINING_JOBS.values() for name in some)}
+    return Results(
+        machine=results.machine,
+        scale=results.scale,
+        shapes={name: shape for name, shape in results.shapes.items() if is_of_workers(name)},
+        makes_last={name: note for name, note in results.makes_last.items() if name in names},
+        rounds=[
+            replace(entry, figures={key: float(f"{value:.{_DIGITS}g}") for key, value in entry.figures.items()})
+            for entry in results.rounds
+            if is_of_workers(entry.workload)
+        ],
+        failures=[failure for failure in results.failures if is_of_workers(failure[0])],
+        missing={name: why for name, why in results.missing.items() if name in names},
+    )
 
 
 def is_whole(results: Results) -> bool:
@@ -99,8 +155,65 @@ def was_measured(results: Results) -> bool:
     return any(entry.workload in names and entry.contender != LIMITS for entry in results.rounds)
 
 
+def render_page(results: Results, picture: str) -> str:
+    """**Pure.** The page in Markdown; `picture` is the name of its picture."""
+    if not was_measured(results):
+        return f"{_TITLE}\n{_NOT_YET}"
+    setups = list_setups(results.scale)
+    rounds = show_rounds(len(rounds_of(results, setup.name, HOLDFAST)) for setup in setups)
+    parts = [_TITLE, *draw_targets(find_goals(results)), _noise(results), _HEAD.format(picture=picture, rounds=rounds)]
+    parts += [f"{show_machine(results.machine, _PACKAGES)}\n", *show_scale(results, "The state was", "its")]
+    for setup in setups:
+        parts += _setup(results, setup)
+    parts += _training(results)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def find_goals(results: Results) -> list[Target]:
+    """**Pure.** All goals; one that was not measured says so."""
+    setups = list_setups(results.scale)
+    models = [goal for setup in setups if setup.model for goal in _for_model(results, setup)]
+    small = [goal for setup in setups if not setup.model for goal in _for_leaves(results, setup)]
+    return [*models, *small]
+
+
+def _for_model(results: Results, setup: Setup) -> Iterator[Target]:
+    own = summary_of(results, setup.name, HOLDFAST)
+    figures = own.figures if own else {}
+    stall, restore = figures.get("stall"), figures.get("restore_cold")
+    title = f"{setup.title}: stall of a save right after another"
+    yield _compare(title, _MOST_STALL, "the bare copy", stall, stall.ratio if stall else None)
+    title = f"{setup.title}: until a save is durable"
+    # It writes over a file that is there, and is held against the most that the disk gives.
+    quickest = ratio_to_quickest(results, setup.name, HOLDFAST, "durable", ("write", "rewrite"))
+    yield _compare(title, _MOST, "the quicker bare write", figures.get("durable"), quickest)
+    yield _compare(f"{setup.title}: restore", _MOST, "the bare read", restore, restore.ratio if restore else None)
+
+
+def _for_leaves(results: Results, setup: Setup) -> Iterator[Target]:
+    own, shape = summary_of(results, setup.name, HOLDFAST), results.shapes.get(setup.name)
+    figures = own.figures if own else {}
+    for key, (title, most) in _MOST_LEAF_MICROSECONDS.items():
+        figure, must = f"{setup.title}: {title}", f"at most {most} us a tensor"
+        if key in figures and shape is not None and shape.tensors:
+            seconds = figures[key].value.median
+            each = seconds / shape.tensors * 1e6
+            yield Target(figure, must, f"{each:.1f} us a tensor; {show_time(seconds)}", each <= most)
+        else:
+            yield Target(figure, must)
+
+
+def _compare(figure: str, most: float, unit: str, found: Figure | None, ratio: Spread | None) -> Target:
+    must = f"at most {most:g} x {unit}"
+    if found is None or ratio is None:
+        return Target(figure, must)
+    seen = f" ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.count > 1 else ""
+    reached = f"{ratio.median:.2f}{seen} x; {show_time(found.value.median)}"
+    return Target(figure, must, reached, ratio.median <= most)
+
+
 def _noise(results: Results) -> str:
-    """How far the machine's own limits differ between the rounds of a setup with a model."""
+    """The largest difference of the machine's own limits between the rounds of a setup with a model."""
     factor, count = 1.0, 0
     for setup in list_setups(results.scale):
         if setup.model is not None:
@@ -113,25 +226,6 @@ def _noise(results: Results) -> str:
     return f"{verdict}: between the rounds of a table, its own limits differed by a factor of {factor:.2f} at most.\n"
 
 
-def _rounds(results: Results) -> str:
-    names = [setup.name for setup in list_setups(results.scale)]
-    counts = sorted({len(rounds_of(results, name, HOLDFAST)) for name in names} - {0})
-    if not counts:
-        return "all rounds"
-    return f"{counts[0]} to {counts[-1]} rounds" if len(counts) > 1 else f"{counts[0]} round{'s' * (counts[0] > 1)}"
-
-
-def _machine(results: Results) -> Iterator[str]:
-    machine = results.machine
-    known = ("Python", "torch", "torch_checkpointing", "numpy", "xxhash")
-    versions = ", ".join(f"{name} {machine.versions[name]}" for name in known if name in machine.versions)
-    memory = f"{machine.memory_bytes / 2**30:.0f} GiB of memory"
-    place = f"{memory}, {machine.file_system}, {machine.system}"
-    yield f"{machine.cores} cores ({machine.processor}), {place}. {versions}.\n"
-    if results.scale != 1:
-        yield f"**The state was made smaller, to {results.scale:g} of its size: a quick look, no more.**\n"
-
-
 def _setup(results: Results, setup: Setup) -> Iterator[str]:
     shape = results.shapes.get(setup.name)
     if shape is None:
@@ -139,62 +233,55 @@ def _setup(results: Results, setup: Setup) -> Iterator[str]:
     yield f"## {setup.title}\n"
     held = "held by each worker" if setup.is_replicated else "divided over the workers"
     yield f"{shape.size_bytes / 1e9:.3g} GB in {shape.tensors:,} tensors, {held}.\n"
-    other = name_restore(setup)
     columns = [
         (setup.name, "stall", "stall, right after"),
         (setup.name, "stall_apart", "stall, a second after"),
         (setup.name, "durable", "durable"),
         (setup.name, "restore_cold", "restore"),
         *([] if setup.model else [(setup.name, "restore_warm", "restore, warm")]),
-        (other, "restore_cold", f"restore by {other_number(setup.workers)} workers"),
+        (name_restore(setup), "restore_cold", f"restore by {other_number(setup.workers)} workers"),
     ]
-    yield f"| | {' | '.join(title for _, _, title in columns)} |"
-    yield "|---" * (len(columns) + 1) + "|"
-    names = [name for job, some in JOBS.items() for name in (*some, *ALSO.get(job, ())) if name != LIMITS]
-    for name in names:
-        cells = [_cell(standing_of(results, workload, name), key) for workload, key, _ in columns]
+    rows = []
+    for name in _NAMES:
+        cells = [_cell(results, workload, name, key) for workload, key, _ in columns]
         if any(cells):
-            yield f"| {_strong(name)} | {' | '.join(cells)} |"
+            rows.append([show_strong(name), *cells])
         elif reason := _reason(results, setup.name, name):
-            yield f"| {_strong(name)} | {reason} {'| ' * len(columns)}|"
-    yield f"| bare limit | {' | '.join(_limit(results, workload, key) for workload, key, _ in columns)} |"
-    yield ""
-    yield from _notes(results, setup, names)
+            rows.append(_reason_row(name, reason, len(columns)))
+    rows.append(["bare limit", *(_limit(results, workload, key) for workload, key, _ in columns)])
+    yield from _trim(draw_table(["", *(title for _, _, title in columns)], rows))
+    yield from _notes(results, setup)
 
 
-def _cell(standing: Standing | None, key: str) -> str:
-    figure = standing.figures.get(key) if standing else None
-    return _show(figure) if figure else ""
-
-
-def _show(figure: Figure) -> str:
-    ratio = f", {_short(figure.ratio.median)} x" if figure.ratio else ""
-    return f"{show_time(figure.value.median)}{ratio}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+def _cell(results: Results, workload: str, name: str, key: str) -> str:
+    summary = summary_of(results, workload, name)
+    figure = summary.figures.get(key) if summary else None
+    if figure is None:
+        return ""
+    if figure.ratio is None:
+        return show_time(figure.value.median)
+    ratio = figure.ratio.median
+    return f"{show_time(figure.value.median)}, {f'{ratio:.2f}' if ratio < 10 else f'{ratio:.0f}'} x"
 
 
 def _limit(results: Results, workload: str, key: str) -> str:
-    kinds = {"stall": "copy", "stall_apart": "copy", "durable": "write", "restore_cold": "read_cold"}
     limits = limits_of(results, workload)
-    limit = limits.get(kinds.get(key, ""))
+    limit = limits.get(_LIMITS.get(key, ""))
     over = limits.get("rewrite") if key == "durable" else None
     return f"{show_time(limit.median)}{f' ({show_time(over.median)})' if over else ''}" if limit else ""
 
 
-def _notes(results: Results, setup: Setup, names: list[str]) -> Iterator[str]:
-    """The first saves, who failed after a part, and what each takes for a tensor."""
+def _notes(results: Results, setup: Setup) -> Iterator[str]:
+    """The first saves, and the contenders that failed after a part."""
     firsts = []
-    for name in names:
-        standing = standing_of(results, setup.name, name)
-        if standing is not None and "stall" in standing.first:
-            firsts.append(f"{name} {show_time(standing.first['stall'].value.median)}")
+    for name in _NAMES:
+        summary = summary_of(results, setup.name, name)
+        if summary is not None and "stall" in summary.first:
+            firsts.append(f"{name} {show_time(summary.first['stall'].value.median)}")
     if firsts:
         yield f"The stall of the first save of a job: {'; '.join(firsts)}.\n"
     for workload in (setup.name, name_restore(setup)):
-        for name in names:
+        for name in _NAMES:
             reason = _reason(results, workload, name)
             where = "" if workload == setup.name else f", restore by {other_number(setup.workers)} workers"
             if reason and (where or any(rounds_of(results, workload, name))):
@@ -202,11 +289,20 @@ def _notes(results: Results, setup: Setup, names: list[str]) -> Iterator[str]:
 
 
 def _reason(results: Results, workload: str, name: str) -> str:
-    """Why there are no figures; empty if nothing is known."""
+    """The reason why there are no figures; empty if nothing is known."""
     if name in results.missing:
         return results.missing[name]
     found = [reason for part, one, reason in results.failures if (part, one) == (workload, name)]
     return f"failed: {found[-1].replace('|', '/')}" if found else ""
+
+
+def _reason_row(name: str, reason: str, columns: int) -> list[str]:
+    return [show_strong(name), reason, *[""] * (columns - 1)]
+
+
+def _trim(lines: Iterator[str]) -> Iterator[str]:
+    """Empty cells at the end of a row without figures are narrow."""
+    return (line.replace("|  |", "| |") if "not installed" in line or "failed: " in line else line for line in lines)
 
 
 def _training(results: Results) -> Iterator[str]:
@@ -215,36 +311,41 @@ def _training(results: Results) -> Iterator[str]:
         return
     yield "## Training time lost with 2 workers\n"
     yield (
-        f"{shape.title[:1].upper()}{shape.title[1:]}: {shape.size_bytes / 1e9:.2g} GB of state over the workers. Lost "
+        f"{show_upper(shape.title)}: {shape.size_bytes / 1e9:.2g} GB of state over the workers. Lost "
         "is what the steps between two saves took longer than as many steps without a save beside them: the stall, and "
         "what the work in the background takes from training.\n"
     )
-    yield "| | a step without a save | lost for each save | of what DCP loses | in the call | first change after it |"
-    yield "|---|---|---|---|---|---|"
-    peer = standing_of(results, TRAINING, DCP)
+    peer = summary_of(results, TRAINING, DCP)
     least = peer.figures["lost"].value.median if peer and "lost" in peer.figures else 0.0
+    heads = ("a step without a save", "lost for each save", "of what DCP loses", "in the call", "first change after it")
+    rows = []
     for name in [name for some in TRAINING_JOBS.values() for name in some]:
-        standing = standing_of(results, TRAINING, name)
-        if standing is None or "lost" not in standing.figures:
+        summary = summary_of(results, TRAINING, name)
+        if summary is None or "lost" not in summary.figures:
             if reason := _reason(results, TRAINING, name):
-                yield f"| {_strong(name)} | {reason} {'| ' * 5}|"
+                rows.append(_reason_row(name, reason, len(heads)))
             continue
-        figures = {key: figure.value for key, figure in standing.figures.items()}
+        figures = {key: figure.value for key, figure in summary.figures.items()}
         lost = figures["lost"]
-        # Nobody gains time by saving: less than nothing says how unsteady the machine was.
-        share = f"{lost.median / least:.2f}" if lost.low > 0 else "within the noise"
-        share = share if least > 0 and name != DCP else ""
-        yield (
-            f"| {_strong(name)} | {show_time(figures['step'].median)} "
-            f"| {show_time(lost.median)} ({show_time(lost.low)} to {show_time(lost.high)}) | {share} "
-            f"| {show_time(figures['stall'].median)} | {show_time(max(0.0, figures['wait'].median))} |"
+        # No save gains time: less than nothing shows how unsteady the machine was.
+        share = f"{lost.median / least:.2f}" if lost.low > 0 and least > 0 else "within the noise"
+        rows.append(
+            [
+                show_strong(name),
+                show_time(figures["step"].median),
+                f"{show_time(lost.median)} ({show_time(lost.low)} to {show_time(lost.high)})",
+                share if least > 0 and name != DCP else "",
+                show_time(figures["stall"].median),
+                show_time(max(0.0, figures["wait"].median)),
+            ]
         )
-    yield ""
+    yield from _trim(draw_table(["", *heads], rows))
 
 
-def _panels(results: Results) -> Iterator[Panel]:
-    """A row for each figure."""
+def render_workers_picture(results: Results) -> str:
+    """**Pure.** The picture: 2 workers on the left, 4 on the right, a row for each figure."""
     setups = list_setups(results.scale)
+    panels: list[Panel] = []
     for replicated in (False, True):
         pair = [setup for setup in setups if setup.model and setup.is_replicated == replicated]
         for key, title, limit in (
@@ -252,19 +353,20 @@ def _panels(results: Results) -> Iterator[Panel]:
             ("durable", "until durable", "the bare direct write"),
             ("restore_cold", "restore", "the bare direct read"),
         ):
-            yield from (_panel(results, setup.name, key, f"{setup.title}: {title}", limit) for setup in pair)
+            panels += [_panel(results, setup.name, key, f"{setup.title}: {title}", limit) for setup in pair]
         for setup in pair:
             title = f"{setup.title}: restore by {other_number(setup.workers)} workers"
-            yield _panel(results, name_restore(setup), "restore_cold", title, "the bare direct read")
+            panels.append(_panel(results, name_restore(setup), "restore_cold", title, "the bare direct read"))
     for setup in setups:
         if not setup.model and not setup.is_replicated:
-            yield from _small_panels(results, setup)
-    lost = [(one.contender, one.figures["lost"].value) for one in standings(results, TRAINING) if "lost" in one.figures]
-    yield Panel("FSDP2, 2 workers: training time lost for each save", "seconds", lost, None)
+            panels += _small_panels(results, setup)
+    lost = [(one.contender, one.figures["lost"].value) for one in summaries(results, TRAINING) if "lost" in one.figures]
+    panels.append(Panel("FSDP2, 2 workers: training time lost for each save", "seconds", lost, None))
+    return draw_panels(panels, "Benchmarks with several workers: medians as bars")
 
 
 def _panel(results: Results, workload: str, key: str, title: str, limit: str) -> Panel:
-    ratios = [(one.contender, one.figures[key].ratio) for one in standings(results, workload) if key in one.figures]
+    ratios = [(one.contender, one.figures[key].ratio) for one in summaries(results, workload) if key in one.figures]
     bars = [(name, ratio) for name, ratio in ratios if ratio is not None]
     return Panel(title, f"times {limit} of as many processes (the line)", bars, 1.0)
 
@@ -274,12 +376,8 @@ def _small_panels(results: Results, setup: Setup) -> Iterator[Panel]:
     if not tensors:
         return
     bars = []
-    for one in standings(results, setup.name):
+    for one in summaries(results, setup.name):
         values = [entry.figures["stall"] for entry in rounds_of(results, setup.name, one.contender)]
         if values:
             bars.append((one.contender, spread([value / tensors * 1e6 for value in values])))
     yield Panel(f"{setup.title}: stall", "microseconds a tensor", bars, None)
-
-
-def _strong(name: str) -> str:
-    return f"**{name}**" if name.startswith(HOLDFAST) else name

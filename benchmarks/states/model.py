@@ -49,7 +49,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = functional.linear(self.norm(x)[:, :-1], self.tokens.weight)
-        loss: torch.Tensor = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss: torch.Tensor = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         return loss
 
 

@@ -55,7 +55,7 @@ class NamedObjects:
         """Called when the program reads or removes an object."""
         self._unread.pop(name, None)
 
-    def take_unread(self, *, only_held: bool) -> list[str]:
+    def take_unread(self, only_held: bool) -> list[str]:
         """Returns the names of restored objects that nothing has read since, each once.
 
         Args:

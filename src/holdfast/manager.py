@@ -14,7 +14,6 @@ from typing import Any, Final, Literal, Self
 from msgspec.structs import replace as replace_fields
 
 from holdfast.advice.hyperparameters import Keeping, list_kept, note_script
-from holdfast.advice.oversights import describe_unread
 from holdfast.catalog import StoredRun
 from holdfast.checkpoint import (
     Checkpoint,
@@ -171,12 +170,12 @@ class CheckpointManager:
             if cluster == "auto" and self.participant is None and (text := describe_lone_task(os.environ)):
                 self.emit(Warned(text=text))
             self._failures = PendingFailures(failures_allowed)
+            take_unread = objects_of(checkpoint).take_unread
             self._saver = saver = Saver(
-                self._storage, options, self.emit, self._failures, checkpoint.objects, self.participant
+                self._storage, options, self.emit, self._failures, checkpoint.objects, take_unread, self.participant
             )
             # If this is dropped without `close`, its threads go on to know the lock.
             weakref.finalize(self, saver.lock.release).atexit = False
-            saver.take_unread = partial(objects_of(checkpoint).take_unread, only_held=True)
             went_back = None if begin_anew else catalog.start_from
             self._origin = Origin(living[-1] if living else None, catalog.generation, start_from=went_back)
             self._living, self.newest_asked = {name.step for name in living}, -1
@@ -343,7 +342,7 @@ class CheckpointManager:
         if self.find_steps is not None:
             self._check_partial(step, make_selection(only), *self.find_steps())
         check_objects(self.checkpoint.objects)
-        self._saver.fresh_look.note(self.checkpoint.objects)
+        self._saver.advisor.begin()
         is_first = step is None and self.restored is None and self.newest_asked < 0
         start_from = self._options.start_from if is_first else None
         script = note_script(self.checkpoint.objects, objects_of(self.checkpoint).own)
@@ -463,13 +462,11 @@ class CheckpointManager:
     ) -> None:
         if error is not None:
             self.closing.clear()  # The state may be that of half a step.
-        has_trained = error is None and self.restored is None and len(self._living) > 1
-        objects, assigned = self.checkpoint.objects, frozenset(objects_of(self.checkpoint).assigned)
-        if has_trained and (text := self._saver.kept_epoch.look_at_end(objects, assigned)):
-            self.emit(Warned(text=text))
-        has_trained = error is None and self._saver.engine.newest is not None
-        if has_trained and (text := describe_unread(objects_of(self.checkpoint).take_unread(only_held=False))):
-            self.emit(Warned(text=text))
+        else:
+            is_first, has_saved = self.restored is None and len(self._living) > 1, self._saver.engine.newest is not None
+            assigned = objects_of(self.checkpoint).assigned
+            for text in self._saver.advisor.find_at_end(assigned, is_first=is_first, has_saved=has_saved):
+                self.emit(Warned(text=text))
         self._failures.close_behind(error, partial(self._close, None, has_ended_well=error is None))
 
     def _save(

@@ -370,7 +370,7 @@ def test_a_changed_precision_size_or_name_is_refused_with_the_way(tmp_path: Path
 
 
 @pytest.mark.parametrize("before", ["absent", "disabled"])
-def test_a_scaler_that_is_switched_on_begins_anew_by_name(tmp_path: Path, before: str) -> None:
+def test_scaler_enabled_later_is_refused_unless_kept_by_name(tmp_path: Path, before: str) -> None:
     model = nn.Linear(2, 2)
     scaler: dict[str, Any] = {} if before == "absent" else {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
     with hf.resumable(tmp_path, model=model, quiet=True, **scaler) as run:

@@ -235,7 +235,7 @@ def test_without_a_restore_nothing_is_known_of_the_beginning(tmp_path: Path) -> 
     assert warnings_of(tmp_path, restores=False, model=Part(make, count_in_place)) == []
 
 
-def test_a_resumed_run_watches_anew(tmp_path: Path) -> None:
+def test_resumed_run_watches_stray_tensors_again(tmp_path: Path) -> None:
     for _ in range(2):
         model = Part(put(mean=torch.tensor([0])), replace_mean)
         events: list[Event] = []

@@ -20,7 +20,7 @@ from benchmarks.__main__ import RESULTS_NAME, main
 from benchmarks.harness import page_cache
 from benchmarks.harness.guard import open_scratch
 from benchmarks.harness.machine import Machine, describe_machine
-from benchmarks.harness.picture import render_picture
+from benchmarks.harness.picture import draw_seconds
 from benchmarks.harness.results import (
     Results,
     Round,
@@ -31,14 +31,14 @@ from benchmarks.harness.results import (
     read_results,
     write_results,
 )
-from benchmarks.harness.summary import limits_of, ratio_to, standings
+from benchmarks.harness.summary import limits_of, ratio_to, summaries
 from benchmarks.harness.turns import Bench
 from benchmarks.one_process.page import render_report
 from benchmarks.one_process.parts import compare_many_saves, growth_of
+from benchmarks.one_process.pictures import SHOWN, TITLES, render_picture
 from benchmarks.one_process.small import start_seconds, step_seconds
 from benchmarks.one_process.targets import find_targets
 from benchmarks.peers import PEERS, find_missing
-from benchmarks.speed import SHOWN, TITLES, draw_speed
 from benchmarks.states.model import Model
 from benchmarks.states.values import Values
 from benchmarks.states.workloads import (
@@ -100,9 +100,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GIVING_BACK)
-def test_every_peer_gives_back_what_it_was_given_or_is_said_to_be_missing(
-    results: tuple[Results, Path], name: str
-) -> None:
+def test_every_peer_returns_its_input_or_is_reported_missing(results: tuple[Results, Path], name: str) -> None:
     found, out = results
     rounds = [entry for entry in found.rounds if (entry.workload, entry.contender) == ("small-tensors", name)]
     if name in found.missing:
@@ -171,7 +169,7 @@ def test_a_run_renders_a_page_and_a_picture_that_name_no_place(results: tuple[Re
     assert str(out) not in page + picture + json.dumps(found.machine.versions)
     assert ElementTree.fromstring(picture).tag.endswith("svg")
     speed = ElementTree.fromstring((out / "speed.svg").read_text())
-    measured = {SHOWN[one.contender] for one in standings(found, "model") if one.contender in SHOWN and one.figures}
+    measured = {SHOWN[one.contender] for one in summaries(found, "model") if one.contender in SHOWN and one.figures}
     assert {*TITLES.values(), *measured} <= {text.text for text in speed.iter() if text.text}
     again = CliRunner().invoke(main, ["--render", "--out", str(out)])
     assert again.exit_code == 0
@@ -179,7 +177,7 @@ def test_a_run_renders_a_page_and_a_picture_that_name_no_place(results: tuple[Re
 
 
 def test_the_picture_of_speed_has_a_bar_as_long_as_each_value_says() -> None:
-    picture = ElementTree.fromstring(draw_speed({"stall": {"holdfast": 0.5, "torch.save": 2.0}}))
+    picture = ElementTree.fromstring(draw_seconds({"a stall": {"holdfast": 0.5, "torch.save": 2.0}}, "seconds"))
     widths = [float(bar.attrib["width"]) for bar in picture.iter() if bar.attrib.get("class") in ("own", "peer")]
     assert widths[1] == pytest.approx(4 * widths[0], rel=0.01)
     assert "0.500 s" in {text.text for text in picture.iter()}
@@ -218,7 +216,7 @@ def test_a_file_that_holds_no_results_is_an_error_and_stays(tmp_path: Path, held
         read_results(tmp_path)
 
 
-def test_a_place_that_cannot_be_written_into_is_told_at_once(tmp_path: Path) -> None:
+def test_unwritable_output_is_refused_before_any_measurement(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     for option, place, text in (
@@ -381,7 +379,7 @@ def _made_up() -> Results:
 def test_ratios_are_taken_within_a_round() -> None:
     results = _made_up()
     assert limits_of(results, "model")["copy"].median == 2.0
-    own, peer = standings(results, "model")
+    own, peer = summaries(results, "model")
     stall = own.figures["stall"]
     assert (stall.value.low, stall.value.median, stall.value.high) == (2.0, 4.0, 8.0)
     assert stall.ratio is not None
@@ -420,7 +418,7 @@ def test_what_was_measured_before_stays_if_it_belongs_together() -> None:
     assert both.shapes["training"].size_bytes == 7
 
 
-def test_one_contender_measured_anew_takes_its_own_place_alone() -> None:
+def test_contender_measured_again_replaces_only_its_own_figures() -> None:
     before = _made_up()
     now = Results(machine=MACHINE, scale=1.0, shapes={"model": before.shapes["model"]})
     for number in range(2):
@@ -428,8 +426,8 @@ def test_one_contender_measured_anew_takes_its_own_place_alone() -> None:
         now.rounds.append(Round(workload="model", contender="limits", number=number, slice=1, figures=limits))
         figures = {"stall": 30.0}
         now.rounds.append(Round(workload="model", contender="safetensors", number=number, slice=1, figures=figures))
-    own, peer = standings(merge(before, now), "model")
-    assert own.figures["stall"] == standings(before, "model")[0].figures["stall"]
+    own, peer = summaries(merge(before, now), "model")
+    assert own.figures["stall"] == summaries(before, "model")[0].figures["stall"]
     assert peer.figures["stall"].ratio is not None
     assert peer.figures["stall"].ratio.median == 3.0
     assert ratio_to(merge(before, now), "model", "holdfast", "stall", "safetensors", "stall") is None
@@ -460,7 +458,7 @@ def test_targets_are_held_against_the_medians() -> None:
     assert "not measured" in {target.reached for target in find_targets(Results(machine=MACHINE, scale=1.0))}
 
 
-def test_the_best_of_one_peer_is_no_best() -> None:
+def test_single_peer_is_not_called_the_best_of_several() -> None:
     results = _made_up()
 
     def lose(contender: str, seconds: float) -> None:

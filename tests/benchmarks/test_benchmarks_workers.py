@@ -28,9 +28,16 @@ from benchmarks.several_workers import (
     name_restore,
 )
 from benchmarks.several_workers.comparison import WorkersPlan, compare_workers, compare_workers_training
-from benchmarks.several_workers.goals import find_goals
-from benchmarks.several_workers.page import is_whole, render_page, render_workers_picture
-from benchmarks.several_workers.published import DOCS, NAME, publish, render
+from benchmarks.several_workers.page import (
+    DOCS,
+    NAME,
+    find_goals,
+    is_whole,
+    publish,
+    render,
+    render_page,
+    render_workers_picture,
+)
 from click.testing import CliRunner
 from msgspec.structs import replace
 

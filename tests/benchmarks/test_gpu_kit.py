@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
+import select
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 import torch
-from benchmarks.gpu import process
-from benchmarks.gpu.contender import PEERS
-from benchmarks.gpu.findings import BARE, Findings, read_lines
-from benchmarks.gpu.parts import TOTAL_SECONDS, choose, list_parts
+from benchmarks.gpu.__main__ import TOTAL_SECONDS
+from benchmarks.gpu.duties import PEERS
+from benchmarks.gpu.kit import choose, list_parts
+from benchmarks.gpu.page import BARE, Outcome, Run, figures_by_size, make_table
 from benchmarks.gpu.site import fits
+from benchmarks.harness.contender import Contender, ContenderError
+from benchmarks.harness.guard import open_scratch
+from benchmarks.harness.machine import describe_machine
+from benchmarks.harness.results import Results, Round
 
 from places import ROOT
 
@@ -34,24 +37,22 @@ def run_kit(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
 def test_a_dry_run_goes_through_all_kinds_of_parts(tmp_path: Path) -> None:
     """One way of each kind of program; `make gpu DRY=1` goes through all."""
     chosen = ALL_PARTS if "HOLDFAST_LONG" in os.environ else ONE_OF_EACH_KIND
-    parts = choose(list_parts(ROOT, dry=True), chosen)
+    parts = choose(list_parts(dry=True), chosen)
     ended = run_kit("--dry", *(f"--only={word}" for word in chosen), out=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    document = json.loads((tmp_path / "gpu.json").read_text())
-    states = {name: end["state"] for name, end in document["parts"].items()}
-    assert states == dict.fromkeys(["site", *(part.name for part in parts)], "done")
-    figures: dict[tuple[str, float], dict[str, Any]] = {}
-    for one in document["findings"]:
-        if "peer" in one:
-            figures.setdefault((one["peer"], one["size"]), {}).update(one)
-    wanted = {"returns_seconds", "free_seconds", "durable_seconds", "restore_seconds", "lost_seconds", "host_bytes"}
+    run = msgspec.json.decode((tmp_path / "gpu.json").read_bytes(), type=Run)
+    assert {name: outcome.state for name, outcome in run.parts.items()} == dict.fromkeys(
+        [part.name for part in parts], "done"
+    )
+    figures = figures_by_size(run.results)
+    missing = {(size, name) for size, name, reason in run.results.failures if reason.startswith("not installed")}
+    wanted = {"returns_seconds", "free_seconds", "durable_seconds", "restore_seconds", "host_bytes"}
     for part in parts:
-        peer, _, name = part.name.rpartition(", ")
-        if peer in PEERS:
-            size = {"2 GB": 0.02, "12 GB": 0.12}[name]
-            found = figures[peer, size]
-            assert figures[BARE, size]["free_seconds"] > 0
-            assert wanted <= found.keys() or found["note"].startswith("not installed"), part.name
+        if part.contender in PEERS:
+            needed = wanted if "JAX" in part.contender else {*wanted, "lost_seconds"}
+            assert figures[part.size][BARE]["free_seconds"] > 0
+            found = figures[part.size][part.contender].keys()
+            assert needed <= found or (part.size, part.contender) in missing, part.name
     table = (tmp_path / "gpu.md").read_text()
     assert "A dry run" in table
     assert "tests marked cuda" in table
@@ -75,54 +76,47 @@ def test_the_make_targets_call_the_kit() -> None:
         assert words in " ".join(shown.stdout.split())
 
 
-def run_text(text: str, tmp_path: Path, limit_seconds: float) -> process.Ended:
-    return process.run([sys.executable, "-c", text], os.environ, ROOT, limit_seconds, tmp_path / "log")
-
-
-def test_a_part_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:
-    # A shell, which begins at once on a busy machine too.
-    command = ["/bin/sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; echo began; wait"]
-    ended = process.run(command, os.environ, ROOT, 5, tmp_path / "log")
-    assert ended.state == "timed out"
-    assert "began" in ended.text
-    child = int((tmp_path / "pid").read_text())
-    end_at = time.monotonic() + 60
-    while Path(f"/proc/{child}/stat").exists() and time.monotonic() < end_at:
-        # It is no child of this process: the one that adopts it has to collect its exit code.
-        if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-    else:
-        assert not Path(f"/proc/{child}").exists()
-
-
 @pytest.mark.parametrize(
-    ("text", "state"),
-    [("pass", "done"), ("raise SystemExit('no')", "failed"), ("import os; os.abort()", "crashed")],
+    ("place", "arguments", "reason"),
+    [
+        # A program of its own, which begins at once on a busy machine too.
+        ("subprocess:run", {"args": ["sleep", "600"]}, "did not make within 3 s"),
+        ("builtins:int", {"none": 1}, "TypeError"),
+        ("os:abort", {}, "has ended"),
+    ],
 )
-def test_how_a_part_has_ended_is_told(tmp_path: Path, text: str, state: str) -> None:
-    assert run_text(text, tmp_path, 60).state == state
+def test_part_that_fails_is_ended_with_its_processes(
+    tmp_path: Path, place: str, arguments: dict[str, object], reason: str
+) -> None:
+    with open_scratch(tmp_path) as (directory, guard):
+        contender = Contender("one", directory / "one", guard)
+        contender.wait_started()
+        process = os.pidfd_open(contender.pid)
+        with pytest.raises(ContenderError, match=reason):
+            contender.order("make", seconds=3 if place == "subprocess:run" else 60, place=place, **arguments)
+        assert contender.has_ended
+        # Such a descriptor can be read once its process has ended.
+        assert select.select([process], [], [], 60)[0]
+        os.close(process)
 
 
-def test_what_was_found_is_kept_whatever_happens_next(tmp_path: Path) -> None:
-    findings = Findings(tmp_path, {"device": "none"})
-    lines = tmp_path / "lines"
-    lines.write_text('{"peer": "holdfast", "size": 2.0, "free_seconds": 0.05}\n{"peer": "holdf')
-    findings.add("one", {"state": "timed out", "seconds": 9.0, "text": "the last words"}, read_lines(lines))
-    findings.add(
-        "two", {"state": "done", "seconds": 1.0, "text": ""}, [{"peer": BARE, "size": 2.0, "free_seconds": 0.04}]
-    )
-    document = json.loads((tmp_path / "gpu.json").read_text())
-    assert [one["part"] for one in document["findings"]] == ["one", "two"]
-    table = (tmp_path / "gpu.md").read_text()
+def test_table_of_an_unfinished_run_has_all_figures(tmp_path: Path) -> None:
+    results = Results(machine=describe_machine(tmp_path), scale=1.0, failures=[("2 GB", "torch.save", "no disk")])
+    run = Run(about={"device": "none"}, results=results)
+    run.parts["one"] = Outcome("failed", 9.0, "the last words")
+    for name, seconds in (("holdfast", 0.05), (BARE, 0.04)):
+        results.rounds.append(Round(workload="2 GB", contender=name, number=1, figures={"free_seconds": seconds}))
+    table = make_table(run)
     assert "the last words" in table
     assert "50 ms (1.25 x bare)" in table
     assert "1.25 x, at most 1.15 x: **missed**" in table
+    assert "| no disk |" in table
 
 
 def test_the_parts_that_matter_most_have_time_enough() -> None:
     """At the limit of each: the tests and holdfast's own figures come before all is over."""
     names, seconds = [], 0.0
-    for part in list_parts(ROOT, dry=False):
+    for part in list_parts(dry=False):
         seconds += part.limit_seconds
         if seconds <= TOTAL_SECONDS:
             names.append(part.name)

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 pytest.importorskip("torch")
 
-from benchmarks.planning import main
-from benchmarks.planning_job import measure_worker
+from benchmarks.planning.__main__ import main
+from benchmarks.planning.job import measure_worker
 
 
 def test_it_measures_both_and_draws(tmp_path: Path) -> None:

@@ -138,6 +138,29 @@ def test_kept_steps_cost_no_calls(keeps: str) -> None:
     check_true(many)
 
 
+def count_save(kept: int) -> dict[str, float]:
+    """The calls of a save in a run that keeps so many steps, on the average of 100 saves."""
+    counted, saves = FaultyStorage(MemoryStorage("run")), 100
+    with open_manager(counted, keep=hf.Latest(3) | hf.EveryN(1000)) as manager:
+        for step in (*range(1000, 1000 * (kept - 2), 1000), *range(10**6 + 1, 10**6 + 31)):
+            manager.save(step).wait_ended(60)
+        assert len(manager.steps()) == kept
+        before = len(counted.calls)
+        for step in range(10**6 + 31, 10**6 + 31 + saves):
+            manager.save(step).wait_ended(60)
+        return {name: calls / saves for name, calls in Counter(call.name for call in counted.calls[before:]).items()}
+
+
+def test_history_costs_a_save_two_looks() -> None:
+    """Of what is kept two manifests are looked for in turn; with hundreds of steps as with dozens."""
+    few = count_save(3)
+    for kept in (66, 300):
+        many = count_save(kept)
+        assert many.keys() == few.keys()
+        more = {name: calls - few[name] for name, calls in many.items()}
+        assert more == pytest.approx(dict.fromkeys(few, 0.0) | {"open_reader": 2.0}, abs=0.15)
+
+
 @pytest.mark.parametrize("goes_back", [False, True], ids=["goes on", "went back once"])
 def test_generations_cost_no_calls(goes_back: bool) -> None:
     few, many = (MemoryStorage("run") for _ in range(2))
@@ -188,7 +211,7 @@ def go_on(storage: Storage) -> None:
 
 @pytest.mark.parametrize("stops_dead", [True, False], ids=["dead", "error"])
 @pytest.mark.parametrize("done", ["nothing", "half", "all"])
-def test_whatever_call_a_job_dies_or_fails_at_the_summary_is_true(
+def test_summary_is_true_after_a_death_or_fault_at_any_call(
     done: Literal["nothing", "half", "all"], stops_dead: bool
 ) -> None:
     ground = make_long()
@@ -416,7 +439,7 @@ KEEPS: list[RetentionPolicy] = [
 
 
 @pytest.mark.parametrize("seed", range(200 if LONG else 6))
-def test_whatever_becomes_of_a_run_the_summary_is_true(seed: int) -> None:
+def test_summary_is_true_after_random_changes_of_a_run(seed: int) -> None:
     choose = random.Random(seed)
     storage = MemoryStorage(str(seed))
     last = save_steps(storage, 30, keep=hf.All())
@@ -560,7 +583,7 @@ def test_a_forged_summary_cannot_make_an_unfinished_step_the_newest() -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "link"])
-def test_what_is_no_file_is_no_summary(tmp_path: Path, kind: str) -> None:
+def test_summary_that_is_not_a_plain_file_is_ignored(tmp_path: Path, kind: str) -> None:
     run = tmp_path / "run"
     save_steps(run, 30)
     (path,) = (run / "generations").glob("*.summary-0002.json")

@@ -274,7 +274,7 @@ def test_a_backup_that_has_lost_its_manifest_is_not_begun_without(tmp_path: Path
             state.restore()
 
 
-def test_all_workers_are_told_alike(tmp_path: Path) -> None:
+def test_all_workers_raise_the_same_error(tmp_path: Path) -> None:
     def begin(cluster: Cluster) -> Exception | None:
         with open_manager(tmp_path, cluster=cluster) as manager:
             try:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+import preloaded
 from holdfast.errors import SaveFailedError, StorageError
 from mounts import mounted
 from places import PROGRAMS
@@ -177,16 +178,16 @@ def test_a_second_job_on_one_machine_is_refused_and_the_first_trains_on(tmp_path
     manager = hf.CheckpointManager(run, hf.Checkpoint(weights=np.zeros(3)))
     manager.save(1).wait_committed()
     command = [sys.executable, str(PROGRAM)]
-    second = subprocess.run([*command, "enter", str(run)], capture_output=True, text=True, check=False)
+    second = preloaded.run([*command, "enter", str(run)], capture_output=True, text=True, check=False)
     assert f"process {os.getpid()} on" in second.stderr, second.stderr
-    assert "HOLDFAST_TAKE_OVER=1" in second.stderr
+    assert "HOLDFAST_TAKE_OVER=1" in second.stderr, second.stderr
     assert second.returncode == 1
     assert holdfast_list(run)["state"] == "running"
     manager.save(3).wait_committed()
     with hf.resumable(run, weights=np.zeros(3), preemption="off") as again:
         assert again.step == 3, "this process is not another job"
     environment = {**os.environ, "HOLDFAST_TAKE_OVER": "1"}
-    taken = subprocess.run([*command, "train", str(run)], env=environment, capture_output=True, text=True, check=False)
+    taken = preloaded.run([*command, "train", str(run)], env=environment, capture_output=True, text=True, check=False)
     assert taken.returncode == 0, taken.stderr
     with pytest.raises(SaveFailedError, match="can no longer save"):
         manager.save(5).wait_committed()
@@ -199,7 +200,7 @@ def test_a_process_that_has_closed_its_run_holds_up_no_other(tmp_path: Path) -> 
         manager.save(1)
     assert holdfast_list(run)["state"] == "ok"
     command = [sys.executable, str(PROGRAM), "enter", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = preloaded.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -215,14 +216,14 @@ def run_program(*arguments: object) -> subprocess.CompletedProcess[str]:
 def run_together(*commands: list[str]) -> list[subprocess.CompletedProcess[str]]:
     """Those that are refused wait a while first."""
     with ThreadPoolExecutor(len(commands)) as pool:
-        run = partial(subprocess.run, capture_output=True, text=True, check=False)
+        run = partial(preloaded.run, capture_output=True, text=True, check=False)
         return [*pool.map(run, commands)]
 
 
 @contextmanager
 def holding(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that has a run open until its input ends, and the number that it has printed."""
-    with subprocess.Popen(command_of(*arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+    with preloaded.Popen(command_of(*arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         try:
             assert first.stdout is not None
             yield first, int(first.stdout.readline())
@@ -245,7 +246,7 @@ def test_a_job_that_has_not_saved_yet_is_protected(tmp_path: Path) -> None:
         refused = run_together(*(command_of(program, run) for program in programs for run in (old, new)))
         for second, owner, is_new in zip(refused, (number, other_number) * 2, (False, True) * 2, strict=True):
             assert f"process {owner} on" in second.stderr, second.stderr
-            assert "HOLDFAST_TAKE_OVER=1" in second.stderr
+            assert "HOLDFAST_TAKE_OVER=1" in second.stderr, second.stderr
             assert ("the run was last written" in second.stderr) is not is_new
             assert "waiting up to 10 s" in second.stderr
             assert second.returncode == 1
@@ -278,7 +279,7 @@ def test_of_jobs_that_start_at_the_same_moment_one_enters(tmp_path: Path) -> Non
     runs = [tmp_path / "made", tmp_path / "new"] * 3
     with ExitStack() as stack:
         commands = [command_of("hold", run) for run in runs]
-        jobs = [stack.enter_context(subprocess.Popen(each, stdin=PIPE, stdout=PIPE, text=True)) for each in commands]
+        jobs = [stack.enter_context(preloaded.Popen(each, stdin=PIPE, stdout=PIPE, text=True)) for each in commands]
         while sum(job.poll() is None for job in jobs) > 2:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             assert sum(job.poll() is None for job in jobs) >= 2
@@ -338,7 +339,7 @@ def test_a_job_waits_for_one_that_is_leaving(tmp_path: Path) -> None:
     manager = hf.CheckpointManager(run, hf.Checkpoint(weights=np.zeros(3)))
     manager.save(1).wait_committed()
     command = [sys.executable, str(PROGRAM), "enter", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as second:
+    with preloaded.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as second:
         assert second.stderr is not None
         while "has this run open; waiting up to 10 s" not in second.stderr.readline():
             assert second.poll() is None
@@ -353,7 +354,7 @@ def test_a_job_that_was_killed_holds_up_no_other(tmp_path: Path) -> None:
     """Also while it is a zombie, and while a process that it had forked lives on."""
     run = tmp_path / "run"
     command = [sys.executable, str(PROGRAM), "die", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+    with preloaded.Popen(command, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         child = int(first.stdout.readline())
         try:

@@ -121,7 +121,7 @@ def test_however_a_verb_ends_there_is_a_line_and_a_code(raised: BaseException, c
     assert "Traceback" not in result.stderr
 
 
-def test_a_reader_that_stops_reading_is_no_error(run: Path) -> None:
+def test_list_into_a_closed_pipe_prints_no_error(run: Path) -> None:
     listing = subprocess.Popen([PROGRAM, "list", run], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert listing.stdout is not None
     listing.stdout.close()
@@ -319,7 +319,7 @@ def test_list_of_a_run_without_a_checkpoint(run: Path) -> None:
     assert "has no checkpoint yet" in complaint("list", run)[1]
 
 
-def test_list_of_a_run_that_was_begun_anew(tmp_path: Path) -> None:
+def test_list_of_a_run_that_was_started_from_scratch(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(x=1)) as manager:
         manager.save(10)
     with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(x=1), begin_anew=True) as manager:

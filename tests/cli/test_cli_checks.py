@@ -348,7 +348,7 @@ class PrunedStorage(LocalStorage):
 
 
 @pytest.mark.parametrize("method", ["retire", "sync_directory"])
-def test_a_step_that_is_pruned_while_a_job_removes_it_is_no_failure(run: Path, method: str) -> None:
+def test_pruning_a_step_that_a_job_removes_meanwhile_succeeds(run: Path, method: str) -> None:
     storage, withdrawn = PrunedStorage(run, method), StepName(300, 1)
     with hf.CheckpointManager(storage, hf.Checkpoint(**make_objects(3)), keep=hf.Latest(1)) as manager:
         manager.restore()

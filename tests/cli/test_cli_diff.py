@@ -100,7 +100,7 @@ def test_types_and_shapes_that_differ_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_other_workers_with_the_same_values_are_no_change(workers: int, tmp_path: Path) -> None:
+def test_same_values_on_other_workers_are_not_a_difference(workers: int, tmp_path: Path) -> None:
     whole = np.arange(8 * 4, dtype=np.float32).reshape(8, 4)
 
     def part(rank: int, count: int, values: np.ndarray[Any, Any]) -> dict[str, object]:

@@ -220,7 +220,7 @@ def test_within_a_job_it_is_alone(tmp_path: Path) -> None:
     assert "save_every" in done.stdout
 
 
-def test_files_of_a_killed_doctor_are_no_run(run: Path) -> None:
+def test_files_of_a_killed_doctor_are_not_listed_as_a_run(run: Path) -> None:
     before, listed = names(run), call("list", run, "--all").stdout
     doctor = Terminal("doctor", run, "--size", "100MB")
     doctor.read_until("restoring, 1 of 5")
@@ -346,7 +346,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     assert "is not a directory" in said
 
 
-def test_what_is_no_place_to_examine(run: Path) -> None:
+def test_doctor_refuses_places_that_are_not_local_directories(run: Path) -> None:
     for place, text in (
         ("memory://trial", "is not a directory on this machine"),
         ("s3://bucket/run", "s3:// is not supported"),
@@ -394,7 +394,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "1.5XB", "-1GB", "1e9", "nan", "0", "0.1", "10000000PB", "1 GB 2", "٣GB"])
-def test_what_is_no_size(text: str) -> None:
+def test_text_that_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match=r"is not a size|is not between"):
         parse_size(CONTEXT, OPTION, text)
 
@@ -407,7 +407,7 @@ def test_times(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "24", "5m", "-1h", "inf", "0s", "99999999d", "1h30min"])
-def test_what_is_no_time(text: str) -> None:
+def test_text_that_is_not_a_time_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match=r"is not a time|is not between"):
         parse_seconds(CONTEXT, OPTION, text)
 

@@ -87,7 +87,7 @@ def test_list_marks_a_step_whose_bytes_are_missing_or_too_few(run: Path) -> None
     assert call_json("list", run)["steps"][0]["damages"][1]["file"] == ONE
 
 
-def test_show_says_where_each_leaf_lies(run: Path) -> None:
+def test_show_names_the_step_that_stores_each_leaf(run: Path) -> None:
     result = call("show", run)
     assert f"refers to   {ONE} for {TABLE_BYTES} bytes, {TWO} for 2400 bytes" in result.stdout
     assert ["arrays", "3", str(TABLE_BYTES + 2400 + 320), "100%", "-", "-", "-"] in lines_of(result.stdout)

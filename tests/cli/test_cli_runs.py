@@ -56,7 +56,7 @@ def test_several_directories_are_a_table_of_runs(runs: Path) -> None:
     assert "there is no run in" in said
 
 
-def test_damaged_runs_are_told_apart(runs: Path) -> None:
+def test_list_distinguishes_damaged_runs(runs: Path) -> None:
     (runs / "gpt" / NEWEST / "data-00000-of-00001.safetensors").unlink()
     for manifest in (runs / "sweep" / "seed 1").glob("step-*/manifest.json"):
         manifest.unlink()

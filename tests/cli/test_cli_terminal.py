@@ -45,7 +45,7 @@ def test_a_narrow_terminal_breaks_no_path_and_no_label(run: Path) -> None:
     assert not any(line.endswith(" ") for line in shown.text.splitlines())
 
 
-def test_no_color_is_honoured(run: Path) -> None:
+def test_no_color_disables_colors(run: Path) -> None:
     shown = show_on_terminal("list", run, environment={"NO_COLOR": "1"})
     assert "newest" in shown.text
     assert "\x1b[32m" not in shown.raw
@@ -107,7 +107,7 @@ def test_ctrl_c(run: Path) -> None:
     assert (run / FIRST_300).exists()
 
 
-def test_what_stands_in_a_checkpoint_does_not_steer_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_in_a_checkpoint_are_escaped_on_terminals(tmp_path: Path) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\u202e[red]\n"
     objects = hf.Checkpoint(state={evil: np.zeros(3), "plain": evil}, name=evil)
     with hf.CheckpointManager(tmp_path / "run", objects) as manager:

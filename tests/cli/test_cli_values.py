@@ -140,7 +140,7 @@ def test_notes_that_are_nested_deeply(tmp_path: Path, depth: int) -> None:
         assert result.exit_code in (ExitCode.OK, ExitCode.DAMAGED), result.output
 
 
-def test_leaves_that_lie_with_several_workers() -> None:
+def test_show_of_leaves_held_by_several_workers() -> None:
     run = DATA / "v1-shards"
     shown = call("show", run).stdout
     assert "workers     2" in shown

@@ -170,7 +170,7 @@ def test_many_meet_many_times() -> None:
     assert not [key for key in engine.keys if "meeting" in key]
 
 
-def test_a_meeting_ends_alike_for_all() -> None:
+def test_meeting_ends_with_the_same_answer_for_all_workers() -> None:
     """Whose time runs out is a matter of chance; that all have the same answer is not."""
 
     def meet(cluster: Cluster) -> list[object]:
@@ -517,7 +517,7 @@ def test_lone_task_is_named_with_the_variable(environment: dict[str, str], named
     assert f"({named})" in describe_lone_task(environment) if named else not describe_lone_task(environment)
 
 
-def test_task_of_several_that_saves_alone_is_warned_at_the_door(
+def test_one_of_several_tasks_that_saves_alone_is_warned_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PMI_SIZE", "2")

@@ -167,7 +167,7 @@ def check_sharded(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_what_lies_with_several_workers_is_put_together(workers: int, tmp_path: Path) -> None:
+def test_export_joins_arrays_held_by_several_workers(workers: int, tmp_path: Path) -> None:
     storage = MemoryStorage()
     save_job(storage, [sharded(rank, workers) for rank in range(workers)])
     export = hf.export_checkpoint(storage, tmp_path / "one.safetensors", to="safetensors", only="model")
@@ -220,7 +220,7 @@ FORMATS = ["safetensors", "torch", "dcp"]
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_damaged_checkpoint_is_not_handed_on(run: Path, tmp_path: Path, to: str) -> None:
+def test_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, to: str) -> None:
     flip_bit(run / "step-000000300.g0002" / DATA, 5000)
     code, text = complaint("export", run, tmp_path / "out", "--to", to)
     assert code == 1
@@ -371,7 +371,7 @@ def test_an_archive_of_more_than_4_gib(tmp_path: Path) -> None:
         assert places["large"].shape == large.shape
 
 
-def test_a_step_that_is_removed_while_it_is_read_is_no_damage(tmp_path: Path) -> None:
+def test_step_removed_during_its_export_is_not_reported_as_damage(tmp_path: Path) -> None:
     class Beside(LocalStorage):
         """Here the job saves on as soon as somebody reads a step's index."""
 

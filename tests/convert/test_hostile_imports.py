@@ -331,7 +331,7 @@ def test_keys_as_programs_have_them_are_read() -> None:
     assert read_pickle(pickle.dumps([table, set(table)], protocol=2), (), "here") == [table, set(table)]
 
 
-def test_what_stands_once_is_not_copied_again_and_again() -> None:
+def test_pickle_that_copies_more_than_it_contains_is_refused() -> None:
     text = b"X" + struct.pack("<L", 1 << 20) + b"a" * (1 << 20) + b"q\x000"
     for made in (b"c_codecs\nencode\nh\x00X\x06\x00\x00\x00latin1\x86R", b"cbuiltins\nbytearray\nh\x00\x85R"):
         with little_memory(), pytest.raises(errors.FormatError, match="copies more than it contains"):
@@ -362,7 +362,7 @@ def test_an_element_type_that_is_none_is_refused(tmp_path: Path) -> None:
     refuse(archive(tmp_path / "a.pt", b"\x80\x02}" + A + tensor + b"s.", {"data/0": bytes(24)}), "not described")
 
 
-def test_names_that_are_no_utf8_can_be_taken_in(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_can_be_imported(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt"))
     made = hf.import_checkpoint(archive(path, pickle.dumps({"\ud800": 1, "b": "\udfff"}, protocol=2)), tmp_path / "run")
     assert made.objects == ("model",)
@@ -371,7 +371,7 @@ def test_names_that_are_no_utf8_can_be_taken_in(tmp_path: Path) -> None:
         hf.import_checkpoint(path, tmp_path / "named", name="\ud800")
 
 
-def test_nobody_waits_for_what_a_pipe_may_bring(tmp_path: Path, directory: Path) -> None:
+def test_import_refuses_pipes_without_waiting(tmp_path: Path, directory: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     refuse(tmp_path / "pipe.pt", "not a regular file")
     data = directory / "__0_0.distcp"

@@ -86,7 +86,7 @@ def test_a_training_goes_on_from_a_torch_file(tmp_path: Path) -> None:
     check_goes_on(restore(tmp_path / "run"))
 
 
-def test_a_job_goes_on_and_saves_behind_it(tmp_path: Path) -> None:
+def test_job_resumes_from_an_import_and_saves_after_it(tmp_path: Path) -> None:
     objects = trained()
     torch.save(as_saved(objects), tmp_path / "old.pt")
     with pytest.raises(errors.UsageError, match="no object named 'modle'"):

@@ -45,6 +45,7 @@ FOR_HOLDFAST: Final[dict[str, set[str]]] = {
         *("is_ready_for", "init", "choose_epoch", "load", "begin_save", "finish_save", "load_blobs", "tidy"),
     },
     "NodeCheckpointManager": {"init"},
+    "ResumableSampler": {"look", "count_complete", "has_taken_last"},
     "Run": {"save_last", "warn", "pass_boundary"},
     "SaveHandle": {"has_place", "must_be_replaced"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), SESSION),

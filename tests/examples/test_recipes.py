@@ -119,7 +119,7 @@ def test_slurm_job_asked_to_leave_is_requeued_and_failed_one_is_not(tmp_path: Pa
         assert_went_on(workers, asked, again)
 
 
-def test_cancelled_slurm_job_saves_and_stays_ended(tmp_path: Path) -> None:
+def test_canceled_slurm_job_saves_and_stays_ended(tmp_path: Path) -> None:
     environment = make_place(tmp_path, PROGRAMS / "recipe_training.py") | slurm(1)
     with Workers(tmp_path) as workers:
         asked = start(workers, tmp_path, environment, "bash", str(RECIPES / "slurm.sh"))

@@ -79,7 +79,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("recipe", [ALONE, TORCHRUN], ids=["tasks", "torchrun"])
-def test_job_signalled_ahead_of_its_limit_ends_with_the_same_bits(
+def test_job_with_a_signal_before_its_limit_ends_with_the_same_bits(
     cluster: SlurmCluster, tmp_path: Path, untouched: dict[str, str], recipe: tuple[str, ...]
 ) -> None:
     place = Place(cluster, tmp_path / "place")
@@ -93,7 +93,7 @@ def test_job_signalled_ahead_of_its_limit_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("recipe", [ALONE, TORCHRUN], ids=["tasks", "torchrun"])
-def test_cancelled_job_stays_ended(cluster: SlurmCluster, tmp_path: Path, recipe: tuple[str, ...]) -> None:
+def test_canceled_job_stays_ended(cluster: SlurmCluster, tmp_path: Path, recipe: tuple[str, ...]) -> None:
     place = Place(cluster, tmp_path / "place")
     job = place.submit(recipe)
     cluster.wait_text(place.log, r"^step 19:")

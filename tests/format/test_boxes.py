@@ -77,7 +77,7 @@ def test_the_parts_of_a_box(case: tuple[tuple[int, ...], list[Box]], parts: int)
 
 
 @given(shapes_with_boxes(), st.sampled_from([1, 2, 4]), st.integers(1, 40))
-def test_where_a_box_lies_in_the_bytes(
+def test_byte_ranges_cover_exactly_the_bytes_of_a_box(
     case: tuple[tuple[int, ...], list[Box]], item_bytes: int, gap_bytes: int
 ) -> None:
     shape, (box,) = case

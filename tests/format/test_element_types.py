@@ -194,7 +194,7 @@ def test_quantizers_that_cannot_be_are_refused(lies: list[QuantizerRecord]) -> N
         decode_index(seal(forged), path="index.json")
 
 
-def test_files_of_other_programs_hold_them_or_it_is_said(tmp_path: Path) -> None:
+def test_exports_hold_odd_dtypes_or_report_what_they_leave_out(tmp_path: Path) -> None:
     state = {key: value for key, value in make_state().items() if key in ("complex128", "complex32", "float4")}
     state["image"] = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(state=state, q=per_tensor(3))) as manager:

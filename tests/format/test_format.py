@@ -70,7 +70,7 @@ def test_impossible_arrays_have_no_size(dtype: str, shape: tuple[int, ...]) -> N
         array_bytes(dtype, shape)
 
 
-def test_array_without_elements_has_no_bytes_whatever_its_other_sides() -> None:
+def test_array_with_a_side_of_zero_has_no_bytes() -> None:
     assert array_bytes("F64", (1 << 60, 0)) == 0
 
 
@@ -268,13 +268,13 @@ def test_a_zombie_beyond_the_base_is_not_on_the_line() -> None:
     assert choose_living(steps, bases_of((1, None), (2, StepName(100, 1)))) == (StepName(100, 1), StepName(110, 2))
 
 
-def test_a_zombie_that_saves_the_base_anew_does_not_change_the_line() -> None:
+def test_zombie_that_replaces_the_base_does_not_change_the_lineage() -> None:
     steps = [StepName(100, 1), StepName(100, 1, 2)]
     assert choose_living(steps, bases_of((1, None), (2, StepName(100, 1)))) == (StepName(100, 1),)
     assert choose_living(steps, bases_of((1, None))) == (StepName(100, 1, 2),)
 
 
-def test_a_generation_that_began_anew_has_a_line_of_its_own() -> None:
+def test_generation_without_a_base_has_its_own_lineage() -> None:
     steps = [StepName(100, 1), StepName(10, 2)]
     assert choose_living(steps, bases_of((1, None), (2, None))) == (StepName(10, 2),)
     assert choose_living(steps[:1], bases_of((1, None), (2, None))) == ()
@@ -289,7 +289,7 @@ def test_a_generation_without_a_record_of_its_base_loses_nothing() -> None:
     assert choose_living([StepName(7, 9)], {}) == (StepName(7, 9),)
 
 
-def test_bases_come_back_and_must_lie_before_their_generation() -> None:
+def test_bases_round_trip_and_must_precede_their_generation() -> None:
     for name in (None, StepName(5, 2, 3)):
         base = make_base(4, name)
         assert decode_base(seal(base), path="b", generation=4) == base

@@ -151,7 +151,7 @@ JSON = st.recursive(
 
 @slow_files
 @given(data=st.data())
-def test_an_index_with_sealed_lies_is_a_clean_error(data: st.DataObject, original: Path, run: Path) -> None:
+def test_index_with_false_sealed_fields_is_a_clean_error(data: st.DataObject, original: Path, run: Path) -> None:
     reset(original, run)
     index = decode_index((run / INDEX).read_bytes(), path=INDEX)
     field = data.draw(
@@ -197,7 +197,7 @@ def nest(depth: int) -> Any:
     return nested
 
 
-def test_values_that_are_stored_can_be_read_however_deep_they_lie(tmp_path: Path) -> None:
+def test_deeply_nested_values_that_were_stored_can_be_read(tmp_path: Path) -> None:
     value: Any = [b"x"]
     depth = 1
     with pytest.raises(UnsupportedValueError):  # noqa: PT012
@@ -257,7 +257,7 @@ REPLACEMENTS: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.mark.parametrize("kind", REPLACEMENTS)
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, DATA, "generations/0001.json", "generations/0001.base.json"])
-def test_what_is_no_plain_file_is_not_read(run: Path, tmp_path: Path, name: str, kind: str) -> None:
+def test_record_that_is_not_a_plain_file_is_not_read(run: Path, tmp_path: Path, name: str, kind: str) -> None:
     path = run / name
     elsewhere = tmp_path / "elsewhere"
     path.rename(elsewhere)
@@ -277,7 +277,7 @@ def test_what_is_no_plain_file_is_not_read(run: Path, tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "directory", "fifo"])
-def test_a_journal_that_is_no_plain_file_is_not_written(
+def test_journal_that_is_not_a_plain_file_is_not_written(
     run: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -295,7 +295,7 @@ def test_a_journal_that_is_no_plain_file_is_not_written(
     assert told.exc_info is None
 
 
-def test_a_linked_step_directory_is_no_checkpoint_and_is_not_emptied(run: Path, tmp_path: Path) -> None:
+def test_linked_step_directory_is_ignored_and_never_emptied(run: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (run / STEP).rename(outside)
     (run / STEP).symlink_to(outside)
@@ -325,7 +325,7 @@ REMOVERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("remover", REMOVERS)
-def test_what_is_removed_is_never_looked_for_behind_a_link(original: Path, tmp_path: Path, remover: str) -> None:
+def test_removal_never_follows_a_link(original: Path, tmp_path: Path, remover: str) -> None:
     real, other = tmp_path / "real", tmp_path / "other"
     for place, last in ((real, 10), (other, 9)):
         shutil.copytree(original, place)

@@ -291,7 +291,7 @@ HUGE = st.sampled_from([-(1 << 63), -1, 0, 1, 2, 6, 7, 8, 4096, 4097, 1 << 31, 1
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_lies_give_the_right_state_or_a_clean_error(data: st.DataObject, original: Path, run: Path) -> None:
+def test_false_references_give_the_right_state_or_a_clean_error(data: st.DataObject, original: Path, run: Path) -> None:
     shutil.rmtree(run)
     shutil.copytree(original, run)
     index = decode_index((run / INDEX).read_bytes(), path=INDEX)

@@ -165,7 +165,7 @@ def test_a_leaf_that_is_named_and_not_there_is_found(run: Path, changes: dict[st
         restore_part(LocalStorage(run), objects_of(ranks[0], 0), Worker(ranks[0], 2))
 
 
-def test_the_same_box_may_stand_twice_if_the_values_agree(tmp_path: Path) -> None:
+def test_same_box_may_be_stored_twice_with_equal_values(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "run")
     # Neither knows of the other.
     jobs: list[dict[str, Any]] = [{"x": hf.Shard(np.ones(3), (3,), (0,))} for _ in range(2)]
@@ -223,7 +223,7 @@ def test_no_memory_is_taken_for_leaves_that_are_not_there(run: Path) -> None:
         tracemalloc.stop()
 
 
-def test_damage_in_a_shard_is_named_by_whoever_needs_it(run: Path) -> None:
+def test_damaged_shard_is_reported_by_the_workers_that_need_it(run: Path) -> None:
     data = run / STEP / "data-00001-of-00002.safetensors"
     content = bytearray(data.read_bytes())
     content[-1] ^= 1

@@ -103,7 +103,7 @@ _NODES = st.recursive(
 
 
 @given(_NODES)
-def test_whatever_is_stored_can_be_shown(node: Any) -> None:
+def test_any_stored_node_can_be_shown(node: Any) -> None:
     assert isinstance(describe(node), str)
     count_values(node)
     for path, text in list_values("root", node):

@@ -296,7 +296,7 @@ def test_cycles_are_refused() -> None:
     assert caught.value.path == "root/0/again/0"
 
 
-def test_a_part_that_stands_twice_is_no_cycle() -> None:
+def test_part_that_is_contained_twice_is_not_a_cycle() -> None:
     part = [1]
     assert through_json([part, part]) == [[1], [1]]
 
@@ -396,7 +396,7 @@ def test_a_live_value_of_another_type_does_not_do() -> None:
         decode_value({"$": "dataclass", "k": "os:system", "v": {}}, Point(1.0))
 
 
-def test_registered_types_are_made_anew() -> None:
+def test_registered_types_are_constructed_again() -> None:
     @register_type
     @dataclasses.dataclass
     class Registered:

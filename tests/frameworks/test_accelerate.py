@@ -91,7 +91,7 @@ def test_two_workers_of_which_one_is_killed_end_as_if_untouched(tmp_path: Path, 
 
 
 @LONG
-def test_a_loop_that_passes_over_the_rest_of_an_epoch_is_told_so(tmp_path: Path) -> None:
+def test_loop_that_skips_the_rest_of_an_epoch_is_warned(tmp_path: Path) -> None:
     left = begin(tmp_path, "--row=first", "--leaves-after=16")
     assert left.end() == 42, left.errors
     after = train(tmp_path, "--row=first")
@@ -110,7 +110,7 @@ def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     check_example("accelerate_loop.py", tmp_path, PRELOAD, "epoch")
 
 
-def test_a_loss_with_parameters_that_nobody_names_goes_on(tmp_path: Path) -> None:
+def test_loss_with_unnamed_parameters_resumes(tmp_path: Path) -> None:
     untouched = live("own_loss.py", tmp_path / "untouched", "accelerate", "1", preload=PRELOAD)
     killed = Life("own_loss.py", tmp_path / "killed", "accelerate", "1", preload=PRELOAD)
     killed.wait_steps(4)

@@ -201,7 +201,7 @@ def test_a_step_whose_epoch_is_left_in_its_evaluation_counts_once(
         pytest.param("tensorflow", "4", range(16, 36, 4), marks=NEEDS_TENSORFLOW),
     ],
 )
-def test_a_backup_goes_on_behind_its_batch(backend: str, freq: str, begins: range, tmp_path: Path) -> None:
+def test_backup_resumes_after_its_batch(backend: str, freq: str, begins: range, tmp_path: Path) -> None:
     whole = train_without(backend, "dataset")
     arguments = (tmp_path / "run", "--backup", freq)
     process = start(backend, "keras_fit.py", *arguments)

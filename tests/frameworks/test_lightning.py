@@ -558,7 +558,7 @@ def test_model_checkpoint_gives_no_name_twice(tmp_path: Path) -> None:
     assert len(names["own"]) == 8
 
 
-def test_the_plug_in_leaves_out_hyperparameters_that_are_no_values(tmp_path: Path) -> None:
+def test_plug_in_leaves_out_hyperparameters_that_are_not_values(tmp_path: Path) -> None:
     plug_in = hf.lightning.HoldfastCheckpointIO()
     with pytest.warns(UserWarning, match="hyperparameter 'activation'"):
         plug_in.save_checkpoint(

@@ -136,7 +136,7 @@ def test_a_stream_without_a_place_is_loaded_again_with_a_warning(tmp_path: Path)
     killed.end()
     after = train(tmp_path / "killed", "--stream")
     check_same([killed, after], untouched)
-    assert "Stream can only be iterated, and keeps no position" in after.errors
+    assert "Stream can only be read from its beginning" in after.errors
 
 
 @pytest.mark.parametrize(("evaluates", "leaves_in"), [("epoch", 14), ("steps", 10)])
@@ -262,7 +262,7 @@ def test_a_frozen_base_is_written_once_with_incremental(tmp_path: Path) -> None:
     assert max(sizes[1:]) < sizes[0] / 2
 
 
-def test_a_loss_with_parameters_that_nobody_names_goes_on(tmp_path: Path) -> None:
+def test_loss_with_unnamed_parameters_resumes(tmp_path: Path) -> None:
     untouched = live("own_loss.py", tmp_path / "untouched", "trainer", "1", preload=PRELOAD)
     killed = Life("own_loss.py", tmp_path / "killed", "trainer", "1", preload=PRELOAD)
     killed.wait_steps(4)

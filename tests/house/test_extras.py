@@ -59,12 +59,12 @@ def test_a_package_that_is_too_old_is_an_error_with_both_versions(oldest: str, i
             thing(3)
 
 
-def test_a_name_that_a_door_does_not_have_is_an_attribute_error() -> None:
+def test_unknown_name_of_an_integration_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"module 'holdfast\.frame' has no attribute 'Earliest'"):
         make_door("frame-of-mind", "1").load("Earliest")
 
 
-def test_doors_are_imported_by_their_short_names_as_well() -> None:
+def test_integrations_are_importable_by_their_short_names() -> None:
     """In a fresh interpreter, in which nobody has asked for them; the frameworks are not imported for that."""
     program = "import sys, holdfast\n" + "".join(
         f"import holdfast.{name} as door\n"
@@ -75,6 +75,6 @@ def test_doors_are_imported_by_their_short_names_as_well() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_what_is_no_door_is_not_found() -> None:
+def test_unknown_integration_is_a_module_not_found_error() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"holdfast\.pytorch"):
         importlib.import_module("holdfast.pytorch")

@@ -84,11 +84,11 @@ MAX_LINES = 600
 MAX_FILES_IN_A_FOLDER = 15
 BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
-    ".": 2073,
+    ".": 2070,
     # A table of rules and four moments.
-    "advice": 1488,
+    "advice": 1505,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2189,
+    "catalog": 2212,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 3497,
     # Joining, the store, failures of workers, a barrier.
@@ -98,41 +98,41 @@ BUDGETS = {
     # Each event with its text, and what takes events.
     "events": 946,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
-    "format": 3490,
+    "format": 3493,
     # The package.
     "integrations": 1,
     # The reader and the writer of DCP.
     "integrations/dcp": 989,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 4507,
+    "integrations/frameworks": 4487,
     # Arrays, clusters, modules of NNX.
-    "integrations/jax": 655,
+    "integrations/jax": 629,
     # Sessions of Ray.
     "integrations/ray": 554,
     # Modules, optimizers, tensors, meshes, loaders, and the position in a loader that is only followed.
-    "integrations/torch": 4191,
+    "integrations/torch": 4142,
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3415,
     # Saving and retention, as pure functions.
-    "policies": 623,
+    "policies": 618,
     # Notices, the agreement of workers, the last save.
-    "preemption": 4919,
+    "preemption": 4908,
     # Threads, terminal, interrupts, end of the process.
-    "process": 787,
+    "process": 782,
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2196,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5642,
+    "save": 5611,
     # A tree of objects taken apart, captured, and matched.
-    "state": 6349,
+    "state": 6418,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 2333,
+    "storage": 2334,
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
-    "training": 2502,
+    "training": 2489,
     # The ring of repeated steps.
-    "witness": 583,
+    "witness": 599,
 }
 """How many lines a package may have, with what it does. A commit that raises one lowers another, or says in its message
 which feature is worth it.
@@ -145,7 +145,7 @@ lists at the top of a file, and plain values. testing and storage: traits, and t
 directories. process: one owner of interrupts.
 """
 
-MAX_MODULES = 268
+MAX_MODULES = 270
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""
@@ -153,17 +153,11 @@ MAX_ATTRIBUTES = 15
 MORE_ATTRIBUTES = {
     "CheckpointManager": 28,
     "Comparison": 17,
-    "DataPlace": 24,
     "Engine": 21,
     "Heartbeat": 18,
     "JointRunWriter": 21,
-    "PeerFailures": 22,
-    "ResumableSampler": 17,
-    "Saver": 25,
+    "Saver": 20,
     "ShardOwnership": 16,
-    "TrainingWatch": 24,
-    "Witness": 18,
-    "WorkerTrainingState": 20,
 }
 """Classes that have more, and how many: none of them may grow, and there are to be no others."""
 
@@ -177,20 +171,11 @@ FRIEND_FUNCTIONS = {
     "format/decoding.py: _namedtuple",
     "format/decoding.py: _ordered",
     "format/decoding.py: _slice",
-    "integrations/frameworks/keras/data.py: begin_behind",
-    "preemption/sources/signals.py: _find_live",
-    "process/wakeup.py: _let_go_in_child",
-    "process/wakeup.py: answer",
     "save/handle.py: find_canceller",
     "save/handle.py: name_state",
     "save/handle.py: wait_served",
     "save/joint/protocol.py: check_verdict",
     "save/joint/protocol.py: try_cancel",
-    "state/data/sampler.py: batch_count",
-    "state/data/sampler.py: count_epochs",
-    "state/data/sampler.py: current_epoch",
-    "state/data/sampler.py: is_epoch_over",
-    "state/data/sampler.py: sampler_overruled",
     "training/run.py: resumable",
 }
 """Functions that use private attributes of a class of their module: what they do belongs in the class. No others."""
@@ -495,7 +480,7 @@ def error_classes() -> list[type[BaseException]]:
     return sorted(found, key=lambda error: error.__name__)
 
 
-def test_errors_that_leave_holdfast_stand_in_one_tree_and_on_their_page() -> None:
+def test_public_errors_have_one_base_class_and_are_documented() -> None:
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     for error in error_classes():
         if error.__module__ == "holdfast.errors":

@@ -506,7 +506,7 @@ def test_a_new_object_is_refused_unless_that_is_asked_for(tmp_path: Path) -> Non
         assert hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path, strict=False)).train(session) == 4
 
 
-def test_a_run_that_begins_from_nothing_makes_its_objects_anew(tmp_path: Path) -> None:
+def test_run_without_a_checkpoint_makes_fresh_objects(tmp_path: Path) -> None:
     with hf.LocalSession(NODES) as session:
         own = session.workspace(NODES[1])["own"] = Counter(7)
         for name in ("a", "b"):
@@ -523,14 +523,14 @@ def test_a_run_that_begins_from_nothing_makes_its_objects_anew(tmp_path: Path) -
         assert session.workspace(NODES[1])["own"] is own, "what was put there by hand is left"
 
 
-def test_begin_anew(tmp_path: Path) -> None:
+def test_job_that_starts_over_trains_all_epochs_again(tmp_path: Path) -> None:
     train(tmp_path)
     last, totals, result = train(tmp_path, begin_anew=True)
     assert (last, totals, result.resumed_from, result.saves_committed) == (4, [145.0] * 3, None, 5)
     assert epochs_of(tmp_path) == (0, 1, 2, 3, 4)
 
 
-def test_retention_keeps_what_it_is_told(tmp_path: Path) -> None:
+def test_retention_spares_the_resumed_epoch_until_the_end(tmp_path: Path) -> None:
     train(tmp_path, keep=hf.Latest(2))
     assert epochs_of(tmp_path) == (3, 4)
     place = tmp_path / "resumed"
@@ -618,7 +618,7 @@ def test_a_session_runs_one_job_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_ctrl_c_amid_a_save_does_not_hide_that_it_was_committed(tmp_path: Path, background: bool) -> None:
+def test_ctrl_c_during_a_save_does_not_hide_its_commit(tmp_path: Path, background: bool) -> None:
     class Interrupted(ManifestMetadataHandler):
         def report(self, action: str, stats: NodeDurations) -> None:
             if action == "checkpoint_save" and manager.committed == 2:
@@ -658,7 +658,7 @@ def test_job_without_manifests_does_not_begin_again_in_silence(tmp_path: Path) -
 Place = collections.namedtuple("Place", ["row"])
 
 
-def test_what_a_restart_cannot_make_is_said_at_the_first_save(tmp_path: Path) -> None:
+def test_objects_that_a_restart_cannot_make_are_reported_at_first_save(tmp_path: Path) -> None:
     events: list[Event] = []
 
     def make_it(epochs: int) -> hf.Job:

@@ -51,7 +51,7 @@ def test_tasks_are_added_by_call_by_decorator_and_within_with() -> None:
     assert len(job.epoch_group) == 1, "outside of with a task is in no group"
 
 
-def test_an_error_within_with_leaves_no_job_behind() -> None:
+def test_error_inside_a_with_block_leaves_no_current_job() -> None:
     with pytest.raises(ZeroDivisionError), hf.Job():
         raise ZeroDivisionError
     with pytest.raises(UsageError):

@@ -299,7 +299,7 @@ def test_a_manager_outlives_its_session(tmp_path: Path) -> None:
     manager.close()
 
 
-def test_what_cannot_travel_is_said(session: hf.RaySession) -> None:
+def test_value_that_cannot_be_sent_to_a_node_is_refused(session: hf.RaySession) -> None:
     lock = threading.Lock()
     with pytest.raises(UsageError, match="cannot be sent to its node"):
         session.run(Task(lambda workspace: lock.locked()))

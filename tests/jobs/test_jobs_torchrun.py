@@ -291,7 +291,7 @@ class Stubborn:
         pass
 
 
-def test_what_fails_outside_of_tasks_is_told_to_the_others(tmp_path: Path) -> None:
+def test_failure_outside_of_tasks_is_raised_on_all_workers(tmp_path: Path) -> None:
     def work(session: TorchrunSession, which: str) -> None:
         job = make_job(None)
         job.add_object("stubborn", lambda: Stubborn(which, is_broken=session.node == "worker_1"))
@@ -356,7 +356,7 @@ def test_after_an_error_of_all_workers_the_session_can_be_used(tmp_path: Path) -
     assert run_three(work) == [None] * 3
 
 
-def test_workers_that_do_different_things_are_told_so(tmp_path: Path) -> None:
+def test_workers_with_different_calls_are_refused(tmp_path: Path) -> None:
     train = partial(train_kept, place=tmp_path)
     assert run_three(lambda session: train(session)[0].result.last_epoch) == [4] * 3
     epochs = {"worker_0": 3, "worker_1": 2}

@@ -65,7 +65,7 @@ class TestSteps:
     def test_another_policy_does_not_shift_the_multiples(self) -> None:
         assert run_steps(Steps(5) | Seconds(3), 0, 12) == [3, 5, 8, 10]
 
-    def test_going_back_behind_a_step_that_was_saved(self) -> None:
+    def test_steps_counts_from_the_step_that_a_run_went_back_to(self) -> None:
         assert Steps(5).decide_save(SaveMoment(step=305, last_saved_step=900, first_step=300)).save
 
     def test_the_reason_names_the_next_save(self) -> None:
@@ -152,7 +152,7 @@ class TestAuto:
         assert blocked <= overhead * (chosen.seconds + blocked) * (1 + 1e-9)
         assert math.isfinite(chosen.seconds)
 
-    def test_daly_minimises_the_expected_time(self) -> None:
+    def test_daly_minimizes_the_expected_time(self) -> None:
         """Against the exact expectation for exponential failures, whose optimum the estimate is to approach."""
         mtbf = HOUR
         for cost in (1.0, 10.0, 60.0, 300.0):
@@ -242,7 +242,7 @@ def test_times_are_finite_numbers_above_zero(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 1, -0.1, math.nan, "1%"])
-def test_a_share_lies_between_zero_and_one(wrong: Any) -> None:
+def test_overhead_outside_zero_to_one_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError):
         Auto(overhead=wrong)
 
@@ -336,7 +336,7 @@ class TestRetention:
 
 
 class TestPlan:
-    def test_the_newest_stays_whatever_the_policy(self) -> None:
+    def test_newest_step_is_kept_under_every_policy(self) -> None:
         plan = plan_retention(Best("loss"), steps_with(loss=[1.0, 2.0, math.nan]), {}, 0.0)
         assert plan.remove == (200,)
         assert plan.keep[300] == "the newest"

@@ -72,7 +72,7 @@ def test_a_dead_worker_is_fenced_and_does_not_count() -> None:
     assert agreement.fence(1) == (agreement, [])
 
 
-def test_a_worker_that_was_left_out_finds_out_and_stands_still() -> None:
+def test_excluded_worker_finds_out_and_begins_no_step() -> None:
     agreement = called(StopStepAgreement(rank=1, world_size=2).reach(9))
     agreement, _ = agreement.hear_pledge(1, ABSENT)
     assert agreement.is_excluded
@@ -259,7 +259,7 @@ def lives(draw: st.DrawFn) -> tuple[list[int], set[int], list[tuple[str, int, in
 @settings(max_examples=repeated(600, in_gate=150), deadline=None)
 @given(lives())
 @example(([0, 0], set(), [("want", 0, 0), ("read", 1, 0), ("leave", 1, 0), ("fence", 1, 0)]))
-def test_in_every_order_all_stop_at_one_step_that_nobody_has_passed(
+def test_workers_stop_at_one_step_none_has_passed_in_every_order(
     life: tuple[list[int], set[int], list[tuple[str, int, int]]],
 ) -> None:
     totals, late, events = life

@@ -316,7 +316,7 @@ def test_what_collectives_raise(error: BaseException, is_so: bool) -> None:
     assert may_follow(error, "ValueError") is (is_so or isinstance(error, ClusterError))
 
 
-def test_a_save_that_failed_for_a_missing_worker_tells_of_that_one() -> None:
+def test_save_that_failed_for_a_missing_worker_names_it() -> None:
     missing = PeerError("rank 2: gone", rank=2, kind="AbsentError", text="gone")
     full = PeerError("rank 2: full", rank=2, kind="StorageFullError", text="full")
     assert find_missing(wrapped(SaveFailedError("not saved", step=4), missing)) is missing

@@ -439,7 +439,7 @@ def test_a_grace_of_a_second_is_enough_for_a_quick_save_fn(tmp_path: Path, loop:
 
 
 @pytest.mark.parametrize("is_resting", [False, True])
-def test_committed_step_is_saved_even_if_it_was_told_too_late(
+def test_committed_step_counts_as_saved_after_a_late_answer(
     tmp_path: Path, uninterrupted: list[str], is_resting: bool
 ) -> None:
     """The storage has committed it, and does not answer: all who leave look themselves."""
@@ -507,7 +507,7 @@ def test_paused_worker_and_one_waiting_for_it_leave_in_time(
 
 
 @pytest.mark.parametrize("changing", [[0, 1], [1]])
-def test_what_was_changed_behind_a_step_is_not_said_to_be_saved(tmp_path: Path, changing: list[int]) -> None:
+def test_changes_after_a_saved_step_are_not_reported_as_saved(tmp_path: Path, changing: list[int]) -> None:
     """No worker goes on to where the others, which wait at that step, would never come."""
     options: dict[str, Any] = {"loop": "own", "evaluate": [5], "checkpointable": True, "pause": ["evaluation"]}
     with Jobs(tmp_path / "run", each={rank: {"change": True} for rank in changing}, **options) as jobs:
@@ -539,7 +539,7 @@ def test_last_step_with_block_on_one_worker_is_saved_by_all(tmp_path: Path, loop
         check_the_rest(jobs, learned, loop=loop)
 
 
-def test_ctrl_c_in_a_block_behind_a_step_leaves_at_its_end(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_block_after_a_step_leaves_at_the_blocks_end(tmp_path: Path) -> None:
     options: dict[str, Any] = {"loop": "own", "evaluate": [5], "checkpointable": True, "pause": ["evaluation"]}
     with Jobs(tmp_path / "run", **options) as jobs:
         for worker in jobs.workers:
@@ -553,7 +553,7 @@ def test_ctrl_c_in_a_block_behind_a_step_leaves_at_its_end(tmp_path: Path) -> No
         assert check_whole(jobs.directory) in ([6], [7])
 
 
-def test_a_notice_whose_text_is_no_text_reaches_all(tmp_path: Path, uninterrupted: list[str]) -> None:
+def test_notice_with_undecodable_text_reaches_all_workers(tmp_path: Path, uninterrupted: list[str]) -> None:
     flag = tmp_path / "flag-\udcff"
     with Jobs(tmp_path / "run", pause=[5], each={0: {"file": str(flag)}}) as jobs:
         for worker in jobs.workers:
@@ -697,7 +697,7 @@ def test_worker_evaluating_after_its_last_step_is_not_a_step_ahead(tmp_path: Pat
         assert jobs.end() == [0, 0], jobs.report()
 
 
-def test_killed_worker_is_found_whatever_the_liveness_seconds(tmp_path: Path) -> None:
+def test_killed_worker_is_found_before_long_liveness_seconds(tmp_path: Path) -> None:
     with Jobs(tmp_path / "run", liveness=600.0, each={0: {"pause": [4]}}, **LOCKSTEP) as jobs:
         jobs.workers[0].wait_for("paused")
         jobs.workers[0].send(signal.SIGKILL)

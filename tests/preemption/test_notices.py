@@ -44,7 +44,7 @@ from holdfast.preemption import (
 from holdfast.preemption.sources.detect import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
 from holdfast.preemption.sources.poller import SourcePoller
 from holdfast.preemption.sources.slurm import requeue_advice
-from holdfast.process.wakeup import ANSWERED, Wakeup, answer
+from holdfast.process.wakeup import ANSWERED, Wakeup
 from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
 from patience import PATIENCE_SECONDS
 from places import PROGRAMS
@@ -328,7 +328,7 @@ def test_aws_forgets_a_token_that_may_be_at_fault(status: int) -> None:
 
 
 @pytest.mark.parametrize("record", ["{}", '{"action": null}', '{"action": ["stop"]}', '{"error": "try later"}'])
-def test_aws_a_record_without_an_action_asks_nobody_to_leave(record: str) -> None:
+def test_aws_record_without_an_action_causes_no_notice(record: str) -> None:
     amazon = Amazon()
     amazon.records[ACTION] = record
     with serving(amazon) as cloud:
@@ -341,7 +341,7 @@ def test_aws_a_record_without_an_action_asks_nobody_to_leave(record: str) -> Non
 
 
 @pytest.mark.parametrize("when", ["soon", 5, None, [1], "9999-12-31T23:59:59-23:59"])
-def test_aws_an_odd_time_is_no_reason_not_to_leave(when: object) -> None:
+def test_aws_notice_with_an_odd_time_is_obeyed(when: object) -> None:
     amazon = Amazon()
     amazon.records[ACTION] = json.dumps({"action": "terminate", "time": when})
     with serving(amazon) as cloud:
@@ -484,7 +484,7 @@ def test_azure_asks_again_for_a_name_that_is_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("not_before", ["Mon, 99 Xxx 99999 99:99:99 GMT", 12, ["x"], {"a": 1}])
-def test_azure_an_odd_time_is_no_reason_not_to_leave(not_before: object) -> None:
+def test_azure_notice_with_an_odd_time_is_obeyed(not_before: object) -> None:
     microsoft = Microsoft()
     microsoft.events = [scheduled("Preempt", ["vm1"], NotBefore=not_before, EventStatus=7)]
     with serving(microsoft) as cloud:
@@ -499,7 +499,7 @@ CLOUDS: list[Callable[..., Any]] = [GCP, AWS, Azure]
 
 @pytest.mark.parametrize("make", CLOUDS)
 @pytest.mark.parametrize("reply", [Reply(500, "no"), Reply(200, "[1, 2"), Reply(CUT, '{"a": 1'), Reply(200, "[]")])
-def test_what_is_no_answer_is_an_error(make: Callable[..., Any], reply: Reply) -> None:
+def test_malformed_metadata_answer_is_an_error(make: Callable[..., Any], reply: Reply) -> None:
     with serving(lambda request: reply) as cloud, pytest.raises(OSError, match=r"answer|Incomplete"):
         make(base_url=cloud.url).look()
 
@@ -638,7 +638,7 @@ class Later:
 
 
 @pytest.mark.parametrize("function", [later, one_by_one, partial(later), Later()])
-def test_what_runs_nothing_when_it_is_called_is_no_answer(function: Any) -> None:
+def test_function_that_would_not_run_when_called_is_refused(function: Any) -> None:
     for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
         with pytest.raises(UsageError, match=f"{name}=.* would not run it"):
             hf.TerminationConfig(**{name: function})
@@ -697,7 +697,7 @@ def test_time_of_notice_is_any_real_number_and_at_least_zero(given: Any, left: f
 
 @pytest.mark.parametrize("seconds", ["1", float("nan"), float("inf"), 0, -1, None, True])
 @pytest.mark.parametrize("make", [AWS, Azure, partial(FileAppears, "x"), partial(Watcher, lambda: None)])
-def test_an_interval_that_is_no_time_is_refused(make: Callable[..., Any], seconds: Any) -> None:
+def test_interval_that_is_not_a_time_is_refused(make: Callable[..., Any], seconds: Any) -> None:
     with pytest.raises(UsageError, match="interval_seconds"):
         make(interval_seconds=seconds)
 
@@ -802,7 +802,7 @@ def names(environment: dict[str, str], dmi: dict[str, str], *, in_main_thread: b
     return [source.name for source in choose_sources(Surroundings(environment, dmi, in_main_thread))]
 
 
-def test_which_sources_auto_stands_for() -> None:
+def test_auto_chooses_sources_by_environment() -> None:
     assert names({}, {}) == ["signal"]
     assert names({}, {}, in_main_thread=False) == []
     assert names({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {}) == ["kubernetes"]
@@ -1031,7 +1031,7 @@ def test_the_bell_passes_signals_on_and_puts_back_what_was_there() -> None:
 def plain_wakeup() -> Iterator[None]:
     """Nobody is told of signals before the test, nor after it."""
     before = signal.set_wakeup_fd(-1)
-    handler = signal.signal(signal.SIGUSR1, lambda number, frame: answer())
+    handler = signal.signal(signal.SIGUSR1, lambda number, frame: Wakeup.answer())
     yield
     signal.signal(signal.SIGUSR1, handler)
     signal.set_wakeup_fd(before)
@@ -1107,7 +1107,7 @@ def test_a_bell_does_not_put_back_what_was_closed_meanwhile(is_replaced: bool) -
 
 
 @pytest.mark.usefixtures("plain_wakeup")
-def test_a_bell_that_is_closed_below_somebody_else_can_be_put_back() -> None:
+def test_bell_closed_under_a_later_owner_can_be_put_back() -> None:
     bell = make_bells(1)[0]
     pipe = Pipe()
     bell.close()

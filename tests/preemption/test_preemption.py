@@ -189,7 +189,7 @@ def test_a_signal_while_the_making_of_a_run_fails(tmp_path: Path, jobs: list[Job
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_signal_amid_the_restore_loses_nothing(
+def test_signal_during_the_restore_loses_nothing(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str
 ) -> None:
     job = Job(tmp_path, loop=loop, pause=[4])
@@ -226,7 +226,7 @@ def test_signal_after_loop_of_handler_is_acted_on_when_it_is_closed(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_behind_the_block_a_signal_is_what_it_always_was(tmp_path: Path, jobs: list[Job], loop: str) -> None:
+def test_signal_after_the_block_has_its_default_effect(tmp_path: Path, jobs: list[Job], loop: str) -> None:
     job = Job(tmp_path, loop=loop, pause=["outside"])
     notify(job, jobs)
     assert job.end() == -signal.SIGTERM
@@ -319,7 +319,7 @@ def test_signals_on_the_way_out_do_not_change_the_exit_code(tmp_path: Path, jobs
     assert job.end() == 42, job.errors
 
 
-def test_exit_caught_in_block_leaves_with_block_and_is_said_once(tmp_path: Path) -> None:
+def test_exit_caught_in_block_leaves_with_block_and_is_logged_once(tmp_path: Path) -> None:
     done = run_file("exits", "catch exit in block", tmp_path)
     assert (done.returncode, done.stdout) == (42, "caught\n"), done.stderr
     assert done.stderr.count("step 5 is saved; leaving with exit code 42") == 1
@@ -376,7 +376,7 @@ def test_handler_not_set_by_python_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_saves_and_leaves_though_nobody_reads_its_errors(tmp_path: Path, jobs: list[Job], number: int) -> None:
+def test_job_with_closed_stderr_saves_and_leaves(tmp_path: Path, jobs: list[Job], number: int) -> None:
     job = Job(tmp_path, pause=[3])
     jobs.append(job)
     job.wait_for("paused")
@@ -517,7 +517,7 @@ def test_full_disk_in_grace_period_ends_training_only_with_last_save(
 
 
 @pytest.mark.parametrize(("loop", "place"), [*((loop, 5) for loop in LOOPS), ("resumable", "evaluation")])
-def test_late_last_save_is_waited_for_and_its_result_is_told(
+def test_late_last_save_is_waited_for_and_its_result_is_reported(
     tmp_path: Path, jobs: list[Job], uninterrupted: dict[int, str], loop: str, place: Any
 ) -> None:
     is_resting = place == "evaluation"
@@ -697,7 +697,7 @@ def test_advice_saves_and_does_not_stop(tmp_path: Path) -> None:
     assert source.left == 0
 
 
-def test_a_watcher_whose_notice_is_none_is_told_of_and_asked_again(tmp_path: Path) -> None:
+def test_watcher_with_an_invalid_notice_is_reported_and_asked_again(tmp_path: Path) -> None:
     lefts: list[Any] = ["30", 0]
 
     def watch() -> Notice:
@@ -782,7 +782,7 @@ def test_run_gives_what_the_function_gives_and_raises_what_it_raises(tmp_path: P
         manager.save(handler.total_run_calls)
 
 
-def test_count_comes_back_and_step_times_are_measured_anew(tmp_path: Path) -> None:
+def test_restored_count_returns_and_step_times_start_over(tmp_path: Path) -> None:
     for life in range(3):
         manager, state = manager_of(tmp_path, save_every=hf.Steps(2))
         with manager, hf.PreemptionCheckpointHandler(manager) as handler:
@@ -958,7 +958,7 @@ def test_a_number_that_is_too_small_does_not_lose_the_state(tmp_path: Path, caps
     assert steps_of(place) == [1000, 1001]
 
 
-def test_beginning_anew_restores_nothing(tmp_path: Path) -> None:
+def test_handler_that_starts_over_restores_nothing(tmp_path: Path) -> None:
     manager, _ = manager_of(tmp_path)
     with manager:
         manager.save(5)
@@ -1011,7 +1011,7 @@ def test_figures_of_a_handler_go_with_saves_by_policy_too(tmp_path: Path) -> Non
     assert [(one.metrics, one.metadata) for one in manifests] == [({"loss": n}, {"step": n}) for n in (1, 3)]
 
 
-def test_outside_the_main_thread_signals_are_not_heard_and_that_is_told(tmp_path: Path) -> None:
+def test_run_outside_the_main_thread_warns_that_signals_are_ignored(tmp_path: Path) -> None:
     events: list[Event] = []
     refused: list[UsageError] = []
 
@@ -1061,7 +1061,7 @@ def test_end_of_interpreter_is_not_waited_for_without_time(tmp_path: Path, left_
     assert is_ended == (caught or left_seconds == 3600)
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_ended_run_restores_handlers_and_leaves_no_threads(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     bell = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(bell)
@@ -1182,7 +1182,7 @@ def test_forked_child_that_listens_is_not_ended_by_handlers_of_parent() -> None:
     assert done.stdout.split() == ["1"], (done.stdout, done.stderr)
 
 
-def test_a_run_that_cannot_be_entered_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_run_that_cannot_be_entered_restores_signal_handlers(tmp_path: Path) -> None:
     manager, _ = manager_of(tmp_path)
     with manager:
         manager.save(1)
@@ -1223,7 +1223,7 @@ def test_wrong_configurations_are_refused(options: dict[str, Any]) -> None:
         hf.TerminationConfig(**options)
 
 
-def test_what_is_no_configuration_is_refused_with_a_hint(tmp_path: Path) -> None:
+def test_invalid_configuration_is_refused_with_a_hint(tmp_path: Path) -> None:
     state = {"value": np.zeros(4)}
     checkpoint = hf.Checkpoint(state=state)
     make: Any = hf.PreemptionCheckpointHandler
@@ -1259,7 +1259,7 @@ def test_a_handler_that_is_closed_runs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loop", ["resumable", "run", "steps"])
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_step_saved_in_its_blocks_is_saved_anew_at_its_end(tmp_path: Path, loop: str, is_asked: bool) -> None:
+def test_step_saved_in_its_blocks_is_saved_again_at_its_end(tmp_path: Path, loop: str, is_asked: bool) -> None:
     source, committed = Spoken(), queue.Queue[int]()
     termination = hf.TerminationConfig(sources=[source])
     state: dict[str, Any] = {"value": np.zeros(4), "best": 0}
@@ -1342,7 +1342,7 @@ def test_a_step_is_not_counted_within_another_one(tmp_path: Path) -> None:
     assert state["value"][0] == 0
 
 
-def test_a_block_is_no_place_to_save_by_hand(tmp_path: Path) -> None:
+def test_save_inside_a_checkpointable_block_is_refused(tmp_path: Path) -> None:
     state = {"value": np.zeros(4)}
     with hf.resumable(tmp_path, state=state, save_every=hf.Steps(100)) as run:
         for step in run.steps(4):

@@ -21,7 +21,7 @@ import holdfast as hf
 from holdfast.testing.cluster_scenarios import say
 from mesh_training import compare, whole
 
-LAYERS = 20
+LAYERS = 10
 
 
 class Job:

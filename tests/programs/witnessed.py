@@ -54,6 +54,8 @@ def train(directory: str, case: str, *, kill_at: int) -> None:
 
     def step(number: int) -> float:
         if number == kill_at:
+            # Step 20 is saved by now, and no other step.
+            manager.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         batch = next(batches)
         if fault == "more" and is_restart and number == 30:
@@ -72,6 +74,7 @@ def train(directory: str, case: str, *, kill_at: int) -> None:
         return
     objects = {"weights": weights} if "alone" in loop else {"weights": weights, "sampler": sampler}
     with hf.resumable(directory, **objects, **options) as run:
+        manager = run.manager
         if "alone" in loop and is_restart:
             for _ in range(run.step):
                 next(batches)
@@ -103,5 +106,5 @@ def start(directory: str, case: str, kill_at: int) -> int:
 if __name__ == "__main__":
     for number, case in enumerate(sys.argv[2:]):
         place = str(Path(sys.argv[1]) / str(number))
-        assert start(place, case, 53) == -signal.SIGKILL
+        assert start(place, case, 39) == -signal.SIGKILL
         print(f"{case}: exit {start(place, case, -1)}", flush=True)

@@ -59,7 +59,7 @@ def restore(place: Any, objects: dict[str, Any], **options: Any) -> hf.Restorati
 
 
 @SHARING
-def test_values_that_cannot_stand_in_one_memory_are_told(make: Callable[[Any], dict[str, Any]]) -> None:
+def test_different_values_for_shared_memory_are_refused(make: Callable[[Any], dict[str, Any]]) -> None:
     storage = MemoryStorage()
     save(storage, apart(make(np.arange(10.0))))
     with pytest.raises(ApplyError, match="share memory") as caught:
@@ -92,7 +92,7 @@ def test_arrays_that_interleave_hold_what_they_should() -> None:
         np.testing.assert_array_equal(live[name], array)
 
 
-def test_arrays_that_lie_in_files_of_several_steps() -> None:
+def test_overlapping_arrays_in_files_of_several_steps_are_refused() -> None:
     storage = MemoryStorage()
     objects = apart(of_views(np.arange(10.0)))
     with hf.CheckpointManager(storage, hf.Checkpoint(**objects), incremental=True) as manager:

@@ -262,7 +262,7 @@ def test_what_is_shared_is_not_ones_own() -> None:
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
-def test_an_array_is_no_worker_s_own_and_shared_at_once(names: tuple[str, str]) -> None:
+def test_array_that_is_both_shared_and_a_workers_own_is_refused(names: tuple[str, str]) -> None:
     """Each would be written, and a restore could not tell which of the two it is to hold."""
     both = np.zeros(3)
     objects = {names[0]: both, names[1]: hf.PerWorker({"view": both})}

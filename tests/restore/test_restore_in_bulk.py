@@ -555,7 +555,7 @@ def test_a_part_of_many_leaves_is_restored_and_the_rest_is_left(tmp_path: Path) 
     assert all((tensor == 1).all() for tensor in manager.checkpoint["more"])
 
 
-def test_arrays_that_overlap_are_no_damage(tmp_path: Path) -> None:
+def test_overlapping_arrays_are_not_reported_as_damage(tmp_path: Path) -> None:
     """They cannot all get what is stored for them, which is said, but nothing is said to be damaged for that."""
     values = [torch.full((1 << 18,), float(number)) for number in range(20)]
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(all=values)) as manager:

@@ -51,7 +51,7 @@ def test_an_interrupt_anywhere_in_save_tears_nothing(tmp_path: Path, size: int) 
     assert int(done.stdout) > 20, "the interrupts did hit"
 
 
-def test_who_asks_from_within_a_save_is_told_so_at_once() -> None:
+def test_call_from_within_a_save_is_refused_at_once() -> None:
     """As a signal handler may: two saves would share one memory, and a closed manager holds up no step."""
     told: list[str] = []
 
@@ -179,7 +179,7 @@ class Refusing(MemoryStorage):
         self.told.append(type(event).__name__)
 
 
-def test_what_fails_while_the_state_is_copied_is_told_when_it_has_been() -> None:
+def test_failure_during_the_copy_is_reported_after_the_copy() -> None:
     storage = Refusing()
     manager = hf.CheckpointManager(storage, hf.Checkpoint(a=np.zeros(8_000_000)), sinks=[storage.hear])
     storage.refuses = True
@@ -198,13 +198,13 @@ def test_what_fails_while_the_state_is_copied_is_told_when_it_has_been() -> None
 
 
 @pytest.mark.parametrize("mode", ["fail by hand", "fail in loop"])
-def test_a_failed_save_behind_sys_exit_0_is_told(tmp_path: Path, mode: str) -> None:
+def test_save_that_failed_before_sys_exit_0_is_reported(tmp_path: Path, mode: str) -> None:
     done = run_file("unsaved_ends", mode, tmp_path)
     assert done.returncode == 74
     assert "was not saved: no room" in done.stderr
 
 
-def test_a_failed_save_that_nobody_can_be_told_of_counts(tmp_path: Path) -> None:
+def test_failed_save_without_a_listener_sets_the_exit_code(tmp_path: Path) -> None:
     assert run_file("unsaved_ends", "fail without listener", tmp_path).returncode == 74
 
 
@@ -347,7 +347,7 @@ def test_a_bad_sector_sends_a_restore_to_the_step_before(tmp_path: Path) -> None
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize("signal_name", ["", "SIGINT"])
-def test_a_read_that_is_cut_short_goes_on_unless_somebody_interrupts_it(tmp_path: Path, signal_name: str) -> None:
+def test_short_read_continues_unless_interrupted(tmp_path: Path, signal_name: str) -> None:
     """As on a file system whose server does not answer, where a read returns when a signal comes."""
     array = np.arange(100_000.0)
     with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(a=array)) as manager:
@@ -361,7 +361,7 @@ def test_a_read_that_is_cut_short_goes_on_unless_somebody_interrupts_it(tmp_path
         assert done.stdout == f"1 0.0 99999.0 0 {array.sum()}\n", done.stderr
 
 
-def test_a_sink_that_leaves_hangs_nobody() -> None:
+def test_sink_that_raises_system_exit_hangs_no_caller() -> None:
     def sink(event: Event) -> None:
         raise SystemExit(3)
 

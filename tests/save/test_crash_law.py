@@ -119,7 +119,7 @@ JOBS: dict[str, tuple[Job, dict[int, float]]] = {
         for name in JOBS
     ],
 )
-def test_the_old_checkpoint_or_the_new_one_is_whole_and_the_truth_is_told(
+def test_old_or_new_checkpoint_is_whole_after_a_fault_at_any_call(
     tmp_path: Path, place: str, done: Literal["nothing", "half", "all"], stops_dead: bool, name: str, incremental: bool
 ) -> None:
     made = 0

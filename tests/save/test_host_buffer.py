@@ -52,7 +52,7 @@ def test_memory_that_grows_keeps_the_pages_that_were_touched() -> None:
     assert bytes(grown[_SMALL_BYTES - 4 : _SMALL_BYTES + 4]) == b"tail" + bytes(4)
 
 
-def test_memory_that_somebody_looks_at_stays_where_it_is() -> None:
+def test_memory_with_a_live_view_is_not_moved() -> None:
     buffer = HostBuffer()
     view = buffer.take(_SMALL_BYTES)
     view[:4] = b"mine"

@@ -227,7 +227,7 @@ def test_the_option_is_true_or_false(tmp_path: Path, wrong: Any) -> None:
 # What is kept.
 
 
-def test_what_is_referred_to_is_kept_and_the_reason_is_told() -> None:
+def test_referenced_step_is_kept_and_the_reason_is_reported() -> None:
     storage = MemoryStorage()
     events: list[Event] = []
     save_steps(storage, *range(1, 6), keep=hf.Latest(1), sinks=[events.append])
@@ -423,7 +423,7 @@ def test_damage_in_a_source_is_found_from_every_step_that_refers_to_it(tmp_path:
 
 
 @pytest.mark.parametrize("what", ["directory", "file"])
-def test_a_missing_source_is_named_and_so_is_where_it_has_to_lie(tmp_path: Path, what: str) -> None:
+def test_missing_source_is_named_with_its_expected_directory(tmp_path: Path, what: str) -> None:
     save_steps(tmp_path, 1, 2)
     source = tmp_path / "step-000000001.g0001"
     if what == "directory":
@@ -455,7 +455,7 @@ def test_links_to_sources_are_not_followed(tmp_path: Path) -> None:
         manager_of(run, make_objects()).restore()
 
 
-def test_directories_that_were_removed_by_hand_are_written_anew(tmp_path: Path) -> None:
+def test_arrays_of_directories_removed_by_hand_are_written_again(tmp_path: Path) -> None:
     objects = make_objects()
     with manager_of(tmp_path, objects) as manager:
         for step in (1, 2):

@@ -105,7 +105,7 @@ def test_state_comes_back_in_place(tmp_path: Path) -> None:
     assert objects["counter"] == {"seen": 3, "names": ["x", ("y", None)]}
 
 
-def test_values_are_those_of_the_call_whatever_changes_right_after(tmp_path: Path) -> None:
+def test_saved_values_are_those_of_the_call_despite_later_changes(tmp_path: Path) -> None:
     objects = make_objects(1)
     storage = HeldStorage()
     with manager_of(storage, objects) as manager:
@@ -197,7 +197,7 @@ def test_going_back_makes_the_older_line_the_living_one(tmp_path: Path) -> None:
     assert off_line == {100, 120, 150, 200, 300}, "what lies off the line stays until a person prunes it"
 
 
-def test_beginning_anew_leaves_the_old_line_alone(tmp_path: Path) -> None:
+def test_starting_over_leaves_the_old_lineage_alone(tmp_path: Path) -> None:
     save_steps(tmp_path, 100)
     with manager_of(tmp_path, begin_anew=True, keep=hf.Latest(1)) as manager:
         manager.save(1)
@@ -207,7 +207,7 @@ def test_beginning_anew_leaves_the_old_line_alone(tmp_path: Path) -> None:
     assert len(StoredRun(LocalStorage(tmp_path)).look().committed) == 2
 
 
-def test_a_manager_that_begins_anew_restores_what_it_has_saved_itself(tmp_path: Path) -> None:
+def test_manager_that_starts_over_restores_its_own_saves(tmp_path: Path) -> None:
     save_steps(tmp_path, 100)
     (tmp_path / "step-000000100.g0001" / "manifest.json").write_bytes(b"damaged")
     events: list[hf.events.Event] = []
@@ -350,7 +350,7 @@ def test_failure_is_an_event_at_once_and_raised_once_by_the_next_save() -> None:
 
 
 @pytest.mark.parametrize("way", ["wait", "close", "handle", "with"])
-def test_a_failure_is_raised_by_whatever_comes_next(way: str) -> None:
+def test_failure_is_raised_by_the_next_call(way: str) -> None:
     manager = manager_of(FullStorage())
     handle = manager.save(1)
     ways: dict[str, Callable[[], object]] = {
@@ -665,7 +665,7 @@ def test_a_failed_last_save_is_never_an_exit_code_of_0(tmp_path: Path) -> None:
     assert done.stdout == "end of the program\n", "what the program printed is not lost"
 
 
-def test_a_full_disk_is_told_with_what_is_needed(tmp_path: Path) -> None:
+def test_full_disk_error_names_the_needed_bytes(tmp_path: Path) -> None:
     program = """
     import resource, signal, sys, numpy as np, holdfast as hf
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -29,7 +29,7 @@ def test_incremental_saves_take_a_few_mebibytes_more(tmp_path: Path) -> None:
     assert measure(tmp_path, "save incrementally") < 1.06
 
 
-def test_neighbours_with_other_page_offsets_are_written_in_small_pieces(tmp_path: Path) -> None:
+def test_neighbors_with_other_page_offsets_are_written_in_small_pieces(tmp_path: Path) -> None:
     """Each of the threads gathers one."""
     assert measure(tmp_path, "save neighbours incrementally") < 1.06
 
@@ -53,7 +53,7 @@ def test_a_save_without_memory_for_it_fails_like_any_other(tmp_path: Path) -> No
     assert "hint" in done.stdout
 
 
-def test_memory_that_cannot_be_reserved_is_said_and_left_to_the_save(tmp_path: Path) -> None:
+def test_failed_reservation_is_reported_and_left_to_the_save(tmp_path: Path) -> None:
     done = save_with_little_memory(tmp_path, failures_allowed=2, reserve_bytes=10**12)
     assert done.returncode == 0, done.stderr
 

@@ -93,7 +93,7 @@ def restored(directory: Any, step: int) -> dict[str, torch.Tensor]:
     return job.values()
 
 
-def test_saves_hold_the_values_of_the_call_whatever_training_does_next(tmp_path: Path) -> None:
+def test_saves_hold_the_values_of_the_call_despite_later_training(tmp_path: Path) -> None:
     job = Job()
     expected: dict[int, dict[str, torch.Tensor]] = {}
     with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True, threads=2) as manager:
@@ -477,7 +477,7 @@ def test_step_waits_for_a_save_that_a_signal_handler_makes_meanwhile() -> None:
     assert newest.settled.is_open, "it was waited for"
 
 
-def test_a_step_from_within_the_save_that_it_would_wait_for_is_told_so(tmp_path: Path) -> None:
+def test_optimizer_step_from_within_its_own_save_is_refused(tmp_path: Path) -> None:
     """As from a signal handler, while the state is looked at."""
     job, told = Job(), list[str]()
     job.train()
@@ -521,7 +521,7 @@ def test_a_program_that_ends_without_closing_ends_well(tmp_path: Path) -> None:
         assert manager.latest_step() == 1
 
 
-def test_a_wait_for_the_save_is_no_call_that_could_change_anything(tmp_path: Path) -> None:
+def test_wait_for_a_save_does_not_count_as_a_change(tmp_path: Path) -> None:
     job = Job()
     job.train()
     with hf.CheckpointManager(tmp_path, job.checkpoint(), overlap_copy=True, timeout_seconds=60) as manager:
@@ -616,7 +616,7 @@ def test_arrays_given_other_memory_are_copied_from_what_they_had(strided: bool) 
 
 
 @pytest.mark.parametrize("kind", ["fused", pytest.param("compiled", marks=pytest.mark.long)])
-def test_steps_that_tell_nobody_of_what_they_change_wait(tmp_path: Path, kind: str) -> None:
+def test_steps_without_a_visible_change_wait_for_the_copy(tmp_path: Path, kind: str) -> None:
     """A fused step of an optimizer that is not in the checkpoint raises no counter; a compiled one calls few hooks."""
     module = nn.Module()
     module.big = nn.Parameter(torch.zeros(24_000_000))
@@ -766,7 +766,7 @@ def test_a_child_is_not_held_up_by_a_copy_of_its_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reserve_bytes", [0, np.int64(5), 1 << 20, 64 << 20, "auto"])
-def test_memory_made_ready_before_changes_nothing(tmp_path: Path, reserve_bytes: Any) -> None:
+def test_reserved_memory_does_not_change_what_is_saved(tmp_path: Path, reserve_bytes: Any) -> None:
     job = Job()
     with hf.CheckpointManager(tmp_path, job.checkpoint(), reserve_bytes=reserve_bytes) as manager:
         job.train()
@@ -785,7 +785,7 @@ def test_objects_without_weak_references_are_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "all", True, np.bool_(True), np.zeros(2)])
-def test_a_reserve_that_is_no_size_is_refused(tmp_path: Path, wrong: Any) -> None:
+def test_reserve_bytes_that_is_not_a_size_is_refused(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(hf.errors.UsageError, match="reserve_bytes"):
         hf.CheckpointManager(tmp_path, hf.Checkpoint(a=1), reserve_bytes=wrong)
 

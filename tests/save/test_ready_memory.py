@@ -70,7 +70,7 @@ def test_the_first_save_finds_its_memory_ready_and_takes_no_more(tmp_path: Path)
 @pytest.mark.parametrize(
     "options", [{"reserve_bytes": 0}, {"save_every": None}, {"reserve_bytes": 0, "save_every": hf.Auto()}]
 )
-def test_nothing_is_made_ready_if_that_is_off_or_nothing_is_ever_due(options: dict[str, Any]) -> None:
+def test_no_memory_is_prepared_if_off_or_no_save_is_ever_due(options: dict[str, Any]) -> None:
     with open_manager(MemoryStorage(), {"a": np.ones(_SIZE, np.float32)}, **options) as manager:
         for step in range(1, 4):
             manager.save_if_due(step)

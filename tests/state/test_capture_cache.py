@@ -202,7 +202,7 @@ def test_nothing_is_kept_alive(kind: str) -> None:
     assert gone() is None
 
 
-def test_a_long_container_without_arrays_is_captured_anew_each_time() -> None:
+def test_long_container_without_arrays_is_captured_again_each_time() -> None:
     """As the state of an optimizer that has been looked into before its first step."""
     objects: dict[str, Any] = {"state": {str(number): {} for number in range(COUNT)}}
     cache = CaptureCache()

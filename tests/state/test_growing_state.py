@@ -197,7 +197,7 @@ def test_a_file_in_memory_comes_back_with_its_position() -> None:
     assert found["other"].read() == b"new"
 
 
-def test_what_a_restart_would_refuse_is_said_at_the_first_such_save(
+def test_state_that_a_restart_would_refuse_is_reported_at_first_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def begin() -> dict[str, Any]:

@@ -137,7 +137,7 @@ def test_each_sample_comes_equally_often_at_each_place(length: int) -> None:
     assert excess(counts.ravel().tolist(), epochs / length, (length - 1) ** 2) < 4
 
 
-def test_neighbours_do_not_stay_neighbours() -> None:
+def test_neighbors_do_not_stay_neighbors() -> None:
     shuffled = np.array(order(100_000, derive(3, 0)))
     steps = np.bincount((np.diff(shuffled) % 100_000) // 1000, minlength=100)
     assert excess(steps.tolist(), 99_999 / 100, 99) < 4
@@ -721,7 +721,7 @@ TEAMS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.integers(0,
 
 
 @given(st.integers(1, 120), TEAMS, st.booleans(), st.integers(0, 3))
-def test_every_sample_of_every_epoch_comes_once_whoever_takes_it(
+def test_every_sample_comes_once_per_epoch_across_changing_jobs(
     length: int, teams: list[tuple[int, int, int]], shuffle: bool, ahead: int
 ) -> None:
     """A job goes on again and again, each time with other workers, another batch, and what each of them saved."""

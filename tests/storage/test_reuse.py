@@ -472,7 +472,7 @@ def test_prune_removes_it_when_no_job_can_be_alive(run: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), Path.mkdir])
-def test_what_else_lies_under_its_name_does_no_harm(run: Path, make: Callable[[Path], None]) -> None:
+def test_foreign_file_under_the_spare_name_does_no_harm(run: Path, make: Callable[[Path], None]) -> None:
     array = np.zeros(LENGTH)
     before = Path("/etc/passwd").read_bytes()
     with hf.CheckpointManager(run, hf.Checkpoint(a=array), keep=hf.Latest(1)) as manager:

@@ -270,7 +270,7 @@ assert storage.read("file", len(content)) == content
 
 
 @needs_strace
-def test_no_direct_writes_is_an_event_that_is_said_once(trace: Trace) -> None:
+def test_missing_direct_writes_are_reported_once(trace: Trace) -> None:
     """Of two managers of one process, the first tells."""
     data = [f"{trace.root}/step-00000000{step}.g000{step}/{data_name(0, 1)}" for step in (1, 2)]
     printed = trace.run(
@@ -347,7 +347,7 @@ def lying_link(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("code", ["EIO", "EEXIST", "ETIMEDOUT"])
-def test_a_link_that_was_made_though_it_is_said_to_have_failed(tmp_path: Path, lying_link: Path, code: str) -> None:
+def test_link_reported_as_failed_but_made_counts_as_published(tmp_path: Path, lying_link: Path, code: str) -> None:
     env = {"LD_PRELOAD": str(lying_link), "LINK_SAYS": str(getattr(errno, code))}
     printed = _run(tmp_path / "root", "print(storage.publish('manifest', b'first'), storage.list(''))", env=env)
     assert printed == f"True {[Entry('manifest', False, 5)]}"

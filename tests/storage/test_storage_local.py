@@ -107,7 +107,7 @@ def test_directory_must_be_made_first(tmp_path: Path) -> None:
         assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_names_that_are_no_text(tmp_path: Path) -> None:
+def test_names_that_are_not_text_can_be_read_and_deleted(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff\\\n")).write_bytes(b"1")
     storage = LocalStorage(tmp_path)
     (entry,) = storage.list("")

@@ -96,7 +96,7 @@ def test_the_largest_is_kept_and_there_is_only_one(storage: LocalStorage) -> Non
     assert [path.name for path in Path(storage.url).rglob("data")] == ["data"]
 
 
-def test_what_is_of_no_use_is_not_kept(storage: LocalStorage, tmp_path: Path) -> None:
+def test_file_unfit_as_a_spare_is_not_kept(storage: LocalStorage, tmp_path: Path) -> None:
     small = lay(storage, "small/data", 1, MIB - 1)
     large = lay(storage, "large/data", 1, 4 * MIB)
     linked = lay(storage, "linked/data", 1, 2 * MIB)
@@ -303,7 +303,7 @@ def test_the_spare_is_never_why_there_is_no_room(tmp_path: Path) -> None:
             storage = LocalStorage(root / "run")
 
 
-def test_a_file_that_grows_beyond_the_disk_is_told_as_ever(tmp_path: Path) -> None:
+def test_reused_file_that_outgrows_the_disk_is_a_full_disk_error(tmp_path: Path) -> None:
     with small_disk(tmp_path, 64 * MIB) as root:
         storage = LocalStorage(root)
         lay(storage, "old/data", 1, 8 * MIB)

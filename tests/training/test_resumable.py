@@ -207,7 +207,7 @@ def test_a_restore_that_is_not_strict_names_a_few_of_what_it_left_out(
     assert told == ["not restored: one, two, three (2 more); in the checkpoint only: old"]
 
 
-def test_beginning_anew(tmp_path: Path) -> None:
+def test_run_that_starts_over_begins_at_step_0_and_is_resumed(tmp_path: Path) -> None:
     train(tmp_path, 4)
     assert train(tmp_path, 2, begin_anew=True) == [0, 1]
     assert steps_of(tmp_path) == [2]
@@ -303,7 +303,7 @@ def test_a_loop_over_epochs_counts_its_own_steps(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == list(range(1, 10))
 
 
-def test_a_misspelt_option_is_no_object(tmp_path: Path) -> None:
+def test_misspelt_option_is_not_taken_for_an_object(tmp_path: Path) -> None:
     misspelt = {
         "save_evry": "save_every",
         "kep": "keep",
@@ -384,7 +384,7 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(tmp_path: Path) -> N
             hf.resumable(tmp_path, model=model, **given)
 
 
-def test_a_policy_is_no_object_and_odd_arguments_are_refused(tmp_path: Path) -> None:
+def test_policy_as_an_object_and_odd_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="policy"):
         hf.resumable(tmp_path, a=np.zeros(3), every=hf.Steps(5))
     with pytest.raises(UsageError, match="strict"):
@@ -754,27 +754,20 @@ def test_steps_zipped_with_batches_count_those_that_have_a_batch(tmp_path: Path)
             list(zip(sampler.stream(sampler), handler.steps(12), strict=False))
 
 
-def test_a_run_says_that_it_ended_early_and_that_loops_ended_within_a_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_says_at_its_end_that_it_ended_early(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     with hf.resumable(tmp_path / "early", state=[0]) as run:
         assert len(list(zip(run.steps(20), range(3), strict=False))) == 3
     assert any("is at step 4 of 20, saved" in text for text in caplog.messages)
-    with hf.resumable(tmp_path / "lost", state=[0]) as run:
-        while run.step < 20:
-            list(zip(run.steps(20), range(3), strict=False))
-    said = [text for text in caplog.messages if "zip(run.steps(n), loader) ends this way" in text]
-    assert len(said) == 1
     caplog.clear()
     with hf.resumable(tmp_path / "kept", sampler=(sampler := hf.ResumableSampler(8, batch_size=4))) as run:
         while run.step < 8:
             list(zip(run.steps(8), sampler.batches(sampler), strict=False))
-    assert not any("zip(" in text or " of 8" in text for text in caplog.messages)
+    assert not any(" of 8" in text for text in caplog.messages)
 
 
 @pytest.mark.parametrize("door", ["run", "handler"])
-def test_a_loop_of_ones_own_that_begins_its_epochs_anew_is_warned_of(
+def test_own_loop_that_restarts_its_epochs_is_warned(
     tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
@@ -809,42 +802,6 @@ def test_a_loop_of_ones_own_that_begins_its_epochs_anew_is_warned_of(
     ]
 
 
-@pytest.mark.parametrize("door", ["run", "handler"])
-def test_a_resumed_loop_of_ones_own_that_asks_for_no_step_is_warned_of(tmp_path: Path, door: str) -> None:
-    model = torch.nn.Linear(1, 1)
-
-    def train(begin: Callable[[Any, Any], int], **objects: Any) -> list[str]:
-        kept = hf.Checkpoint(**{"model": model, "loader": hf.ResumableSampler(40, batch_size=4), **objects})
-        events: list[Event] = []
-        with ExitStack() as stack:
-            options: Any = {"save_every": hf.Steps(1), "sinks": [events.append], "keep": hf.Latest(1)}
-            if door == "run":
-                run: Any = stack.enter_context(hf.resumable(tmp_path, kept, **options))
-                count = run.finish_step
-            else:
-                manager = stack.enter_context(hf.CheckpointManager(tmp_path, kept, **options))
-                run = stack.enter_context(hf.PreemptionCheckpointHandler(manager))
-                count = run.save_checkpoint_if_preempted
-            begin(run, kept)
-            batches = kept.loader.stream(kept.loader)
-            for _ in range(2):
-                next(batches)
-                count()
-        return [event.text.partition(": ")[0] for event in events if isinstance(event, Warned)]
-
-    def read_step(run: Any, kept: Any) -> int:
-        return int(run.step if door == "run" else run.total_run_calls)
-
-    told = "but this loop seems to start from 0"
-    assert train(lambda *_: 0) == [], "nothing was restored"
-    assert train(lambda *_: 0) == [f"resumed at step 2, {told}"]
-    assert train(read_step) == []
-    assert train(lambda _, kept: kept.loader.epoch) == []
-    assert train(lambda *_: 0) == [f"resumed at step 8, {told}"]
-    if door == "run":
-        assert train(lambda run, _: run.restored.step) == []
-
-
 def test_a_resumed_program_that_keeps_a_count_of_its_own_is_not_warned(tmp_path: Path) -> None:
     events: list[Event] = []
     for _ in range(2):
@@ -874,29 +831,6 @@ def test_a_loader_that_trains_and_evaluates_is_warned_of(caplog: pytest.LogCaptu
     assert "For evaluation, use a separate loader" in str(raised.value)
     frames = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
     assert [Path(name).name for name in frames] == [Path(__file__).name] * 2 + ["tracebacks.py"]
-
-
-def test_epoch_kept_as_a_number_is_warned_of_once_a_sampler_passed_it(tmp_path: Path) -> None:
-    def train(place: Path, steps: int, *, is_set: bool) -> list[str]:
-        sampler = hf.ResumableSampler(8, batch_size=4)
-        events: list[Event] = []
-        with (
-            suppress(ZeroDivisionError),
-            hf.resumable(place, sampler=sampler, epoch=0, save_every=hf.Steps(1), sinks=[events.append]) as run,
-        ):
-            batches = sampler.stream(sampler)
-            for _ in run.steps(run.step + steps):
-                next(batches)
-                if is_set:
-                    run.checkpoint.epoch = sampler.epoch
-            raise ZeroDivisionError
-        return [text.partition(", while ")[2][:25] for text, _ in told(events)]
-
-    assert train(tmp_path / "never", 4, is_set=False) == []
-    assert train(tmp_path / "never", 4, is_set=False) == ["sampler is in epoch 2"]
-    assert train(tmp_path / "never", 1, is_set=False) == ["sampler is in epoch 4"]
-    assert train(tmp_path / "set", 7, is_set=True) == []
-    assert train(tmp_path / "set", 7, is_set=True) == []
 
 
 # What a run says of itself.
@@ -1117,7 +1051,7 @@ def test_a_job_killed_while_it_tries_the_directory_leaves_nothing_for_long(tmp_p
     assert not left.exists()
 
 
-def test_a_metric_that_is_no_number_is_refused_where_it_is_given(tmp_path: Path) -> None:
+def test_metric_that_is_not_a_number_is_refused_by_its_call(tmp_path: Path) -> None:
     bad: Any
     for bad, said in (
         ("a", "metric 'loss' must be a number, got 'a'"),

@@ -92,7 +92,7 @@ def test_nothing_of_a_users_own_is_removed(tmp_path: Path) -> None:
     assert [path.read_text() for path in theirs] == ["years of work"] * 4
 
 
-def test_restored_nothing_there_and_damaged_are_told_apart(tmp_path: Path) -> None:
+def test_restore_distinguishes_no_backup_from_a_damaged_one(tmp_path: Path) -> None:
     weights = np.zeros(10)
     assert state_in(tmp_path, weights).restore() is None
     with state_in(tmp_path, np.full(10, 7.0)) as state:
@@ -143,7 +143,7 @@ def test_a_backup_that_beats_the_initial_epoch_says_so(tmp_path: Path) -> None:
     assert any("instead of 1" in event.text for event in events if isinstance(event, Warned))
 
 
-def test_a_backup_of_a_later_epoch_is_said_aloud_and_kept(tmp_path: Path) -> None:
+def test_backup_of_a_later_epoch_is_warned_of_and_kept(tmp_path: Path) -> None:
     with state_in(tmp_path) as state:
         state.back_up(7)
     events: list[Event] = []
@@ -179,7 +179,7 @@ def test_a_death_after_the_last_backup_leaves_one_fit_that_trains_nothing(tmp_pa
     assert fit(tmp_path, 3, "deletes") == ("True [0, 1, 2] 3", "")
 
 
-def test_a_backup_that_was_set_aside_is_no_one_elses(tmp_path: Path) -> None:
+def test_training_state_may_start_over_after_deleting_its_backup(tmp_path: Path) -> None:
     with state_in(tmp_path) as state:
         state.back_up(7)
     with state_in(tmp_path) as state:
@@ -423,7 +423,7 @@ def test_a_handler_beside_it_leaves_and_other_signals_are_as_ever(tmp_path: Path
     assert ask_to_leave(tmp_path / "3", "over")[0] == -signal.SIGTERM
 
 
-def test_the_order_of_arguments_is_said_if_it_is_wrong(tmp_path: Path) -> None:
+def test_swapped_arguments_are_refused_with_the_right_order(tmp_path: Path) -> None:
     makers: list[Any] = [hf.WorkerTrainingState, hf.CheckpointManager]
     for make in makers:
         with pytest.raises(UsageError, match="takes the directory first") as caught:

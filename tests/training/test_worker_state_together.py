@@ -147,7 +147,7 @@ StoredRun(LocalStorage(sys.argv[1])).open_generation()
 """
 
 
-def test_what_the_leader_meets_with_is_told_to_the_others(tmp_path: Path) -> None:
+def test_error_of_the_leader_is_raised_on_the_others(tmp_path: Path) -> None:
     late = threading.Barrier(3)
 
     def end(training: Training) -> bool:
@@ -216,7 +216,7 @@ def test_a_backup_within_an_epoch_is_exact_for_each_worker(tmp_path: Path) -> No
         assert [one + other for one, other in zip(before, after, strict=True)] == untouched
 
 
-def test_a_closed_state_is_of_no_use(tmp_path: Path) -> None:
+def test_closed_state_refuses_every_call(tmp_path: Path) -> None:
     def work(training: Training) -> None:
         training.state.back_up(0)
         training.state.close()
@@ -232,7 +232,7 @@ def test_a_closed_state_is_of_no_use(tmp_path: Path) -> None:
     wait_for_threads(before)
 
 
-def test_a_worker_killed_amid_an_epoch(tmp_path: Path) -> None:
+def test_worker_killed_during_an_epoch_resumes(tmp_path: Path) -> None:
     def start(workers: Workers, name: str, dies_in: int) -> None:
         for rank in range(3):
             command = python(PROGRAM, tmp_path / "run", tmp_path / name, str(dies_in))

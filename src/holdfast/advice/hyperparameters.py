@@ -170,8 +170,10 @@ class Keeping:
             return ""
         if hasattr(obj, "num_bad_epochs"):
             return ""  # That changes the rate from what it is, now and then.
-        others = [one for one, member in self._members.items() if one != path and _shares_optimizer(member, obj)]
-        if "." in key or others or not hasattr(obj, "_get_closed_form_lr"):
+        others = [_unwrap(member) for one, member in self._members.items() if one != path]
+        groups = obj.optimizer.param_groups
+        is_shared = any(_is_schedule(one) and one.optimizer.param_groups is groups for one in others)
+        if "." in key or is_shared or not hasattr(obj, "_get_closed_form_lr"):
             return "in the middle of the schedule, the rate that follows from it is unknown"
         return ""
 
@@ -325,7 +327,7 @@ def _read_schedule(schedule: Any) -> dict[str, Any]:
 
 
 def find_unsaved_schedule(objects: Mapping[str, object]) -> str:
-    """Returns a warning about the first optimizer with a schedule of which none is saved; "" if there is none."""
+    """Returns the path of the first optimizer with a schedule of which none is saved; "" if there is none."""
     scheduled = {
         path: obj
         for path, obj in _list_members(objects).items()
@@ -344,13 +346,7 @@ def find_unsaved_schedule(objects: Mapping[str, object]) -> str:
     # By their class, since what else the program keeps in such objects may not expect to be asked.
     schedules = [_unwrap(part) for part in parts if hasattr(type(part), "state_dict")]
     served = {id(one.optimizer.param_groups) for one in schedules if _is_schedule(one)}
-    for path, obj in scheduled.items():
-        if id(obj.param_groups) not in served:
-            return (
-                f"a learning-rate scheduler sets the rates of {path} and is not saved, so after a restart the schedule "
-                "begins again: pass it too, scheduler=scheduler. If your program sets it by run.step, ignore this"
-            )
-    return ""
+    return next((path for path, obj in scheduled.items() if id(obj.param_groups) not in served), "")
 
 
 def _values_of(value: Any) -> Iterable[Any]:
@@ -405,11 +401,6 @@ def _parts_of(schedule: Any) -> list[Any]:
     """Yields a schedule, and those that it is made of."""
     parts = [part for one in getattr(schedule, "_schedulers", ()) for part in _parts_of(one)]
     return [schedule, *parts]
-
-
-def _shares_optimizer(obj: Any, schedule: Any) -> bool:
-    other = _unwrap(obj)
-    return _is_schedule(other) and other.optimizer.param_groups is schedule.optimizer.param_groups
 
 
 def _is_cycled(key: str, settings: Settings) -> bool:

@@ -17,7 +17,6 @@ _GENERATORS: Final = ("rng", "random", "generator", "seed")
 _MOST_STEPPED: Final = 8
 _MOST_REACHED: Final = 20_000
 _MOST_SHAPES: Final = 4
-_MOST_NAMED: Final = 3
 
 
 def find_strays(
@@ -73,19 +72,11 @@ def _list_kept(objects: Mapping[str, object], members: Sequence[tuple[str, Any, 
     return kept.union(id(value) for obj in own for value in list_reached(obj))
 
 
-def describe_unsaved(objects: Mapping[str, object], changed: Sequence[tuple[str, object]]) -> str:
-    """Returns a warning about named values that change and that no saved object has; "" if there are none."""
+def list_unsaved(objects: Mapping[str, object], changed: Sequence[tuple[str, object]]) -> list[str]:
+    """Returns the names of the changed values that no saved object has."""
     own = [obj for _, obj, adapter in list_members(objects) if is_own_class(obj, adapter)]
     kept = {id(value) for root in (*objects.values(), *map(list_reached, own)) for value in list_values(root)}
-    names = [name for name, value in changed if id(value) not in kept]
-    if not names:
-        return ""
-    return (
-        f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}: such values change in "
-        "training and are in no state_dict(), so a restart begins with the first ones: use "
-        "register_buffer(name, tensor), persistent=True, or get_extra_state. If they are computed again in each "
-        "step, ignore this"
-    )
+    return [name for name, value in changed if id(value) not in kept]
 
 
 def keeps_draws(objects: Mapping[str, object]) -> bool:
@@ -142,6 +133,7 @@ class StrayOptimizers:
 
     Attributes:
         step: Grows with each counted step.
+        updates: How often optimizers that are not saved have stepped saved modules, by the optimizer's name.
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
@@ -153,8 +145,9 @@ class StrayOptimizers:
         self._objects = objects
         self._known: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         # Those that may train what no saved object has, with the first and the newest step in which they stepped.
-        self._apart: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._unheld: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self.step = 0
+        self.updates: dict[str, int] = {}
 
     def find(self, optimizer: Any) -> tuple[str, str]:
         """Returns the saved module that an unsaved optimizer trains, and a warning about it at the first step.
@@ -162,15 +155,15 @@ class StrayOptimizers:
         Both are empty if there is nothing to report. An optimizer without any state loses nothing.
         """
         if (known := self._known.get(optimizer)) is not None:
-            if self._apart and optimizer in self._apart:
-                self._apart[optimizer] = self._apart[optimizer][0], self.step
+            if self._unheld and optimizer in self._unheld:
+                self._unheld[optimizer] = self._unheld[optimizer][0], self.step
             return known, ""
         # A program that makes optimizers all the time tries steps out, on copies say.
         is_one_of_many = len(self._known) > _MOST_STEPPED
         path = "" if is_one_of_many else self._find_module(optimizer)
         self._known[optimizer] = path
         if not path and not is_one_of_many:
-            self._apart[optimizer] = self.step, self.step
+            self._unheld[optimizer] = self.step, self.step
         if not path or not _has_state(optimizer):
             return path, self._find_scaler()
         return path, (
@@ -178,16 +171,16 @@ class StrayOptimizers:
             "with a new one: pass it too, optimizer=optimizer"
         )
 
-    def take_apart(self) -> list[str]:
+    def list_lost(self) -> list[str]:
         """Returns a warning about each optimizer that trains what no saved object has, once; called at a save.
 
         One that has stepped within a single step only may be made again in each, on a copy say.
         """
         texts = []
-        for optimizer, (first, newest) in list(self._apart.items()):
+        for optimizer, (first, newest) in list(self._unheld.items()):
             if newest > first:
-                del self._apart[optimizer]
-                if self._is_apart(optimizer):
+                del self._unheld[optimizer]
+                if self._is_lost(optimizer):
                     number = len(_list_parameters(optimizer))
                     texts.append(
                         f"{type(optimizer).__name__} updates {number} {'parameter' if number == 1 else 'parameters'} "
@@ -196,7 +189,7 @@ class StrayOptimizers:
                     )
         return texts
 
-    def _is_apart(self, optimizer: Any) -> bool:
+    def _is_lost(self, optimizer: Any) -> bool:
         members = list_members(self._objects)
         found = [adapter.oversights_of(obj) for _, obj, adapter in members]
         saved = {id(one) for each in found for one in (*each.holds, *each.trains)}

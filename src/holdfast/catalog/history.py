@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
 
 from holdfast.catalog.stored_step import StoredStep
 from holdfast.errors import DamageError, HoldfastError, NotFoundError
@@ -27,8 +28,11 @@ from holdfast.format.records import (
     decode_base,
     decode_summary,
 )
-from holdfast.policies import Referrer
+from holdfast.policies import KeptCandidate, Referrer
 from holdfast.storage.protocol import Storage
+
+NEWEST: Final = 4
+"""The manifests of this many of the newest steps are looked for each time, regardless of a summary."""
 
 
 class History:
@@ -42,7 +46,8 @@ class History:
         summaries: The generation and number of each existing summary.
         summary: The one that counts, or None.
         believed: The steps that it lists as committed; their directories have not been looked into.
-        known: The known facts of committed steps.
+        known: The known facts of committed steps; see `note`.
+        trusted: These, and steps that this process has found committed since then: they are not looked into again.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -51,7 +56,11 @@ class History:
         self.summaries: list[tuple[int, int]] = []
         self.summary: Summary | None = None
         self.believed: frozenset[StepName] = frozenset()
+        self.trusted: frozenset[StepName] = frozenset()
         self.known: dict[StepName, StepFacts] = {}
+        # The known steps that refer to others; and all as retention sees them.
+        self._referring: set[StepName] = set()
+        self._candidates: dict[StepName, KeptCandidate[StepName]] = {}
         # The records of generations that were read. They never change.
         self._bases: dict[int, Base] = {}
         self._references: dict[StepName, tuple[StepName, ...]] = {}
@@ -96,7 +105,7 @@ class History:
         """Trusts a summary from now on; None for none."""
         self.summary = summary
         names = map(parse_step_directory, () if summary is None else summary.directories)
-        self.believed = frozenset(name for name in names if name is not None)
+        self.believed = self.trusted = frozenset(name for name in names if name is not None)
         self._bases.update({base.generation: base for base in summary.bases} if summary is not None else {})
 
     def drop_summaries(self) -> None:
@@ -112,21 +121,36 @@ class History:
             self._storage.sync_directory(GENERATIONS_DIRECTORY)
         self.believe(None)
 
+    def note(self, name: StepName, facts: StepFacts) -> None:
+        """Remembers the facts of a committed step."""
+        self.known[name] = facts
+        self._candidates[name] = KeptCandidate(name, name.step, facts.committed_at_unix_seconds, facts.metrics)
+        if facts.references:
+            self._referring.add(name)
+
     def facts(self, name: StepName) -> StepFacts | None:
         """**Blocks.** Returns the facts that retention needs of a step; None if its manifest is damaged, or too new."""
+        if name not in self.known and name in self.believed and self.summary is not None:
+            # Of all at once: each is asked for in the end.
+            try:
+                for other, facts in self.summary.decode_facts().items():
+                    if other not in self.known:
+                        self.note(other, facts)
+            except DamageError:
+                self.believe(None)
         if name not in self.known:
-            if name in self.believed and self.summary is not None:
-                # Of all at once: each is asked for in the end.
-                try:
-                    self.known = self.summary.decode_facts() | self.known
-                except DamageError:
-                    self.believe(None)
-            if name not in self.known:
-                try:
-                    self.known[name] = StoredStep(self._storage, name.directory, name).manifest().facts
-                except (DamageError, NotFoundError):
-                    return None
+            try:
+                self.note(name, StoredStep(self._storage, name.directory, name).manifest().facts)
+            except (DamageError, NotFoundError):
+                return None
         return self.known[name]
+
+    def candidates(self, names: Sequence[StepName]) -> list[KeptCandidate[StepName]]:
+        """**Blocks.** Returns steps as retention sees them. Those with a damaged manifest are left out: they stay, and
+        a restore or `verify` reports the damage."""
+        for name in set(names).difference(self._candidates):
+            self.facts(name)
+        return [known for name in names if (known := self._candidates.get(name)) is not None]
 
     def references(self, name: StepName) -> tuple[StepName, ...]:
         """**Blocks.** Returns the steps that a step refers to, as far as that can be read."""
@@ -153,15 +177,17 @@ class History:
 
     def referrers(self, names: Iterable[StepName]) -> list[Referrer[StepName]]:
         """**Blocks.** Returns those of some steps that refer to others."""
-        referring = (name for name in names if (known := self.known.get(name)) is None or known.references)
-        found = ((name, self.references(name)) for name in referring)
+        # Of a long history most are known, and refer to none.
+        asked = set(names).difference(self.known.keys() - self._referring)
+        found = ((name, self.references(name)) for name in sorted(asked))
         return [Referrer(name, name.step, references) for name, references in found if references]
 
     def forget_all_but(self, names: Collection[StepName]) -> None:
         """Forgets what is known of other steps."""
-        if len(self.known) > len(names):
-            self.known = {name: known for name, known in self.known.items() if name in names}
-            self._references = {name: known for name, known in self._references.items() if name in names}
+        for name in {*self.known, *self._references}.difference(names):
+            self._referring.discard(name)
+            for known in (self.known, self._candidates, self._references):
+                known.pop(name, None)
 
 
 def read_opening(storage: Storage, generation: int) -> Opening:

@@ -53,9 +53,9 @@ _LOOK_SECONDS: Final = 0.1
 _RECENT_SECONDS: Final = 60.0
 """A job that wrote within this time may still be at work."""
 
-# The descriptors of the runs that this process has open; and the processes that it was forked from.
+# The descriptors of the runs that this process has open; and this process, with those that it was forked from.
 _held: dict[object, int] = {}
-_forebears: set[int] = set()
+_family: set[int] = {os.getpid()}
 
 
 class RunLock:
@@ -154,7 +154,7 @@ def _let_go(key: object) -> None:
 
 def _let_go_in_child() -> None:
     """A forked child has the descriptors of its parent: the lock is to end with the parent, and not before."""
-    _forebears.add(os.getppid())
+    _family.add(os.getpid())  # By now its parent may be another process.
     while _held:
         os.close(_held.popitem()[1])
 
@@ -165,7 +165,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 def _list_own() -> set[int]:
     """Returns this process, and those that it is a part of: a child of `multiprocessing` is not another job."""
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
-    return {os.getpid(), *_forebears, 0 if parent is None else parent.pid}
+    return {os.getpid(), *_family, 0 if parent is None else parent.pid}
 
 
 def _find_process(storage: Storage, descriptor: int, own: Collection[int]) -> str:

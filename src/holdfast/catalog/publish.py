@@ -76,6 +76,8 @@ def commit(
     features = set(receipts.features)
     features |= {REFERENCES} if receipts.references else set()
     features |= {SHARDS} if len(receipts.workers) > 1 else set()
+    # Of holdfast, of Python, and of those libraries that this process has in use.
+    used = ("holdfast", *(library for library in _NAMED_LIBRARIES if library in sys.modules))
     manifest = Manifest(
         step=name.step,
         generation=name.generation,
@@ -85,7 +87,7 @@ def commit(
         workers=receipts.workers,
         metrics=dict(metrics),
         metadata=dict(metadata),
-        versions=_name_versions(),
+        versions={"python": sys.version.split()[0], **{library: _version_of(library) for library in used}},
         features=tuple(sorted(features)),
         references=receipts.references,
     )
@@ -117,12 +119,6 @@ def _check_references(run: StoredRun, manifest: Manifest) -> None:
                 path=reference.name.directory,
                 hint="The next save writes everything that was stored there.",
             )
-
-
-def _name_versions() -> dict[str, str]:
-    """Returns the versions of holdfast, of Python, and of those libraries that this process has in use."""
-    used = ("holdfast", *(library for library in _NAMED_LIBRARIES if library in sys.modules))
-    return {"python": sys.version.split()[0], **{library: _version_of(library) for library in used}}
 
 
 @cache

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Final
 
-from holdfast.catalog.history import History, read_opening
+from holdfast.catalog.history import NEWEST, History, read_opening
 from holdfast.catalog.listing import Catalog, make_lost_error
 from holdfast.catalog.openers import describe_process, make_gone_error
 from holdfast.catalog.stored_step import StoredStep
@@ -89,42 +90,41 @@ class StoredRun:
         Raises:
             StorageError: If the storage cannot be read.
         """
-        history, known = self.history, set[str]()
+        history, known = self.history, frozenset[StepName]()
         for looks in range(_MOST_LOOKS):
             entries, files = self._list_deep() if self.storage.traits.lists_deep else (self.storage.list(""), None)
+            directories = [entry.name for entry in entries if entry.is_directory]
+            names = list(filter(None, map(parse_step_directory, directories)))
             if not looks:
                 # After the steps: a step that has been seen is of a generation that is seen.
                 bases, faults = history.look(closely=closely)
-            elif not any(entry.name not in known and parse_step_directory(entry.name) for entry in entries):
+            elif known.issuperset(names):
                 break
-            committed, lost, unfinished = self._sort_steps(entries, files)
+            committed, lost, unfinished = self._sort_steps(names, files)
             if not (lost or unfinished):
                 break
-            known = {entry.name for entry in entries}
-        trash: list[str] = []
-        spare_bytes = None
-        for entry in entries:
-            if not entry.is_directory:
-                if entry.name == SPARE_NAME:
-                    spare_bytes = entry.size_bytes
-                continue
-            if entry.name.startswith(TRASH_PREFIX):
-                trash.append(entry.name)
+            known = frozenset(names)
         living = choose_living(committed, bases)
-        if living and living[-1] in history.believed and not self.step(living[-1]).is_committed():
+        if living and living[-1] in history.trusted and not self.step(living[-1]).is_committed():
             # No summary vouches for the newest step when it is written, so that others have been removed since.
             return self.look(closely=True)
+        if files is None and (summary := history.summary) is not None:
+            # Older steps of the generation that wrote the summary: only it removes them, or a person, and then all
+            # summaries go first. A step of an older one may be about to be removed by a job that is not fenced yet.
+            own = (name for name in committed if name.generation == summary.generation)
+            history.trusted = history.believed.union(own).difference(living[-NEWEST:])
+        numbers = [*history.opened, *map(attrgetter("generation"), (*committed, *lost, *unfinished))]
         return Catalog(
             committed=tuple(committed),
             living=living,
             unfinished=tuple(unfinished),
             lost=tuple(lost),
-            trash=tuple(trash),
-            generation=max(
-                [*history.opened, *[name.generation for name in (*committed, *lost, *unfinished)]], default=0
-            ),
+            trash=tuple(directory for directory in directories if directory.startswith(TRASH_PREFIX)),
+            generation=max(numbers, default=0),
             faults=tuple(faults),
-            spare_bytes=spare_bytes,
+            spare_bytes=next(
+                (one.size_bytes for one in entries if one.name == SPARE_NAME and not one.is_directory), None
+            ),
             bases=bases,
         )
 
@@ -341,19 +341,18 @@ class StoredRun:
         return [*entries, *(Entry(directory, True, 0) for directory in files)], files
 
     def _sort_steps(
-        self, entries: Iterable[Entry], files: Mapping[str, set[str]] | None
+        self, names: Sequence[StepName], files: Mapping[str, set[str]] | None
     ) -> tuple[list[StepName], list[StepName], list[StepName]]:
         """Returns the steps of a run, in order: with a manifest, with a lost one, and those that never had one."""
-        committed: list[StepName] = []
+        trusted = self.history.trusted if files is None else frozenset()
+        committed = [name for name in names if name in trusted]
         lost: list[StepName] = []
         unfinished: list[StepName] = []
         # Older ones first: where one of two is removed once the other is committed, the other is seen.
-        for name in sorted(
-            name for entry in entries if entry.is_directory and (name := parse_step_directory(entry.name))
-        ):
+        for name in sorted(set(names) - trusted):
             step = self.step(name)
             there = None if files is None else files[name.directory]
-            if (name in self.history.believed or step.is_committed()) if there is None else MANIFEST_NAME in there:
+            if step.is_committed() if there is None else MANIFEST_NAME in there:
                 committed.append(name)
             elif not (step.has(COMMITTED_NAME) if there is None else COMMITTED_NAME in there):
                 unfinished.append(name)
@@ -361,9 +360,9 @@ class StoredRun:
                 committed.append(name)
             else:
                 # A removal takes this file before the manifest. So if it is still there, the step is not being removed.
-                names = step.list_names()
-                (lost if COMMITTED_NAME in names and any(map(is_part, names)) else unfinished).append(name)
-        return committed, lost, unfinished
+                found = step.list_names()
+                (lost if COMMITTED_NAME in found and any(map(is_part, found)) else unfinished).append(name)
+        return sorted(committed), lost, unfinished
 
 
 def name_opener(opening: Opening | None) -> str:

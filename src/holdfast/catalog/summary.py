@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.catalog.history import try_summary
+from holdfast.catalog.history import NEWEST, try_summary
 from holdfast.catalog.listing import Catalog
 from holdfast.catalog.stored_run import StoredRun
 from holdfast.errors import HoldfastError, StorageError
@@ -26,15 +26,15 @@ from holdfast.format.records import MAX_SUMMARY_BYTES, Summary
 FEW: Final = 16
 """A run with no more steps, and no more generations, gets no summary."""
 
-_NEWEST: Final = 4
-"""This many of the newest steps are never in a summary: their manifests are looked for each time."""
-
 _BATCH: Final = 8
 """A summary is written once this many steps are missing in the last one. When one step has to be taken out, this many
 of the oldest are left out with it: they are likely to be removed next."""
 
+_LOOKS: Final = 64
+"""So many looks for the manifests of fewer steps cost as much as a summary, so that one is written too."""
+
 _LOOKED_AT: Final = 2
-"""This many steps of the summary are checked after each save, in turn, because their manifests may have been removed by
+"""This many of the old steps are checked after each save, in turn, because their manifests may have been removed by
 hand."""
 
 
@@ -51,6 +51,8 @@ class Summarizer:
         # What was left out of the last summary on purpose, and whether steps are removed again and again.
         self._left_out: frozenset[StepName] = frozenset()
         self._removes = False
+        # How often a manifest was looked for because the last summary does not list the step.
+        self._looks = 0
         # Which step was looked at last. Each job begins elsewhere.
         self._turn = int(token[:8], 16)
 
@@ -81,17 +83,16 @@ class Summarizer:
             StorageError: If a summary still lists them. They must stay.
         """
         history = self._history
-        believed = history.believed.intersection(names)
-        if not believed:
-            return names
-        self._removes = True
-        lost = {name for name in believed if not self._run.step(name).is_committed()}
-        try:
-            self._sum_up(catalog, generation, names)
-        except HoldfastError:
-            # It may be there or not. Without any, each directory is looked into; and a full disk has room for that.
-            history.drop_summaries()
-        self._run.check_fence(generation)
+        lost = {name for name in names if name in history.trusted and not self._run.step(name).is_committed()}
+        history.trusted = history.trusted.difference(names)
+        if history.believed.intersection(names):
+            self._removes = True
+            try:
+                self._sum_up(catalog, generation, names)
+            except HoldfastError:
+                # It may be there or not. Without any, each directory is looked into; and a full disk has room for that.
+                history.drop_summaries()
+            self._run.check_fence(generation)
         return tuple(name for name in names if name not in lost)
 
     def update(self, catalog: Catalog, going: Collection[StepName], generation: int) -> None:
@@ -102,8 +103,9 @@ class Summarizer:
         history = self._history
         with suppress(HoldfastError):
             new = self._list_old(catalog, going).difference(history.believed, self._left_out)
+            self._looks += len(new.difference(history.trusted))
             summed_up = {base.generation for base in (history.summary.bases if history.summary else ())}
-            if len(new) >= _BATCH or len(catalog.bases.keys() - summed_up) > FEW:
+            if len(new) >= _BATCH or self._looks >= _LOOKS or len(catalog.bases.keys() - summed_up) > FEW:
                 self._sum_up(catalog, generation, going)
             self._look_at_some(catalog)
 
@@ -111,14 +113,14 @@ class Summarizer:
         for _ in range(_LOOKED_AT):
             self._turn = (self._turn + 1) % len(catalog.committed)
             name = catalog.committed[self._turn]
-            if name in self._history.believed and not self._run.step(name).is_committed():
+            if name in self._history.trusted and not self._run.step(name).is_committed():
                 # Where one is wrong, more may be: the next look is a close one.
                 self._history.believe(None)
                 self._history.drop_summaries()
 
     def _list_old(self, catalog: Catalog, left_out: Collection[StepName]) -> set[StepName]:
         """Returns the steps that a summary may list: they are committed, or listed as committed by the last summary."""
-        return set(catalog.committed).difference(catalog.living[-_NEWEST:], left_out)
+        return set(catalog.committed).difference(catalog.living[-NEWEST:], left_out)
 
     def _sum_up(self, catalog: Catalog, generation: int, left_out: Collection[StepName]) -> None:
         history = self._history
@@ -136,7 +138,7 @@ class Summarizer:
                 bases=tuple(catalog.bases.values()),
             )
         )
-        self._left_out = left
+        self._left_out, self._looks = left, 0
 
     def _write(self, summary: Summary) -> None:
         """**Blocks.** Publishes a summary, and removes those before the last one.

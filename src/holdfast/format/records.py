@@ -353,11 +353,11 @@ def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple
     known = sorted({*bases, *by_generation})
     while known:
         generation = known.pop()
-        own = sorted(name for name in by_generation.get(generation, ()) if (name.step, name.attempt) <= last)
-        for name in own:
-            holder = living.get(name.step)
-            if holder is None or holder.generation == generation:
-                living[name.step] = name
+        own = sorted(by_generation.get(generation, ()))
+        if own and (own[-1].step, own[-1].attempt) > last:
+            own = [name for name in own if (name.step, name.attempt) <= last]
+        # Of one step, what a later generation has counts; and in a generation the last attempt.
+        living = {name.step: name for name in own} | living
         base = bases.get(generation)
         if base is None:
             if own:
@@ -367,7 +367,7 @@ def choose_living(steps: Iterable[StepName], bases: Mapping[int, Base]) -> tuple
             last = min(last, (left.step, left.attempt))
         else:
             break
-    return tuple(living[step] for step in sorted(living))
+    return tuple(map(living.__getitem__, sorted(living)))
 
 
 MAX_SUMMARY_BYTES: Final = 256 << 20

@@ -80,11 +80,11 @@ class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** Returns the union of what its policies keep, with all their reasons."""
-        reasons: dict[Key, list[str]] = {}
+        joined: dict[Key, str] = {}
         for policy in self.policies:
-            for key, reason in policy.choose_kept(committed, now_seconds).items():
-                reasons.setdefault(key, []).append(reason)
-        return {key: "; ".join(of_key) for key, of_key in reasons.items()}
+            kept = policy.choose_kept(committed, now_seconds)
+            joined |= {key: f"{joined[key]}; {why}" if key in joined else why for key, why in kept.items()}
+        return joined
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.policies))
@@ -101,7 +101,7 @@ class Latest(_RetentionPolicy, msgspec.Struct, frozen=True):
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** Returns the `n` newest."""
-        return {candidate.key: f"among the {self.n} latest" for candidate in committed[-self.n :]}
+        return dict.fromkeys([candidate.key for candidate in committed[-self.n :]], f"among the {self.n} latest")
 
 
 class EveryN(_RetentionPolicy, msgspec.Struct, frozen=True):
@@ -115,7 +115,7 @@ class EveryN(_RetentionPolicy, msgspec.Struct, frozen=True):
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** Returns the steps that are multiples of `n`."""
-        return {c.key: f"a multiple of {self.n}" for c in committed if c.step % self.n == 0}
+        return dict.fromkeys([one.key for one in committed if one.step % self.n == 0], f"a multiple of {self.n}")
 
 
 class Best(_RetentionPolicy, msgspec.Struct, frozen=True):
@@ -203,7 +203,7 @@ class All(_RetentionPolicy, msgspec.Struct, frozen=True):
 
     def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
         """**Pure.** Returns all of them."""
-        return {candidate.key: "every step is kept" for candidate in committed}
+        return dict.fromkeys([candidate.key for candidate in committed], "every step is kept")
 
 
 class Referrer(msgspec.Struct, Generic[Key], frozen=True):
@@ -276,23 +276,18 @@ def plan_retention(
         referrers: All checkpoints that refer to others, including those that stay in any case.
         replaced: Further keys to remove, unless a kept checkpoint refers to them.
     """
-    if len({candidate.key for candidate in committed}) != len(committed):
+    keys = [candidate.key for candidate in committed]
+    if len(set(keys)) != len(keys):
         raise UsageError("two of the checkpoints have the same key")
-    newest = {committed[-1].key: "the newest"} if committed else {}
-    chosen = [reasons for reasons in (newest, protected, policy.choose_kept(committed, now_seconds)) if reasons]
-    keep: dict[Key, str] = {}
-    going: list[Key] = []
-    for key in (candidate.key for candidate in committed):
-        if of_key := [reasons[key] for reasons in chosen if key in reasons]:
-            keep[key] = of_key[0] if len(of_key) == 1 else "; ".join(of_key)
-        else:
-            going.append(key)
-    going += replaced
+    reasons = dict(policy.choose_kept(committed, now_seconds))
+    for always in (protected, dict.fromkeys(keys[-1:], "the newest")):
+        reasons |= {key: f"{why}; {reasons[key]}" if key in reasons else why for key, why in always.items()}
+    going = [*(key for key in keys if key not in reasons), *replaced]
     if going and (spared := spare_referred(going, referrers)):
-        order = [*(candidate.key for candidate in committed), *replaced]
-        keep = {key: keep[key] if key in keep else spared[key] for key in order if key in keep or key in spared}
+        reasons |= spared
+        keys += replaced
         going = [key for key in going if key not in spared]
-    return RetentionPlan(keep, tuple(going))
+    return RetentionPlan({key: reasons[key] for key in keys if key in reasons}, tuple(going))
 
 
 def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Key]]) -> tuple[str, ...]:

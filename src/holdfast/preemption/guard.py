@@ -144,6 +144,11 @@ class Guard:
         self._consensus.close()
 
     @property
+    def is_open(self) -> bool:
+        """True if it listens."""
+        return self._ended is not None and not self._closed
+
+    @property
     def leaving(self) -> bool:
         """True if the exit has begun."""
         return self.state is GuardState.LEAVING

@@ -25,7 +25,7 @@ from holdfast.process.exit import end_process, is_interactive
 from holdfast.process.interrupt import Interrupter
 from holdfast.process.latch import Latch
 from holdfast.process.terminal import say, say_from_signal_handler
-from holdfast.process.wakeup import ANSWERED, Wakeup, answer
+from holdfast.process.wakeup import ANSWERED, Wakeup
 
 _MOST_SIGNALS: Final = 2
 """How many signals count: the first asks to stop, the second hurries. Another one has no effect, since schedulers and
@@ -122,7 +122,7 @@ class NoticeInbox:
     def receive(self, notice: Notice) -> bool:
         """**Thread-safe.** Receives a notice, also in signal handlers; False if it should have its own effect."""
         if threading.get_ident() == threading.main_thread().ident:
-            answer()
+            Wakeup.answer()
             if notice in self._received_early:
                 self._received_early = [each for each in self._received_early if each != notice]
                 return True

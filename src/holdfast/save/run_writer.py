@@ -17,7 +17,7 @@ from holdfast.catalog.summary import FEW, Summarizer
 from holdfast.errors import FencedError, HoldfastError, NotFoundError, StorageError
 from holdfast.events import Warned
 from holdfast.format.digests import seal
-from holdfast.format.names import MAX_ATTEMPT, StepName, metrics_name, parse_step_directory
+from holdfast.format.names import MAX_ATTEMPT, MAX_STEP, StepName, metrics_name, parse_step_directory
 from holdfast.format.records import MAX_LATE_METRICS, Base, LateMetrics, Manifest, make_base
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
 from holdfast.process.terminal import inform
@@ -173,6 +173,8 @@ class RunWriter(CheckpointWriter):
         self._summarizer = Summarizer(self._run, self._token)
         # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
         self._attempts: tuple[StepName, ...] = ()
+        # No later step than this was named in this generation.
+        self._named_step = -1
         # Whether what older generations had left has been removed, as far as it was there when this one began.
         self._has_swept = False
         self.recycler = FileRecycler(storage, reuse=reuse_space)
@@ -209,7 +211,7 @@ class RunWriter(CheckpointWriter):
                 self._summarizer.carry_over(generation)
             base = make_base(generation, origin.base, origin.start_from)
             self._run.record_base(base)
-            self.generation, self.base, self._has_swept = generation, base, False
+            self.generation, self.base, self._has_swept, self._named_step = generation, base, False, -1
             self.recycler.begin(generation)
             self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
@@ -244,16 +246,19 @@ class RunWriter(CheckpointWriter):
     def follow(self, generation: int, origin: StepName | None) -> None:
         """Continues with a generation that the leader of the job has opened from that step, or from the beginning."""
         self.generation, self._token = generation, self._run.opening(generation).token
+        self._named_step = MAX_STEP
         if self._incremental is not None:
             self._incremental.begin(origin)
 
     def _name_attempt(self, step: int, generation: int, least_attempt: int) -> StepName:
         """**Blocks.** Returns a name that no directory has, and that no removed directory had."""
-        known = self._incremental.list_known() if self._incremental is not None else ()
-        prefix = StepName(step, generation).directory
-        same = (entry.name for entry in self._storage.list("") if entry.name.startswith(prefix))
-        names = (*known, *map(parse_step_directory, same))
-        taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
+        taken: list[int] = []
+        # All directories of this generation are named here, so a later step than all before has none.
+        if step <= self._named_step:
+            known = self._incremental.list_known() if self._incremental is not None else ()
+            names = (*known, *(parse_step_directory(entry.name) for entry in self._storage.list("")))
+            taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
+        self._named_step = max(self._named_step, step)
         attempt = max(least_attempt, max(taken, default=0) + 1)
         if attempt > MAX_ATTEMPT:
             raise StorageError(
@@ -295,7 +300,7 @@ class RunWriter(CheckpointWriter):
         paths = (f"{name.directory}/{metrics_name(number)}" for number in range(MAX_LATE_METRICS))
         if not any(self._storage.publish(path, record) for path in paths):
             raise StorageError(f"{name.directory} has too many records of metrics", path=name.directory)
-        self._run.history.known[name] = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts
+        self._run.history.note(name, msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts)
 
     def check_standing(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""
@@ -322,25 +327,24 @@ class RunWriter(CheckpointWriter):
         refers stays too, in the lineage or not. A generation that was fenced removes nothing, and raises `FencedError`.
         Others may still be writing to unfinished steps that are `busy`, and this worker to the next one.
         """
-        if manifest is not None:
-            # Unless it was given metrics since, which are known already.
-            self._run.history.known.setdefault(newest, manifest.facts)
+        # It may have been given metrics since; those are known.
+        if manifest is not None and newest not in self._run.history.known:
+            self._run.history.note(newest, manifest.facts)
         catalog = self._run.look()
         self._run.check_fence(newest.generation, self._run.history.opened)
         # Looked at after that: an attempt is named before it has a directory.
         in_use = {*busy, *self._attempts}
         # A step that is being published may be seen before it survives a power cut: it replaces none yet.
-        candidates = [one for one in self._list_candidates(catalog) if one.key == newest or one.key not in in_use]
+        known = self._run.history.candidates(catalog.living)
+        candidates = [one for one in known if one.key == newest or one.key not in in_use]
         problems: list[HoldfastError] = []
         absent = absent_metrics(self._keep, candidates) if len(candidates) > 1 else ()
         reported = tuple(sorted({metric for each in candidates for metric in each.metrics})) if absent else ()
         referrers = self._run.history.referrers((*catalog.committed, *catalog.lost))
-        own = {(name.step, name.generation) for name in catalog.living if name.generation == newest.generation}
-        replaced = [
-            name
-            for name in sorted(set(catalog.committed).difference(catalog.living, protected))
-            if (name.step, name.generation) in own
-        ]
+        replaced: list[StepName] = []
+        if others := set(catalog.committed).difference(catalog.living, protected):
+            own = {name.step for name in catalog.living if name.generation == newest.generation}
+            replaced = sorted(name for name in others if name.generation == newest.generation and name.step in own)
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         if manifest is not None:
@@ -396,20 +400,11 @@ class RunWriter(CheckpointWriter):
             self._storage.traits.hindrance,
         )
 
-    def _list_candidates(self, catalog: Catalog) -> list[KeptCandidate[StepName]]:
-        """Returns the steps of the current lineage. Steps that cannot be judged stay; a restore or `verify` reports the
-        damage."""
-        return [
-            KeptCandidate(name, name.step, facts.committed_at_unix_seconds, facts.metrics)
-            for name in catalog.living
-            if (facts := self._run.history.known.get(name) or self._run.history.facts(name)) is not None
-        ]
-
     def _find_wanted(self, name: StepName, metrics: Mapping[str, float]) -> Collection[StepName]:
         """Returns the steps that the policy will keep for their own sake when a save is committed."""
         now_seconds = time.time()
-        catalog = self._run.look()
-        before = [known for known in self._list_candidates(catalog) if known.step < name.step]
+        known = self._run.history.candidates(self._run.look().living)
+        before = [one for one in known if one.step < name.step]
         try:
             return self._keep.choose_kept([*before, KeptCandidate(name, name.step, now_seconds, metrics)], now_seconds)
         except Exception:  # noqa: BLE001  A policy of the user's own may fail; that is reported after the commit.

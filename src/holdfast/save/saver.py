@@ -10,15 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal
 
-from holdfast.advice.fresh_look import FreshLook
-from holdfast.advice.hyperparameters import find_unsaved_schedule
-from holdfast.advice.oversights import (
-    ImmutableArrays,
-    KeptEpoch,
-    LossWatch,
-    describe_unread,
-    find_oversights,
-)
+from holdfast.advice.rules import Advisor
 from holdfast.errors import HoldfastError, OutOfMemoryError, UsageError
 from holdfast.events import Sink, Warned
 from holdfast.format.records import ALONE
@@ -51,9 +43,7 @@ class Saver:
         barrier: Holds up the steps of optimizers, or None.
         caller: The thread that is in the call that makes a save, if one is.
         lock: Marks the run as open.
-        fresh_look: Detects what a restart would refuse.
-        kept_epoch: Detects a saved epoch number that the program never sets.
-        take_unread: Returns the names of restored objects that replace those of the program, and that it has not read.
+        advisor: Finds what the program may have forgotten.
     """
 
     def __init__(
@@ -63,6 +53,7 @@ class Saver:
         emit: Sink,
         failures: PendingFailures,
         objects: Mapping[str, object],
+        take_unread: Callable[[bool], Sequence[str]],
         participant: JointParticipant | None = None,
     ) -> None:
         self._writer, self._recycler = make_writer(storage, options, participant, emit)
@@ -84,12 +75,7 @@ class Saver:
         self._stager = Stager(self._buffer)
         self._captures = CaptureCache()
         self._objects = objects
-        self._immutable = ImmutableArrays()
-        self._loss_watch = LossWatch()
-        self.kept_epoch = KeptEpoch(objects)
-        self.fresh_look = FreshLook()
-        self.take_unread: Callable[[], list[str]] = list
-        self._is_looked_over = False
+        self.advisor = Advisor(objects, take_unread)
         # Now, since saves take no more memory than they say, and may be made when nothing can be imported any more.
         find_native()
 
@@ -200,7 +186,8 @@ class Saver:
         If it raises (the copy's error, or Ctrl-C), it may not have confirmed yet: then the request is to be dropped.
         """
         self._request = request
-        self._warn_of_oversights(request.step)
+        for text in self.advisor.find_at_save(request.step):
+            self.engine.emit_soon(Warned(text=text, by_each=True))
         self._has_begun, self._looks_left = True, 0
         if self._readying is not None and not self._readying.has_ended:
             self._readying.end()
@@ -221,23 +208,10 @@ class Saver:
             # would have to take new memory.
             staging.forget()
 
-    def _warn_of_oversights(self, step: int) -> None:
-        warnings = [self._immutable.look(self._objects, step), self._loss_watch.look(self._objects)]
-        warnings += self.fresh_look.look(self._objects)
-        if not self._is_looked_over:
-            warnings += [*find_oversights(self._objects), find_unsaved_schedule(self._objects)]
-            warnings += [describe_unread(names)] if (names := self.take_unread()) else []
-        self._is_looked_over = True
-        if text := self.kept_epoch.look(self._objects):
-            self.engine.emit_soon(Warned(text=text, step=step, by_each=True))
-        for text in filter(None, warnings):
-            self.engine.emit_soon(Warned(text=text, by_each=True))
-
     def start_from(self, step: int) -> None:
         """Counts training time from now on, because earlier training cannot be lost (after a restore, for example)."""
         self.engine.protected_since_at = time.monotonic()
-        self._immutable.begin(self._objects, step)
-        self._loss_watch.begin(self._objects)
+        self.advisor.enter(step)
 
     def begin_generation(self) -> None:
         """Makes the next save open a generation of its own, because the live objects now have another state."""

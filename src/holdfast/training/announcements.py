@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from holdfast.advice.hyperparameters import HyperparameterChange
-from holdfast.advice.oversights import describe_epochs, list_overruled
+from holdfast.advice.samplers import describe_epochs, list_overruled
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.events.kinds import span_text

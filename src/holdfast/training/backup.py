@@ -77,12 +77,19 @@ class Backups:
         are_unseen: True if there are others that were not restored, also if they have lost their manifests: the next
             backup would replace them.
         kept_for: Why what was restored is not to be deleted; empty if it may be.
+        generation: The newest generation of the directory that was seen.
+        trains: True if the program has asked where training begins.
+        total: How many epochs training has in total; None if the program has not said.
+        reached: The position within an epoch, if it is not backed up yet; it may be, if the job is asked to leave.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, generation: int, *, are_unseen: bool = False) -> None:
+        self.generation, self.are_unseen = generation, are_unseen
         self.began_from: Backup | None = None
-        self.are_unseen = False
         self.kept_for = ""
+        self.trains = False
+        self.total: int | None = None
+        self.reached: Backup | None = None
         self._saved: Backup | None = None
         self._in_flight: tuple[SaveHandle, Backup] | None = None
         # The newest ones by the numbers under which they are saved.

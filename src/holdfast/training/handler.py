@@ -11,8 +11,6 @@ from types import TracebackType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from holdfast.advice.hyperparameters import check_kept
-from holdfast.advice.oversights import TrainingWatch
-from holdfast.advice.resumption import describe_resumption
 from holdfast.checkpoint import Checkpoint, objects_of
 from holdfast.errors import ClosedError, UsageError
 from holdfast.format.names import RUN_CALLS
@@ -131,16 +129,13 @@ class PreemptionCheckpointHandler:
                 self._guard.close()
             raise
         self._first_count, self._first_asked = count.done, manager.newest_asked
-        loop.watch = TrainingWatch(manager.checkpoint.objects, self._warn_uncounted, _ADVICE, loop.warn)
-        if count.done and self.restored is not earlier:
-            loop.watch.resumption = describe_resumption(count.done, "handler.total_run_calls", "handler.steps(n)")
+        loop.begin_watch(self._warn_uncounted, _ADVICE)
         atexit.register(self._close_at_exit)
         manager.closing.append(self._save_last)
 
     @property
     def total_run_calls(self) -> int:
         """The number of complete steps, including those of earlier processes; the step number of the next save."""
-        self._loop.watch.resumption = ""
         return self._count.done
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from holdfast.advice.oversights import TrainingWatch, count_taken
+from holdfast.advice.samplers import TakenBatches, count_taken
+from holdfast.advice.watch import TrainingWatch
 from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
 from holdfast.events import Warned
 from holdfast.preemption.guard import Guard
@@ -124,6 +125,7 @@ class TrainingLoop:
         manager: Saves the steps.
         count: How many steps are complete.
         guard: Handles notices, and exits.
+        taken: The batches that are taken from the saved samplers.
         watch: Detects training that is not counted.
         metrics: Metrics for the next save.
         metadata: Other data to store with it.
@@ -140,7 +142,8 @@ class TrainingLoop:
         self.manager = manager
         self.count = StepCount()
         self.guard = make_guard(self._save_once)
-        self.watch = TrainingWatch(objects={}, warn=self.warn, advice="", warn_else=self.warn)
+        self.taken = TakenBatches({})
+        self.watch = TrainingWatch({}, self.taken, self.warn, "", self.warn)
         self.metrics: dict[str, Any] = {}
         self.metadata: Mapping[str, Any] | None = None
         self.is_stopped = self.is_in_step = self._is_in_block = False
@@ -155,9 +158,20 @@ class TrainingLoop:
 
     # Counts steps.
 
+    def begin_watch(self, warn: Callable[[str], object], advice: str) -> None:
+        """Called when training begins: from here on batches are counted, and steps that are not counted are found.
+
+        Args:
+            warn: Called with a warning that no step is counted.
+            advice: What the program is to call, and when.
+        """
+        objects = self.manager.checkpoint.objects
+        self.taken = TakenBatches(objects)
+        self.watch = TrainingWatch(objects, self.taken, warn, advice, self.warn)
+
     def count_with_open_step(self) -> int:
         """Returns how many steps are complete if the one in progress in a loop of `steps` counts."""
-        return self.count.done + (self.is_in_step and not self.watch.is_step_empty())
+        return self.count.done + (self.is_in_step and not self.taken.is_step_empty())
 
     def finish_step(self) -> None:
         """Counts the step in progress as complete."""
@@ -253,7 +267,7 @@ class TrainingLoop:
         as it does if the step itself was saved. The state of the block would begin with the next epoch.
         """
         self._epoch_end = None
-        batches = self.watch.find_epoch_end()
+        batches = self.taken.find_epoch_end()
         if batches is not None and not self.is_safe(self.count.done):
             with suppress(HoldfastError):  # A save raises it.
                 self._epoch_end = _EpochEnd(self.count.done, batches, self.manager.mark(self.metrics))
@@ -261,7 +275,7 @@ class TrainingLoop:
     def _find_mark(self, step: int) -> Mark | None:
         """Returns the state at the end of the epoch, unless training goes on, or an array was changed since."""
         end = self._epoch_end
-        if end is None or end.step != step or not self.watch.has_taken(end.batches) or end.mark.changed:
+        if end is None or end.step != step or self.taken.count()[0] != end.batches or end.mark.changed:
             return None
         return end.mark
 
@@ -473,7 +487,8 @@ class StepNumbers(Iterator[int]):
         if not loop.is_stopped and loop.count.done < self._total:
             loop.pass_boundary()
             step_break.end()
-            loop.watch.begin_step()
+            loop.watch.note_counted()
+            loop.taken.begin_step()
             loop.is_in_step, loop.turn = True, weakref.ref(self)
             return loop.count.done
         loop.begin_steps()

@@ -16,8 +16,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, SupportsFloat
 from msgspec.structs import asdict
 
 from holdfast.advice.hyperparameters import check_kept
-from holdfast.advice.oversights import TrainingWatch, count_taken
-from holdfast.advice.resumption import describe_resumption
+from holdfast.advice.samplers import count_taken
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
@@ -204,8 +203,7 @@ class Run:
         self._resumption = resumption
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self.completes_step: Callable[[], bool] = lambda: True
-        # How many loops of `steps` were left within a step, and how many steps the last one was to have.
-        self._left = self._total = 0
+        self._total = 0  # How many steps the last loop of `steps` was to have.
         self._phase = _Phase.NEW
         self._counts_own = False
         self._process = os.getpid()
@@ -214,13 +212,11 @@ class Run:
     @property
     def step(self) -> int:
         """The number of complete steps, including those of earlier processes: where your own loop begins."""
-        self._loop.watch.resumption = ""
         return self._loop.count.done
 
     @property
     def restored(self) -> Restoration | None:
         """The restore that took place when the run was entered, or None if the run starts from the beginning."""
-        self._loop.watch.resumption = ""
         return self._restored
 
     def steps(self, total: int) -> StepNumbers:
@@ -245,8 +241,7 @@ class Run:
         """
         self._check_entered()
         whole = check_whole("total", total)
-        begin_turn = partial(self._begin_turn, whole)
-        return StepNumbers("run.steps(n)", self._loop, whole, begin_turn, self._end_steps)
+        return StepNumbers("run.steps(n)", self._loop, whole, partial(self._begin_turn, whole), self._end_steps)
 
     def finish_step(self) -> None:
         """Counts one step as complete and saves it if a save is due: for your own loop, for example over epochs.
@@ -431,10 +426,7 @@ class Run:
         step = self._loop.count.done = 0 if self._restored is None else self._restored.step
         self._loop.count.join(self.manager)
         self._guard.pause(step)
-        watch = self._loop.watch = TrainingWatch(
-            self.checkpoint.objects, self._warn_uncounted, _ADVICE, self._loop.warn
-        )
-        watch.resumption = describe_resumption(step, "run.step", "run.steps(n)") if step else ""
+        self._loop.begin_watch(self._warn_uncounted, _ADVICE)
         self._announcements.begin(self.manager, self._restored, step)
         is_same = self._restored is None or not (self._restored.differences or self._resumption.keep_current)
         base, say = None if self._restored is None else step, self._announcements.say
@@ -527,16 +519,6 @@ class Run:
 
     def _begin_turn(self, total: int, _: StepNumbers) -> None:
         self._total = total
-        is_in_step = self._loop.count_with_open_step() > self._loop.count.done
-        if is_in_step and self._loop.turn() is None:
-            # A loop was left within a step, and a new one begins.
-            self._left += 1
-            if self._left == 2:
-                self._announcements.say(
-                    "two loops over run.steps(n) ended inside of a step, which counts as complete. After `break` "
-                    "that is right. But zip(run.steps(n), loader) ends this way at each epoch of a loader that "
-                    "is not saved, and that step has no batch: use a ResumableDataLoader and pass it to resumable"
-                )
 
     def _end_steps(self) -> None:
         self._loop.save_last()

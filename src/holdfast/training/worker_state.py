@@ -14,7 +14,7 @@ from typing import Final, Literal, Self, TypeAlias
 from msgspec.structs import asdict
 
 from holdfast.advice.hyperparameters import check_kept
-from holdfast.advice.resumption import EpochWatch
+from holdfast.advice.watch import EpochWatch
 from holdfast.catalog import StoredRun
 from holdfast.checkpoint import Checkpoint, check_order, objects_of
 from holdfast.cluster import Cluster
@@ -133,7 +133,6 @@ class WorkerTrainingState:
         self._together = JointDelete(cluster, liveness_seconds=liveness_seconds, timeout_seconds=timeout_seconds)
         self._loop: TrainingLoop | None = None
         self._begins_anew, self._closed = begin_anew, False
-        self._backups, self._listens = Backups(), False
         try:
             loop = self._loop = self._make_loop(begin_anew=begin_anew)
             catalog = StoredRun(self._storage).look()
@@ -147,16 +146,10 @@ class WorkerTrainingState:
             self._together.close()
             raise
         self._announcements = Announcements(self._storage.url, loop.manager.worker, quiet=quiet)
-        self._generation = catalog.generation
         loop.count.done = 0 if begin_anew else max((name.step for name in catalog.living), default=0)
-        self._backups.are_unseen = not is_empty
-        # Whether it was asked where training begins, and in how many epochs in all.
-        self._trains = False
-        self._total: int | None = None
+        self._backups = Backups(catalog.generation, are_unseen=not is_empty)
         self._steps_per_epoch: int | None = None
         self._watch = EpochWatch({}, self._warn)
-        # The position within an epoch, if it is not backed up yet; it may be, if the job is asked to leave.
-        self._reached: Backup | None = None
 
     @property
     def saved(self) -> Backup | None:
@@ -222,7 +215,7 @@ class WorkerTrainingState:
             if is_due:
                 return self._begin(backup, metrics)
             loop.count.done += 1
-            self._reached = backup
+            self._backups.reached = backup
         return None
 
     def restore(self, *, strict: bool = True) -> Backup | None:
@@ -252,11 +245,11 @@ class WorkerTrainingState:
         restoration = None if self._begins_anew else manager.restore(strict=strict, keep_current=self._keep_current)
         objects_of(self.checkpoint).backup_url = self._storage.url
         self._begin_watch(may_predict=True)
-        self._backups, self._trains = Backups(), False
+        self._backups = Backups(self._backups.generation)
         if restoration is None:
             self._announcements.begin_epochs(None, begins_anew=self._begins_anew)
             return None
-        self._generation = max(self._generation, restoration.name.generation)
+        self._backups.generation = max(self._backups.generation, restoration.name.generation)
         loop.count.done = max(loop.count.done, restoration.step)
         loop.count.note(restoration.step, None)
         epoch, batch = read_note(restoration.manifest, self._storage.url)
@@ -299,7 +292,7 @@ class WorkerTrainingState:
             # A backup that failed was an event; now that all are to go, it matters no more.
             with suppress(SaveFailedError, StorageError):
                 self._loop.manager.close()
-        began_from = self._backups.began_from if self._total is None else None
+        began_from = self._backups.began_from if self._backups.total is None else None
         if began_from is not None:
             text = (
                 f"no epoch was trained: the backup of {began_from} was the last one of an earlier run. It is set "
@@ -307,12 +300,12 @@ class WorkerTrainingState:
                 "that one, pass epochs= when you ask for the first epoch; then the backup is kept"
             )
             self._warn(text)
-        self._stop_listening()
+        if self._loop is not None:
+            self._loop.guard.close()
         had_backup = self.saved is not None
         self._watch.finish("a restart would have started from the beginning")
-        clearing = self._together.clear(self._storage, self._generation, keeps_files=began_from is not None)
-        self._generation = clearing.generation or self._generation
-        self._loop, self._backups = None, Backups()
+        clearing = self._together.clear(self._storage, self._backups.generation, keeps_files=began_from is not None)
+        self._loop, self._backups = None, Backups(clearing.generation or self._backups.generation)
         for problem in clearing.problems:
             raise problem
         self._announcements.end_epochs(None, had_backup=had_backup)
@@ -351,7 +344,7 @@ class WorkerTrainingState:
         self._open().manager.check_ready()
         self._backups.wait_ended()
         backup = self.saved
-        self._trains, self._total = True, total
+        self._backups.trains, self._backups.total = True, total
         self._listen()
         self._begin_watch()
         if backup is None:
@@ -426,7 +419,7 @@ class WorkerTrainingState:
             self._pause(self._loop)
         try:
             began_from = self._backups.began_from
-            is_idle = began_from is not None and self._trains and self._total is None
+            is_idle = began_from is not None and self._backups.trains and self._backups.total is None
             if error is None and is_idle and not self._closed:
                 self._warn(
                     f"no backup was made after that of {began_from}, which was restored. If all epochs were "
@@ -480,19 +473,13 @@ class WorkerTrainingState:
     def _listen(self) -> None:
         """Starts handling preemption notices; does nothing if it already does."""
         config = self._termination
-        if config is None or self._listens:
+        if config is None or (self._loop is not None and self._loop.guard.is_open):
             return
         if config.sources == "auto" and threading.current_thread() is not threading.main_thread():
             return  # Another thread is the program's main one, and signals come there.
         loop = self._open()
         self._pause(loop)
         loop.guard.open()
-        self._listens = True
-
-    def _stop_listening(self) -> None:
-        self._listens = False
-        if self._loop is not None:
-            self._loop.guard.close()
 
     def _pause(self, loop: TrainingLoop) -> None:
         """Lets the job exit at any moment, unless it already may."""
@@ -513,10 +500,10 @@ class WorkerTrainingState:
         try:
             self._check_others(loop)
             yield
-            if not rests or self._reached is None:
+            if not rests or self._backups.reached is None:
                 loop.guard.pass_boundary(loop.count.done)
         finally:
-            self._reached = None
+            self._backups.reached = None
             if rests:
                 self._pause(loop)
 
@@ -536,7 +523,7 @@ class WorkerTrainingState:
 
     def _keep(self, _: int) -> SaveHandle | None:
         """Begins the backup of a batch for the guard, if there is a batch that is not backed up."""
-        count, reached, self._reached = self._open().count, self._reached, None
+        count, reached, self._backups.reached = self._open().count, self._backups.reached, None
         if reached is not None:
             count.done -= 1
             try:
@@ -556,7 +543,8 @@ class WorkerTrainingState:
 
     def _leave(self) -> None:
         self._closed = True
-        self._stop_listening()
+        if self._loop is not None:
+            self._loop.guard.close()
         self._together.close()
 
     def _check_open(self) -> None:

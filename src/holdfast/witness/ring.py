@@ -12,6 +12,7 @@ import os
 import stat
 import struct
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -66,10 +67,79 @@ def differs(before: StepRecord, now: StepRecord) -> int:
     return (DATA if (before.batches, before.data) != (now.batches, now.data) else 0) | (0 if is_same_loss else LOSS)
 
 
-def write_record(ring: int, record: StepRecord) -> None:
-    """Writes a record into an open file, in place of the one that is `SLOTS` steps older."""
-    body = _FIELDS.pack(*record)
-    os.pwrite(ring, body + _CHECK.pack(xxhash.xxh3_64_intdigest(body, _FORMAT)), record[0] % SLOTS * _BYTES)
+@dataclass
+class Repetition:
+    """The steps of an earlier start that are repeated, compared with those records one by one.
+
+    Attributes:
+        expected: The records that were not repeated yet, by step.
+        repeated: The steps that were compared and do not differ, each with what was known of it both times.
+        why: Why something was not compared; empty if all was.
+    """
+
+    expected: dict[int, StepRecord] = field(default_factory=dict)
+    repeated: list[tuple[int, int]] = field(default_factory=list)
+    why: str = ""
+
+    def compare(self, now: StepRecord) -> tuple[str, int, float, float] | None:
+        """Returns what differs, what is known of both, and both values; None if nothing differs."""
+        before = self.expected.pop(now.step, None)
+        if before is None:
+            return None
+        known = before.known & now.known
+        if before.data_context != now.data_context:
+            known = 0
+            self.why = "the number of workers, the batch size, the length or the seed of the data has changed"
+        elif (before.data ^ now.data) & 1:
+            known &= LOSS
+        if known & LOSS and (before.loss_context, before.loss_line) != (now.loss_context, now.loss_line):
+            known &= DATA
+            self.why = "the software, the machine or what is restored has changed"
+        differing = known & differs(before, now)
+        if differing & DATA:
+            return "data", known, before.batches, now.batches
+        if differing:
+            return "loss", known, before.loss, now.loss
+        self.repeated.append((now.step, known))
+        return None
+
+
+class Ring:
+    """The file of one worker, to be written. The first record opens it, once the run's directory exists."""
+
+    def __init__(self, storage: Storage, rank: int) -> None:
+        self._storage, self._rank = storage, rank
+        self._descriptor: int | None = None
+        self._has_place = True
+
+    def write(self, record: StepRecord) -> None:
+        """Writes a record in place of the one that is `SLOTS` steps older, if there is a place for the file."""
+        if self._descriptor is None:
+            self._try_open()
+        if self._descriptor is not None:
+            body = _FIELDS.pack(*record)
+            check = _CHECK.pack(xxhash.xxh3_64_intdigest(body, _FORMAT))
+            os.pwrite(self._descriptor, body + check, record.step % SLOTS * _BYTES)
+
+    def _try_open(self) -> None:
+        """Opens the file, if the run's directory or else the user's cache is on a local file system with space."""
+        directory = self._storage.location
+        if not self._has_place or (directory is not None and not directory.exists()):
+            return  # Nothing is saved yet: that creates the directory.
+        for path in list_rings(self._storage, self._rank):
+            with suppress(OSError):
+                path.parent.mkdir(parents=path.parent.parent != directory, exist_ok=True)
+                if not path.parent.is_symlink():
+                    self._descriptor = _open(path)
+                    return
+        self._has_place = False
+
+    def close(self) -> None:
+        """Closes the file; may be repeated."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                os.close(self._descriptor)
+        self._descriptor = None
 
 
 def decode(data: bytes) -> dict[int, StepRecord]:
@@ -81,27 +151,6 @@ def decode(data: bytes) -> dict[int, StepRecord]:
             record = StepRecord(*_FIELDS.unpack(body))
             found[record.step] = record
     return found
-
-
-def try_open_ring(storage: Storage, rank: int) -> int | None:
-    """Opens the file of a worker, with its space on the disk: in the run's directory, else in the user's cache.
-
-    Returns:
-        A file descriptor; None if neither place is on a file system of this machine that has space.
-
-    Raises:
-        FileNotFoundError: If the run's directory does not exist. It is not created here.
-    """
-    directory = storage.location
-    if directory is not None:
-        directory.stat()
-    for path in list_rings(storage, rank):
-        with suppress(OSError):
-            path.parent.mkdir(parents=path.parent.parent != directory, exist_ok=True)
-            if path.parent.is_symlink():
-                continue
-            return _open(path)
-    return None
 
 
 def read_ring(storage: Storage, rank: int) -> dict[int, StepRecord]:

@@ -21,7 +21,7 @@ from holdfast.format.records import Worker
 from holdfast.state.registry import backend_of, list_members
 from holdfast.storage import Storage
 from holdfast.witness.batches import BatchLog, combine
-from holdfast.witness.ring import DATA, LOSS, StepRecord, differs, read_ring, try_open_ring, write_record
+from holdfast.witness.ring import DATA, LOSS, Repetition, Ring, StepRecord, read_ring
 
 P = ParamSpec("P")
 
@@ -63,12 +63,9 @@ class Witness:
         self._early: list[Callable[[], None]] = []  # What is to be followed once this begins.
         self._loss: float | Callable[[], float | None] | None = None
         self._pending: deque[tuple[StepRecord, Callable[[], float | None] | None]] = deque()
-        self._ring: int | None = None
-        self._has_place, self._is_strict = True, False
+        self._ring = Ring(storage, worker.rank)
         self._lines, self._contexts = (0, 0), (0, 0)
-        self._expected: dict[int, StepRecord] = {}
-        self._repeated: list[tuple[int, int]] = []
-        self._why = ""
+        self._repetition, self._is_strict = Repetition(), False
         self._say: Callable[[str], object] = lambda _: None
 
     def begin(
@@ -91,7 +88,7 @@ class Witness:
         """
         self.end()
         self.process, self._say, self._is_strict = os.getpid(), say, strict
-        self._has_place, self._contexts, self._repeated, self._why = True, (0, 0), [], ""
+        self._contexts, self._ring = (0, 0), Ring(self._storage, self._worker.rank)
         self._begin(objects, step, same_loss=same_loss)
 
     @_harmless
@@ -105,9 +102,9 @@ class Witness:
         if begin is not None:
             line, loss_line = records[begin].line, records[begin].loss_line if same_loss else loss_line
         self._lines = line, loss_line
-        self._expected = {
-            one: record for one, record in records.items() if step is not None and one > step and record.line == line
-        }
+        self._repetition = Repetition(
+            {one: record for one, record in records.items() if step is not None and one > step and record.line == line}
+        )
         for path, obj, adapter in list_members(objects):
             if adapter.follow_batches is not None:
                 self.follow(path, partial(adapter.follow_batches, obj), partial(adapter.facts_of_batches, obj))
@@ -161,7 +158,10 @@ class Witness:
         known = (DATA if self._logs else 0) | (LOSS if loss is not None else 0)
         if known:
             if self._contexts == (0, 0):
-                self._contexts = self._find_contexts()
+                facts = [(log.name, log.facts()) for log in self._logs]
+                first = repr([self._worker.world_size, self._worker.rank, facts]).encode(errors="replace")
+                second = repr(_describe_machine()).encode()
+                self._contexts = xxhash.xxh32_intdigest(first), xxhash.xxh32_intdigest(first + second)
             batches, data = combine([log.take() for log in self._logs])
             here, read = (loss, None) if isinstance(loss, float) else (0.0, loss)
             record = StepRecord(step, *self._lines, *self._contexts, known, batches, data, here)
@@ -181,47 +181,17 @@ class Witness:
             self._pending.popleft()
             self._keep(record)
 
-    def _find_contexts(self) -> tuple[int, int]:
-        about = repr([self._worker.world_size, self._worker.rank, [(log.name, log.facts()) for log in self._logs]])
-        first, second = about.encode(errors="replace"), repr(_describe_machine()).encode()
-        return xxhash.xxh32_intdigest(first), xxhash.xxh32_intdigest(first + second)
-
     def _keep(self, record: StepRecord) -> None:
-        if self._expected:
-            self._compare(record)  # An error leaves the record of before, so that the next start raises it as well.
-        if self._ring is None and self._has_place:
-            with suppress(FileNotFoundError):  # Nothing is saved yet: that creates the directory.
-                self._ring = try_open_ring(self._storage, self._worker.rank)
-                self._has_place = self._ring is not None
-        if self._ring is not None:
-            write_record(self._ring, record)
-
-    def _compare(self, now: StepRecord) -> None:
-        before = self._expected.pop(now.step, None)
-        if before is not None:
-            known = before.known & now.known
-            if before.data_context != now.data_context:
-                known, self._why = (
-                    0,
-                    "the number of workers, the batch size, the length or the seed of the data has changed",
-                )
-            elif (before.data ^ now.data) & 1:
-                known &= LOSS
-            if known & LOSS and (before.loss_context, before.loss_line) != (now.loss_context, now.loss_line):
-                known &= DATA
-                self._why = "the software, the machine or what is restored has changed"
-            differing = known & differs(before, now)
-            if differing & DATA:
-                self._differ(now.step, "data", known, before.batches, now.batches)
-            elif differing:
-                self._differ(now.step, "loss", known, before.loss, now.loss)
-            else:
-                self._repeated.append((now.step, known))
-        if max(self._expected, default=0) < now.step:
-            self._report()
+        if self._repetition.expected:
+            # An error leaves the record of before, so that the next start raises it as well.
+            if (found := self._repetition.compare(record)) is not None:
+                self._differ(record.step, *found)
+            if max(self._repetition.expected, default=0) < record.step:
+                self._report()
+        self._ring.write(record)
 
     def _differ(self, step: int, what: str, known: int, before: float, now: float) -> None:
-        self._expected, self._repeated = {}, []
+        self._repetition = Repetition()
         loader = ", ".join(log.name for log in self._logs) if known & DATA else ""
         rank, strict = self._worker.rank, self._is_strict
         event = WitnessDiffers(step=step, what=what, loader=loader, before=before, now=now, rank=rank, is_raised=strict)
@@ -231,16 +201,16 @@ class Witness:
             raise ResumeDiffersError(str(event), step=step, what=what, hint=hint)
 
     def _report(self) -> None:
-        repeated, self._repeated, self._expected = self._repeated, [], {}
-        agreed = [(step, known) for step, known in repeated if known]
+        repetition, self._repetition = self._repetition, Repetition()
+        agreed = [(step, known) for step, known in repetition.repeated if known]
         text, left_out = "", "steps that were repeated"
         if agreed:
             both = [name for bit, name in ((DATA, "data"), (LOSS, "loss")) if all(known & bit for _, known in agreed)]
             event = WitnessAgreed(first_step=agreed[0][0], last_step=agreed[-1][0], what=" and ".join(both) or "data")
             self._emit(event)
             text, left_out = str(event), "; losses"
-        if self._why and repeated:
-            text += f"{left_out} are not compared: {self._why}"
+        if repetition.why and repetition.repeated:
+            text += f"{left_out} are not compared: {repetition.why}"
         if text:
             self._say(text)
 
@@ -254,10 +224,7 @@ class Witness:
         self._logs.clear()
         while self._undo:
             self._undo.pop()()
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            with suppress(OSError):
-                os.close(ring)
+        self._ring.close()
 
 
 def _describe_machine() -> list[object]:

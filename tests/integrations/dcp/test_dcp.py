@@ -122,7 +122,7 @@ def test_all_of_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert str(another.state) == str({**own.state_dict(), "random": another.state["random"]})
 
 
-def test_a_state_is_saved_behind_training(tmp_path: Path) -> None:
+def test_state_is_saved_in_the_background(tmp_path: Path) -> None:
     weights = torch.arange(1000.0)
     writer = hf.dcp.StorageWriter(tmp_path)
     future: Any = dcp.async_save({"weights": weights}, storage_writer=writer)
@@ -133,7 +133,7 @@ def test_a_state_is_saved_behind_training(tmp_path: Path) -> None:
     assert torch.equal(back["weights"], torch.arange(1000.0))
 
 
-def test_saves_that_nobody_waits_for_come_one_after_the_other(tmp_path: Path) -> None:
+def test_saves_without_a_wait_are_made_one_after_the_other(tmp_path: Path) -> None:
     writer = hf.dcp.StorageWriter(tmp_path)
     # Large enough to be written still when the next one begins.
     states = [{"a": torch.full((1 << 22,), float(number))} for number in range(4)]
@@ -215,7 +215,7 @@ def test_a_planner_that_does_not_flatten_is_served(tmp_path: Path) -> None:
     assert str(planner.state_dict) == str(state)
 
 
-def test_planners_that_cache_their_plans_write_each_step_anew(tmp_path: Path) -> None:
+def test_planners_that_cache_their_plans_write_each_step_in_full(tmp_path: Path) -> None:
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
     writer = hf.dcp.StorageWriter(tmp_path)
     states = [{"x": torch.full((4,), number), "step": number} for number in range(3)]
@@ -363,7 +363,7 @@ def test_a_step_with_damaged_records_is_passed_over(tmp_path: Path) -> None:
     assert isinstance(cause_of(caught), errors.DamageError)
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_checkpoint_or_object_is_reported(tmp_path: Path) -> None:
     with hf.resumable(tmp_path / "loop", counter={"x": 1}, quiet=True) as run:
         run.save()
     wrong = {

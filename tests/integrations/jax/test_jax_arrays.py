@@ -141,7 +141,7 @@ def test_arrays_of_one_process_are_replicas_in_a_job_of_several() -> None:
         assert objects["own"].value["key"].tolist() == [rank]
 
 
-def test_what_cannot_be_stored_is_said() -> None:
+def test_array_that_cannot_be_stored_is_refused_with_a_hint() -> None:
     with pytest.raises(errors.UnsupportedValueError, match="dtype key") as caught:
         capture_objects({"keys": hf.Shard(jax.random.split(jax.random.key(0), 2), (2,), (0,))})
     assert "key_data" in caught.value.hint
@@ -215,7 +215,7 @@ def test_weakly_typed_values_keep_their_bits() -> None:
     assert np.asarray(objects["x"]).view(np.uint32).tolist() == bits.tolist()
 
 
-def test_one_array_goes_into_two_that_lie_otherwise() -> None:
+def test_shared_array_is_restored_into_two_of_other_placements() -> None:
     same = jnp.arange(4.0)
     storage = MemoryStorage()
     save_job(storage, [{"state": {"free": same, "fixed": same, "free too": same}}])
@@ -228,7 +228,7 @@ def test_one_array_goes_into_two_that_lie_otherwise() -> None:
         assert state[key].tolist() == [0, 1, 2, 3]
 
 
-def test_what_was_divided_comes_back_whole_where_nothing_stands() -> None:
+def test_sharded_array_without_a_live_target_is_restored_whole() -> None:
     values = np.arange(32.0, dtype=np.float32).reshape(4, 8)
     array = jax.device_put(values, placing((2, 2), "a", "b"))
     storage = MemoryStorage()
@@ -506,7 +506,7 @@ def test_a_job_that_saves_once_is_warned_in_time(tmp_path: Path, ending: str) ->
         assert ("the same immutable arrays are saved again" in printed) == (ending == "lost")
 
 
-def test_nothing_is_said_of_one_step_that_is_looked_at_again(tmp_path: Path) -> None:
+def test_second_look_at_the_same_step_causes_no_warning(tmp_path: Path) -> None:
     warnings: list[hf.events.Event] = []
 
     def listen(event: hf.events.Event) -> None:

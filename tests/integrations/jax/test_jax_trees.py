@@ -106,7 +106,7 @@ def test_a_tree_comes_back_as_shapes_with_shardings_ask(tmp_path: Path) -> None:
     assert isinstance(like["w"], jax.ShapeDtypeStruct)
 
 
-def test_a_shape_that_stands_twice_becomes_two_arrays(tmp_path: Path) -> None:
+def test_shape_given_twice_becomes_two_arrays(tmp_path: Path) -> None:
     hf.save(tmp_path / "tree", {"a": jnp.zeros(2), "b": jnp.ones(2)})
     shape = jax.ShapeDtypeStruct((2,), jnp.float32)
     found = hf.load(tmp_path / "tree", like={"a": shape, "b": shape})
@@ -152,14 +152,14 @@ def test_a_run_is_read_as_a_dict_and_never_saved_over(tmp_path: Path) -> None:
         ({"w": Pair(jnp.zeros(1), 2)}, "tree/w: stored an array, live a Pair"),
     ],
 )
-def test_a_tree_that_does_not_fit_is_said_by_leaf(like: Any, message: str, tmp_path: Path) -> None:
+def test_tree_that_does_not_fit_is_refused_by_leaf(like: Any, message: str, tmp_path: Path) -> None:
     hf.save(tmp_path / "tree", {"w": jnp.ones((8, 4))})
     with pytest.raises(errors.MismatchError, match=message) as caught:
         hf.load(tmp_path / "tree", like=like)
     assert "`like` must have the structure of all that is stored there" in caught.value.hint
 
 
-def test_what_cannot_be_saved_or_loaded_is_said(tmp_path: Path) -> None:
+def test_tree_that_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.NoCheckpointError, match="contains no checkpoint"):
         hf.load(tmp_path / "nothing")
     with pytest.raises(errors.UnsupportedValueError, match="tree/w: a shape without values"):

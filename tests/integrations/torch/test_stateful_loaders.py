@@ -29,7 +29,7 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
-from holdfast.advice.oversights import find_oversights  # noqa: E402
+from holdfast.advice.rules import Advisor  # noqa: E402
 from holdfast.integrations.torch.draws import keep_draws  # noqa: E402
 from holdfast.integrations.torch.places import DataPlace  # noqa: E402
 from holdfast.state.capture import capture_objects  # noqa: E402
@@ -194,6 +194,11 @@ LOADERS: dict[str, Callable[[int], Any]] = {
 }
 
 
+def advise(objects: dict[str, Any]) -> list[str]:
+    """What a first save of these objects is warned of."""
+    return list(Advisor(objects, lambda _: []).find_at_save(1))
+
+
 def seed_all() -> None:
     random.seed(1)
     np.random.seed(2)
@@ -222,7 +227,7 @@ def test_each_epoch_goes_on_as_it_was_drawn(name: str, workers: int) -> None:
         unfinished = train(before)
         head = list(itertools.islice(unfinished, taken))
         through_checkpoint({"data": before, "rng": RNG()}, {"data": after, "rng": RNG()})
-        assert find_oversights({"data": after, "rng": RNG()}) == []
+        assert advise({"data": after, "rng": RNG()}) == []
         # A save before the first batch has the same position, and starts nothing.
         through_checkpoint({"data": after, "rng": RNG()}, {"data": again, "rng": RNG()})
         assert getattr(after, "_iterator", None) is None
@@ -379,9 +384,7 @@ def test_a_sampler_that_draws_along_with_training_is_warned_of() -> None:
         loader = stateful.StatefulDataLoader(ROWS, batch_size=BATCH, sampler=sampler)
         keep_draws(loader)
         next(iter(loader))
-        assert [text[:38] for text in find_oversights({"data": loader})] == [
-            "data: its sampler draws each sample fr"
-        ] * count
+        assert [text[:38] for text in advise({"data": loader})] == ["data: its sampler draws each sample fr"] * count
 
 
 def test_a_followed_loader_is_what_it_was() -> None:

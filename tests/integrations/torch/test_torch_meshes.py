@@ -162,7 +162,7 @@ def test_any_mesh_goes_into_any_other(data: st.DataObject) -> None:
     assert torch.equal(plain["tensors"]["w"], whole)
 
 
-def test_parts_on_a_mesh_that_are_made_anew_lie_as_they_lay() -> None:
+def test_recreated_parts_on_a_mesh_keep_their_strides() -> None:
     whole = torch.randn(8, 3, 2, 5).to(memory_format=torch.channels_last)
 
     def part_of(values: Any, rank: int, workers: int) -> DTensor:
@@ -189,7 +189,7 @@ def test_parts_on_a_mesh_that_are_made_anew_lie_as_they_lay() -> None:
                 assert made.stride() == made.to_local().stride() == whole.stride()
 
 
-def test_what_lies_with_some_workers_only_is_compared_with_the_others() -> None:
+def test_values_that_some_workers_hold_are_compared_among_them() -> None:
     def save(rank: int, value: float, *, is_row: bool = True) -> tuple[frozenset[str], str]:
         worker = Worker(rank, 4)
         with being(worker):
@@ -367,7 +367,7 @@ def test_wrappers_that_do_not_say_what_they_hold_are_refused_at_the_start(
                 manager.restore()
 
 
-def test_what_fully_shard_has_divided_is_no_such_wrapper() -> None:
+def test_fully_sharded_module_is_not_refused_as_a_wrapper() -> None:
     with being(Worker(0, 2)):
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         fully_shard(net, mesh=init_device_mesh("cpu", (2,)))

@@ -350,7 +350,7 @@ class TestTensorsMadeOfTensors:
             assert same_state(parts(one["momentum"]), parts(own["momentum"]))
 
     @pytest.mark.usefixtures("only_registered_types")
-    def test_they_are_made_anew_where_their_class_is_declared_safe(self) -> None:
+    def test_tensor_subclass_declared_safe_is_constructed_again(self) -> None:
         inner = Coded.of(torch.ones(2, 2))
         stored = store(x={"a": inner, "b": [inner], "deep": Coded(torch.zeros(2, 2), inner, {"rows": None})})
         objects: dict[str, Any] = {"x": None}
@@ -862,7 +862,7 @@ class Hidden(nn.Module):
         self.layers = [nn.Linear(2, 2)]
 
 
-def test_what_a_program_seems_to_have_forgotten_is_said_at_its_first_save(tmp_path: Path) -> None:
+def test_state_that_seems_forgotten_is_reported_at_the_first_save(tmp_path: Path) -> None:
     drops = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     calm: list[dict[str, Any]] = [
         {"model": drops, "rng": hf.RNG()},

@@ -147,7 +147,7 @@ def test_what_is_covered_is_saved_and_indexes_are_read_for_it_once(tmp_path: Pat
     assert check_whole(tmp_path / "run") == [1, 2]
 
 
-def test_the_same_box_twice_is_no_gap_as_long_as_its_values_are_the_same(tmp_path: Path) -> None:
+def test_same_box_twice_with_equal_values_is_not_a_gap(tmp_path: Path) -> None:
     def states(rank: int) -> dict[str, Any]:
         return {"table": shard(*((0, 4), (4, 9), (4, 9))[rank], 9)}
 

@@ -170,7 +170,7 @@ def test_another_number_of_workers_goes_on(tmp_path: Path) -> None:
     check_whole(tmp_path)
 
 
-def test_a_restored_step_is_an_older_one_on_all_alike(tmp_path: Path) -> None:
+def test_older_step_is_restored_by_number_on_all_workers(tmp_path: Path) -> None:
     def work(cluster: Cluster) -> None:
         toy = Toy(cluster.rank)
         with toy.manager(tmp_path, cluster) as manager:

@@ -82,7 +82,7 @@ def compare(
     return found
 
 
-def test_what_is_alike_says_nothing(tmp_path: Path) -> None:
+def test_equal_replicas_cause_no_warning(tmp_path: Path) -> None:
     assert compare(tmp_path, [make_job(rank) for rank in range(4)], check_replicas=True) == [[]] * 4
 
 
@@ -283,7 +283,7 @@ def test_what_is_copied_while_training_goes_on(tmp_path: Path, flipped: bool) ->
     assert run_workers(3, work) == [[("model/1.weight", ((0, 2), (1,)))] * 3 if flipped else [], [], []]
 
 
-def test_what_is_no_switch(tmp_path: Path) -> None:
+def test_check_replicas_that_is_not_a_switch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="check_replicas must be True, False or"):
         hf.CheckpointManager(tmp_path, hf.Checkpoint(x=1), check_replicas=1)  # type: ignore[arg-type]
 
@@ -378,7 +378,7 @@ def test_leaves_that_differ_fail_the_save_on_all(
     assert not [key for key in engine.keys if "/save/" in key]
 
 
-def test_what_all_have_under_two_names_is_alike(tmp_path: Path) -> None:
+def test_value_under_two_names_on_all_workers_is_equal(tmp_path: Path) -> None:
     jobs = [make_job(rank) for rank in range(4)]
     for job in jobs:
         tie(job)
@@ -434,7 +434,7 @@ def test_what_is_not_known_is_not_named() -> None:
     assert name_divergences(disagreement, {0: held, 1: other}) == [Divergence("x", ((0, 2), (1,)))]
 
 
-def test_others_that_differ_alike_are_named_too() -> None:
+def test_other_workers_with_the_same_difference_are_named_too() -> None:
     held, none = Detail(tuple(range(5)), {"x": [("F32 [3]", "")]}), Detail(tuple(range(5)), {})
     disagreement = Disagreement("h", ((0, 1, 2), (3, 4)), False)
     assert name_difference(disagreement, {0: held, 3: none}) == (
@@ -609,7 +609,7 @@ def test_per_worker_values_of_one_worker_allow_other_numbers_of_workers(tmp_path
     assert run_workers(3, restore) == [([], [("log",)]), ([], [("new",)]), ([], [("new",)])]
 
 
-def test_very_many_objects_are_told_of_in_few_words() -> None:
+def test_difference_of_very_many_objects_is_reported_briefly() -> None:
     def snap(count: int, *others: str) -> ObjectSetDigest:
         names = [f"{'n' * 300}{number:05d}" for number in range(count)]
         captured = capture_objects(dict.fromkeys([*names, *others], 0), worker=Worker(0, 2))
@@ -636,7 +636,7 @@ def test_very_many_objects_are_told_of_in_few_words() -> None:
         (0, lambda sampler: sampler, ""),
     ],
 )
-def test_workers_at_different_places_of_the_data_are_told_of_once(
+def test_workers_at_different_data_positions_are_reported_once(
     tmp_path: Path, ahead: int, wrap: Callable[[hf.ResumableSampler], Any], path: str
 ) -> None:
     def work(cluster: Cluster) -> list[str]:

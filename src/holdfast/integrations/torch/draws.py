@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, TypeGuard, cast
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from holdfast.state.data.attributes import (
     register_generator,
     write_python,
 )
+from holdfast.state.data.replay import Watched
 
 _COUNTERS: Final = ("epoch", "seed", "initial_seed")
 """Attributes by which samplers choose the order of an epoch. A program may set them before anything is noted."""
@@ -76,8 +77,16 @@ def read_parts(loader: Any) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def write_parts(loader: Any, states: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> None:
-    """Restores what `read_parts` returned; also in the form of a list, as it was stored before."""
+def write_parts(
+    loader: Any, states: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]], *, begins_again: bool = False
+) -> None:
+    """Restores what `read_parts` returned; also in the form of a list, as it was stored before.
+
+    Args:
+        loader: A torch loader.
+        states: What `read_parts` returned.
+        begins_again: True to delete the attributes that samplers have made since `note_parts`, unless they are in it.
+    """
     noted = _look_at(loader)
     if not isinstance(states, Mapping):
         named = [path for path in noted if {*path.split(".")} <= {"", "batch_sampler", "sampler"}]
@@ -88,13 +97,8 @@ def write_parts(loader: Any, states: Mapping[str, Mapping[str, Any]] | Sequence[
         if RANDOM in (state.get("generator") or ()) and getattr(attributes.obj, "generator", None) is None:
             attributes.obj.generator = torch.Generator()
         attributes.write(state)
-
-
-def begin_again(loader: Any, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Restores like `write_parts`, and deletes the attributes that samplers have made since `note_parts`."""
-    write_parts(loader, states)
-    for path, attributes in _look_at(loader).items():
-        attributes.forget_new(states.get(path, {}))
+        if begins_again:
+            attributes.forget_new(state)
 
 
 def write_arrays(loader: Any, states: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> None:
@@ -219,7 +223,7 @@ register_generator(
 )
 
 
-class KeptDraws:
+class KeptDraws(Watched):
     """The source of the epoch of a loader with a state of its own; the loader is changed in place.
 
     A loader skips the samples that were trained, in an order that its sampler draws again. So the generators are noted
@@ -229,7 +233,6 @@ class KeptDraws:
     Attributes:
         draws_along: True if the sampler draws from generators of the whole process while it is iterated.
         loads: How often a position was loaded.
-        see: A function to call with each batch that is given out; None for none.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -243,12 +246,18 @@ class KeptDraws:
         self._restored: Mapping[str, Any] | None = None
         self._repeated: Mapping[str, Any] | None = None
         self._has_ended = self.draws_along = False
-        self.loads, self.see = 0, cast("Callable[[Any], None] | None", None)
+        self.loads = 0
         # torchdata's loader knows by itself whether a stored iteration had ended.
         self._knows_end = hasattr(loader, "next_iter_state")
-        _override(loader, self, __iter__=_iterate_loader, _get_iterator=_open_loader)
+        _override(
+            loader,
+            self,
+            __iter__=lambda each: _GivenOut(vars(each)[_OWN]),
+            _get_iterator=lambda each: vars(each)[_OWN].open(_own_method(each, "_get_iterator")),
+        )
         if self._sampler is not None:
-            _override(self._sampler, self, __iter__=_iterate_sampler)
+            draw: Callable[[Any], Any] = lambda each: vars(each)[_OWN].draw(_own_method(each, "__iter__"))  # noqa: E731
+            _override(self._sampler, self, __iter__=draw)
         # One that begins before the run does not know the position that the run restores.
         if (begun := getattr(loader, "_iterator", None)) is not None and not getattr(begun, "_finished", False):
             _override(begun, self, __next__=_take_early)
@@ -366,18 +375,6 @@ class KeptDraws:
 def _own_method(self: Any, name: str) -> Callable[[], Any]:
     """Returns a method of the class that a followed object had before."""
     return partial(getattr(type(self).__base__, name), self)
-
-
-def _iterate_loader(self: Any) -> Iterator[Any]:
-    return _GivenOut(vars(self)[_OWN])
-
-
-def _open_loader(self: Any) -> Any:
-    return vars(self)[_OWN].open(_own_method(self, "_get_iterator"))
-
-
-def _iterate_sampler(self: Any) -> Any:
-    return vars(self)[_OWN].draw(_own_method(self, "__iter__"))
 
 
 def _take_early(self: Any) -> Any:

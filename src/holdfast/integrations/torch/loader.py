@@ -9,10 +9,10 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import resource_tracker
 from types import SimpleNamespace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -20,12 +20,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.digests import derive
-from holdfast.integrations.torch.draws import begin_again, keep_draws, note_parts, read_parts, seed_parts
+from holdfast.integrations.torch.draws import keep_draws, note_parts, read_parts, seed_parts, write_parts
 from holdfast.numbers import check_whole
 from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable
 from holdfast.state.data.attributes import RANDOM
 from holdfast.state.data.position import is_position
-from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, current_epoch, leave_alone
+from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, leave_alone
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import register_adapter
 
@@ -138,7 +138,7 @@ class ResumableDataLoader:
             _SeededDataset(dataset, collate_fn, seed_samples),
             batch_sampler=_Tasks(self._sampler),
             num_workers=num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             generator=generator,
             **options,
         )
@@ -244,7 +244,7 @@ class _DrawnOrder:
                 indices = self._draw(seed, epoch)
                 if self._counts and epoch and before != (seed, epoch - 1):
                     # It counts its epochs by itself, so it draws those before as well.
-                    begin_again(self._parts, self._begin)
+                    write_parts(self._parts, self._begin, begins_again=True)
                     indices = [self._draw(seed, number) for number in range(epoch + 1)][-1]
             self._drawn = (seed, epoch), indices
         return self._drawn[1]
@@ -272,20 +272,10 @@ def _describe_counts(parts: Mapping[str, Mapping[str, Any]]) -> str:
     return repr([item for item in items if not (isinstance(item[2], dict) and RANDOM in item[2])])
 
 
-class _SampleTask(NamedTuple):
-    """The content of one batch; a worker needs no more to make it.
-
-    Attributes:
-        key: The number that all seeds of the epoch are derived from.
-        indices: The samples.
-    """
-
-    key: int
-    indices: list[int]
-
-
 class _Tasks:
-    """A `batch_sampler` that yields tasks."""
+    """A `batch_sampler` that yields for each batch the number that all seeds of the epoch are derived from, and its
+    indices; a worker needs no more to make the batch.
+    """
 
     def __init__(self, sampler: ResumableSampler) -> None:
         self._sampler = sampler
@@ -295,8 +285,8 @@ class _Tasks:
 
     def __iter__(self) -> Iterator[Any]:
         # The key is taken along with the position: seed and epoch are those of the sampler when a loader begins.
-        key = derive(self._sampler.seed, current_epoch(self._sampler), _FOR_SAMPLES)
-        return (_SampleTask(key, indices) for indices in iter(self._sampler))
+        key = derive(self._sampler.seed, self._sampler.look().epoch, _FOR_SAMPLES)
+        return ((key, indices) for indices in iter(self._sampler))
 
 
 class _SeededDataset(Dataset[Any]):
@@ -307,32 +297,28 @@ class _SeededDataset(Dataset[Any]):
         self._collate = collate
         self._seed_samples = seed_samples
 
-    def __getitems__(self, task: _SampleTask) -> Any:
-        with self._putting_back():
-            return self._collate(self._load(task))
+    def __getitems__(self, task: tuple[int, list[int]]) -> Any:
+        # A worker's generators are its own.
+        is_disturbing = self._seed_samples and get_worker_info() is None
+        with generators_put_back() if is_disturbing else nullcontext():
+            return self._collate(self._load(*task))
 
-    def _load(self, task: _SampleTask) -> list[Any]:
+    def _load(self, key: int, indices: list[int]) -> list[Any]:
         load_many = getattr(self.dataset, "__getitems__", None)
         if callable(load_many):
-            self._seed(task.key, task.indices[0])
-            samples = list(load_many(task.indices))
+            self._seed(key, indices[0])
+            samples = list(load_many(indices))
         else:
             samples = []
-            for index in task.indices:
-                self._seed(task.key, index)
+            for index in indices:
+                self._seed(key, index)
                 samples.append(self.dataset[index])
-        self._seed(task.key, task.indices[0], _FOR_COLLATE)
+        self._seed(key, indices[0], _FOR_COLLATE)
         return samples
 
     def _seed(self, *words: int) -> None:
         if self._seed_samples:
             seed_generators(derive(*words))
-
-    def _putting_back(self) -> AbstractContextManager[None]:
-        # A worker's generators are its own.
-        if not self._seed_samples or get_worker_info() is not None:
-            return nullcontext()
-        return generators_put_back()
 
 
 def seed_generators(number: int) -> None:
@@ -358,7 +344,8 @@ def generators_put_back() -> Iterator[None]:
         torch.default_generator.set_state(torch_state)
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
+    """Collates nothing: the dataset has made the batch."""
     return batch
 
 
@@ -414,10 +401,7 @@ class LoaderAdapter(SamplerAdapter):
     def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> Callable[[], object] | None:
         """See `Adapter`."""
         draws = getattr(obj, "__dict__", {}).get("_kept_draws")
-        if draws is None or draws.see is not None:
-            return super().follow_batches(obj, call)
-        draws.see = call
-        return lambda: setattr(draws, "see", None)
+        return super().follow_batches(obj, call) if draws is None else draws.follow_batches(call)
 
     def facts_of_batches(self, obj: Any) -> object:
         """See `Adapter`."""

@@ -35,16 +35,18 @@ from holdfast.integrations.torch.draws import (
 from holdfast.integrations.torch.loader import (
     IgnoreSignals,
     SignalProofLoader,
+    as_it_is,
     describe_loader,
     generators_put_back,
     seed_generators,
     signals_blocked,
 )
+from holdfast.state.data.replay import Taken, Untrained, Watched, Way, describe_change, describe_reading
 
 _PASSED_ON: Final = ("num_workers", "pin_memory", "timeout", "multiprocessing_context")
 
 
-class DataPlace:
+class DataPlace(Watched):
     """How many batches training has taken in the current epoch of a loader, and how the order of the epoch was drawn.
 
     The order is not stored. It follows from the random generators as they were when the epoch began, which are stored:
@@ -59,10 +61,11 @@ class DataPlace:
     ends the epoch with the data.
 
     Attributes:
+        way: How a restart comes back to the position.
+        caveat: What a restart will have to do nevertheless, or cannot; empty if there is no such thing.
         resumes: True if the next epoch that begins continues at the restored position.
         on_resume: Called when it does.
         remark: What a restore has found changed since the save, and how the epoch continues; empty if nothing has.
-        see: A function to call with each batch when its owner passes it on to training; None for none.
     """
 
     def __init__(
@@ -89,68 +92,20 @@ class DataPlace:
         self._loader, self._owner, self._lookahead = loader, owner, lookahead
         self._is_dispatched = is_dispatched
         note_parts(loader)
-        self._is_stream = isinstance(loader.dataset, IterableDataset)
-        parts = [*walk_stream(loader.dataset)] if self._is_stream else []
-        # The state of a stream of `datasets` leaves out the samples in a shuffle buffer, which would never come. Its
-        # order follows from its epoch, and it begins each pass at the state that it has loaded.
-        self._has_buffer = any(
-            type(each).__name__.startswith("BufferShuffled") and each.buffer_size > 1 for each in parts
-        )
-        self._streams = [each for each in parts if hasattr(each, "_starting_state_dict")]
-        self._keeps_stream = (
-            not (self._has_buffer or loader.num_workers) and self._is_stream and has_state(loader.dataset)
-        )
-        self._inner: DataLoader[Any] | None = None
+        self._data = _Stream(loader) if isinstance(loader.dataset, IterableDataset) else _Indexed(loader)
+        self.way, self.caveat = self._data.way, self._data.caveat
         self._begin: dict[str, Any] | None = None
-        self._stream_states: list[Any] = []
-        self._fetched, self._begun_iteration, self._has_ended = 0, 0, False
-        self._is_left = self._has_loaded_stream = False
-        # The samples before the batch at which this process began in the epoch, the number of that batch, and for each
-        # smaller size that the dataset had in this epoch, that size and how many samples of it were trained.
-        self._samples_before = self._first = 0
-        self._earlier: list[list[int]] = []
+        self._taken, self._begun_iteration = Taken(), 0
+        self._is_left = False
         self._restored: Mapping[str, Any] | None = None
         self.resumes = False
         self.on_resume: Callable[[], object] = lambda: None
         self.remark = ""
-        self.see: Callable[[Any], None] | None = None
-        loader.worker_init_fn = IgnoreSignals(loader.worker_init_fn) if self._is_stream else loader.worker_init_fn
         vars(loader)["_place"] = self
         # It stays of its own class. A framework may ask for its state, but its place is kept here.
         stateless = {"state_dict": lambda _: {}, "load_state_dict": lambda *_: None}
         own = {"_get_iterator": DataLoader._get_iterator, **(stateless if has_state(loader) else {})}
         loader.__class__ = type(f"Followed{cls.__name__}", (_FollowedLoader, cls), own)
-
-    @property
-    def caveat(self) -> str:
-        """Returns what a restart will have to do nevertheless, or cannot; empty if there is no such thing."""
-        if self._is_dispatched and self._fills_last_batch():
-            return (
-                "with dispatch_batches, accelerate fills the last batch of an epoch with samples of the first "
-                "batch, and after a restart in that epoch with samples of the first batch since then. Pass "
-                "drop_last=True to the loader"
-            )
-        if not self._is_stream or self._keeps_stream:
-            return ""
-        if self._has_buffer:
-            return (
-                "the state of a stream of datasets leaves out the samples in its shuffle buffer, so a restart in the "
-                "middle of an epoch reads the trained batches again and skips them. A stream without "
-                "shuffle(buffer_size=...), or a dataset with indices, avoids that"
-            )
-        return (
-            f"{type(self._loader.dataset).__name__} can only be iterated, and keeps no position: a restart in the "
-            "middle of an epoch loads the trained batches again and skips them. A dataset with indices, or one "
-            "with state_dict and load_state_dict and num_workers=0, avoids that"
-        )
-
-    def _fills_last_batch(self) -> bool:
-        batches: Any = self._loader.batch_sampler
-        size = getattr(batches, "batch_size", None)
-        if self._is_stream or size is None or getattr(batches, "drop_last", False):
-            return False
-        dataset: Any = self._loader.dataset
-        return bool(len(dataset) % (size * self._lookahead) % self._owner.state.num_processes)
 
     @property
     def source(self) -> Any:
@@ -160,89 +115,52 @@ class DataPlace:
     @property
     def has_ended(self) -> bool:
         """True if the loader has nothing left in this epoch."""
-        return self._has_ended
+        return self._taken.has_ended
 
     def __repr__(self) -> str:
-        return f"<DataPlace: {self._taken} batches of {self._loader!r}>"
+        return f"<DataPlace: {self._count_trained()} batches of {self._loader!r}>"
 
-    @property
-    def _taken(self) -> int:
-        return self._fetched if self._has_ended else max(self._fetched - self._lookahead, 0)
-
-    @property
-    def _key(self) -> int:
-        assert self._begin is not None  # It was read, or restored.
-        contents = (self._begin["python"][1], self._begin["numpy"][1], self._begin["torch"])
-        # Workers whose generators have the same seed draw different augmentations nevertheless.
-        has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank = torch.distributed.get_rank() if has_ranks else 0
-        return derive(*(int(digest(content)[:16], 16) for content in contents), rank)
+    def _count_trained(self) -> int:
+        taken = self._taken
+        return taken.batches if taken.has_ended else max(taken.batches - self._lookahead, 0)
 
     def outline(self) -> dict[str, Any]:
         """Returns the position without the order: `taken` in batches, `ended`, and `sizes` for `fit`.
 
         `total` is the number of batches of an epoch; None if it is not known, or workers share each batch.
         """
-        found: dict[str, Any] = {"total": None if self._is_stream or self._is_dispatched else len(self._loader)}
+        is_unknown = self._data.length is None or self._is_dispatched
+        found: dict[str, Any] = {"total": None if is_unknown else len(self._loader)}
         state = self._restored if self._restored is not None and self._begin is None else None
         if state is not None and state["begin"]:
             return {**found, **{name: state.get(name) for name in ("taken", "ended", "sizes")}}
         is_other = getattr(self._owner, "iteration", self._begun_iteration) != self._begun_iteration
         if state is not None or self._begin is None or is_other:
             return {**found, "taken": 0}
-        has_ended = self._has_ended or bool(getattr(self._owner, "end_of_dataloader", False))
-        return {**found, "taken": self._taken, "ended": has_ended, "sizes": self._read_sizes(self._taken)}
-
-    def _read_sizes(self, taken: int) -> dict[str, Any]:
-        loader: Any = self._loader
-        batches, shares = _find_batches(loader)
-        size = getattr(loader if self._is_stream else batches, "batch_size", None)
-        size = None if size is None else size * shares
-        samples = None if size is None else self._samples_before + (taken - self._first) * size
-        length = None if self._is_stream else len(loader.dataset)
-        return {"batch": size, "length": length, "samples": samples, "earlier": self._earlier}
+        has_ended = self.has_ended or bool(getattr(self._owner, "end_of_dataloader", False))
+        trained = self._count_trained()
+        return {**found, "taken": trained, "ended": has_ended, "sizes": self._data.size(self._taken, trained)}
 
     def fit(self, outline: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Returns a stored position in the present batches, and what has changed; empty if nothing has."""
-        same, sizes, live = dict(outline), outline.get("sizes"), self._read_sizes(0)
+        same, sizes = dict(outline), outline.get("sizes")
         if outline.get("ended", True):
             return same, ""
         if sizes is None:
             return same, "the checkpoint does not say how many samples a batch had: keep that number in this epoch"
-        changes = [
-            f"{name} {live[key]} ({sizes[key]} at the save)"
-            for key, name in (("batch", "batch size"), ("length", "samples in the dataset"))
-            if live[key] != sizes[key]
-        ]
-        batches, _ = _find_batches(self._loader)
-        samples, earlier, batch = sizes["samples"], sizes["earlier"], live["batch"]
-        if not changes and not earlier and samples in (None, outline["taken"] * (batch or 0)):
+        size, length = self._data.batch_size, self._data.length
+        is_changed = (size, length) != (sizes["batch"], sizes["length"])
+        if not is_changed and not sizes["earlier"] and sizes["samples"] in (None, outline["taken"] * (size or 0)):
             return same, ""
-        is_exact, text = True, ", ".join(changes)
-        if type(batches) is not BatchSampler:
-            if self._is_stream and samples is not None and batch is not None:
-                is_exact = self._keeps_stream or samples % batch == 0
-                same["taken"] = samples // batch
-            else:
-                is_exact = False
-        else:
-            sampler: Any = batches.sampler
-            if live["length"] != sizes["length"]:
-                is_exact = live["length"] > sizes["length"] and _draws_each_once(sampler)
-                earlier, samples = ([*earlier, [sizes["length"], samples]], 0) if is_exact else (earlier, samples)
-            left = max(len(sampler) - samples - sum(count for _, count in earlier), 0)
-            total = len(self._loader.batch_sampler)  # type: ignore[arg-type]
-            with _sampling_from(batches, range(left)):
-                left = len(self._loader.batch_sampler)  # type: ignore[arg-type]
-            same |= {"taken": max(total - left, 0), "ended": left == 0}
-        same["sizes"] = {**live, "samples": samples, "earlier": earlier}
-        if not text:
+        rest, is_exact = self._data.plan_rest(outline["taken"], sizes)
+        same |= {"taken": rest.batches, "ended": rest.has_ended, "sizes": self._data.size(rest, rest.batches)}
+        if not is_changed:
             return same, ""
-        if not is_exact:
-            return same, f"{text}: in the rest of this epoch some samples may come twice, and others not at all"
-        is_longer = live["length"] != sizes["length"]
-        condition = ", provided that the new ones are at the end" if is_longer else ""
-        return same, f"{text}: the rest of this epoch has the samples that were not trained{condition}"
+        changes = {"batch size": (size, sizes["batch"]), "samples in the dataset": (length, sizes["length"])}
+        text = describe_change(changes, is_exact=is_exact)
+        if is_exact and length != sizes["length"]:
+            text += ", provided that the new ones are at the end"
+        return same, text
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, as plain values."""
@@ -252,11 +170,7 @@ class DataPlace:
         state = {"iteration": iteration, "parts": read_parts(self._loader)}
         if self._begin is None or iteration != self._begun_iteration:
             return {**state, "begin": None, "taken": 0, "ended": False, "stream": None}
-        stream = None
-        if self._keeps_stream and not self._has_ended:
-            dataset: Any = self._loader.dataset
-            # What the owner holds is loaded again.
-            stream = self._stream_states[0] if self._lookahead else dataset.state_dict()
+        stream = None if self.has_ended else self._data.read(self._lookahead)
         return {**state, "begin": self._begin, "stream": stream, **self.outline()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -268,21 +182,13 @@ class DataPlace:
         if hasattr(self._owner, "iteration"):
             self._owner.iteration = state["iteration"]
 
-    def follow_batches(self, see: Callable[[Any], None]) -> Callable[[], object]:
-        """Sets `see`; returns what ends that."""
-        self.see = see
-        return lambda: setattr(self, "see", None)
-
     def describe(self) -> object:
         """See `describe_loader`."""
         return describe_loader(self._loader)
 
     def close(self) -> None:
         """Ends the loader's persistent workers, if it has some."""
-        inner, self._inner = self._inner, None
-        workers = getattr(inner, "_iterator", None)
-        if workers is not None:
-            workers._shutdown_workers()
+        self._data.close()
 
     def forget_left(self) -> None:
         """Called when training goes on. If its loop has left the epoch by `break`, the next one starts at batch 0."""
@@ -302,119 +208,43 @@ class DataPlace:
         """Begins an epoch, or continues in the restored one."""
         state = self._restored if self.resumes else None
         self._restored, self.resumes = None, False
-        self._has_ended, self._is_left, self._stream_states = False, False, []
+        self._is_left = False
         self._begun_iteration = getattr(self._owner, "iteration", 0)
         if state is None:
-            for stream in self._streams if self._has_loaded_stream else ():
-                stream._starting_state_dict = None
-            epochs = [int(stream._epoch) for stream in self._streams]
+            epochs = self._data.begin_epoch()
             self._begin = {**read_generators(), "parts": read_parts(self._loader), "epochs": epochs}
-            self._fetched = self._samples_before = self._first = 0
-            self._earlier = []
-            return self._follow(self._open(0))
+            self._taken = Taken()
+            return self._follow(self._data.open(self._begin, self._taken))
         self.on_resume()
         now = read_generators()
-        self._begin, self._fetched = dict(state["begin"]), state["taken"]
-        sizes = state.get("sizes") or self._read_sizes(self._fetched)
-        self._samples_before, self._first, self._earlier = sizes["samples"] or 0, self._fetched, sizes["earlier"]
-        write_generators(self._begin)
-        write_parts(self._loader, self._begin["parts"])
-        for stream, epoch in zip(self._streams, self._begin.get("epochs", ()), strict=False):
-            stream.set_epoch(epoch)
-        batches = self._open(self._fetched, state)
+        begin = self._begin = dict(state["begin"])
+        sizes, trained = state.get("sizes"), state["taken"]
+        # An old checkpoint has no sizes: then all batches had the present one.
+        self._taken = Taken(trained, state["ended"], trained, trained * (self._data.batch_size or 0))
+        if sizes:
+            self._taken.samples_before, self._taken.earlier = sizes["samples"] or 0, sizes["earlier"]
+        _draw_again(self._loader, begin)
+        batches = self._data.open(begin, self._taken, state)
         write_generators(now)
         write_arrays(self._loader, state["parts"])
         if state["ended"] and hasattr(self._owner, "iteration"):
             self._owner.iteration += 1  # The owner does not count an epoch that has no batch.
         return self._follow(batches)
 
-    def _open(self, taken: int, state: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        if self._is_stream:
-            return self._open_stream(taken, state)
-        inner = self._inner or self._make_inner()
-        if inner.num_workers and inner.persistent_workers:
-            self._inner = inner
-        tasks: Any = inner.batch_sampler
-        batches, _ = _find_batches(self._loader)
-        size = self._read_sizes(taken)["batch"]
-        has_ended = state is not None and state["ended"]
-        is_changed = bool(self._earlier) or self._samples_before != taken * (size or 0)
-        is_cut = type(batches) is BatchSampler and is_changed and not has_ended
-        tasks.begin(self._key, taken, sys.maxsize if has_ended else 0 if is_cut else taken)
-        with _sampling_from(batches, self._draw_rest(batches.sampler)) if is_cut else nullcontext():
-            found = iter(inner)
-            # Has the sampler draw what it draws while the generators are as they are noted down.
-            tasks.newest.prime()
-        return found
-
-    def _draw_rest(self, sampler: Any) -> list[int]:
-        """Returns the samples that are left of the epoch, in their order."""
-        assert self._begin is not None  # The epoch is resumed.
-        trained: set[int] = set()
-        for length, count in self._earlier:
-            former = copy.copy(sampler)
-            former.data_source = range(length)
-            trained.update([index for index in former if index not in trained][:count])
-            write_generators(self._begin)
-            write_parts(self._loader, self._begin["parts"])
-        return [index for index in sampler if index not in trained][self._samples_before :]
-
-    def _make_inner(self) -> DataLoader[Any]:
-        loader = self._loader
-        is_batched = loader.batch_sampler is not None
-        options = {name: getattr(loader, name) for name in _PASSED_ON}
-        # Its seed for workers is drawn when they start, which those that persist do once: it disturbs no other order.
-        options["generator"] = torch.Generator().manual_seed(self._key)
-        if loader.num_workers:
-            options["prefetch_factor"] = loader.prefetch_factor
-            options["persistent_workers"] = loader.persistent_workers
-        return SignalProofLoader(
-            _SeededBatches(loader.dataset, loader.collate_fn, is_batched),
-            batch_sampler=_BatchTasks(loader.batch_sampler if is_batched else loader.sampler),
-            collate_fn=_as_it_is,
-            worker_init_fn=IgnoreSignals(loader.worker_init_fn),
-            **options,
-        )
-
-    def _open_stream(self, taken: int, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        if state is not None and state["ended"]:
-            return iter(())
-        kept = state["stream"] if state is not None and self._keeps_stream else None
-        if kept is not None:
-            dataset: Any = self._loader.dataset
-            dataset.load_state_dict(kept)
-            self._has_loaded_stream = True
-        with signals_blocked() if self._loader.num_workers else nullcontext():
-            batches = DataLoader.__iter__(self._loader)
-        if state is not None and kept is None:
-            with suppress(StopIteration):  # It may have become shorter.
-                for number in range(taken):
-                    self._next_of_stream(batches, number)
-        return batches
-
-    def _next_of_stream(self, batches: Iterator[Any], number: int) -> Any:
-        if self._loader.num_workers:
-            return next(batches)  # Its workers' generators follow from the seed of the epoch.
-        with generators_put_back():
-            seed_generators(derive(self._key, number))
-            return next(batches)
-
     def _follow(self, batches: Iterator[Any]) -> Iterator[Any]:
-        dataset: Any = self._loader.dataset
         ahead: deque[Any] = deque()
+        taken = self._taken
         while True:
-            if self._keeps_stream and self._lookahead:
-                self._stream_states = [*self._stream_states, dataset.state_dict()][-self._lookahead :]
             try:
-                batch = self._next_of_stream(batches, self._fetched) if self._is_stream else next(batches)
+                batch = self._data.take(batches, taken.batches, self._lookahead)
             except StopIteration:
-                self._has_ended = True
+                taken.has_ended = True
                 while ahead and self.see is not None:
                     self.see(ahead.popleft())
                 if self._owner is None:
                     self._begin = None  # The loop has asked for a batch after the last one.
                 return
-            self._fetched += 1
+            taken.batches += 1
             if self.see is not None:
                 ahead.append(batch)
                 if len(ahead) > self._lookahead:
@@ -433,6 +263,241 @@ class _FollowedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         return self._place.start()
+
+
+class _Indexed:
+    """The data of a loader whose dataset has indices: their order is drawn again, and no trained sample is loaded.
+
+    Attributes:
+        way: How a restart comes back to a position.
+        caveat: What such a restart has to do, or cannot; empty if there is no such thing.
+    """
+
+    way, caveat = Way.INDICES, ""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._inner: DataLoader[Any] | None = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """The samples of a batch, of all workers that share the loader's batches; None if these differ."""
+        batches, shares = _find_batches(self._loader)
+        size = getattr(batches, "batch_size", None)
+        return None if size is None else int(size) * shares
+
+    @property
+    def length(self) -> int | None:
+        """The number of samples; None if that is not known."""
+        return len(self._loader.dataset)  # type: ignore[arg-type]
+
+    def size(self, taken: Taken, batches: int) -> dict[str, Any]:
+        """Returns the sizes of batch and data, and the samples in so many batches of an epoch, as they are stored."""
+        samples = taken.count_samples(batches, self.batch_size)
+        return {"batch": self.batch_size, "length": self.length, "samples": samples, "earlier": taken.earlier}
+
+    def begin_epoch(self) -> list[int]:
+        """Called before an epoch begins with its first batch; returns the streams' numbers of it."""
+        return []
+
+    def read(self, lookahead: int) -> Any:
+        """Returns the data's own state; None if it has none."""
+        return None
+
+    def plan_rest(self, trained: int, stored: Mapping[str, Any]) -> tuple[Taken, bool]:
+        """Returns how much was taken of an epoch in the present batches, and whether each other sample comes once.
+
+        Args:
+            trained: How many batches were trained at the save.
+            stored: What `size` returned then.
+        """
+        batches, _ = _find_batches(self._loader)
+        samples, earlier = stored["samples"], stored["earlier"]
+        if type(batches) is not BatchSampler:
+            return Taken(trained, False, trained, samples, earlier), False
+        sampler: Any = batches.sampler
+        length, former, is_exact = self.length or 0, stored["length"], True
+        if length != former:
+            is_exact = length > former and _draws_each_once(sampler)
+            earlier, samples = ([*earlier, [former, samples]], 0) if is_exact else (earlier, samples)
+        left = max(len(sampler) - samples - sum(count for _, count in earlier), 0)
+        total = len(self._loader.batch_sampler)  # type: ignore[arg-type]
+        with _sampling_from(batches, range(left)):
+            left = len(self._loader.batch_sampler)  # type: ignore[arg-type]
+        taken = max(total - left, 0)
+        return Taken(taken, left == 0, taken, samples, earlier), is_exact
+
+    def open(self, begin: Mapping[str, Any], taken: Taken, state: Mapping[str, Any] | None = None) -> Iterator[Any]:
+        """Begins an epoch after the batches that were taken; the generators are as when it began.
+
+        Args:
+            begin: What the epoch began with.
+            taken: How much of it was taken.
+            state: The restored position; None if the epoch begins with its first batch.
+        """
+        inner = self._inner or self._make_inner(begin)
+        if inner.num_workers and inner.persistent_workers:
+            self._inner = inner
+        tasks: Any = inner.batch_sampler
+        batches, _ = _find_batches(self._loader)
+        is_changed = bool(taken.earlier) or taken.samples_before != taken.batches * (self.batch_size or 0)
+        is_cut = type(batches) is BatchSampler and is_changed and not taken.has_ended
+        skipped = sys.maxsize if taken.has_ended else 0 if is_cut else taken.batches
+        tasks.begin = _derive_key(begin), taken.batches, skipped
+        with _sampling_from(batches, self._draw_rest(batches.sampler, begin, taken)) if is_cut else nullcontext():
+            found = iter(inner)
+            # Has the sampler draw what it draws while the generators are as they are noted down.
+            tasks.newest.prime()
+        return found
+
+    def take(self, batches: Iterator[Any], number: int, lookahead: int) -> Any:
+        """Returns the batch of that number in the epoch.
+
+        Raises:
+            StopIteration: If none is left.
+        """
+        return next(batches)
+
+    def close(self) -> None:
+        """Ends the persistent workers."""
+        inner, self._inner = self._inner, None
+        workers = getattr(inner, "_iterator", None)
+        if workers is not None:
+            workers._shutdown_workers()
+
+    def _draw_rest(self, sampler: Any, begin: Mapping[str, Any], taken: Taken) -> list[int]:
+        """Returns the samples that are left of the epoch, in their order."""
+        trained: set[int] = set()
+        for length, count in taken.earlier:
+            former = copy.copy(sampler)
+            former.data_source = range(length)
+            trained.update([index for index in former if index not in trained][:count])
+            _draw_again(self._loader, begin)
+        return [index for index in sampler if index not in trained][taken.samples_before or 0 :]
+
+    def _make_inner(self, begin: Mapping[str, Any]) -> DataLoader[Any]:
+        loader = self._loader
+        is_batched = loader.batch_sampler is not None
+        options = {name: getattr(loader, name) for name in _PASSED_ON}
+        # Its seed for workers is drawn when they start, which those that persist do once: it disturbs no other order.
+        options["generator"] = torch.Generator().manual_seed(_derive_key(begin))
+        if loader.num_workers:
+            options["prefetch_factor"] = loader.prefetch_factor
+            options["persistent_workers"] = loader.persistent_workers
+        return SignalProofLoader(
+            _SeededBatches(loader.dataset, loader.collate_fn, is_batched),
+            batch_sampler=_BatchTasks(loader.batch_sampler if is_batched else loader.sampler),
+            collate_fn=as_it_is,
+            worker_init_fn=IgnoreSignals(loader.worker_init_fn),
+            **options,
+        )
+
+
+class _Stream(_Indexed):
+    """The data of a loader whose dataset can only be iterated: it restores its own state, or is read again."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        loader.worker_init_fn = IgnoreSignals(loader.worker_init_fn)
+        parts = [*walk_stream(loader.dataset)]
+        # The state of a stream of `datasets` leaves out the samples in a shuffle buffer, which would never come. Its
+        # order follows from its epoch, and it begins each pass at the state that it has loaded.
+        has_buffer = any(type(each).__name__.startswith("BufferShuffled") and each.buffer_size > 1 for each in parts)
+        self._parts = [each for each in parts if hasattr(each, "_starting_state_dict")]
+        self._states: list[Any] = []
+        self._has_loaded, self._key = False, 0
+        if not has_buffer and not loader.num_workers and has_state(loader.dataset):
+            self.way = Way.STATE
+            return
+        self.way = Way.READING
+        self.caveat = describe_reading(
+            type(loader.dataset).__name__,
+            "Its state leaves out the samples in its shuffle buffer. A stream without shuffle(buffer_size=...), or a "
+            "dataset with indices, avoids that"
+            if has_buffer
+            else "A dataset with indices, or one with state_dict and load_state_dict and num_workers=0, avoids that",
+        )
+
+    @property
+    def batch_size(self) -> int | None:
+        """See `_Indexed`."""
+        return self._loader.batch_size
+
+    @property
+    def length(self) -> int | None:
+        """See `_Indexed`."""
+        return None
+
+    def begin_epoch(self) -> list[int]:
+        """See `_Indexed`."""
+        for part in self._parts if self._has_loaded else ():
+            part._starting_state_dict = None
+        return [int(part._epoch) for part in self._parts]
+
+    def read(self, lookahead: int) -> Any:
+        """See `_Indexed`; what the owner holds is loaded again."""
+        if self.way is not Way.STATE:
+            return None
+        dataset: Any = self._loader.dataset
+        return self._states[0] if lookahead else dataset.state_dict()
+
+    def plan_rest(self, trained: int, stored: Mapping[str, Any]) -> tuple[Taken, bool]:
+        """See `_Indexed`."""
+        samples, size = stored["samples"], self.batch_size
+        if samples is None or size is None:
+            return Taken(trained, False, trained, samples, stored["earlier"]), False
+        taken = samples // size
+        return Taken(taken, False, taken, samples, stored["earlier"]), self.way is Way.STATE or samples % size == 0
+
+    def open(self, begin: Mapping[str, Any], taken: Taken, state: Mapping[str, Any] | None = None) -> Iterator[Any]:
+        """See `_Indexed`."""
+        self._key, self._states = _derive_key(begin), []
+        if taken.has_ended:
+            return iter(())
+        if state is not None:
+            for part, epoch in zip(self._parts, begin.get("epochs", ()), strict=False):
+                part.set_epoch(epoch)
+        kept = state["stream"] if state is not None and self.way is Way.STATE else None
+        if kept is not None:
+            dataset: Any = self._loader.dataset
+            dataset.load_state_dict(kept)
+            self._has_loaded = True
+        with signals_blocked() if self._loader.num_workers else nullcontext():
+            batches = DataLoader.__iter__(self._loader)
+        if kept is None:
+            with suppress(StopIteration):  # It may have become shorter.
+                for number in range(taken.batches):
+                    self._next(batches, number)
+        return batches
+
+    def take(self, batches: Iterator[Any], number: int, lookahead: int) -> Any:
+        """See `_Indexed`."""
+        if lookahead and self.way is Way.STATE:
+            dataset: Any = self._loader.dataset
+            self._states = [*self._states, dataset.state_dict()][-lookahead:]
+        return self._next(batches, number)
+
+    def _next(self, batches: Iterator[Any], number: int) -> Any:
+        if self._loader.num_workers:
+            return next(batches)  # Its workers' generators follow from the seed of the epoch.
+        with generators_put_back():
+            seed_generators(derive(self._key, number))
+            return next(batches)
+
+
+def _derive_key(begin: Mapping[str, Any]) -> int:
+    """Returns the number that all seeds of an epoch are derived from."""
+    contents = (begin["python"][1], begin["numpy"][1], begin["torch"])
+    # Workers whose generators have the same seed draw different augmentations nevertheless.
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if has_ranks else 0
+    return derive(*(int(digest(content)[:16], 16) for content in contents), rank)
+
+
+def _draw_again(loader: Any, begin: Mapping[str, Any]) -> None:
+    """Restores what an epoch is drawn from, as it was when the epoch began."""
+    write_generators(begin)
+    write_parts(loader, begin["parts"])
 
 
 def _find_batches(loader: Any) -> tuple[Any, int]:
@@ -461,30 +526,31 @@ def _sampling_from(batches: Any, indices: Any) -> Iterator[None]:
 
 
 class _BatchTasks:
-    """A `batch_sampler` that yields tasks in the order of another sampler."""
+    """A `batch_sampler` that yields tasks in the order of another sampler.
+
+    Attributes:
+        begin: How the next iterator begins: the key of the epoch's seeds, its first batch, how many it skips.
+        newest: The newest iterator.
+    """
 
     def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self._key = self._number = self._skipped = 0
-        self.newest = _TaskIterator(iter(()), 0, 0, 0)
+        self._sampler, self.begin = sampler, (0, 0, 0)
+        self.newest = _TaskIterator(iter(()), *self.begin)
 
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def begin(self, key: int, number: int, skipped: int) -> None:
-        """Sets how the next iterator begins: the key of the epoch's seeds, its first batch, how many it skips."""
-        self._key, self._number, self._skipped = key, number, skipped
-
     def __iter__(self) -> _TaskIterator:
-        self.newest = _TaskIterator(iter(self._sampler), self._key, self._number, self._skipped)
+        self.newest = _TaskIterator(iter(self._sampler), *self.begin)
         return self.newest
 
 
-class _TaskIterator(Iterator[Any]):
-    """Skips the first batches' indices when it is asked for the first task."""
+class _TaskIterator(Untrained):
+    """Yields for each batch its indices and its seed."""
 
     def __init__(self, indices: Iterator[Any], key: int, number: int, skipped: int) -> None:
-        self._indices, self._key, self._number, self._left = indices, key, number, skipped
+        super().__init__(indices, skipped)
+        self._key, self._number = key, number
         self._ready: list[Any] = []
         self._has_begun = False
 
@@ -498,10 +564,7 @@ class _TaskIterator(Iterator[Any]):
         self._has_begun = True
         if self._ready:
             return self._ready.pop()
-        while self._left:
-            next(self._indices)
-            self._left -= 1
-        task = next(self._indices), derive(self._key, self._number)
+        task = super().__next__(), derive(self._key, self._number)
         self._number += 1
         return task
 
@@ -533,7 +596,3 @@ class _SeededBatches(Dataset[Any]):
                 return collate(dataset[indices])
             load_many = getattr(dataset, "__getitems__", None)
             return collate(load_many(indices) if callable(load_many) else [dataset[index] for index in indices])
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

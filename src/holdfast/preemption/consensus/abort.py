@@ -44,6 +44,9 @@ _COLLECTIVES: Final = {"torch.distributed": "holdfast.integrations.torch.cluster
 _LIBRARY: Final = f"{os.sep}torch{os.sep}"
 """A part of the paths of all of the library's files."""
 
+_VAIN_SECONDS: Final = 2.0
+"""How long a worker waits in a collective which a worker that has ended its training never began."""
+
 _FRAMES: Final = 3
 _MOST_CONTEXTS: Final = 100
 _EXIT_FAILED: Final = 1
@@ -57,10 +60,13 @@ class StuckThreadAborter:
 
     Attributes:
         is_raised: True if an error has come out of the training loop, or comes out of it now.
+        is_open: True once it was opened.
+        erred_at: When the error was received, by the monotonic clock.
     """
 
     def __init__(self) -> None:
-        self.is_raised = False
+        self.is_raised = self.is_open = False
+        self.erred_at = 0.0
         self._error: Exception | None = None
         self._thread = threading.get_ident()
         self._interrupter = Interrupter(self._take_error)
@@ -73,16 +79,17 @@ class StuckThreadAborter:
         """Prepares interrupts of the thread that calls this, if it is the main thread."""
         self._thread = threading.get_ident()
         self._interrupter.open()
+        self.is_open = True
 
     def close(self) -> None:
         """Stops interrupting."""
         self._interrupter.close()
 
-    def escalate(self, error: Exception, erred_at: float) -> None:
-        """Called repeatedly while the error, received at `erred_at`, has not come out of the training loop."""
+    def escalate(self, error: Exception) -> None:
+        """Called repeatedly while the error has not come out of the training loop."""
         self._error = error
         now = time.monotonic()
-        waited_seconds = now - erred_at
+        waited_seconds = now - self.erred_at
         thrown_at = self._thrown_at
         if thrown_at is not None and waited_seconds >= _CLEAN_UP_SECONDS:
             self._end(error, "did not finish in time")
@@ -90,7 +97,7 @@ class StuckThreadAborter:
             return
         # On its way from one frame to the next an error is not handled for a moment.
         self._unhandled_looks += 1
-        if now - (thrown_at or erred_at) >= _INTERRUPT_SECONDS:
+        if now - (thrown_at or self.erred_at) >= _INTERRUPT_SECONDS:
             self._interrupter.interrupt()
         if waited_seconds >= _ABORT_SECONDS and not self._is_aborted:
             self._is_aborted = True
@@ -151,19 +158,36 @@ def count_begun() -> int | None:
     return sum(counts) if counts else None
 
 
-def find_library_call(thread: int) -> list[tuple[int, CodeType, int]] | None:
-    """Returns the position of a thread, if its innermost function is one of the library's: equal while it stays there.
+class VainWait:
+    """Finds out whether a thread waits in a collective that another worker, which has ended, never began.
 
-    Each frame is identified by its address, so as not to be kept alive, its code, and its current instruction.
+    The counts of collectives alone do not show that: if workers send to each other, those in the middle count more.
     """
-    frame = sys._current_frames().get(thread)
-    if frame is None or _LIBRARY not in frame.f_code.co_filename:
-        return None
-    places = []
-    while frame is not None:
-        places.append((id(frame), frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return places
+
+    def __init__(self) -> None:
+        """Looks at the thread that calls this."""
+        self._thread = threading.get_ident()
+        self._call: tuple[int, object] | None = None
+        self._since: float | None = None
+
+    def find_since(self, begun: int) -> float | None:
+        """Returns since when it has waited, by the monotonic clock, once that is long enough; None before.
+
+        Args:
+            begun: How many collectives this process has begun.
+        """
+        frame = sys._current_frames().get(self._thread)
+        is_inside = frame is not None and _LIBRARY in frame.f_code.co_filename
+        # Equal while it stays there. A frame is identified by its address, so as not to be kept alive.
+        places: list[tuple[int, CodeType, int]] = []
+        while frame is not None and is_inside:
+            places.append((id(frame), frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        if not places or (begun, places) != self._call:
+            self._call, self._since = (begun, places), None
+            return None
+        self._since = self._since or time.monotonic()
+        return self._since if time.monotonic() - self._since >= _VAIN_SECONDS else None
 
 
 def _find_collectives() -> Iterator[ModuleType]:

@@ -9,7 +9,6 @@ news                   is incremented whenever there is something new
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -23,7 +22,7 @@ from holdfast.cluster.peers import Failure, Namespace, Peers
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, PeerError
 from holdfast.events import Event, Failed
-from holdfast.preemption.consensus.abort import StuckThreadAborter, count_begun, find_library_call
+from holdfast.preemption.consensus.abort import StuckThreadAborter, VainWait, count_begun
 from holdfast.preemption.consensus.error_cause import (
     describe_early_exit,
     find_loss,
@@ -40,9 +39,6 @@ _HOLD_LOOKS: Final = 150
 """How much longer than the detection of a dead worker takes a collective's error is held back. Looks are
 counted, and not the time: while this process is suspended, it does not detect anything either.
 """
-
-_VAIN_SECONDS: Final = 2.0
-"""How long a worker waits in a collective which a worker that has ended its training never began."""
 
 _STORE_HINT: Final = (
     "Check whether the process that hosts the job's store is still running and can be reached from here."
@@ -80,32 +76,18 @@ class PeerFailures:
         self.done: set[int] = set()
         self._peers = peers
         self._records = records
-        self._emit = emit
-        self._url = url
-        self._aborter = StuckThreadAborter()
-        self._is_open = False
-        # What has failed on another worker; None as long as nothing has, or where none can be reached.
-        self._blamed: Failure | None = None
-        # When that was read, by the monotonic clock; or since when the training thread waits in vain for it.
-        self._erred_at = 0.0
-        self._is_reported = False
-        # Guarded by nothing: at worst it is in the log twice.
-        self._is_logged = False
-        self._is_over = False
-        self._is_holding = False
-        # Known to the mailbox's thread.
+        # Logs in one line what has ended training; None once it has. At worst it is in the log twice.
+        self._emit_failed: Callable[..., object] | None = lambda **facts: emit(Failed(**facts, path=url))
+        self._aborter, self._vain_wait = StuckThreadAborter(), VainWait()
+        self._is_reported = self._is_over = self._is_holding = False
+        # Known to the mailbox's thread: who was looked at, who has ended first, and the first failure of all.
         self._asked: set[int] = set()
         self._end: TrainingEnd | None = None
         self._failure: Failure | None = None
-        # How many collectives were begun, and in which call of the library the training thread is; and since when.
-        self._training_thread = threading.get_ident()
-        self._call: tuple[int, object] | None = None
-        self._waits_since: float | None = None
 
     def open(self) -> None:
         """Prepares; from now on failures here are reported to the others. Called in the training thread."""
         self._aborter.open()
-        self._is_open = True
 
     def close(self) -> None:
         """Ends; a second call does nothing."""
@@ -129,7 +111,7 @@ class PeerFailures:
         if self.error is not None:
             self._log(self.error)
             if not self._aborter.is_raised:
-                self._aborter.escalate(self.error, self._erred_at)
+                self._aborter.escalate(self.error)
 
     def report(
         self, error: BaseException, left_seconds: float | None = None, *, is_exit: bool = False
@@ -137,7 +119,7 @@ class PeerFailures:
         """**Blocks** for a moment. Reports an error that ends training here to the others; None if they know it."""
         if is_exit:
             self._publish(error, left_seconds)
-        if is_exit or self._is_reported or not self._is_open:
+        if is_exit or self._is_reported or not self._aborter.is_open:
             return None
         self._is_reported = True
         cause = self._publish(error, left_seconds)
@@ -214,7 +196,7 @@ class PeerFailures:
             # Its process has ended on this machine, which is seen without the store.
             self._err(self._peers.failures.describe_loss(LEADER))
         if self.error is None and not self._is_over and seconds >= self._peers.liveness_seconds:
-            self._erred_at = time.monotonic()
+            self._aborter.erred_at = time.monotonic()
             self.error = ClusterError(f"no other worker could be reached for {seconds:.0f} s: {what}", hint=_STORE_HINT)
 
     def find_end(self, rank: int) -> TrainingEnd | None:
@@ -236,7 +218,7 @@ class PeerFailures:
         cause: ClusterError | None = find_missing(error)
         if cause is None and is_of_collective(error):
             cause = self._await_cause()
-        if self._blamed is not None and (cause or error) is self.error and not self._peers.is_leader:
+        if self._failure is not None and (cause or error) is self.error and not self._peers.is_leader:
             # That was written down when it was read, and the store may be gone with the worker that it is about.
             return cause
         begun_at = time.monotonic()
@@ -269,13 +251,12 @@ class PeerFailures:
 
     def _log(self, error: BaseException) -> None:
         """Logs once, in one line, what has ended training on which worker."""
-        if self._is_logged or describe_early_exit(error):
+        if self._emit_failed is None or describe_early_exit(error):
             return
-        self._is_logged = True
-        failure = self._blamed or self._peers.failures.describe(error)
+        emit, self._emit_failed = self._emit_failed, None
+        failure = (self.error and self._failure) or self._peers.failures.describe(error)
         text = " ".join(self._peers.failures.make_error(failure).message.split())
-        step = self.step if failure.step is None else failure.step
-        self._emit(Failed(stage="training", error=text, step=step, rank=failure.rank, path=self._url))
+        emit(stage="training", error=text, step=self.step if failure.step is None else failure.step, rank=failure.rank)
 
     def _await_cause(self) -> ClusterError | None:
         """**Blocks** until another worker has failed or is missed; None if all stay alive for longer than that takes.
@@ -295,11 +276,10 @@ class PeerFailures:
         return self.error
 
     def _look_for_failure(self) -> None:
-        if self._failure is None:
-            self._failure = self._records.read(Failure, "failure")
-            if self._failure is not None:
-                self._confirm_failure_is_read()
-                self._err(self._failure)
+        if self._failure is None and (failure := self._records.read(Failure, "failure")) is not None:
+            self._failure = failure
+            self._confirm_failure_is_read()
+            self._err(failure)
 
     def _confirm_failure_is_read(self) -> None:
         """Makes the leader wait for the others before its process, and perhaps the store, is gone."""
@@ -307,24 +287,15 @@ class PeerFailures:
             self._records.count_read("failure-read")
 
     def _look_for_vain_wait(self, end: TrainingEnd) -> None:
-        """Checks whether this worker is in a collective of the step in which another one has left its loop.
-
-        The counts alone do not show that: if workers send to each other, those in the middle count more.
-        """
+        """Checks whether this worker is in a collective of the step in which another one has left its loop."""
         begun = None if self.error is not None or self._is_over or end.collectives is None else count_begun()
         if begun is None or end.collectives is None or begun <= end.collectives:
             return
         if self._is_holding:
             # A collective has raised here, and that worker was not in it.
             self._err(_describe_end(end))
-            return
-        places = find_library_call(self._training_thread)
-        if places is None or (begun, places) != self._call:
-            self._call, self._waits_since = (begun, places or []), None
-            return
-        self._waits_since = self._waits_since or time.monotonic()
-        if time.monotonic() - self._waits_since >= _VAIN_SECONDS:
-            self._err(_describe_end(end), self._waits_since)
+        elif (since := self._vain_wait.find_since(begun)) is not None:
+            self._err(_describe_end(end), since)
 
     def _look_for_explanation(self) -> None:
         """Reads the failure left by a worker that died before it began."""
@@ -348,12 +319,11 @@ class PeerFailures:
         if self._failure is None:
             # Without the store each worker names what it has found itself.
             with suppress(HoldfastError):
-                failure = self._failure = self._records.post_once(failure, "failure")
+                failure = self._records.post_once(failure, "failure")
                 self._confirm_failure_is_read()
                 self._records.count(1, "news")
-        error = self._peers.failures.make_error(failure)
-        self._erred_at = since or time.monotonic()
-        self._blamed, self.error = failure, error
+        self._aborter.erred_at = since or time.monotonic()
+        self._failure, self.error = failure, self._peers.failures.make_error(failure)
 
 
 def _note(error: BaseException, text: str) -> None:

@@ -86,7 +86,7 @@ class Signals:
         caught = _find_caught()
         foreign = []
         for number in self.numbers:
-            before = _find_live(signal.getsignal(number), number)
+            before = self.find_live(signal.getsignal(number), number)
             if before == self._handle:
                 continue  # It has stayed, since the program has caught the exit and goes on.
             # Python could neither call nor put back a handler that it has not set. But SIGTERM is what machines are
@@ -104,27 +104,31 @@ class Signals:
         """True if the source is open in this process."""
         return self._hear is not None and os.getpid() == self._process
 
-    def is_at_work(self, number: int) -> bool:
-        """True if its handler takes effect in this process."""
-        return os.getpid() == self._process and (self._hear is not None or self._is_absorbed(number))
-
-    def handles(self, number: int) -> bool:
-        """**Thread-safe.** Returns True if Python would call its handler now, or one that forwards to it."""
-        handler = signal.getsignal(number)
+    @staticmethod
+    def find_live(handler: Any, number: int) -> Any:
+        """Returns the handler, or the one before it if its source no longer listens or belongs to another process."""
         for _ in range(_MOST_CHAINED):
-            if handler == self._handle:
-                return True
             owner = getattr(handler, "__self__", None)
             if not isinstance(owner, Signals):
                 break
-            handler = owner._before.get(number)
-        return False
+            if os.getpid() == owner._process and (owner._hear is not None or owner._is_absorbed(number)):
+                break
+            handler = owner._before.get(number, signal.SIG_DFL)
+        return handler
 
     def expect(self, number: int, hear: Hear) -> Notice | None:
-        """**Thread-safe.** Returns the notice that `hear` will get when Python runs that handler, or None."""
-        if self._hear != hear or os.getpid() != self._process or self._is_absorbed(number) or not self.handles(number):
+        """**Thread-safe.** Returns the notice that `hear` will get when Python runs the handler of a signal, or None.
+
+        Python's handler is this one, or one of another source that calls it.
+        """
+        if self._hear != hear or os.getpid() != self._process or self._is_absorbed(number):
             return None
-        return self._make_notice(number)
+        handler = signal.getsignal(number)
+        for _ in range(_MOST_CHAINED):
+            if handler == self._handle or not isinstance(owner := getattr(handler, "__self__", None), Signals):
+                break
+            handler = owner._before.get(number)
+        return self._make_notice(number) if handler == self._handle else None
 
     def look(self) -> Iterable[Notice]:
         """Does nothing: signals report by themselves."""
@@ -153,7 +157,7 @@ class Signals:
             return
         for number, before in list(self._before.items()):
             if number not in self._absorbed and signal.getsignal(number) == self._handle:
-                signal.signal(number, _find_live(before, number))
+                signal.signal(number, self.find_live(before, number))
                 del self._before[number]
 
     def _ignore(self) -> None:
@@ -178,7 +182,8 @@ class Signals:
             return self._find_before(number)
         before = self._before.get(number)
         # That of `asyncio.run` cancels its task at the first Ctrl-C, as Python's own handler raises.
-        is_interrupt = before is signal.default_int_handler or _module_of(before) == "asyncio.runners"
+        module = getattr(getattr(before, "func", before), "__module__", "")
+        is_interrupt = before is signal.default_int_handler or module == "asyncio.runners"
         return before if callable(before) and not is_interrupt else None
 
     def _is_absorbed(self, number: int) -> bool:
@@ -197,11 +202,6 @@ class Signals:
     def _find_before(self, number: int) -> _Function | None:
         before = self._before.get(number, signal.SIG_DFL)
         return _die if before is signal.SIG_DFL else before if callable(before) else None
-
-
-def _module_of(handler: Any) -> str:
-    """Returns the module of a handler, which may be a `functools.partial`."""
-    return str(getattr(getattr(handler, "func", handler), "__module__", ""))
 
 
 def _die(number: int, _: FrameType | None) -> None:
@@ -230,16 +230,6 @@ class Kubernetes(Signals):
         super().__init__(left_seconds=grace_seconds)
 
 
-def _find_live(handler: Any, number: int) -> Any:
-    """Returns the handler, or the one before it if its source no longer listens or belongs to another process."""
-    for _ in range(_MOST_CHAINED):
-        owner = getattr(handler, "__self__", None)
-        if not isinstance(owner, Signals) or owner.is_at_work(number):
-            break
-        handler = owner._before.get(number, signal.SIG_DFL)
-    return handler
-
-
 # What was blocked in the thread that forks.
 _forking = threading.local()
 
@@ -261,7 +251,7 @@ def _let_go_in_child() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGTERM)
-        live = _find_live(handler, signal.SIGTERM)
+        live = Signals.find_live(handler, signal.SIGTERM)
         if live is not handler:
             signal.signal(signal.SIGTERM, live)
     _release_after_fork()

@@ -57,7 +57,7 @@ class Position:
         position = cls(**{name: state[name] for name in _NAMES})
         counts = (position.epoch, position.position_samples, position.seed, position.length)
         if (
-            not all(map(is_count, counts))
+            not all(type(count) is int and count >= 0 for count in counts)
             or not isinstance(position.shuffle, bool)
             or position.position_samples > position.length
             or position.seed >= 1 << 64
@@ -103,11 +103,6 @@ _NAMES = tuple(field.name for field in dataclasses.fields(Position))
 def is_position(state: Any) -> bool:
     """**Pure.** Returns True if a state has the keys of a sampler's state."""
     return isinstance(state, Mapping) and {"version", *_NAMES} <= state.keys()
-
-
-def is_count(value: Any) -> bool:
-    """**Pure.** Returns True if a value is a whole number of at least 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def count_samples(length_or_dataset: Any) -> int:

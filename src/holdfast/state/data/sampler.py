@@ -9,6 +9,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from holdfast.numbers import check_whole
 from holdfast.state.adapters import Adapter, CaptureContext, Loading
 from holdfast.state.data.order import Batches, Permutation
 from holdfast.state.data.position import Position, count_samples, step_break
+from holdfast.state.data.replay import Watched
 from holdfast.state.leaves import Differences, Skeleton
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
@@ -43,8 +45,8 @@ class _Pass(msgspec.Struct):
 _log: Final = logging.getLogger("holdfast")
 
 
-class BatchCount:
-    """Counts the batches that a training loop has taken from one sampler in this process.
+class BatchCount(Watched):
+    """Counts the batches that a training loop has taken from one sampler in this process, for warnings.
 
     A copy of the sampler, pickled or not, begins with its own count.
 
@@ -52,17 +54,18 @@ class BatchCount:
         batches: How many were taken.
         ends: How often the loop asked for another batch at the end of an epoch.
         calls: Functions to call for each batch.
-        see: A function to call with each batch; None for none.
         is_asked: True if the program has read or set the epoch since a position was restored.
         unasked_epochs: How many epochs of a restored position were complete when a loop over the rest of an epoch began
             without asking; 0 if none did.
+        overruled: Seed and shuffle as the script set them and as the newest restore did, if they differ.
+        has_warned: True if the sampler has warned of a loop over epochs.
     """
 
     def __init__(self) -> None:
         self.batches = self.ends = self.unasked_epochs = 0
-        self.is_asked = False
+        self.is_asked = self.has_warned = False
         self.calls: list[Callable[[], object]] = []
-        self.see: Callable[[Any], None] | None = None
+        self.overruled: dict[str, tuple[Any, Any]] = {}
 
     def __reduce__(self) -> tuple[type[BatchCount], tuple[()]]:
         return BatchCount, ()
@@ -97,6 +100,9 @@ class ResumableSampler:
     batch from it is an error. Iterating the sampler itself gives the rest of the epoch, and moves nothing.
 
     Use it in one thread, that of the training loop; a loader may draw indices in another one.
+
+    Attributes:
+        count: What was taken in this process, for holdfast's own warnings.
     """
 
     def __init__(
@@ -133,7 +139,7 @@ class ResumableSampler:
         """
         if on_resize not in ("error", "next_epoch"):
             raise UsageError(f"on_resize={on_resize!r} is neither 'error' nor 'next_epoch'")
-        self._length = count_samples(length_or_dataset)
+        length = count_samples(length_or_dataset)
         batch_size = check_whole("batch_size", batch_size, 1)
         seed = check_whole("seed", seed, 0, (1 << 64) - 1)
         world_size = check_whole("world_size", world_size, 1)
@@ -143,7 +149,7 @@ class ResumableSampler:
                 f"rank={rank!r} of world_size={world_size!r} workers cannot share a batch of {batch_size} samples",
                 hint="batch_size counts the samples of the whole job: it needs at least one for each worker.",
             )
-        self._cut = Batches(self._length, batch_size, bool(drop_last), rank, world_size)
+        self._cut = Batches(length, batch_size, bool(drop_last), rank, world_size)
         self._shuffle = bool(shuffle)
         self._seed, self._order, self._on_resize = seed, order, on_resize
         self._epoch = 0
@@ -154,15 +160,14 @@ class ResumableSampler:
         self._unfollowed_batches = 0
         # The epoch of which a loop has taken the last batch, and maybe asks for no more.
         self._taken_epoch: int | None = None
-        self._is_restored = self._has_warned = False
-        self._overruled: dict[str, tuple[Any, Any]] = {}
+        self._is_restored = False
         self._moves = 0
-        self._count = BatchCount()
+        self.count = BatchCount()
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to, from 0."""
-        self._count.is_asked = True
+        self.count.is_asked = True
         return self._epoch
 
     @property
@@ -179,6 +184,18 @@ class ResumableSampler:
     def seed(self) -> int:
         """The seed of the orders."""
         return self._seed
+
+    def look(self) -> Position:
+        """Returns order and position. Unlike `epoch`, that does not count as a question of the program."""
+        return Position(self._epoch, self._position_samples, self._seed, self._cut.length, self._shuffle)
+
+    def count_complete(self) -> int:
+        """Returns how many epochs are complete."""
+        return self._epoch + self.has_taken_last()
+
+    def has_taken_last(self) -> bool:
+        """Returns True if the loop has taken the last batch of an epoch, and not asked for another one since."""
+        return not self._cut.count_from(self._position_samples)
 
     def __len__(self) -> int:
         """Returns the number of batches of a whole epoch."""
@@ -207,8 +224,8 @@ class ResumableSampler:
                 at a later batch, if a newer pass has ended this one.
         """
         self.check_loader(loader)
-        if self._is_restored and not self._count.is_asked:
-            self._count.unasked_epochs = count_epochs(self)
+        if self._is_restored and not self.count.is_asked:
+            self.count.unasked_epochs = self.count_complete()
         return BatchIterator(self._follow(loader))
 
     def stream(self, loader: Iterable[Batch]) -> BatchStream[Batch]:
@@ -235,7 +252,7 @@ class ResumableSampler:
         one epoch, because it evaluates with the training loader, a warning says so once.
         """
         total = check_whole("total", total)
-        self._count.is_asked = True
+        self.count.is_asked = True
         while self._epoch < total:
             epoch, moves = self._epoch, self._moves
             yield epoch
@@ -243,8 +260,8 @@ class ResumableSampler:
                 continue
             if self._epoch == epoch:
                 self.set_epoch(epoch + 1)
-            elif self._epoch > epoch + 1 and not self._has_warned:
-                self._has_warned = True
+            elif self._epoch > epoch + 1 and not self.count.has_warned:
+                self.count.has_warned = True
                 _log.warning(
                     "epochs %d to %d ended within one turn of epochs(%d): a pass that only evaluates counts as "
                     "an epoch, too. Use a separate loader for evaluation",
@@ -264,9 +281,9 @@ class ResumableSampler:
             UsageError: If the number is below 0.
         """
         epoch = check_whole("epoch", epoch)
-        self._count.is_asked = True
-        if epoch < self._epoch and self._is_restored and not self._has_warned:
-            self._has_warned = True
+        self.count.is_asked = True
+        if epoch < self._epoch and self._is_restored and not self.count.has_warned:
+            self.count.has_warned = True
             _log.warning(
                 "set_epoch(%d) after a restore in epoch %d: the position stays in epoch %d. A loop over range(n) "
                 "trains n more epochs; write `for epoch in loader.epochs(n)` to train n in total",
@@ -276,7 +293,7 @@ class ResumableSampler:
             )
         if epoch > self._epoch or (epoch < self._epoch and not self._is_restored):
             self._move(epoch, 0)
-        elif epoch < self._epoch and not self._cut.count_from(self._position_samples):
+        elif epoch < self._epoch and self.has_taken_last():
             self._move(self._epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,10 +311,11 @@ class ResumableSampler:
                 hint="Iterate sampler.batches(loader) or sampler.stream(loader) instead of the loader, or use "
                 "ResumableDataLoader. A StatefulDataLoader saves its own position and needs a plain sampler.",
             )
-        epoch, position_samples = self._epoch, self._position_samples
+        position = self.look()
         if self._untrained is not None and self._untrained[0] == step_break.number:
             _, epoch, position_samples = self._untrained
-        return Position(epoch, position_samples, self._seed, self._length, self._shuffle).state_dict()
+            position = replace(position, epoch=epoch, position_samples=position_samples)
+        return position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a stored position; seed and shuffle are those that were stored.
@@ -315,27 +333,27 @@ class ResumableSampler:
                 hint="Use the data that the job was trained on, or restore everything but the loader.",
             )
         epoch, position_samples = stored.epoch, stored.position_samples
-        if stored.length != self._length:
+        if stored.length != self._cut.length:
             epoch, position_samples = epoch + (position_samples > 0), 0
             _log.warning(
                 "the data has %d samples, and had %d when the position was saved: training continues with epoch %d",
-                self._length,
+                self._cut.length,
                 stored.length,
                 epoch,
             )
         live = {"seed": (self._seed, stored.seed), "shuffle": (self._shuffle, stored.shuffle)}
-        self._overruled = {name: pair for name, pair in live.items() if pair[0] != pair[1]}
+        self.count.overruled = {name: pair for name, pair in live.items() if pair[0] != pair[1]}
         self._seed = stored.seed
         self._shuffle = stored.shuffle
-        self._is_restored, self._count.is_asked = True, False
+        self._is_restored, self.count.is_asked = True, False
         self._move(epoch, position_samples)
 
     def difference_from(self, stored: Position) -> str:
         """Returns why a stored position cannot be used with these samples; an empty string if it can."""
-        if stored.length == self._length or self._on_resize == "next_epoch":
+        if stored.length == self._cut.length or self._on_resize == "next_epoch":
             return ""
         return (
-            f'stored {stored.length} samples, live {self._length}; with on_resize="next_epoch" it '
+            f'stored {stored.length} samples, live {self._cut.length}; with on_resize="next_epoch" it '
             "continues with the next epoch"
         )
 
@@ -362,7 +380,7 @@ class ResumableSampler:
         cut = self._cut
         workers = "" if cut.world_size == 1 else f", rank={cut.rank}, world_size={cut.world_size}"
         return (
-            f"ResumableSampler({self._length}, batch_size={cut.batch_size}, shuffle={self._shuffle}, "
+            f"ResumableSampler({self._cut.length}, batch_size={cut.batch_size}, shuffle={self._shuffle}, "
             f"seed={self._seed}, drop_last={cut.drop_last}{workers})"
         )
 
@@ -382,7 +400,7 @@ class ResumableSampler:
                 order = order_of(self._seed, epoch + further)
                 indices = [order[place] for place in places]
             elif self._shuffle:
-                indices = Permutation(self._length, derive(self._seed, epoch + further)).of(batches)
+                indices = Permutation(self._cut.length, derive(self._seed, epoch + further)).of(batches)
             else:
                 indices = list(places)
             first = 0
@@ -407,8 +425,8 @@ class ResumableSampler:
                     iterator = iter(loader)
                 for batch in iterator:
                     self._take(current)
-                    if self._count.see is not None:
-                        self._count.see(batch)
+                    if self.count.see is not None:
+                        self.count.see(batch)
                     yield batch
             self._end_epoch(current)
         finally:
@@ -432,8 +450,8 @@ class ResumableSampler:
                 hint="Create the loader with this sampler: DataLoader(dataset, batch_sampler=sampler).",
             )
         current.taken += 1
-        self._count.batches += 1
-        for call in [*self._count.calls]:
+        self.count.batches += 1
+        for call in [*self.count.calls]:
             call()
         # The loop goes on with this pass, so what else was handed out meanwhile was only looked at.
         self._unfollowed_batches = 0
@@ -447,7 +465,7 @@ class ResumableSampler:
 
     def _end_epoch(self, current: _Pass) -> None:
         self._check_current(current)
-        self._count.ends += 1
+        self.count.ends += 1
         if current.taken < current.batches:
             raise UsageError(
                 f"the loader ended after {current.taken} of the {current.batches} remaining batches of epoch "
@@ -520,17 +538,14 @@ class SamplerAdapter(Adapter):
     def follow_batches(self, obj: Any, call: Callable[[Any], None]) -> Callable[[], object] | None:
         """See `Adapter`."""
         sampler = self.find_sampler(obj)
-        if sampler is None or (count := sampler._count).see is not None:
-            return None
-        count.see = call
-        return lambda: setattr(count, "see", None)
+        return None if sampler is None else sampler.count.follow_batches(call)
 
     def facts_of_batches(self, obj: Any) -> object:
         """See `Adapter`."""
         sampler = self.find_sampler(obj)
         if sampler is None:
             return None
-        return sampler._seed, sampler._length, sampler._shuffle, sampler._cut.batch_size, sampler._cut.drop_last
+        return sampler._seed, sampler._cut.length, sampler._shuffle, sampler._cut.batch_size, sampler._cut.drop_last
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """Returns the sampler's state."""
@@ -552,31 +567,6 @@ class SamplerAdapter(Adapter):
             loading.differences.wrong_shape.append(f"{loading.name()}: {difference}")
             return leave_alone
         return lambda: sampler.load_state_dict(state)
-
-
-def batch_count(sampler: ResumableSampler) -> BatchCount:
-    """Returns the count of the batches that were taken from a sampler."""
-    return sampler._count
-
-
-def current_epoch(sampler: ResumableSampler) -> int:
-    """Returns its `epoch`, without counting that as a question of the program."""
-    return sampler._epoch
-
-
-def count_epochs(sampler: ResumableSampler) -> int:
-    """Returns how many epochs are complete."""
-    return sampler._epoch + (not sampler._cut.count_from(sampler._position_samples))
-
-
-def is_epoch_over(sampler: ResumableSampler) -> bool:
-    """Returns True if the loop has taken the last batch of an epoch, and not asked for another one since."""
-    return not sampler._cut.count_from(sampler._position_samples)
-
-
-def sampler_overruled(sampler: ResumableSampler) -> dict[str, tuple[Any, Any]]:
-    """Returns seed and shuffle as the script set them and as the newest restore did, if they differ."""
-    return sampler._overruled
 
 
 def leave_alone() -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -248,7 +249,7 @@ class LocalStorage:
                         continue  # What vanishes while it is looked at was not there.
                     size_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
                     entries.append(Entry(item.name, stat.S_ISDIR(status.st_mode), size_bytes))
-        return sorted(entries, key=lambda entry: entry.name)
+        return sorted(entries, key=attrgetter("name"))
 
     def delete(self, paths: Iterable[str]) -> bool:
         """Removes files, links and empty directories; see `Storage`."""

@@ -30,6 +30,11 @@ _SKIPPED: Final = (
     "`iteration` of the last one, and take only the loaders whose `iteration` is that epoch"
 )
 
+_FILLED: Final = (
+    "with dispatch_batches, accelerate fills the last batch of an epoch with samples of the first batch, and after a "
+    "restart in that epoch with samples of the first batch since then. Pass drop_last=True to the loader"
+)
+
 
 def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
     """Creates a run, like `hf.resumable`, that saves everything the accelerator has prepared.
@@ -148,7 +153,12 @@ def follow(loader: Any) -> DataPlace:
         followed = type("FollowedDispatcher", (_FollowedDispatcher, type(loader)), {})
         # It says that it is of torch's class, and can be given no other in the usual way.
         vars(object)["__class__"].__set__(loader, followed)
-        return DataPlace(inner, loader, lookahead, is_dispatched=True)
+        place = DataPlace(inner, loader, lookahead, is_dispatched=True)
+        cut, size = inner.batch_sampler, getattr(inner.batch_sampler, "batch_size", None)
+        if size is not None and not getattr(cut, "drop_last", False) and hasattr(inner.dataset, "__len__"):
+            is_filled = len(inner.dataset) % (size * lookahead) % loader.state.num_processes
+            place.caveat = _FILLED if is_filled else place.caveat
+        return place
     return DataPlace(inner, loader, 1)
 
 
@@ -203,7 +213,6 @@ class _Progress:
             run.warn(text)
         for place in self._places:
             place.remark = ""
-        _ = run.step
 
     def end_batch(self, run: Run) -> bool:
         """Called when a batch is trained. Returns True if a step ends with it."""

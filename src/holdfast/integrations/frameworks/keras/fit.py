@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from numbers import Real
 from typing import Any, Final
 
 import keras
 import msgspec
+import numpy as np
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from holdfast.errors import SaveFailedError, StorageError, UsageError
 from holdfast.integrations.frameworks.fit import Fit, Replaced, Settings, walk_callers
-from holdfast.integrations.frameworks.keras.data import Feed, PlaceInData, make_step
+from holdfast.integrations.frameworks.keras.data import Arrays, DataSource, Loader, PyDatasetSource, read_again
 from holdfast.integrations.frameworks.keras.state import (
     CallbackStates,
     FurtherOptimizers,
@@ -30,8 +36,10 @@ from holdfast.integrations.frameworks.keras.state import (
 from holdfast.policies import SavePolicy
 from holdfast.policies.saving import SaveDecision, SaveMoment
 from holdfast.process.terminal import inform
+from holdfast.state.data.replay import Watched, describe_change
 from holdfast.state.rng import RNG
 
+_NOTHING: Final = object()
 _UNSET: Final = object()
 
 OWN_NAMES: Final = ("model", "optimizer", "metrics", "buffers", "fit", "rng")
@@ -100,6 +108,218 @@ def end_left_fits() -> None:
     iterators = [own.get("epoch_iterator") for own in walk_callers()]
     for left in [one for one in _RUNNING if not any(one.iterator() is each for each in iterators if each is not None)]:
         left.abandon()
+
+
+class PlaceInData(msgspec.Struct):
+    """The position of training in an epoch.
+
+    Attributes:
+        step: How many batches of the epoch are trained.
+        is_complete: True if these are all, and the epoch has not ended yet.
+        opening: The random generators' state when the current pass through the data began; None if none has.
+        drawing: Their state when its first batch was requested, if that was not at once; the order is drawn then.
+        is_renewed: True if loader workers existed already.
+        taken: How many batches of the pass were taken.
+        sizes: How many samples a batch has, and how many batches an epoch, as far as these are known.
+    """
+
+    step: int = 0
+    is_complete: bool = False
+    opening: Any = None
+    drawing: Any = None
+    is_renewed: bool = False
+    taken: int = 0
+    sizes: tuple[int | None, int | None] | None = None
+
+
+class Feed(Watched):
+    """The batches of one `fit`, and its position in them.
+
+    `fit` creates an `EpochIterator` before the first callback is called, and iterates it once per epoch. The order of
+    an epoch is drawn when its iterator is created, from the generators that the process shares. So their state at that
+    time and the number of batches since then are the position. To resume, the generators are set back, and the data
+    comes back to the position in its own way (`DataSource`). A weak reference leads to the `EpochIterator`.
+
+    Attributes:
+        place: The position of training.
+        source: The data.
+    """
+
+    def __init__(self, iterator: Any, fit: FitRun) -> None:
+        self.place = PlaceInData()
+        self.source = _find_source(iterator)
+        self._iterator: Any = weakref.proxy(iterator)
+        self._class = type(iterator)
+        self._fit: Any = weakref.proxy(fit)
+        # Where to take up the data, until that is done.
+        self._resumed: PlaceInData | None = None
+        self._pending: PlaceInData | None = None
+        self._opening: Any = None
+        self._has_looked = False
+        iterator._enumerate_iterator = self._enumerate
+        iterator._get_iterator = self._get_iterator
+
+    def follow_batches(self, see: Callable[[Any], None]) -> Callable[[], object] | None:
+        """See `Watched`; not with TensorFlow, which takes the batches within its graph."""
+        return None if keras.backend.backend() == "tensorflow" else super().follow_batches(see)
+
+    def counts_batches(self) -> bool:
+        """Returns True if it is known which batch is the last one of an epoch."""
+        return bool(self._iterator.steps_per_epoch or self._iterator.data_adapter.num_batches)
+
+    def describe(self) -> object:
+        """Returns what decides which batches come, as far as the program announces it."""
+        iterator, adapter = self._iterator, self._iterator.data_adapter
+        return iterator.steps_per_execution, iterator.steps_per_epoch, adapter.batch_size, adapter.num_batches
+
+    def resume(self, place: PlaceInData) -> None:
+        """Resumes the data at that position, in the epoch that begins next."""
+        is_within = place.step and not place.is_complete
+        if is_within and place.sizes not in (None, self.sizes) and not self._is_kept_over_epochs():
+            place = self._convert(place)
+        self.place = place
+        self._resumed = place
+        self._pending = place if place.opening is not None and (is_within or self._is_kept_over_epochs()) else None
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """How many samples a batch has, and how many batches an epoch, as far as these are known."""
+        adapter = self._iterator.data_adapter
+        return adapter.batch_size, adapter.num_batches
+
+    def _convert(self, place: PlaceInData) -> PlaceInData:
+        """Returns a position within an epoch in the present batches."""
+        (former, before), (batch, batches) = place.sizes or self.sizes, self.sizes
+        samples = place.taken * (former or 1)
+        taken = min(samples // batch if former and batch else place.taken, (batches or sys.maxsize) - 1)
+        taken -= taken % self._iterator.steps_per_execution
+        is_same_data = former and batch and before == -(-(batches or 0) * batch // former)
+        changes = {"batch size": (batch, former), "batches of an epoch": (batches, before)}
+        self.source.remark = describe_change(changes, is_exact=bool(is_same_data and taken * (batch or 0) == samples))
+        return replace(place, step=taken, taken=taken)
+
+    def read_random(self) -> dict[str, Any]:
+        """Returns the state of the generators that the process shares, and of the data's own."""
+        return {"shared": RNG().state_dict(), "own": [one.get_state() for one in self.source.generators()]}
+
+    def write_random(self, state: dict[str, Any]) -> None:
+        """Restores them."""
+        RNG().load_state_dict(state["shared"])
+        for generator, value in zip(self.source.generators(), state["own"], strict=False):
+            generator.set_state(value)
+
+    def end_epoch(self) -> PlaceInData:
+        """Makes the next epoch begin with its first batch; an iterator that is kept for it continues."""
+        if self._is_kept_over_epochs():
+            return replace(self.place, step=0, is_complete=False, taken=self._iterator._steps_seen)
+        return PlaceInData()
+
+    def release(self) -> None:
+        """Restores the `EpochIterator` as Keras created it, if it still exists."""
+        with suppress(ReferenceError, AttributeError):
+            del self._iterator._enumerate_iterator, self._iterator._get_iterator
+
+    def _is_kept_over_epochs(self) -> bool:
+        return bool(self._iterator.steps_per_epoch)
+
+    def _enumerate(self) -> Generator[Any, None, None]:
+        """Replaces `EpochIterator._enumerate_iterator`: gives the remaining steps of an epoch."""
+        iterator = self._iterator
+        resumed, self._resumed = self._resumed, None
+        self._fit.begin_batches()
+        if resumed is not None and resumed.is_complete:
+            yield from self._fit.stand_still()
+            return
+        if not self._is_kept_over_epochs():
+            if self._pending is not None:
+                self.write_random(self._pending.opening)
+            self._opening = self.read_random()
+        if self._pending is not None:
+            self.source.prepare(self._pending.taken)
+        kept = self._pending if self._is_kept_over_epochs() else None
+        steps = self._class._enumerate_iterator(iterator)
+        step = 0 if resumed is None else resumed.step
+        item = next(steps, _NOTHING)
+        if kept is not None:
+            iterator._steps_seen += kept.taken - step
+        for _ in range(step // iterator.steps_per_execution):
+            item = next(steps, _NOTHING)
+        if resumed is not None and resumed.step:
+            self._fit.take_up()
+        while item is not _NOTHING:
+            taken = iterator._steps_seen
+            if self._is_kept_over_epochs() and taken == iterator.steps_per_execution:
+                self.place.drawing = self.read_random()
+            place = replace(self.place, step=step + iterator.steps_per_execution, is_complete=False, taken=taken)
+            yield item
+            if not self._has_looked:
+                self._has_looked = True
+                self.source.look()
+            step = place.step
+            item = next(steps, _NOTHING)
+            if item is not _NOTHING:
+                self.place = place
+                self._fit.end_step(is_last=False)
+        self.place = replace(self.place, step=step, is_complete=True, taken=iterator._steps_seen)
+        self._fit.end_step(is_last=True)
+
+    def _get_iterator(self) -> Any:
+        """Replaces `EpochIterator._get_iterator`."""
+        return self._open() if self.see is None else map(self._pass_on, self._open())
+
+    def _pass_on(self, batch: Any) -> Any:
+        if self.see is not None:
+            self.see(batch)
+        return batch
+
+    def _open(self) -> Any:
+        """Returns the batches of a pass, and notes with which random numbers it begins."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            opening = self.read_random() if self._opening is None else self._opening
+            self.place = replace(self.place, opening=opening, drawing=None, is_renewed=self.source.is_renewed())
+            self._opening = None
+            return self._make()
+        self._opening = None
+        present = self.read_random() if self._is_kept_over_epochs() else None
+        if present is not None:
+            self.write_random(pending.opening)
+        self.source.renew(pending.is_renewed)
+
+        def draw() -> None:  # Called once the iterator of the batches is there.
+            if pending.drawing is not None:
+                self.write_random(pending.drawing)
+
+        made = self.source.take_up(self._make, pending.taken, draw)
+        if present is not None:
+            self.write_random(present)
+        return made
+
+    def _make(self) -> Any:
+        return self.source.open(self._class._get_iterator(self._iterator))
+
+
+def _find_source(iterator: Any) -> DataSource:
+    adapter = iterator.data_adapter
+    if keras.backend.backend() == "tensorflow":
+        from holdfast.integrations.frameworks.keras.pipeline import Pipeline
+
+        return Pipeline(iterator)
+    if isinstance(adapter, ArrayDataAdapter):
+        return Arrays(adapter)
+    if isinstance(adapter, TorchDataLoaderAdapter):
+        return Loader(adapter)
+    if isinstance(adapter, PyDatasetAdapter):
+        if adapter.enqueuer is not None and iterator.steps_per_epoch:
+            raise UsageError(
+                "the position of a PyDataset with workers cannot be saved if steps_per_epoch is given: "
+                "batches are carried over from one epoch to the next, so a resumed run would train other data",
+                hint="Leave out steps_per_epoch, or give the PyDataset workers=0.",
+            )
+        return PyDatasetSource(adapter)
+    source = DataSource(adapter)
+    source.remark = read_again(adapter)
+    return source
 
 
 class _RestoredEpoch(msgspec.Struct):
@@ -272,7 +492,7 @@ class FitRun(keras.callbacks.Callback, Fit):
         remark, self._feed.source.remark = self._feed.source.remark, ""
         if remark and self.run is not None:
             self.run.warn(remark)
-        if self.run is not None and (self.run.should_stop() if is_last else self._feed.counts_batches):
+        if self.run is not None and (self.run.should_stop() if is_last else self._feed.counts_batches()):
             with self._leaving():
                 self._count()
 
@@ -288,7 +508,8 @@ class FitRun(keras.callbacks.Callback, Fit):
         try:
             if restored is not None and restored.random is not None:
                 self._feed.write_random(restored.random)
-            yield make_step(model)
+            *numbers, _ = next(EpochIterator(np.zeros((1, 1)))._enumerate_iterator())
+            yield (*numbers, itertools.repeat(None))  # A step without batches.
         finally:
             replaced.undo()
 

@@ -18,6 +18,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from holdfast.errors import UsageError
 from holdfast.integrations.frameworks.keras.data import DataSource, PyDatasetSource, read_again
+from holdfast.state.data.replay import Way
 
 _IGNORE, _FAIL = 1, 2
 """Policies for operations with a state of their own, when TensorFlow stores an iterator."""
@@ -48,7 +49,7 @@ class Pipeline(DataSource):
         # Of arrays it is known: an order for the epoch is state of the iterator, one drawn for each batch is not.
         # TensorFlow stores none that reads from Python, though at its end it says otherwise.
         is_array, self._is_known = isinstance(adapter, ArrayDataAdapter), not isinstance(adapter, TFDatasetAdapter)
-        self._is_stored = adapter._shuffle != "batch" if is_array else not self._is_known
+        is_stored = adapter._shuffle != "batch" if is_array else not self._is_known
         if not is_array and self._is_known:
             self.remark = read_again(adapter)
         parts = list(_list_parts(self._dataset))
@@ -59,7 +60,8 @@ class Pipeline(DataSource):
         self._shuffles = sum(type(part).__name__ == "_ShuffleDataset" for part in parts)
         if any(getattr(cache, "_filename", None) is not None and cache._filename.numpy() for cache in caches):
             # TensorFlow ends the process if it restores a reader of a cache file that is gone.
-            self._is_stored = False
+            is_stored = False
+        self.way = Way.STATE if is_stored else Way.READING
         self._iterator: Any = None
         # The state of a pass that was taken up, as it was at its beginning.
         self._begun: bytes | None = None
@@ -114,8 +116,8 @@ class Pipeline(DataSource):
         """See `DataSource`: finds out what TensorFlow can store, which it says only of an iterator that has begun."""
         if self._is_known or self.remark:
             return
-        if not self._is_stored or (self._try_store(_FAIL) is None and self._try_store(_IGNORE) is None):
-            self._is_stored, self.remark = False, read_again(self._adapter)
+        if self.way is Way.READING or (self._try_store(_FAIL) is None and self._try_store(_IGNORE) is None):
+            self.way, self.remark = Way.READING, read_again(self._adapter)
         elif self._try_store(_FAIL) is None:
             self.remark = _OWN_STATE
         elif self._shuffles > 1:
@@ -133,7 +135,7 @@ class Pipeline(DataSource):
     def read(self) -> dict[str, Any]:
         """See `DataSource`."""
         state: dict[str, Any] = {"passes": self._passes, "kind": self._kind}
-        if self._iterator is not None and self._is_stored:
+        if self._iterator is not None and self.way is Way.STATE:
             stored = self._try_store(_IGNORE)
             state |= {} if stored is None else {"iterator": np.frombuffer(stored, np.uint8)}
         if self._data is not None:
@@ -153,7 +155,7 @@ class Pipeline(DataSource):
         self._missed -= 1  # The last one is the one that is taken up.
         if state["kind"] != self._kind:
             self.remark = _OTHER_DATA
-        if "iterator" not in state or not self._is_stored or self.remark == _OTHER_DATA:
+        if "iterator" not in state or self.way is Way.READING or self.remark == _OTHER_DATA:
             return super().take_up(make, taken, draw)
         batches = make()
         self._begun = None if self._is_kept else self._try_store(_IGNORE)

@@ -146,7 +146,6 @@ class LightningFit(Fit):
         self._is_in_epoch = shared["is_in_epoch"]
         self._restored = _RestoredFit(shared, self._own.loaded, RNG().state_dict())
         self._own.loaded = None
-        _ = run.step  # The loops of the trainer begin there.
         if self._restored.own is not None:
             self._data.restore(self._restored.own["made_with"])
 
@@ -157,7 +156,6 @@ class LightningFit(Fit):
         if scaler is not None and "scaler" in imported.objects:
             objects = {**objects, "scaler": scaler}
         run = self.enter(self._settings, objects, imported)
-        _ = run.step  # The loops of the trainer begin there.
         if "scaler" in run.checkpoint:
             del run.checkpoint["scaler"]  # It is part of the trainer's state.
         if imported.progress:

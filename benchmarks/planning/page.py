@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import Any, Final
+
+from benchmarks.harness.picture import draw_svg, write, write_head
+from benchmarks.harness.tables import draw_table
 
 _WIDTH: Final = 1100
 _PANEL_WIDTH: Final = 550
@@ -29,12 +31,6 @@ _STYLE: Final = """
 _Line = tuple[str, str, list[tuple[float, float]]]
 
 
-def extrapolate(figures: dict[str, Any], key: str, workers: int) -> float:
-    """**Pure.** What a figure of DCP would be for more ranks: in proportion to the largest number that was measured."""
-    last = figures["dcp"][-1]
-    return float(last[key] * workers / last["workers"])
-
-
 def render_scale(figures: dict[str, Any]) -> str:
     """**Pure.** The picture."""
     panels: list[tuple[str, str, str, list[_Line]]] = [
@@ -42,7 +38,7 @@ def render_scale(figures: dict[str, Any]) -> str:
             "What the leader does for one save",
             "seconds; the network is not counted",
             "s",
-            [_own(figures, "leader_seconds"), *_peers(figures, "leader_seconds")],
+            _both(figures, "leader_seconds"),
         ),
         (
             "What the training thread of one worker decides",
@@ -53,82 +49,44 @@ def render_scale(figures: dict[str, Any]) -> str:
                 ("other", "replicated", _points(figures["holdfast"], "replicated_training_seconds")),
             ],
         ),
-        (
-            "What one worker reads before its own bytes",
-            "bytes, at a restore",
-            "B",
-            [_own(figures, "reader_bytes"), *_peers(figures, "reader_bytes")],
-        ),
+        ("What one worker reads before its own bytes", "bytes, at a restore", "B", _both(figures, "reader_bytes")),
         (
             "How long it takes to read that",
             "seconds, with the same number of workers",
             "s",
-            [_own(figures, "reader_seconds"), *_peers(figures, "reader_seconds")],
+            _both(figures, "reader_seconds"),
         ),
     ]
-    height = _PANEL_HEIGHT * ((len(panels) + 1) // 2)
     body: list[str] = []
     for number, panel in enumerate(panels):
         body += _draw(number % 2 * _PANEL_WIDTH, number // 2 * _PANEL_HEIGHT, *panel)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        f'role="img" aria-label="Planning by the number of workers">\n<style>{_STYLE}</style>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
-    )
+    height = _PANEL_HEIGHT * ((len(panels) + 1) // 2)
+    return draw_svg(_WIDTH, height, "Planning by the number of workers", _STYLE, body)
 
 
 def render_table(figures: dict[str, Any]) -> str:
     """**Pure.** The figures as a table in Markdown."""
-    owns = {entry["workers"]: entry for entry in figures["holdfast"]}
-    peers = {entry["workers"]: entry for entry in figures["dcp"]}
-    lines = [
-        "| Workers | Training thread, sharded | replicated | Index | Leader | gathered | requests | Manifest "
-        "| Restore reads | in | DCP: coordinator | gathered | `.metadata` | read in |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for workers in sorted({*owns, *peers}):
-        own, peer = owns.get(workers), peers.get(workers)
-        cells = [f"{workers:,}", *([""] * 9 if own is None else _own_cells(own))]
-        cells += [""] * 4 if peer is None else _peer_cells(peer)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    found = {
+        name: {entry["workers"]: entry for entry in figures["holdfast" if name == "own" else "dcp"]}
+        for name in ("own", "peer")
+    }
+    rows = []
+    for workers in sorted({*found["own"], *found["peer"]}):
+        entries = [(found[who].get(workers), key, show) for _, who, key, show in _COLUMNS]
+        rows.append([f"{workers:,}", *("" if entry is None else show(entry[key]) for entry, key, show in entries)])
+    return "\n".join(draw_table(["Workers", *(title for title, *_ in _COLUMNS)], rows)).rstrip()
 
 
-def _own_cells(own: dict[str, Any]) -> list[str]:
-    return [
-        _seconds(own["sharded_training_seconds"]),
-        _seconds(own["replicated_training_seconds"]),
-        _bytes(own["sharded_index_bytes"]),
-        _seconds(own["leader_seconds"]),
-        _bytes(own["gathered_bytes"]),
-        f"{own['requests']:,.0f}",
-        _bytes(own["metadata_bytes"]),
-        _bytes(own["reader_bytes"]),
-        _seconds(own["reader_seconds"]),
-    ]
-
-
-def _peer_cells(peer: dict[str, Any]) -> list[str]:
-    return [
-        _seconds(peer["leader_seconds"]),
-        _bytes(peer["gathered_bytes"]),
-        _bytes(peer["metadata_bytes"]),
-        _seconds(peer["reader_seconds"]),
-    ]
-
-
-def _own(figures: dict[str, Any], key: str) -> _Line:
-    return "own", "holdfast", _points(figures["holdfast"], key)
-
-
-def _peers(figures: dict[str, Any], key: str) -> Iterator[_Line]:
-    if not figures["dcp"]:
-        return
-    points = _points(figures["dcp"], key)
-    yield "peer", "", points
-    most = max(entry["workers"] for entry in figures["holdfast"])
-    yield "guess", "DCP, in proportion", [points[-1], (most, extrapolate(figures, key, most))]
+def _both(figures: dict[str, Any], key: str) -> list[_Line]:
+    own = _points(figures["holdfast"], key)
+    lines: list[_Line] = [("own", "holdfast", own)]
+    if figures["dcp"]:
+        points = _points(figures["dcp"], key)
+        most = max(workers for workers, _ in own)
+        ranks, value = points[-1]
+        guessed = [points[-1], (most, value * most / ranks)]
+        lines += [("peer", "", points), ("guess", "DCP, in proportion", guessed)]
+    return lines
 
 
 def _points(entries: Sequence[dict[str, Any]], key: str) -> list[tuple[float, float]]:
@@ -148,22 +106,21 @@ def _draw(left: int, top: int, title: str, note: str, unit: str, lines: Sequence
         up = (math.log10(y) - low) / (high - low)
         return left + _LEFT + width * across, top + _TOP + height * (1 - up)
 
-    yield f'<text class="title" x="{left + 8}" y="{top + 16}">{escape(title)}</text>'
-    yield f'<text class="note" x="{left + 8}" y="{top + 32}">{escape(note)}</text>'
+    yield from write_head(left, top, title, note)
     for power in range(low, high + 1):
         x, y = at(10**first, 10**power)
         yield f'<line class="grid" x1="{x:.1f}" x2="{x + width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
         label = _seconds(10**power) if unit == "s" else _bytes(10**power)
-        yield f'<text class="note" x="{x - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+        yield write(f"{x - 6:.1f}", f"{y + 4:.1f}", label, "note", "end")
     for workers in sorted({x for _, _, some in lines[:1] for x, _ in some}):
         x, y = at(workers, 10**low)
-        yield f'<text class="note" x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{workers:,.0f}</text>'
+        yield write(f"{x:.1f}", f"{y + 16:.1f}", f"{workers:,.0f}", "note", "middle")
     for kind, name, some in lines:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in some))
         yield f'<polyline class="{kind}" points="{path}"/>'
         if name:
             x, y = at(*some[-1])
-            yield f'<text class="note" x="{x + 5:.1f}" y="{y + 4:.1f}">{escape(name)}</text>'
+            yield write(f"{x + 5:.1f}", f"{y + 4:.1f}", name, "note")
 
 
 def _seconds(seconds: float) -> str:
@@ -177,3 +134,21 @@ def _bytes(size_bytes: float) -> str:
         if size_bytes >= unit:
             return f"{size_bytes / unit:.3g} {name}"
     return f"{size_bytes:.0f} B"
+
+
+_COLUMNS: Final = (
+    ("Training thread, sharded", "own", "sharded_training_seconds", _seconds),
+    ("replicated", "own", "replicated_training_seconds", _seconds),
+    ("Index", "own", "sharded_index_bytes", _bytes),
+    ("Leader", "own", "leader_seconds", _seconds),
+    ("gathered", "own", "gathered_bytes", _bytes),
+    ("requests", "own", "requests", "{:,.0f}".format),
+    ("Manifest", "own", "metadata_bytes", _bytes),
+    ("Restore reads", "own", "reader_bytes", _bytes),
+    ("in", "own", "reader_seconds", _seconds),
+    ("DCP: coordinator", "peer", "leader_seconds", _seconds),
+    ("gathered", "peer", "gathered_bytes", _bytes),
+    ("`.metadata`", "peer", "metadata_bytes", _bytes),
+    ("read in", "peer", "reader_seconds", _seconds),
+)
+"""The columns of the table: title, whose figure it is, its name, and how it is written."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.planning`: planning a save with up to many thousand workers, beside torch's DCP.
+"""`python -m benchmarks.planning`: planning a save with up to many thousand workers, and as torch's DCP does.
 
 Everything runs in one process, with the code that a job would run; the network is not counted, but what would go over
 it is. The figures go to `docs/internals/scale.json`, and the picture beside it.
@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import click
 
-from benchmarks.planning_job import measure_leader, measure_worker
-from benchmarks.planning_picture import render_scale, render_table
+from benchmarks.planning.job import measure_leader, measure_worker
+from benchmarks.planning.page import render_scale, render_table
 
-_DOCS: Final = Path(__file__).parent.parent / "docs" / "internals"
+_DOCS: Final = Path(__file__).parent.parent.parent / "docs" / "internals"
 _WORKERS: Final = (8, 32, 128, 512, 2048, 4096, 16_384)
 _DCP_RANKS: Final = (8, 32, 128, 256)
 
@@ -74,7 +74,7 @@ def _measure(
         say(f"holdfast, {count} workers: leader {figures['leader_seconds']:.3f} s")
     peers = []
     for count in dcp_ranks:
-        from benchmarks.planning_dcp import measure_dcp
+        from benchmarks.planning.dcp import measure_dcp
 
         with tempfile.TemporaryDirectory(prefix=".planning-", dir=docs) as place:
             peers.append({"workers": count, **measure_dcp(count, tensors, Path(place))})

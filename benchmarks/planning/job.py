@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 
 import holdfast as hf
+from benchmarks.planning import COLUMNS, ROWS
 from holdfast.catalog import StoredRun
 from holdfast.catalog.publish import Receipts
 from holdfast.format.digests import digest, seal
@@ -29,20 +31,12 @@ from holdfast.save.writer import make_index, take_digests
 from holdfast.state import CaptureCache, capture_objects
 from holdfast.storage import LocalStorage
 
-ROWS = 4
-COLUMNS = 8
-
-
 _PART: Final = {"references": (), "features": (SHARDS,), "groups": []}
 """What a worker that refers to nothing and holds nothing that others hold says beside its own record."""
 
 
-class OneStore:
-    """A job's store of keys and values as a dict of this process; it counts what is asked of it.
-
-    Attributes:
-        calls: How many requests there were.
-    """
+class _OneStore:
+    """A job's cluster whose store is a dict of this process; it counts the requests for values."""
 
     def __init__(self, world_size: int) -> None:
         self.rank = 0
@@ -51,44 +45,37 @@ class OneStore:
         self.incarnation = f"planning-{world_size}"
         self.calls = 0
         self.values: dict[str, bytes] = {}
-        self._counters: dict[str, int] = {}
+        self._counters: Counter[str] = Counter()
 
     def node_of(self, rank: int) -> str:
-        """Where a worker runs."""
         return f"node-{rank}"
 
     def set(self, key: str, value: bytes) -> None:
-        """Lets a key hold a value."""
         self.calls += 1
         self.values[key] = value
 
     def set_once(self, key: str, value: bytes) -> bytes:
-        """Lets a key hold a value, unless it holds one."""
         self.calls += 1
         return self.values.setdefault(key, value)
 
     def try_get(self, key: str) -> bytes | None:
-        """The value of a key, if it holds one."""
         self.calls += 1
         return self.values.get(key)
 
     def wait_get(self, key: str, timeout_seconds: float) -> bytes:
-        """The value of a key, which is there."""
         self.calls += 1
         return self.values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter."""
-        self._counters[key] = self._counters.get(key, 0) + amount
+        self._counters[key] += amount
         return self._counters[key]
 
     def delete(self, key: str) -> None:
-        """Forgets a key."""
         self.calls += 1
         self.values.pop(key, None)
 
     def close(self) -> None:
-        """Nothing is held."""
+        return
 
 
 def make_state(rank: int, workers: int, tensors: int, *, sharded: bool) -> dict[str, Any]:
@@ -120,13 +107,10 @@ def measure_worker(workers: int, tensors: int, rounds: int, *, sharded: bool) ->
         staging = stager.stage(captured, step)
         times.append(time.perf_counter() - begun_at)
     pool.run(staging.copies_now())
-    begun_at = time.perf_counter()
     spans = take_digests(staging.snapshot, pool)
     index = seal(make_index(staging.snapshot, staging.snapshot.layout, StepName(1, 1), spans))
     return {
         "training_seconds": median(times[1:]),
-        "first_seconds": times[0],
-        "index_seconds": time.perf_counter() - begun_at,
         "index_bytes": len(index),
         "written": len(staging.snapshot.layout.places),
     }
@@ -141,7 +125,7 @@ def measure_leader(workers: int, tensors: int, rounds: int, directory: Path) -> 
     sees that all have left, and cleans up.
     """
     storage = LocalStorage(directory)
-    store = OneStore(workers)
+    store = _OneStore(workers)
     participant = JointParticipant(store, closes=False, liveness_seconds=3600.0, timeout_seconds=600.0)
     peers = participant.peers
     joint = JointRunWriter(RunWriter(storage, All(), reuse_space=False), storage, participant, lambda event: None)
