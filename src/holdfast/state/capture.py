@@ -36,8 +36,8 @@ from holdfast.state.own import Scope, ShardOwnership
 from holdfast.state.registry import (
     NodeParts,
     adapter_of,
-    backend_of_type,
     find_stateful,
+    group_by_library,
     is_array_type,
     is_code,
     is_made_of_tensors,
@@ -45,7 +45,6 @@ from holdfast.state.registry import (
     list_members,
     name_live,
     node_parts,
-    sharder_of_type,
 )
 
 
@@ -159,6 +158,7 @@ class _Capturing(Encoder):
         """Encodes what was left to the end, and returns all that was captured; nothing of it is held."""
         for encode in self._left:
             encode()
+        self._left.clear()  # They refer to this: arrays would stay until the next garbage collection.
         own = [name for name, obj in self._context.objects.items() if is_per_worker(obj)]
         return self._leaves.captured(skeletons, own)
 
@@ -200,15 +200,11 @@ class _Capturing(Encoder):
 
     def _encode_run(self, places: list[int], nodes: list[Any], path_of: Callable[[int], str]) -> None:
         """Replaces the arrays in those places by their nodes."""
-        groups: dict[object, list[int]] = {}
-        for place in places:
-            cls = type(nodes[place])
-            groups.setdefault(sharder_of_type(cls) or backend_of_type(cls), []).append(place)
-        for own in groups.values():
-            paths = map(path_of, own)
-            made = self._leaves.add([nodes[place] for place in own], list(paths).__getitem__)
-            for place, node in zip(own, made, strict=True):
-                nodes[place] = node
+        arrays, paths = [nodes[place] for place in places], list(map(path_of, places))
+        for _, own in group_by_library(arrays) if places else ():
+            made = self._leaves.add([arrays[row] for row in own], [paths[row] for row in own].__getitem__)
+            for row, node in zip(own, made, strict=True):
+                nodes[places[row]] = node
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
         """Returns the node of an object with state."""

@@ -6,7 +6,7 @@ That takes a fraction of the time that inspecting each takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import accumulate, chain, compress
+from itertools import accumulate, chain
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from holdfast.format.codecs import is_namedtuple, name_of
 from holdfast.format.encoding import escape
 from holdfast.format.scalars import Node, is_text, tagged
 from holdfast.state.leaves import Pieces
-from holdfast.state.registry import backend_of_type, sharder_of_type
+from holdfast.state.registry import group_by_library, sharder_of_type
 
 
 class ArrayLook(NamedTuple):
@@ -38,21 +38,20 @@ class ArrayLook(NamedTuple):
 
 def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
     """Inspects many arrays of any libraries; returns None if there is no faster way than one by one."""
-    kinds = list(map(type, arrays))
-    handlers = {kind: sharder_of_type(kind) or backend_of_type(kind) for kind in dict.fromkeys(kinds)}
-    distinct = list({id(handler): handler for handler in handlers.values()}.values())
-    if len(distinct) == 1:
-        return _look_at_some(arrays, distinct[0])
-    if not distinct:
+    if not arrays:
         return ArrayLook((), (), (), (), ())
-    numbers = {kind: distinct.index(handler) for kind, handler in handlers.items()}
-    which = list(map(numbers.__getitem__, kinds))
+    groups = group_by_library(arrays)
+    if len(groups) == 1:
+        return _look_at_some(arrays, groups[0][0])
+    which = [0] * len(arrays)
     parts: list[ArrayLook] = []
-    for number, handler in enumerate(distinct):
-        look = _look_at_some(list(compress(arrays, map(number.__eq__, which))), handler)
+    for number, (handler, places) in enumerate(groups):
+        look = _look_at_some([arrays[place] for place in places], handler)
         if look is None:
             return None
         parts.append(look)
+        for place in places:
+            which[place] = number
     begins = accumulate((len(part.bases) for part in parts), initial=0)
     firsts = [iter([begin + first for first in part.firsts]) for part, begin in zip(parts, begins, strict=False)]
     keys = [iter(part.keys) for part in parts]

@@ -12,6 +12,7 @@ import msgspec
 from holdfast.errors import UnsupportedValueError
 from holdfast.format.encoding import unsupported
 from holdfast.format.index import BoxRecord, ElsewhereRecord
+from holdfast.format.records import Worker
 from holdfast.format.scalars import Node
 from holdfast.format.shapes import Box, StridesRecord
 from holdfast.state.describe import ArrayLook
@@ -117,9 +118,8 @@ class KnownArrays:
     Two are the same only if they begin with the same memory, so that only such ones are compared in full.
     """
 
-    def __init__(self, memory_of: Callable[[Any], Hashable]) -> None:
-        """Takes what returns the library and memory of an array."""
-        self._memory_of = memory_of
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         # The first array at each place. The arrays are kept, or another one might get the place of one that is gone.
         self._firsts: dict[int, tuple[Any, CapturedLeaf]] = {}
         self._others: dict[Hashable, tuple[Any, CapturedLeaf]] = {}
@@ -131,7 +131,7 @@ class KnownArrays:
             self._firsts.update(added)
             return
         for key, array, leaf in zip(keys, arrays, written, strict=True):
-            memory = self._memory_of(array)
+            memory = self.identify(array)[1]
             if self.find(key, memory) is None:
                 self.note(key, memory, array, leaf)
 
@@ -152,7 +152,18 @@ class KnownArrays:
         other = self._others.get(memory)
         if other is not None:
             return other[1]
-        return first[1] if self._memory_of(first[0]) == memory else None
+        return first[1] if self.identify(first[0])[1] == memory else None
+
+    def identify(self, array: Any) -> tuple[int, tuple[str, Hashable]]:
+        """Returns where an array begins, and its library and memory."""
+        sharder = sharder_of_type(type(array))
+        if sharder is not None:
+            (look,) = sharder.look([array], str, self._worker)
+            return look.key, (look.backend.name, look.memory)
+        backend = backend_of(array)
+        assert backend is not None  # It was found to be an array.
+        facts = backend.describe([array])
+        return facts.keys[0], (backend.name, facts.memory(0))
 
     def by_identity(self) -> dict[int, CapturedLeaf]:
         """Returns the results for all arrays that were met, by their identities."""
@@ -171,7 +182,7 @@ class LeafTable:
     def __init__(self, sharing: ShardOwnership) -> None:
         self.sharing = sharing
         self.names: set[str] = set()
-        self._known = KnownArrays(lambda array: self._identify(array)[1])
+        self._known = KnownArrays(sharing.worker)
         self.notes_each = False
         self._columns = Captured([], [], [], [], [], {})
         # For each leaf's array the array of the program that it comes from, and how; None for those of `replay`.
@@ -303,17 +314,6 @@ class LeafTable:
         self._new.add(name)
         return name
 
-    def _identify(self, array: Any) -> tuple[int, tuple[str, Hashable]]:
-        """Returns where an array begins, and its library and memory."""
-        sharder = sharder_of_type(type(array))
-        if sharder is not None:
-            (look,) = sharder.look([array], str, self.sharing.worker)
-            return look.key, (look.backend.name, look.memory)
-        backend = backend_of(array)
-        assert backend is not None  # It was found to be an array.
-        facts = backend.describe([array])
-        return facts.keys[0], (backend.name, facts.memory(0))
-
     def find_held(self, arrays: list[Any]) -> set[int]:
         """Returns the leaves whose memory one of the arrays shows in the same form, by number."""
         known = self._known.by_identity()
@@ -324,7 +324,7 @@ class LeafTable:
             if is_made_of_tensors(type(array)):
                 others += [part for _, part in parts_of(array)]
             elif sharder_of_type(type(array)) is not None or backend_of(array) is not None:
-                found.append(self._known.find(*self._identify(array)))
+                found.append(self._known.find(*self._known.identify(array)))
         return set(chain.from_iterable(map(_places, filter(None, found))))
 
     def mark(self) -> tuple[int, ...]:

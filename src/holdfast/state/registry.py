@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import importlib
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
@@ -158,6 +158,18 @@ def backend_of_type(cls: type) -> ArrayBackend | None:
     """Returns the library of a type of arrays, or None."""
     found = _handler(cls)
     return None if found is None or isinstance(found, Adapter) else found
+
+
+def group_by_library(values: Sequence[Any]) -> list[tuple[ArrayBackend | Sharder | None, Sequence[int]]]:
+    """Returns each library, or kind of sharded arrays, with the places of its arrays; None for other values."""
+    kinds = list(map(type, values))
+    handlers = {cls: sharder_of_type(cls) or backend_of_type(cls) for cls in dict.fromkeys(kinds)}
+    if len(set(map(id, handlers.values()))) == 1:
+        return [(handlers[kinds[0]], range(len(kinds)))]
+    groups: dict[int, list[int]] = {}
+    for place, cls in enumerate(kinds):
+        groups.setdefault(id(handlers[cls]), []).append(place)
+    return [(handlers[kinds[places[0]]], places) for places in groups.values()]
 
 
 def is_array_type(cls: type) -> bool:

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, repeat
+from itertools import repeat
 from operator import is_, itemgetter
 from typing import Any, Final
 
@@ -29,9 +29,10 @@ from holdfast.format.decoding import (
     find_tags,
     malformed,
 )
-from holdfast.format.encoding import MAX_DEPTH, Encoder, escape, path_part
+from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
 from holdfast.format.records import ALONE, Worker
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, TREE, Adapter, CaptureContext, Rules
+from holdfast.state.describe import split_rows
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
 from holdfast.state.match.forms import (
     NO_FORM,
@@ -216,34 +217,32 @@ class Comparison(Decoder):
         if kinds or tags or cls is None:
             return None
         rows = [node.get("v") for node in nodes if len(node) == 2] if cls is tuple else nodes
-        keys: list[Any] = list(rows[0]) if cls is dict else []
-        if any(type(key) is not str or key[:1] == "$" for key in keys):
+        present = list(live) if isinstance(live, (list, tuple, collections.deque)) else []
+        if len(rows) < len(nodes) or not {list, dict}.issuperset(map(type, rows)) or len(present) > len(nodes):
             return None
-        if cls is dict:
-            rows = [list(row.values()) for row in rows if list(row) == keys]
-        if len(rows) < len(nodes) or set(map(type, rows)) != {list} or len(set(map(len, rows))) > 1 or not rows[0]:
+        stored, own = split_rows(rows), split_rows(present) if present else None
+        if stored.cls is None or (own is not None and (own.cls, own.keys) != (cls, stored.keys)):
             return None
-        width = len(rows[0])
-        present = list(live)[: len(rows)] if isinstance(live, (list, tuple, collections.deque)) else []
-        if not {cls}.issuperset(map(type, present)) or not {width}.issuperset(map(len, present)):
-            return None
-        if (cls is dict and any(list(row) != keys for row in present)) or len(present) < len(live or ()):
-            return None
-        beyond = ABSENT if present or live is ABSENT else UNFILLED
-        lives = [*chain.from_iterable(row.values() if cls is dict else row for row in present)]
-        lives += repeat(beyond, width * (len(rows) - len(present)))
-        names = [path_part(key, number) for number, key in enumerate(keys or range(width))]
-        parts = [*chain.from_iterable(rows)]
-        values = list(self.parts(parts, lives, lambda at: f"{path}/{at // width}/{names[at % width]}", depth + 1))
+        width, beyond = len(stored.keys), ABSENT if present or live is ABSENT else UNFILLED
+        lives = [] if own is None else own.values
+        lives += repeat(beyond, width * (len(nodes) - len(present)))
+        values = list(self.parts(stored.values, lives, stored.name_paths(path), depth + 1))
+        made: list[Any] = stored.join(values)
         if id(ABSENT) in set(map(id, values)):
-            return None
-        made = [values[first : first + width] for first in range(0, len(values), width)]
-        if cls is list:
+            # They are left out, where there is no live row.
+            made = [
+                {key: part for key, part in row.items() if part is not ABSENT}
+                if cls is dict
+                else [part for part in row if part is not ABSENT]
+                for row in made
+            ]
+        if cls is not tuple:
             return made
-        if cls is dict:
-            return [dict(zip(keys, row, strict=True)) for row in made]
         # A row that stays as it is need not be compared again.
-        kept = [old if all(map(is_, row, old)) else tuple(row) for row, old in zip(made, present, strict=False)]
+        kept = [
+            old if len(row) == len(old) and all(map(is_, row, old)) else tuple(row)
+            for row, old in zip(made, present, strict=False)
+        ]
         return kept + list(map(tuple, made[len(kept) :]))
 
     def _decode_whole(self, node: Any, live: Any, path: str, depth: int) -> Any:

@@ -28,7 +28,7 @@ from holdfast.state.leaves import (
     list_whole,
     spec_of,
 )
-from holdfast.state.registry import backend_named, backend_of, backend_of_type, sharder_of_type
+from holdfast.state.registry import backend_named, backend_of, group_by_library, sharder_of_type
 
 _Key: TypeAlias = str | tuple[str, Box]
 """A leaf, or a box that is a part of it."""
@@ -132,18 +132,13 @@ class RestoreTargets:
         Raises:
             UnsupportedValueError: If a live array has a form that cannot be filled, or no similar one can be created.
         """
-        kinds = list(map(type, wanted.lives))
-        handlers = {cls: sharder_of_type(cls) or backend_of_type(cls) for cls in dict.fromkeys(kinds)}
-        groups: dict[int, list[int]] = {}
-        if len(set(map(id, handlers.values()))) == 1:
-            return self._take_alike(wanted, handlers[kinds[0]], at)
-        for number, cls in enumerate(kinds):
-            groups.setdefault(id(handlers[cls]), []).append(number)
-        found: list[Any] = [None] * len(kinds)
-        for numbers in groups.values():
-            arrays = self._take_alike(wanted.pick(numbers), handlers[kinds[numbers[0]]], at)
-            for number, array in zip(numbers, arrays, strict=True):
-                found[number] = array
+        groups = group_by_library(wanted.lives)
+        if len(groups) == 1:
+            return self._take_alike(wanted, groups[0][0], at)
+        found: list[Any] = [None] * len(wanted.lives)
+        for handler, places in groups:
+            for place, array in zip(places, self._take_alike(wanted.pick(places), handler, at), strict=True):
+                found[place] = array
         return found
 
     def _take_alike(self, wanted: References, handler: Any, at: At) -> list[Any]:
