@@ -60,7 +60,7 @@ test-frameworks: $(FRAMEWORKS_VENV)/ready
 
 # TensorFlow as the backend of Keras: the environment of the comparisons has it.
 test-tensorflow: $(BENCH_VENV)/ready
-	$(BENCH_VENV)/bin/pytest tests/frameworks/test_keras.py -k tensorflow -n $(WORKERS) --dist worksteal
+	$(BENCH_VENV)/bin/pytest tests/frameworks/test_keras.py tests/frameworks/test_contract.py -k tensorflow -n $(WORKERS) --dist worksteal
 
 # The same with the oldest supported version of each package: about 7 GB, as the oldest torch comes with CUDA only. A test
 # of what an old version lacks is skipped, with the reason. The docs and the comparisons are for the newest.

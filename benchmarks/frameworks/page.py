@@ -162,7 +162,7 @@ def _saves(results: Results) -> Iterator[str]:
                 f"{framework.title}: a bare copy of these bytes into touched memory took "
                 f"{show_spread(limits['copy'])} s, a bare direct write {show_spread(limits['write'])} s.\n"
             )
-    rows = []
+    rows: list[list[str]] = []
     for name, framework in FRAMEWORKS.items():
         for way in framework.ways:
             rows += _rows(results, framework.title, name, way, way, _SAVES)
@@ -179,7 +179,7 @@ def _restarts(results: Results) -> Iterator[str]:
         "BackupAndRestore of Keras begins the epoch again. Orbax keeps no place in the data; its loop passes over "
         "batches.\n"
     )
-    rows = []
+    rows: list[list[str]] = []
     for name, framework in FRAMEWORKS.items():
         for is_stream in (False, True):
             for way in (NOTHING, *framework.ways):

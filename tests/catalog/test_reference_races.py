@@ -17,8 +17,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.catalog import StoredRun
-from holdfast.catalog.removal import RemovalPlan, Removed, carry_out
-from holdfast.catalog.survey import survey_run
+from holdfast.catalog.survey import RemovalPlan, Removed, carry_out, survey_run
 from holdfast.cli.target import Contents, RunTarget, read_checkpoint
 from holdfast.cluster import Cluster
 from holdfast.errors import HoldfastError, NoCheckpointError, NoWholeCheckpointError, PeerError, SaveFailedError

@@ -13,8 +13,7 @@ import pytest
 import holdfast as hf
 from command_line import DATA, INDEX, call, call_json, complaint, flip_bit, lines_of, show_on_terminal
 from holdfast.catalog import StoredRun
-from holdfast.catalog.removal import Wishes, check_unchanged, plan_removals
-from holdfast.catalog.survey import survey_run
+from holdfast.catalog.survey import Wishes, check_unchanged, plan_removals, survey_run
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.errors import StorageError
 from holdfast.format.digests import seal

@@ -21,7 +21,6 @@ from holdfast.cluster.connection_pool import ConnectionPool
 from holdfast.cluster.discover import describe_lone_task
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox, Watch
-from holdfast.cluster.membership import Joining, name_ranks
 from holdfast.cluster.peers import Failure, Peers
 from holdfast.cluster.polling import (
     CALLS_PER_SECOND,
@@ -33,7 +32,8 @@ from holdfast.cluster.polling import (
     Backoff,
     poll,
 )
-from holdfast.cluster.protocol import Cluster
+from holdfast.cluster.protocol import Cluster, name_ranks
+from holdfast.cluster.store import Joining
 from holdfast.errors import AbsentError, ClosedError, ClusterError, HoldfastError, PeerError, UsageError
 from holdfast.events import Event, Warned
 from holdfast.testing.cluster_scenarios import gather, rendezvous

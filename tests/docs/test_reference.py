@@ -33,8 +33,16 @@ DCP: Final = {
 }
 FOR_HOLDFAST: Final[dict[str, set[str]]] = {
     "Resumable": {
-        *("on_init_end", "on_train_begin", "on_epoch_begin", "on_epoch_end", "on_log", "on_prediction_step"),
-        *("setup", "teardown", "on_exception", "on_validation_batch_start", "on_validation_end", "set_model"),
+        *(
+            "on_init_end",
+            "on_train_begin",
+            "setup",
+            "teardown",
+            "on_exception",
+            "on_validation_batch_start",
+            "on_validation_end",
+            "set_model",
+        ),
         "on_train_batch_end",
     },
     "HoldfastCheckpointIO": {"save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"},

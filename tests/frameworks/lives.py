@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
@@ -10,14 +11,31 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
 
 import patience
 import preloaded
 from places import EXAMPLES
 
 PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> Iterator[None]:
+    """JAX compiles what the processes of a file train once."""
+    with tempfile.TemporaryDirectory() as directory:
+        variables = {
+            "JAX_COMPILATION_CACHE_DIR": directory,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        with mock.patch.dict(os.environ, variables):
+            yield
 
 
 class Life:
@@ -39,15 +57,18 @@ class Life:
         self.last = ""
         # A file, so that nothing waits for it to be read.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it goes with this object
-        self.process = preloaded.Popen(
-            [sys.executable, PROGRAMS / program, *options],
-            preload=preload,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
-            start_new_session=True,
-        )
+        backend = {name: value for name, value in (variables or {}).items() if name == "KERAS_BACKEND"}
+        # The interpreter that is forked imports Keras, which looks at the variable then.
+        with mock.patch.dict(os.environ, backend):
+            popen: Any = functools.partial(preloaded.Popen, preload=preload) if preload else subprocess.Popen
+            self.process = popen(
+                [sys.executable, str(PROGRAMS / program), *map(str, options)],
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
+                start_new_session=True,
+            )
 
     def wait_steps(self, count: int, beginning: str = '{"step"') -> None:
         """Reads until so many steps are reported, or the program ends."""

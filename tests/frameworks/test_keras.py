@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from lives import compiled  # noqa: F401
 
 import preloaded
 from patience import PATIENCE_SECONDS, killed_after
@@ -48,19 +48,6 @@ if find_spec("keras") is None:
     pytest.skip("needs keras", allow_module_level=True)
 # Keras looks at it when it is imported, for the tests that need no process of their own.
 os.environ.setdefault("KERAS_BACKEND", "torch")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> Iterator[None]:
-    """JAX compiles what all these processes train once."""
-    with TemporaryDirectory() as directory:
-        variables = {
-            "JAX_COMPILATION_CACHE_DIR": directory,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        with mock.patch.dict(os.environ, variables):
-            yield
 
 
 def start(backend: str, program: str | Path, *arguments: object) -> subprocess.Popen[Any]:
@@ -95,7 +82,7 @@ def follow(
 
 
 def list_steps(lines: list[str]) -> list[str]:
-    return [line for line in lines if line.startswith("step")]
+    return [line for line in lines if line.startswith('{"step"')]
 
 
 def list_saved(directory: Path) -> list[tuple[int, dict[str, float]]]:
@@ -112,59 +99,6 @@ def train_without(backend: str, case: str) -> tuple[str, ...]:
     assert code == 0, problems
     assert len(list_steps(lines)) == 36, problems
     return tuple(lines)
-
-
-@pytest.mark.parametrize(
-    ("backend", "case"),
-    [
-        ("torch", "dataset"),
-        ("torch", "arrays"),
-        ("jax", "arrays"),
-        pytest.param("tensorflow", "arrays", marks=NEEDS_TENSORFLOW),
-        pytest.param("tensorflow", "pipeline", marks=NEEDS_TENSORFLOW),
-    ],
-)
-def test_killed_five_times_a_fit_ends_the_same(backend: str, case: str, tmp_path: Path) -> None:
-    whole = train_without(backend, case)
-    seed = random.randrange(10**6)
-    chance = random.Random(seed)
-    seen: list[str] = []
-    for _ in range(5):
-        at = chance.randrange(2, 25)
-        process = start(backend, "keras_fit.py", tmp_path / "run", "--case", case)
-        lines, _, _ = follow(process, lambda lines, at=at: signal.SIGKILL if len(lines) == at else None)  # type: ignore[misc]
-        seen += lines
-    last, code, problems = follow(start(backend, "keras_fit.py", tmp_path / "run", "--case", case))
-    assert code == 0, problems
-    assert last[-1] == whole[-1], f"seed {seed}"
-    assert set(seen + last) <= set(whole), f"seed {seed}"
-    steps, left = list_steps(list(whole)), list_steps(last)
-    assert left == steps[len(steps) - len(left) :], f"seed {seed}"
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_fit_that_is_asked_to_leave_says_so_and_goes_on(backend: str, tmp_path: Path) -> None:
-    whole = train_without(backend, "dataset")
-    steps = list_steps(list(whole))
-    done: list[str] = []
-    # Twice in one evaluation, if the first signal is noticed in it: the results of its epoch have to come back each
-    # time. If it is noticed later, the next process begins with a step: until that first step is complete, it may leave
-    # at once, so it gets its signal after the second one.
-    for begin in ("step 1 2", "test 2 1", "", "step 4 5"):
-        process = start(backend, "keras_fit.py", tmp_path / "run")
-        lines, code, problems = follow(
-            process,
-            lambda lines, begin=begin: (  # type: ignore[misc]
-                signal.SIGTERM if (lines[-1].startswith(begin) if begin else len(lines) == 1) else None
-            ),
-        )
-        assert code == 42, problems
-        done += list_steps(lines)
-        assert done == steps[: len(done)]
-    last, code, problems = follow(start(backend, "keras_fit.py", tmp_path / "run"))
-    assert code == 0, problems
-    assert done + list_steps(last) == steps
-    assert last[-1] == whole[-1]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +139,7 @@ def test_backup_resumes_after_its_batch(backend: str, freq: str, begins: range, 
     whole = train_without(backend, "dataset")
     arguments = (tmp_path / "run", "--backup", freq)
     process = start(backend, "keras_fit.py", *arguments)
-    follow(process, lambda lines: signal.SIGKILL if lines[-1].startswith("step 3 3") else None)
+    follow(process, lambda lines: signal.SIGKILL if lines[-1].startswith('{"step": "3 3"') else None)
     last, code, problems = follow(start(backend, "keras_fit.py", *arguments))
     assert code == 0, problems
     assert last[-1] == whole[-1]
@@ -218,7 +152,9 @@ def test_backup_resumes_after_its_batch(backend: str, freq: str, begins: range, 
 def test_a_backup_for_preemption_alone_is_taken_up(tmp_path: Path) -> None:
     arguments = (tmp_path / "run", "--backup", "0")
     process = start("torch", "keras_fit.py", *arguments)
-    first, code, problems = follow(process, lambda lines: signal.SIGTERM if lines[-1].startswith("step 1 2") else None)
+    first, code, problems = follow(
+        process, lambda lines: signal.SIGTERM if lines[-1].startswith('{"step": "1 2"') else None
+    )
     assert code == 42, problems
     last, code, problems = follow(start("torch", "keras_fit.py", *arguments))
     assert code == 0, problems
@@ -289,14 +225,14 @@ def test_a_disk_that_is_full_ends_no_fit(tmp_path: Path) -> None:
         filled: list[int] = []
 
         def fill(lines: list[str]) -> int | None:
-            if lines[-1].startswith("step 2 2"):
+            if lines[-1].startswith('{"step": "2 2"'):
                 with suppress(OSError), (place / "filler").open("wb", buffering=0) as file:
                     while True:
                         filled.append(file.write(bytes(4096)))
             return None
 
         lines, code, problems = follow(process, fill)
-        assert lines[-1].startswith("end"), problems
+        assert lines[-1].startswith('{"ended"'), problems
         assert code == 0, problems
         assert lines[-1] == train_without("torch", "dataset")[-1]
         assert filled
@@ -325,10 +261,6 @@ def test_bad_arguments_are_value_errors_of_keras(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=r"\w"):
             hf.keras.BackupAndRestore(**arguments)
-    with pytest.raises(ValueError, match="did you mean save_every"):
-        hf.keras.Resumable(tmp_path, save_evry=3)
-    with pytest.raises(ValueError, match="save_every must be a policy"):
-        hf.keras.Resumable(tmp_path, save_every=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="an object named model is already saved"):
         hf.keras.Resumable(tmp_path, model=1)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import PROGRAMS, Life, check_example, check_same, interrupt, live, live_together
+from lives import PROGRAMS, Life, check_same, interrupt, live, live_together
 
 import holdfast as hf
 import preloaded
@@ -60,13 +60,6 @@ def test_a_fit_that_is_killed_and_stopped_ends_as_an_untouched_one(tmp_path: Pat
     assert len(lives[-1].lines) + len(resumed.lines) < len(untouched.lines) + 2
 
 
-def test_five_kills_and_two_stops_leave_no_trace(tmp_path: Path) -> None:
-    untouched = fit(tmp_path / "untouched", "callbacks")
-    signals = [*[signal.SIGKILL] * 3, signal.SIGTERM, *[signal.SIGKILL] * 2, signal.SIGTERM]
-    lives = interrupt(lambda: begin(tmp_path / "other", "callbacks"), signals, 2, 8)
-    check_same([*lives, fit(tmp_path / "other", "callbacks")], untouched)
-
-
 def leave_in(validation: int, directory: Path, variant: str) -> Life:
     """A fit that is asked to leave in the first batch of the validation after so many steps."""
     life = begin(directory, variant, "-1", str(validation))
@@ -84,9 +77,7 @@ def find_last_validated(life: Life) -> tuple[int, int]:
     return int(step), int(batch)
 
 
-@pytest.mark.parametrize(
-    ("variant", "validations"), [("callbacks", (5, 30)), ("plateau", (9, 36)), ("shuffled", (7, 14))]
-)
+@pytest.mark.parametrize(("variant", "validations"), [("plateau", (9, 36)), ("shuffled", (7, 14))])
 def test_a_notice_in_validation_is_heard_at_the_next_batch_of_it(
     tmp_path: Path, variant: str, validations: tuple[int, ...]
 ) -> None:
@@ -103,19 +94,6 @@ def test_a_notice_in_the_sanity_check_ends_the_job_at_once(tmp_path: Path) -> No
     assert fit(tmp_path, "plain").lines
 
 
-@pytest.mark.parametrize("variant", ["ddp", "parallel"])
-def test_two_workers_that_are_killed_and_leave_end_as_if_untouched(tmp_path: Path, variant: str) -> None:
-    untouched = live_together(PROGRAM, tmp_path / "untouched", variant, preload=PRELOAD)
-    killed = live_together(PROGRAM, tmp_path / "killed", variant, preload=PRELOAD, kill_after=10)
-    left = live_together(PROGRAM, tmp_path / "killed", variant, "-1", "24", preload=PRELOAD, ends_with=42)
-    after = live_together(PROGRAM, tmp_path / "killed", variant, preload=PRELOAD)
-    for rank in range(2):
-        check_same([killed[rank], left[rank], after[rank]], untouched[rank])
-        assert left[rank].first_step() != untouched[rank].first_step()
-        assert find_last_validated(left[rank]) in [(24, batch) for batch in range(5)]
-    assert find_last_validated(left[0]) == find_last_validated(left[1])
-
-
 def test_a_fit_that_torchrun_starts_again_ends_as_if_untouched(tmp_path: Path) -> None:
     program = Path(torch.distributed.run.__file__)
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", str(PROGRAMS / PROGRAM)]
@@ -124,10 +102,6 @@ def test_a_fit_that_torchrun_starts_again_ends_as_if_untouched(tmp_path: Path) -
     untouched, killed = (Counter(re.findall(r"\{[^{}]*\}", "".join(life.lines))) for life in together)
     assert killed.keys() == untouched.keys()
     assert killed != untouched  # Steps since the last save were trained twice.
-
-
-def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    check_example("lightning_trainer.py", tmp_path, PRELOAD, "epoch")
 
 
 class Line(LightningModule):
@@ -257,22 +231,6 @@ def test_a_model_that_has_changed_is_refused_and_names_the_tensor(tmp_path: Path
     make_trainer(hf.lightning.Resumable(tmp_path / "run")).fit(Line(), make_loader())
     with pytest.raises(MismatchError, match=r"layer\.weight"):
         make_trainer(hf.lightning.Resumable(tmp_path / "run")).fit(Line(width=2), make_loader())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"save_every": 500}, "save_every"),
-        ({"save_evry": hf.Steps(5)}, "did you mean save_every"),
-        ({"keep": 3}, "keep"),
-        ({"preemption": "never"}, "preemption"),
-    ],
-)
-def test_wrong_arguments_are_errors_when_the_callback_is_made(
-    tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        hf.lightning.Resumable(tmp_path, **options)
 
 
 def test_a_trainer_with_two_of_them_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import Life, check_example, check_same, interrupt, live, live_together
+from lives import Life, check_same, live
 
 import holdfast as hf
 import preloaded
@@ -43,29 +43,9 @@ def begin(*options: str | Path, program: str | Path = PROGRAM) -> Life:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [(), ("--workers=2", "--accumulate=2", "--evaluate=steps", "--own-saves=3", "--ignore-data-skip")],
-    ids=["plain", "rich"],
-)
-def test_killed_at_any_moment_it_ends_as_an_untouched_run(tmp_path: Path, options: tuple[str, ...]) -> None:
-    untouched = train(tmp_path / "untouched", *options)
-    lives = interrupt(lambda: begin(tmp_path / "killed", *options), [signal.SIGKILL] * 5, 1, 8)
-    check_same([*lives, train(tmp_path / "killed", *options)], untouched)
-
-
-def test_asked_to_leave_twice_it_trains_no_step_again(tmp_path: Path) -> None:
-    untouched = train(tmp_path / "untouched")
-    lives = interrupt(lambda: begin(tmp_path / "asked"), [signal.SIGTERM] * 2, 3, 10)
-    lives.append(train(tmp_path / "asked"))
-    check_same(lives, untouched)
-    steps_told = [line for life in lives for line in life.lines if line.startswith('{"step"')]
-    assert len(steps_told) == len(set(steps_told)) == 42
-
-
-@pytest.mark.parametrize(
     ("options", "evaluations"),
-    [((), (14, 42)), (("--evaluate=steps", "--accumulate=2"), (5, 20)), (("--evaluate=steps", "--patience=2"), (20,))],
-    ids=["epochs", "steps", "stopping"],
+    [(("--evaluate=steps", "--accumulate=2"), (5, 20)), (("--evaluate=steps", "--patience=2"), (20,))],
+    ids=["steps", "stopping"],
 )
 def test_a_notice_in_an_evaluation_is_heard_at_the_next_batch_of_it(
     tmp_path: Path, options: tuple[str, ...], evaluations: tuple[int, ...]
@@ -80,21 +60,6 @@ def test_a_notice_in_an_evaluation_is_heard_at_the_next_batch_of_it(
     check_same(lives, untouched)
     steps_told = [line for life in lives for line in life.lines if line.startswith('{"step"')]
     assert len(steps_told) == len(set(steps_told))
-
-
-@pytest.mark.parametrize("options", [(), ("--fsdp",)], ids=["DDP", "FSDP2"])
-def test_two_workers_that_are_killed_and_leave_end_as_if_untouched(tmp_path: Path, options: tuple[str, ...]) -> None:
-    untouched = live_together(PROGRAM, tmp_path / "untouched", *options, preload=PRELOAD)
-    states = {json.loads(life.first_step())["parameters"] for life in untouched}
-    assert len(states) == (2 if options else 1)
-    killed = live_together(PROGRAM, tmp_path / "killed", *options, preload=PRELOAD, kill_after=10)
-    asked = (*options, "--leaves-in=14")
-    left = live_together(PROGRAM, tmp_path / "killed", *asked, preload=PRELOAD, ends_with=42)
-    after = live_together(PROGRAM, tmp_path / "killed", *options, preload=PRELOAD)
-    for rank in range(2):
-        check_same([killed[rank], left[rank], after[rank]], untouched[rank])
-        assert left[rank].first_step() != untouched[rank].first_step()
-        assert find_last_evaluated(left[rank]) in [(14, 1), (14, 2)]
 
 
 def test_a_training_that_has_ended_trains_nothing_when_it_is_begun_again(tmp_path: Path) -> None:
@@ -116,10 +81,6 @@ def test_a_training_that_was_stopped_early_stays_so(tmp_path: Path) -> None:
     again = train(tmp_path, *options)
     assert not [line for line in again.lines if line.startswith('{"step"')]
     assert again.lines[-1] == first.lines[-1]
-
-
-def test_the_example_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    check_example("transformers_trainer.py", tmp_path, PRELOAD, "{'loss'")
 
 
 def test_a_second_call_of_train_is_left_alone_with_a_warning(tmp_path: Path) -> None:
@@ -167,8 +128,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("no policy", "UsageError: save_every must be a policy such as hf.Steps(500), got int 500"),
-        ("misspelt", "did you mean save_every"),
         ("kept already", "UsageError: an object named model is already saved"),
         ("DeepSpeed", "UnsupportedValueError: training with accelerate's DEEPSPEED cannot be saved"),
         ("FSDP1", "UnsupportedValueError: FSDP1 cannot be saved: each worker holds a flat piece of the parameters"),
@@ -182,7 +141,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         ("loop, FSDP1", "UnsupportedValueError: FSDP1 cannot be saved: each worker holds a flat piece"),
         ("loop, tensor parallel", "UnsupportedValueError: a parallelism_config with tp_size=2 splits the model"),
         ("loop, prepared nothing", "UsageError: the accelerator has not prepared anything yet"),
-        ("loop, misspelt", "UsageError: save_evry is not an option of resumable"),
         ("loop, prepared name", "UsageError: an object named model is already saved"),
     ],
     ids=lambda value: value.split(":")[0],
@@ -260,15 +218,6 @@ def test_a_frozen_base_is_written_once_with_incremental(tmp_path: Path) -> None:
     sizes = [each.stat().st_size for each in sorted((tmp_path / "run").glob("step-*/data-*"))]
     assert len(sizes) == 3
     assert max(sizes[1:]) < sizes[0] / 2
-
-
-def test_loss_with_unnamed_parameters_resumes(tmp_path: Path) -> None:
-    untouched = live("own_loss.py", tmp_path / "untouched", "trainer", "1", preload=PRELOAD)
-    killed = Life("own_loss.py", tmp_path / "killed", "trainer", "1", preload=PRELOAD)
-    killed.wait_steps(4)
-    killed.send(signal.SIGKILL)
-    killed.end()
-    check_same([killed, live("own_loss.py", tmp_path / "killed", "trainer", "2", preload=PRELOAD)], untouched)
 
 
 def test_a_reference_that_follows_and_a_window_of_generated_inputs_go_on(tmp_path: Path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.catalog.listing import Catalog, describe_lost, describe_steps, make_lost_error
 from holdfast.catalog.openers import RunLock, find_owner, is_own
-from holdfast.catalog.stored_run import StoredRun
+from holdfast.catalog.stored_run import Catalog, StoredRun, describe_lost, describe_steps, make_lost_error
 from holdfast.catalog.stored_step import StoredStep
 
 __all__ = [

@@ -12,9 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.catalog.listing import Catalog
 from holdfast.catalog.openers import RunLock, is_own
-from holdfast.catalog.stored_run import StoredRun, name_opener
+from holdfast.catalog.stored_run import Catalog, StoredRun, name_opener
 from holdfast.catalog.stored_step import remove_own_files
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.format.names import (

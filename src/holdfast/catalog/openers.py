@@ -26,20 +26,9 @@ from holdfast.storage import Storage
 _PROC: Final = Path("/proc")
 
 
-def describe_process(token: str) -> dict[str, Any]:
-    """Returns the fields of an `Opener` for this process, now."""
-    return {"token": token, "opened_at_unix_seconds": time.time(), **_identify(os.getpid())}
-
-
 def is_own(opener: Opener) -> bool:
     """Returns True if this process is the opener. Containers may have one host name, and each its process 1."""
-    return all(getattr(opener, name) == value for name, value in _identify(os.getpid()).items())
-
-
-def _is_alive(opener: Opener) -> bool:
-    """Returns True if the opener is alive, as far as that can be seen from here, and not a later process."""
-    known = _identify(os.getpid()) | {"process": opener.process, "started_at_ticks": _find_start(str(opener.process))}
-    return bool(opener.started_at_ticks) and all(getattr(opener, name) == value for name, value in known.items())
+    return all(getattr(opener, name) == value for name, value in identify(os.getpid()).items())
 
 
 TAKE_OVER: Final = "HOLDFAST_TAKE_OVER"
@@ -175,8 +164,11 @@ def _find_process(storage: Storage, descriptor: int, own: Collection[int]) -> st
     """
     directory = os.fstat(descriptor)
     found = [int(number) for number in _list_numbers(_PROC) if _has_lock(_PROC / number, directory)]
-    if not found and (opening := _find_newest(storage)) is not None and _is_alive(opening):
-        found = [opening.process]
+    if not found and (opening := _find_newest(storage)) is not None and opening.started_at_ticks:
+        # Alive, as far as that can be seen from here, and not a later process.
+        started = {"process": opening.process, "started_at_ticks": _find_start(str(opening.process))}
+        known = identify(os.getpid()) | started
+        found = [opening.process] * all(getattr(opening, name) == value for name, value in known.items())
     return next((f"process {number} on {socket.gethostname()}" for number in found if number not in own), "")
 
 
@@ -194,7 +186,7 @@ def _describe_other(storage: Storage, found: str, is_free: bool) -> str:
     """Returns the job that a run is taken over from; empty if it is known to have ended, or wrote long ago."""
     opening, ago = _find_newest(storage), _find_last_write(storage, 1e9 if found else _RECENT_SECONDS)
     if not found and ago and opening is not None and not is_own(opening):
-        is_here = is_free and opening.boot_id == _identify(os.getpid())["boot_id"]  # Then it has ended.
+        is_here = is_free and opening.boot_id == identify(os.getpid())["boot_id"]  # Then it has ended.
         found = "" if is_here else f"process {opening.process} on {opening.host}"
     return f"{found}, last wrote {ago} ago" if found and ago else found
 
@@ -228,16 +220,18 @@ def make_gone_error(url: str, generation: int) -> StorageError:
 
 
 @lru_cache(maxsize=1)
-def _identify(process: int) -> dict[str, Any]:
+def identify(process: int) -> dict[str, Any]:
     """Returns what identifies this process; the parts that the system does not give are empty."""
-    boot_id = ""
+    boot_id = namespace = ""
     with suppress(OSError):
         boot_id = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        namespace = os.readlink(_PROC / "self/ns/pid")  # noqa: PTH115  It is no path.
     return {
         "host": socket.gethostname(),
         "process": process,
         "boot_id": boot_id,
-        "pid_namespace": _read_namespace("self"),
+        "pid_namespace": namespace,
         "started_at_ticks": _find_start("self"),
     }
 
@@ -246,12 +240,6 @@ def _list_numbers(directory: Path) -> list[str]:
     with suppress(OSError):
         return [*filter(str.isdigit, os.listdir(directory))]  # noqa: PTH208  Names are enough.
     return []
-
-
-def _read_namespace(number: str) -> str:
-    with suppress(OSError):
-        return os.readlink(_PROC / number / "ns/pid")  # noqa: PTH115  It is no path.
-    return ""
 
 
 def _find_start(number: str) -> int:

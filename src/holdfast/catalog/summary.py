@@ -13,8 +13,7 @@ from typing import Final
 import msgspec
 
 from holdfast.catalog.history import NEWEST, try_summary
-from holdfast.catalog.listing import Catalog
-from holdfast.catalog.stored_run import StoredRun
+from holdfast.catalog.stored_run import Catalog, StoredRun
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.digests import seal
 from holdfast.format.names import (

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Final, NoReturn, TypeAlias
 
 import msgspec
 
-from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.polling import COUNTERS, ONE_KEY, poll
-from holdfast.cluster.protocol import ANSWER_SECONDS, MAX_VALUE_BYTES, Cluster
+from holdfast.cluster.protocol import ANSWER_SECONDS, MAX_VALUE_BYTES, Cluster, name_ranks
 from holdfast.errors import AbsentError, DeadlineError, HoldfastError
 
 LEADER: Final = 0
@@ -216,8 +215,10 @@ class _Meeting:
             try:
                 self._check(ranks)
             except AbsentError as error:
-                # One that brought its record, and then went, is not missed here.
-                lost = tuple(rank for rank in error.ranks if self._has_not_brought(rank))
+                # One that brought its record, and then went, is not missed here. The leader's is kept until it has
+                # answered, and is not used without the answer.
+                missing = {LEADER, *self._find_missing(error.ranks)}
+                lost = tuple(rank for rank in error.ranks if rank in missing)
                 value = self._cluster.try_get(full)
                 if lost and value is None:
                     raise make_absent_error(self._cluster, lost, "lost") from error
@@ -228,19 +229,14 @@ class _Meeting:
             raise DeadlineError(f"{full} was not set within {self._timeout_seconds:g} s")
         return value
 
-    def _has_not_brought(self, rank: int) -> bool:
-        # The leader's value is kept until it has answered, and is not used without the answer.
-        return rank == LEADER or self._cluster.try_get(self._key(f"record/{rank}")) is None
-
     def _give_up(self, error: DeadlineError, rank: int) -> _Outcome:
         """Returns the outcome to write when the wait for a worker has ended like this."""
         if isinstance(error, AbsentError):
             return _Outcome(error.ranks, are_dead=True)
-        return _Outcome(self._find_missing() or (rank,))
+        return _Outcome(self._find_missing(range(self._cluster.world_size)) or (rank,))
 
-    def _find_missing(self) -> tuple[int, ...]:
-        cluster = self._cluster
-        return tuple(rank for rank in range(cluster.world_size) if cluster.try_get(self._key(f"record/{rank}")) is None)
+    def _find_missing(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(rank for rank in ranks if self._cluster.try_get(self._key(f"record/{rank}")) is None)
 
     def _decide(self, outcome: _Outcome) -> _Outcome:
         standing = self._cluster.set_once(self._key("outcome"), msgspec.json.encode(outcome))

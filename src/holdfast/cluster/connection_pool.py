@@ -90,10 +90,9 @@ class ConnectionPool:
         inbox.put(task)
         if not task.done.wait(timeout_seconds):
             raise ClusterError(f"{what}: no answer within {timeout_seconds:.3g} s", hint=self._hint)
-        if task.error is not None:
-            raise ClusterError(
-                f"{what}: {type(task.error).__name__}: {_first_line(task.error)}", hint=self._hint
-            ) from task.error
+        if (error := task.error) is not None:
+            text = (str(error).strip() or "no reason given").splitlines()[0]
+            raise ClusterError(f"{what}: {type(error).__name__}: {text}", hint=self._hint) from error
         return task.result  # type: ignore[no-any-return]
 
     def wait_get(
@@ -170,8 +169,3 @@ class _Task:
 
 
 _Inbox: TypeAlias = "queue.SimpleQueue[_Task | None]"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no reason given"

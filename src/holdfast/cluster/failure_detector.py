@@ -88,8 +88,6 @@ class Heartbeat:
         self._cluster = cluster
         self._interval_seconds = interval_seconds
         self._timeout_seconds = timeout_seconds
-        # One interval for the leader to look, and one for the others to hear of it.
-        self._lost_seconds = timeout_seconds - 2 * interval_seconds
         self._name = name
         self._hear_of_leader = hear_of_leader
         # These three are replaced whole by the thread, and read by others.
@@ -98,13 +96,10 @@ class Heartbeat:
         self._failure: HoldfastError | None = None
         # For each worker that is looked at, its count, and how long that has stayed the same.
         self._heard: dict[int, tuple[int, float]] = {}
-        self._looked_at = self._begun_at = time.monotonic()
+        self._looked_at = time.monotonic()
         self._told = _Missed()
-        # The first signs come sooner, so that those on one machine find each other at once.
-        self._pause_seconds = min(PROCESS_LOOK_SECONDS, interval_seconds)
-        # The neighbors that have ended, and whose count was looked at; and those of them that said goodbye.
-        self._judged: set[int] = set()
-        self._excused: set[int] = set()
+        # The neighbors that have ended, and whose count was looked at: whether they had said goodbye.
+        self._judged: dict[int, bool] = {}
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = Latch()
         if cluster.world_size == 1:
@@ -145,7 +140,7 @@ class Heartbeat:
             if named := tuple(rank for rank in absent if ranks is None or rank in ranks):
                 raise make_absent_error(self._cluster, named, f"{'has' if len(named) == 1 else 'have'} {what}")
         failure = self._failure
-        if failure is not None and self._store_silent_seconds >= self._lost_seconds:
+        if failure is not None and self._store_silent_seconds >= self._find_lost_seconds():
             raise ClusterError(
                 f"the job's store has not answered for {self._store_silent_seconds:.0f} s: {failure.message}",
                 hint=failure.hint,
@@ -162,12 +157,16 @@ class Heartbeat:
 
     def _run(self) -> None:
         neighbours = Neighbours(self._cluster, f"{self._name}/on")
+        meet_until = time.monotonic() + _BEGIN_FACTOR * self._timeout_seconds
+        # The first signs come sooner, so that those on one machine find each other at once.
+        pause_seconds, next_seconds = 0.0, min(PROCESS_LOOK_SECONDS, self._interval_seconds)
         try:
-            while not self._is_stopped(neighbours):
+            while not self._is_stopped(neighbours, pause_seconds):
                 begun_at = time.monotonic()
+                pause_seconds, next_seconds = next_seconds, min(2 * next_seconds, self._interval_seconds)
                 try:
                     self._cluster.add(self._key(self._cluster.rank), 1)
-                    if begun_at - self._begun_at < _BEGIN_FACTOR * self._timeout_seconds:
+                    if begun_at < meet_until:
                         # One that comes later than that counts as lost.
                         neighbours.meet()
                     ended = neighbours.find_ended()
@@ -186,43 +185,40 @@ class Heartbeat:
                 else:
                     self._failure = None
                     self._store_silent_seconds = 0.0
-            self._say_goodbye()
+            # Where the store does not answer, the others will miss this worker instead.
+            with suppress(HoldfastError):
+                self._cluster.add(self._key(self._cluster.rank), _GOODBYE)
         finally:
             neighbours.close()
             self._ended.open()
 
-    def _is_stopped(self, neighbours: Neighbours) -> bool:
-        """Waits until it is time for the next sign, or a process has ended; the first sign is given at once."""
-        is_first = not self._heard and self._failure is None
-        end_at = time.monotonic() + (0.0 if is_first else self._pause_seconds)
-        if not is_first:
-            self._pause_seconds = min(2 * self._pause_seconds, self._interval_seconds)
+    def _is_stopped(self, neighbours: Neighbours, pause_seconds: float) -> bool:
+        """Waits until it is time for the next sign, or a process has ended."""
+        end_at = time.monotonic() + pause_seconds
         while True:
             left_seconds = max(end_at - time.monotonic(), 0.0)
             with suppress(queue.Empty):
                 self._wake.get(timeout=min(left_seconds, PROCESS_LOOK_SECONDS))
                 return True
             if left_seconds <= PROCESS_LOOK_SECONDS or (
-                self._failure is None and neighbours.find_ended() - self._judged
+                self._failure is None and neighbours.find_ended() - self._judged.keys()
             ):
                 return False
 
     def _judge(self, ended: Collection[int]) -> None:
         """Checks whether the processes on this machine that have ended signed off, and marks them as dead if not."""
-        for rank in sorted(set(ended) - self._judged):
+        for rank in sorted(set(ended) - self._judged.keys()):
             count = self._cluster.add(self._key(rank), 0)
-            if count < _DIED:
-                self._excused.add(rank)
-            elif count >= 0:
+            if count >= 0:
                 own = str(self._cluster.rank).encode()
                 # Several may have found it, and the count is marked once.
                 if self._cluster.set_once(f"{self._name}/marked/{rank}", own) == own:
                     self._cluster.add(self._key(rank), _DIED)
-            self._judged.add(rank)
+            self._judged[rank] = count < _DIED
 
     def _with_died(self, missed: _Missed, ended: Collection[int]) -> _Missed:
         """Adds those on this machine that are known to have died."""
-        died = set(ended) - self._excused - set(missed.gone)
+        died = {rank for rank in ended if not self._judged.get(rank)}.difference(missed.gone)
         return _Missed(tuple(sorted(died.union(missed.lost))), missed.gone, tuple(sorted(died.union(missed.died))))
 
     def _look_at_all(self) -> _Missed:
@@ -254,21 +250,21 @@ class Heartbeat:
             known, silent_seconds = self._heard.get(rank, (0, 0.0))
             self._heard[rank] = (count, silent_seconds + passed_seconds if count == known else 0.0)
         died = tuple(rank for rank, (count, _) in self._heard.items() if _DIED <= count < 0)
+        lost_seconds = self._find_lost_seconds()
         return _Missed(
             lost=tuple(
                 rank
                 for rank, (count, seconds) in self._heard.items()
                 if rank in died
-                or (count >= 0 and seconds >= (self._lost_seconds if count else _BEGIN_FACTOR * self._timeout_seconds))
+                or (count >= 0 and seconds >= (lost_seconds if count else _BEGIN_FACTOR * self._timeout_seconds))
             ),
             gone=tuple(rank for rank, (count, _) in self._heard.items() if count < _DIED),
             died=died,
         )
 
-    def _say_goodbye(self) -> None:
-        # Where the store does not answer, the others will miss this worker instead.
-        with suppress(HoldfastError):
-            self._cluster.add(self._key(self._cluster.rank), _GOODBYE)
+    def _find_lost_seconds(self) -> float:
+        # One interval for the leader to look, and one for the others to hear of it.
+        return self._timeout_seconds - 2 * self._interval_seconds
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/{rank}"

@@ -20,9 +20,8 @@ from msgspec.structs import replace
 from holdfast.cluster.barrier import LEADER, READ_SECONDS, count_read, gather_decide_broadcast, wait_counted, wait_read
 from holdfast.cluster.failure_detector import Heartbeat
 from holdfast.cluster.mailbox import StoreMailbox
-from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.polling import IN_MEMORY, SOME_KEYS, heartbeat_seconds, poll
-from holdfast.cluster.protocol import Cluster
+from holdfast.cluster.protocol import Cluster, name_ranks
 from holdfast.deadlines import LEAST_SECONDS
 from holdfast.errors import AbsentError, ClusterError, HoldfastError, PeerError
 

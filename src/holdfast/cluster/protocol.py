@@ -158,3 +158,16 @@ def check_amount(key: str, amount: int) -> int:
     if not isinstance(amount, int) or isinstance(amount, bool) or not -MAX_COUNT < amount < MAX_COUNT:
         raise UsageError(f"{key}: the amount must be a whole number below {MAX_COUNT}, got {amount!r}")
     return amount
+
+
+_NAMED_RANKS: Final = 8
+
+
+def name_ranks(ranks: list[int] | tuple[int, ...]) -> str:
+    """**Pure.** Returns the workers in words: `rank 3`, or `ranks 3, 4 and 7`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [str(rank) for rank in ranks[:_NAMED_RANKS]]
+    if len(ranks) > len(shown):
+        return f"ranks {', '.join(shown)} and {len(ranks) - len(shown)} more"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

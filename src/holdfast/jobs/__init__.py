@@ -6,11 +6,10 @@ from holdfast.jobs.checkpoints import (
     MultiNodeCheckpointManager,
     NodeCheckpointManager,
 )
-from holdfast.jobs.job import Job, epoch_limiter
+from holdfast.jobs.job import Job, Task, TaskGroup, TaskOutput, epoch_limiter
 from holdfast.jobs.node_store import NodeDurations
 from holdfast.jobs.runner import JobResult, JobRunner
 from holdfast.jobs.session import LocalSession, Session
-from holdfast.jobs.task import Task, TaskGroup, TaskOutput
 from holdfast.jobs.torchrun_session import RemoteOutput, TorchrunSession
 from holdfast.jobs.upload import UploadTaskGroupBuilder, UploadTo
 from holdfast.jobs.workspace import Counter, Workspace

@@ -287,7 +287,16 @@ class MultiNodeCheckpointManager:
                 so; or if workers ask for different ones.
         """
         session = self._ready()[0]
-        _check_alike(session.nodes, session.share("the start of a run", [user_epoch, self._begins_anew]))
+        beginnings = session.share("the start of a run", [user_epoch, self._begins_anew])
+        if any(beginning != beginnings[0] for beginning in beginnings):
+            begun = (
+                f"{node} from {'the beginning' if anew else 'the newest epoch' if epoch is None else f'epoch {epoch}'}"
+                for node, (epoch, anew) in zip(session.nodes, beginnings, strict=True)
+            )
+            raise UsageError(
+                f"the workers start differently: {', '.join(begun)}",
+                hint="Pass the same resume_from_epoch and begin_anew on all workers.",
+            )
         if self._begins_anew:
             if user_epoch is not None:
                 raise UsageError(f"resuming from epoch {user_epoch} contradicts begin_anew=True")
@@ -306,7 +315,10 @@ class MultiNodeCheckpointManager:
             if left:
                 listed = ", ".join(map(str, left))
                 self._warn(f"the metadata handler says to start from the beginning: epochs {listed} are not used")
-                self._open_anew(session)
+                # Later saves are independent of the existing ones.
+                self.close()
+                self._begins_anew = True
+                self._store = session.open_store(self.nodes, replace(self._options, begin_anew=True))
             return None
         name = self._find(check_step(epoch))
         if user_epoch is None and session.is_master:
@@ -316,12 +328,6 @@ class MultiNodeCheckpointManager:
                     missing = f"{path} is missing"
                     self._emit(PassedOver(step=lost.step, generation=lost.generation, file=path, error=missing))
         return name.step
-
-    def _open_anew(self, session: Session) -> None:
-        """Makes later saves independent of the existing ones."""
-        self.close()
-        self._begins_anew = True
-        self._store = session.open_store(self.nodes, replace(self._options, begin_anew=True))
 
     def load(self, epoch: int, *, or_older: bool = False) -> Loaded:
         """**Blocks.** Loads an epoch into all nodes; every byte is checked.
@@ -566,16 +572,3 @@ class NodeCheckpointManager(MultiNodeCheckpointManager):
                 hint="Use a MultiNodeCheckpointManager, or pass one name in nodes_to_checkpoint.",
             )
         super().init(session, nodes, goes_on=goes_on)
-
-
-def _check_alike(nodes: Sequence[str], beginnings: Sequence[Sequence[object]]) -> None:
-    """**Pure.** Checks that all workers start a run the same way: with the same epoch, or from the beginning."""
-    if any(beginning != beginnings[0] for beginning in beginnings):
-        begun = (
-            f"{node} from {'the beginning' if anew else 'the newest epoch' if epoch is None else f'epoch {epoch}'}"
-            for node, (epoch, anew) in zip(nodes, beginnings, strict=True)
-        )
-        raise UsageError(
-            f"the workers start differently: {', '.join(begun)}",
-            hint="Pass the same resume_from_epoch and begin_anew on all workers.",
-        )

@@ -14,10 +14,9 @@ from holdfast.events import Failed, Fanout, GroupEnded, Sink, Warned
 from holdfast.events.sinks import LoggingSink
 from holdfast.format.records import ALONE
 from holdfast.jobs.checkpoints import MultiNodeCheckpointManager
-from holdfast.jobs.job import Job
+from holdfast.jobs.job import Job, TaskGroup
 from holdfast.jobs.node_store import Saving
 from holdfast.jobs.session import Session, noting_on
-from holdfast.jobs.task import TaskGroup
 from holdfast.jobs.upload import UploadTaskGroupBuilder
 from holdfast.numbers import check_whole
 from holdfast.options import check_step
@@ -193,17 +192,27 @@ class JobRunner:
             _running_alone(self._job.run_lock, "the job is already running", "Create a job for each run."),
             _running_alone(session.run_lock, "the session is already running a job", "Create a session for each run."),
         ):
-            self._check(session)
+            if not (self._job.stop_outputs or len(self._job.stop_group)):
+                raise UsageError(
+                    "the job has no stop condition, so it would never end",
+                    hint="Call epoch_limiter(job, n) or job.add_stop_condition(...).",
+                )
+            session.bind(self._job.named_nodes())
+            self._job.freeze(session.nodes)
             self._result = JobResult()
             self._pending, self._last_failure, self._failures_in_a_row = None, None, 0
             self._handle = None
             try:
                 self._listen(session)
                 epoch = self._train(session)
-                self._close()
+                if self._manager is not None:
+                    self._manager.close()
             except BaseException as error:
                 session.note_end(error)
-                self._close_after(error)
+                if self._manager is not None:
+                    with noting_on(error):  # It takes precedence over the result of a save in progress.
+                        self._manager.close()
+                    self._note_committed(self._manager)
                 raise
             finally:
                 guard, self._guard = self._guard, None
@@ -250,17 +259,6 @@ class JobRunner:
         """
         return self._ready(session).load_blobs(names, epoch)
 
-    def _check(self, session: Session) -> None:
-        """Checks that the job can be run in a session, before anything runs."""
-        job = self._job
-        if not job.has_stop_condition:
-            raise UsageError(
-                "the job has no stop condition, so it would never end",
-                hint="Call epoch_limiter(job, n) or job.add_stop_condition(...).",
-            )
-        session.bind(job.named_nodes())
-        job.freeze(session.nodes)
-
     def _train(self, session: Session) -> int:
         """Runs the job to its end, replacing lost nodes."""
         goes_on = False
@@ -296,16 +294,9 @@ class JobRunner:
         self._run(session, job.exit_group, epoch)
         return epoch
 
-    def _close(self) -> None:
-        if self._manager is not None:
-            self._manager.close()
-
-    def _close_after(self, error: BaseException) -> None:
-        """Waits for a save in progress; the error that ended the job takes precedence over its result."""
-        with noting_on(error):
-            self._close()
-        if self._pending is not None and self._manager is not None and self._manager.committed == self._pending[0]:
-            # Ctrl-C, say, has ended the wait for it.
+    def _note_committed(self, manager: MultiNodeCheckpointManager) -> None:
+        """Notes the save in progress, if it has ended well: Ctrl-C, say, has ended the wait for it."""
+        if self._pending is not None and manager.committed == self._pending[0]:
             self._note_saved(self._pending[0])
 
     def _ready(self, session: Session) -> MultiNodeCheckpointManager:

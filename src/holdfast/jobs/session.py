@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from holdfast.errors import ClosedError, HoldfastError, NodeLostError, TaskFailedError, UsageError
-from holdfast.jobs.job import ObjectMaker
+from holdfast.jobs.job import ObjectMaker, Task, TaskGroup, check_place
 from holdfast.jobs.node_store import LocalNodeStore, NodeStore, NodeStoreOptions
-from holdfast.jobs.task import Task, TaskGroup, check_place
 from holdfast.jobs.workspace import Workspace
 from holdfast.numbers import check_seconds
 

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from holdfast.cluster import Cluster, open_cluster
-from holdfast.cluster.barrier import make_absent_error
 from holdfast.cluster.discover import Choice
 from holdfast.cluster.mailbox import Watch
 from holdfast.cluster.peers import Peers, make_brief
@@ -24,19 +23,21 @@ from holdfast.errors import (
     HoldfastError,
     MismatchError,
     NoCheckpointError,
+    PeerError,
     SaveFailedError,
     TaskFailedError,
     UsageError,
 )
 from holdfast.format.decoding import Decoder
 from holdfast.format.encoding import Encoder
-from holdfast.jobs.node_store import NodeStoreOptions
-from holdfast.jobs.session import GRACE_SECONDS, Placed, Session, noting_on, run_tasks
-from holdfast.jobs.worker_store import NodeOutcome, NodePart, WorkerNodeStore
+from holdfast.jobs.node_store import NodeOutcome, NodePart, NodeStoreOptions, WorkerNodeStore
+from holdfast.jobs.session import GRACE_SECONDS, Placed, Session, run_tasks
 from holdfast.jobs.workspace import Workspace
 from holdfast.numbers import check_seconds
 from holdfast.options import check_liveness
 from holdfast.process.interrupt import Interrupter
+
+_T = TypeVar("_T")
 
 _MOST_BYTES: Final = 1 << 16
 """A longer output is not sent to other workers."""
@@ -47,21 +48,12 @@ _FOR_EVER_SECONDS: Final = 1e9
 _FAREWELL_SECONDS: Final = 5.0
 """How long the leader waits for the others at the end, because it may host the store."""
 
-_GONE: Final = "died or left while the job was running"
-
 _ALIKE: Final = (TaskFailedError, SaveFailedError, NoCheckpointError, MismatchError)
 """Errors that end a run on all workers: all of them know the error, or see the same checkpoints."""
 
 
 class PeerFailedError(HoldfastError):
     """Another worker's task failed while this one was working; the session raises the error."""
-
-
-class _Trouble(msgspec.Struct, frozen=True):
-    """Why the workers are no longer together: the first reason that was found, the same for all."""
-
-    ranks: tuple[int, ...]
-    what: str
 
 
 class _Failed(msgspec.Struct, frozen=True):
@@ -98,6 +90,7 @@ class _Gathering:
             ClosedError: If there was such an error before.
         """
         self.check()
+        self._number += 1
         try:
             yield
         except BaseException as error:
@@ -117,39 +110,34 @@ class _Gathering:
             )
 
     def leave(self, error: BaseException) -> None:
-        """Leaves the session, and tells the others why; a second call does nothing."""
+        """Leaves the session, and reports the reason to the others; a second call does nothing."""
         if self._left:
             return
-        self._left = _describe(error)
+        self._left = f"{type(error).__name__}: {getattr(error, 'message', error)}"
+        # Who leaves because of a third worker passes on why that one did.
+        reason = error.__cause__ if isinstance(error.__cause__, PeerError) else error
         # Where it is the store that does not answer, the others notice that by themselves.
-        if isinstance(error, AbsentError):
-            self._report(error.ranks, self._describe_loss(error.ranks))
-        elif not isinstance(error, ClusterError):
-            self.report_end(error)
+        if isinstance(reason, PeerError) or not isinstance(reason, ClusterError):
+            self.report_end(reason)
         self._peers.leave()
 
     def report_end(self, error: BaseException) -> None:
-        """Tells the others why this worker is about to leave, before they find it gone."""
-        is_exit = isinstance(error, SystemExit)
-        why = f" with exit code {error}" if is_exit else f": {_describe(error)}"
-        self._report((self._cluster.rank,), f"left the job{why}")
-
-    def begin(self) -> None:
-        """Called by all workers at the same place: begins a new series of meetings."""
-        self._number += 1
+        """Reports to the others why this worker is about to leave, before they find it gone."""
+        self._peers.failures.explain(error)
 
     def report_failure(self, text: str) -> None:
-        """Tells the others at once that this worker's part has failed."""
+        """Reports to the others at once that this worker's part has failed."""
         # Where the store does not answer, the others notice that by themselves.
         with suppress(HoldfastError):
             self._records.post(_Failed(make_brief(text)), "failed", self._number)
 
-    def meet(self, what: str, record: bytes, patience_seconds: float | None = None) -> list[bytes]:
+    def meet(self, what: str, record: Any, kind: type[_T], patience_seconds: float | None = None) -> list[_T]:
         """**Collective.** **Blocks.** Returns the records of all workers, by rank, once all have come.
 
         Args:
             what: The purpose: the same for all, if all make the same calls.
             record: This worker's record.
+            kind: The type of the records.
             patience_seconds: How long to wait for live workers that do not come; None for ever.
 
         Raises:
@@ -157,10 +145,10 @@ class _Gathering:
             ClusterError: If the store no longer responds, or workers have come for something else.
         """
         try:
-            brought = msgspec.msgpack.encode((what, record))
+            brought = msgspec.msgpack.encode((what, msgspec.json.encode(record)))
             answer = self._peers.gather_decide_broadcast(brought, msgspec.msgpack.encode, what, patience_seconds)
-        except AbsentError as error:
-            raise self._explain(error) from error
+        except (AbsentError, PeerError) as error:
+            raise self._name_lost(error) from error
         if self._peers.is_leader:
             self._records.delete(self._records.key("failed", self._number))
         records = [
@@ -173,7 +161,7 @@ class _Gathering:
                 f"the workers made different calls at the same time: {came}",
                 hint="All workers must make the same calls of a session, in the same order.",
             )
-        return [own for _, own in records]
+        return [msgspec.json.decode(own, type=kind) for _, own in records]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -189,87 +177,57 @@ class _Gathering:
         if self._cluster.world_size == 1 or threading.current_thread() is not threading.main_thread():
             yield
             return
-        alarm = _Alarm()
-        watch = self._peers.mailbox.watch(Watch(lambda: alarm.note(self._find_trouble()), TASKS))
+        found: list[HoldfastError] = []
+        is_over = False
+
+        def look() -> None:
+            if not found and (trouble := self._find_trouble()) is not None:
+                found.append(trouble)
+                interrupter.interrupt()
+
+        # Both the interrupt and the end of the work happen in the main thread.
+        interrupter = Interrupter(lambda: None if is_over else KeyboardInterrupt())
+        interrupter.open()
+        watch = self._peers.mailbox.watch(Watch(look, TASKS))
         try:
             try:
                 yield
             finally:
-                self._peers.mailbox.unwatch(watch)
-                alarm.disarm()
+                is_over = True
         except KeyboardInterrupt:
-            if alarm.trouble is None:
+            if not found:
                 raise  # That was a person.
-            raise alarm.trouble from None
+            raise found[0] from None
         finally:
-            alarm.close()
+            self._peers.mailbox.unwatch(watch)
+            interrupter.close()
 
-    def close(self, trouble: str = "") -> None:
-        """**Blocks** for moments. Signs off. The leader may host the store, and so leaves last, if all went well.
-
-        Workers that still wait for this one learn why it left.
-        """
-        if trouble:
-            self._report((self._cluster.rank,), f"left the job: {trouble}")
-        self._peers.close(after_others_seconds=0.0 if trouble or self._left else _FAREWELL_SECONDS)
+    def close(self) -> None:
+        """**Blocks** for moments. Signs off. The leader may host the store, and so leaves last, if all went well."""
+        self._peers.close(after_others_seconds=0.0 if self._left else _FAREWELL_SECONDS)
 
     def _find_trouble(self) -> HoldfastError | None:
         """Returns the reason to end this worker's work, if there is one; called in the mailbox's thread."""
         try:
-            self._peers.failures.check()
+            self._peers.failures.check_all()
             failed = self._records.read(_Failed, "failed", self._number)
             return None if failed is None else PeerFailedError(failed.text)
-        except AbsentError as error:
-            return self._explain(error)
+        except PeerError as error:
+            return self._name_lost(error)
         except HoldfastError as error:
             return error
 
-    def _explain(self, error: AbsentError) -> AbsentError:
-        """Explains the error, if the reason is known: a worker that leaves makes others leave as well."""
-        trouble = self._report(error.ranks, self._describe_loss(error.ranks))
-        return make_absent_error(self._cluster, trouble.ranks, trouble.what)
-
-    def _describe_loss(self, ranks: tuple[int, ...]) -> str:
-        """Describes workers that are missing, as the end of a sentence."""
-        failures = self._peers.failures
-        if len(ranks) == 1 and ranks[0] in failures.dead:
-            return failures.describe_loss(ranks[0]).text
-        return _GONE
-
-    def _report(self, ranks: tuple[int, ...], what: str) -> _Trouble:
-        """Records the reason, unless there is already one; returns the recorded one."""
-        trouble = _Trouble(ranks, make_brief(what))
-        with suppress(HoldfastError):
-            return self._records.post_once(trouble, "trouble")
-        return trouble
-
-
-class _Alarm:
-    """Interrupts the main thread once if there is a reason while it is armed."""
-
-    def __init__(self) -> None:
-        # Guards that no interrupt comes once the work has ended.
-        self._lock = threading.Lock()
-        self._armed = True
-        self.trouble: HoldfastError | None = None
-        self._interrupter = Interrupter(lambda: KeyboardInterrupt() if self._armed else None)
-        self._interrupter.open()
-
-    def note(self, trouble: HoldfastError | None) -> None:
-        """Called in another thread."""
-        with self._lock:
-            if trouble is not None and self.trouble is None and self._armed:
-                self.trouble = trouble
-                self._interrupter.interrupt()
-
-    def disarm(self) -> None:
-        """Stops interrupting."""
-        with self._lock:
-            self._armed = False
-
-    def close(self) -> None:
-        """Restores the earlier handler."""
-        self._interrupter.close()
+    def _name_lost(self, error: AbsentError | PeerError) -> AbsentError:
+        """Returns the error for a worker that is missing, with the reason if that is known."""
+        if isinstance(error, AbsentError):
+            missed = self._peers.failures.find_missed(error.ranks)
+            if missed is None:
+                return error
+            error = self._peers.failures.make_error(missed[1])
+        node = self._cluster.node_of(error.rank)
+        lost = AbsentError(error.message, ranks=(error.rank,), nodes=(node,), hint=error.hint)
+        lost.__cause__ = error
+        return lost
 
 
 class _TorchrunNodeStore(WorkerNodeStore):
@@ -290,9 +248,7 @@ class _TorchrunNodeStore(WorkerNodeStore):
             self.handle = self._own.handle
             if outcome is None:
                 return {}  # The managers of all workers have agreed on it among themselves.
-            self._gathering.begin()
-            records = self._gathering.meet(what, msgspec.json.encode(outcome))
-            outcomes = [msgspec.json.decode(record, type=NodeOutcome) for record in records]
+            outcomes = self._gathering.meet(what, outcome, NodeOutcome)
         return dict(zip(self._nodes, outcomes, strict=True))
 
 
@@ -413,8 +369,7 @@ class TorchrunSession(Session):
     def share(self, what: str, value: Any) -> list[Any]:
         """**Collective.** **Blocks.** Returns what each worker passed as `value`, by rank; plain JSON."""
         with self._gathering.together():
-            self._gathering.begin()
-            return [msgspec.json.decode(one) for one in self._gathering.meet(what, msgspec.json.encode(value))]
+            return self._gathering.meet(what, value, object)
 
     def note_end(self, error: BaseException) -> None:
         """Called when an error has ended a run: unless all workers met it, they are no longer together."""
@@ -448,29 +403,27 @@ class TorchrunSession(Session):
 
     def close(self) -> None:
         """**Blocks** for moments. Ends the session; its workspaces are gone. A second call does nothing."""
-        self._end("")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with noting_on(error):
-            self._end("" if error is None else _describe(error))
-
-    def _end(self, trouble: str) -> None:
         if self._closed:
             return
         try:
             super().close()
         finally:
-            self._gathering.close(trouble)
+            self._gathering.close()
             if self._owns_cluster:
                 self._cluster.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            # Workers that still wait for this one learn the reason.
+            self._gathering.leave(error)
+        super().__exit__(kind, error, trace)
 
     def _run_own(
         self, group: str, placed: Sequence[Placed]
     ) -> tuple[list[_Part], dict[Placed, Any], TaskFailedError | None]:
         """Runs this node's tasks and meets the others: returns the results of each part, and of its own."""
-        self._gathering.begin()
         own = [one for one in placed if one.node == self.node]
         results: dict[Placed, Any] = {}
         failure: TaskFailedError | None = None
@@ -486,13 +439,13 @@ class TorchrunSession(Session):
         part = _Part(task=failure.task, text=failure.message) if failure else _Part(_encode(placed, results))
         patience_seconds = self._grace_seconds if failure or is_interrupted else None
         try:
-            records = self._gathering.meet(f"the group {group}", msgspec.json.encode(part), patience_seconds)
+            parts = self._gathering.meet(f"the group {group}", part, _Part, patience_seconds)
         except HoldfastError as error:
             if failure is None:
                 raise
             failure.add_note(f"{type(error).__name__} while reporting this to the other workers: {error.message}")
             raise failure from failure.__cause__
-        return [msgspec.json.decode(record, type=_Part) for record in records], results, failure
+        return parts, results, failure
 
     def _raise_failure(self, group: str, parts: Sequence[_Part], own: TaskFailedError | None) -> None:
         failed = [(rank, part) for rank, part in enumerate(parts) if part.task]
@@ -528,8 +481,3 @@ def _encode(placed: Sequence[Placed], results: Mapping[Placed, Any]) -> dict[int
                 if len(msgspec.json.encode(value)) <= _MOST_BYTES:
                     outputs[place] = _Output(truth, True, value)
     return outputs
-
-
-def _describe(error: BaseException) -> str:
-    """**Pure.** Returns the type of an error, and its message."""
-    return f"{type(error).__name__}: {getattr(error, 'message', error)}"

@@ -12,7 +12,7 @@ from holdfast.errors import StorageError
 from holdfast.format.index import MAX_INDEX_BYTES
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name
 from holdfast.format.records import MAX_MANIFEST_BYTES
-from holdfast.jobs.task import TaskGroup
+from holdfast.jobs.job import TaskGroup
 from holdfast.jobs.workspace import Workspace
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step, verify_data

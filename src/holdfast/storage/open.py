@@ -70,10 +70,6 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
     return scheme.open(text)
 
 
-def _open_path(path: str) -> LocalStorage:
-    return LocalStorage(os.path.expanduser(path))  # noqa: PTH111  A path that is not `~` stays as it was given.
-
-
 def _open_file(url: str) -> LocalStorage:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path.startswith("/"):
@@ -92,6 +88,7 @@ def _open_memory(url: str) -> MemoryStorage:
         return _memories.setdefault(name, MemoryStorage(name))
 
 
-register_scheme("", "a directory's path", _open_path)
+# A path that is not `~` stays as it was given.
+register_scheme("", "a directory's path", lambda path: LocalStorage(os.path.expanduser(path)))  # noqa: PTH111
 register_scheme("file", "file:///directory", _open_file)
 register_scheme("memory", "memory://name", _open_memory)

@@ -42,14 +42,14 @@ class Told(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.tell(f"step {self.epoch} {batch}", f"{float(logs['loss']).hex()} {float(logs['mae']).hex()}")
+        self.tell("step", batch, f"{float(logs['loss']).hex()} {float(logs['mae']).hex()}")
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.tell(f"test {self.epoch} {batch}", float(logs["loss"]).hex())
+        self.tell("test", batch, float(logs["loss"]).hex())
 
-    def tell(self, place: str, figures: str) -> None:
-        print(place, figures, flush=True)
-        if place == self.leave:
+    def tell(self, kind: str, batch: int, figures: str) -> None:
+        print(json.dumps({kind: f"{self.epoch} {batch}", "figures": figures}), flush=True)
+        if f"{kind} {self.epoch} {batch}" == self.leave:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     plain = [model.history.history, model.history.epoch, callbacks[0].best, callbacks[0].wait, callbacks[1].wait]
     plain += [best.best, log.read_text(), keras_cases.read_buffers(model)]
     text = json.dumps([[float(value).hex() for value in values] for values in plain[0].values()]) + repr(plain[1:])
-    print("end", hashlib.sha256(b"".join(arrays) + text.encode()).hexdigest(), flush=True)
+    print(json.dumps({"ended": hashlib.sha256(b"".join(arrays) + text.encode()).hexdigest()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A fit that is killed and resumed by the tests: prints a digest of everything after each batch.
 
-Run it as `python lightning_fit.py DIRECTORY VARIANT [DIES_AFTER [LEAVES_IN]]`: under torchrun, worker 1 kills itself
-after so many batches, once; and the last worker is asked to leave in the validation after so many batches, or in the
-one before training, if that is 0.
+Run it as `python lightning_fit.py DIRECTORY VARIANT [DIES_AFTER [LEAVES_IN [LEAVES_AT]]]`: under torchrun, worker 1
+kills itself after so many batches, once; the last worker is asked to leave in the validation after so many batches, or
+in the one before training, if that is 0; and at the end of the batch with that number.
 """
 
 import hashlib
@@ -191,8 +191,8 @@ class Data(LightningDataModule):
 class Tell(Callback):
     """Prints a line for each batch, after all else has been done for it."""
 
-    def __init__(self, dies_after: int, leaves_in: int) -> None:
-        self.dies_after, self.leaves_in = dies_after, leaves_in
+    def __init__(self, dies_after: int, leaves_in: int, leaves_at: int) -> None:
+        self.dies_after, self.leaves_in, self.leaves_at = dies_after, leaves_in, leaves_at
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -203,13 +203,18 @@ class Tell(Callback):
         print(json.dumps({"step": trainer.fit_loop.total_batch_idx, "digest": digest(told)}), flush=True)
         if trainer.global_rank == 1 and trainer.fit_loop.total_batch_idx == self.dies_after:
             os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.fit_loop.total_batch_idx == self.leaves_at:
+            self.leave(trainer)
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         batches = 0 if trainer.sanity_checking else trainer.fit_loop.total_batch_idx + 1
         print(f"validated {batches}/{batch_idx}", file=sys.stderr)
         if batches == self.leaves_in and batch_idx == 0:
-            run = next(each.run for each in trainer.callbacks if isinstance(each, hf.lightning.Resumable))
-            ask_to_leave(run, gets_signal=trainer.global_rank == trainer.world_size - 1)
+            self.leave(trainer)
+
+    def leave(self, trainer: Any) -> None:
+        run = next(each.run for each in trainer.callbacks if isinstance(each, hf.lightning.Resumable))
+        ask_to_leave(run, gets_signal=trainer.global_rank == trainer.world_size - 1)
 
 
 def digest(value: Any) -> str:
@@ -328,7 +333,7 @@ class Two(Model):
 def main() -> None:
     directory, variant = Path(sys.argv[1]), sys.argv[2]
     dies_after = int(sys.argv[3]) if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else -1
-    leaves_in = int(sys.argv[4]) if len(sys.argv) > 4 else -1
+    leaves_in, leaves_at = (int(sys.argv[place]) if len(sys.argv) > place else -1 for place in (4, 5))
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -339,7 +344,7 @@ def main() -> None:
     callbacks = [
         hf.lightning.Resumable(directory / "run", save_every=hf.Steps(3)),
         *options.pop("callbacks"),
-        Tell(dies_after, leaves_in),
+        Tell(dies_after, leaves_in, leaves_at),
     ]
     trainer = Trainer(
         callbacks=callbacks,

@@ -172,13 +172,6 @@ def prepared_nothing(directory: Path) -> None:
     hf.accelerate.resumable(accelerate.Accelerator(cpu=True), directory)
 
 
-def misspelt_option(directory: Path) -> None:
-    """Gives a policy by a name that no option has."""
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.prepare(torch.nn.Linear(2, 2))
-    hf.accelerate.resumable(accelerator, directory, save_evry=hf.Steps(5))
-
-
 def prepared_name(directory: Path) -> None:
     """Gives an object by the name of one that is kept already."""
     accelerator = accelerate.Accelerator(cpu=True)
@@ -187,8 +180,6 @@ def prepared_name(directory: Path) -> None:
 
 
 CASES: Final[dict[str, Callable[[Path], Any]]] = {
-    "no policy": lambda place: hf.transformers.Resumable(place, save_every=500),  # type: ignore[arg-type]
-    "misspelt": lambda place: hf.transformers.Resumable(place, save_evry=hf.Steps(5)),
     "kept already": lambda place: make(place, callback=hf.transformers.Resumable(place, model=Model())).train(),
     "DeepSpeed": lambda place: make(place, DeepSpeedTrainer),
     "FSDP1": lambda place: make(place, DividedTrainer),
@@ -206,7 +197,6 @@ CASES: Final[dict[str, Callable[[Path], Any]]] = {
     "loop, tensor parallel": lambda place: divided_loop(place, "TENSORS"),
     "loop, prepared nothing": prepared_nothing,
     "loop, prepared name": prepared_name,
-    "loop, misspelt": misspelt_option,
 }
 
 

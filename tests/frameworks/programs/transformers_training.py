@@ -76,8 +76,9 @@ class ShardingTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 class Teller(TrainerCallback):  # type: ignore[misc]
     """Writes a line for each step and for each log."""
 
-    def __init__(self, stopping: EarlyStoppingCallback, resumable: Any, leaves_in: int) -> None:
-        self.stopping, self.resumable, self.leaves_in = stopping, resumable, leaves_in
+    def __init__(self, stopping: EarlyStoppingCallback, leaves_in: int, leaves_after: int) -> None:
+        self.stopping, self.leaves_in, self.leaves_after = stopping, leaves_in, leaves_after
+        self.trainer: Any = None
         self.evaluated = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
@@ -89,7 +90,7 @@ class Teller(TrainerCallback):  # type: ignore[misc]
             epoch=state.epoch,
             worker=args.process_index,
             seen=model.seen,
-            parameters=digest(*model.state_dict().values()),
+            state=digest(*model.state_dict().values()),
             optimizer=digest(*momenta, *(group["lr"] for group in optimizer.param_groups)),
             scheduler=digest(scheduler.last_epoch, scheduler.get_last_lr()),
             generators=digest_generators(),
@@ -97,13 +98,20 @@ class Teller(TrainerCallback):  # type: ignore[misc]
             best=state.best_metric,
             logged=len(state.log_history),
         )
+        if state.global_step == self.leaves_after:
+            self.leave(args)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Asks the job to leave, in the first batch of the evaluation after so many steps."""
         self.evaluated += 1
         sys.stderr.write(f"evaluated {state.global_step}/{self.evaluated}\n")
         if state.global_step == self.leaves_in and self.evaluated == 1:
-            ask_to_leave(self.resumable._fit.run, gets_signal=args.process_index == args.world_size - 1)
+            self.leave(args)
+
+    def leave(self, args: Any) -> None:
+        """Asks the job to leave."""
+        run = next(each.run for each in self.trainer.callback_handler.callbacks if hasattr(each, "run"))
+        ask_to_leave(run, gets_signal=args.process_index == args.world_size - 1)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Counts anew."""
@@ -131,6 +139,7 @@ def main() -> None:
     parser.add_argument("--own-saves", type=int, default=0)
     parser.add_argument("--ignore-data-skip", action="store_true")
     parser.add_argument("--leaves-in", type=int, default=-1)
+    parser.add_argument("--leaves-after", type=int, default=-1)
     given = parser.parse_args()
     if "RANK" in os.environ:
         hf.init_process_group("gloo")
@@ -164,13 +173,15 @@ def main() -> None:
     stopping.on_train_begin = lambda *_, **__: None
     torch.manual_seed(1)
     resumable = hf.transformers.Resumable(given.directory, save_every=hf.Steps(4))
+    teller = Teller(stopping, given.leaves_in, given.leaves_after)
     trainer = (ShardingTrainer if given.fsdp else Trainer)(
         Model(),
         arguments,
         train_dataset=Unsized() if given.unsized_steps > 0 else Stream() if given.stream else Samples(),
         eval_dataset=Samples(),
-        callbacks=[stopping, Teller(stopping, resumable, given.leaves_in), resumable],
+        callbacks=[stopping, teller, resumable],
     )
+    teller.trainer = trainer
     result = trainer.train()
     tell(
         ended=result.global_step, worker=arguments.process_index, loss=result.training_loss, drawn=torch.rand(1).item()

@@ -11,8 +11,18 @@ from typing import Final
 import click
 
 from holdfast.catalog import Catalog, find_owner
-from holdfast.catalog.removal import RemovalPlan, Removed, Wishes, carry_out, check_unchanged, plan_removals
-from holdfast.catalog.survey import Found, State, Survey, survey_run
+from holdfast.catalog.survey import (
+    Found,
+    RemovalPlan,
+    Removed,
+    State,
+    Survey,
+    Wishes,
+    carry_out,
+    check_unchanged,
+    plan_removals,
+    survey_run,
+)
 from holdfast.cli.report import SIZE, Column, Kind, Report, found_fields, verb
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, counted, show_progress
 from holdfast.cli.target import find_run

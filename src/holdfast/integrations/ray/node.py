@@ -6,21 +6,18 @@ import queue
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import ray
 
 from holdfast.cluster import AloneCluster, Cluster
-from holdfast.cluster.protocol import Connect
 from holdfast.cluster.store import JoinedCluster
 from holdfast.errors import TaskFailedError
 from holdfast.events import Event
 from holdfast.events.sinks import encode_event
-from holdfast.jobs.node_store import NodeStoreOptions
+from holdfast.jobs.job import Task, TaskFunction
+from holdfast.jobs.node_store import NodeOutcome, NodePart, NodeStoreOptions, failed
 from holdfast.jobs.session import Placed, run_tasks
-from holdfast.jobs.task import Task, TaskFunction
-from holdfast.jobs.worker_store import NodeOutcome, NodePart, failed
 from holdfast.jobs.workspace import Workspace
 from holdfast.policies import RetentionPolicy
 from holdfast.storage import open_storage
@@ -56,42 +53,14 @@ class StoreActor:
         self._counters.pop(key, None)
 
 
-class RayStore:
-    """A connection to a `StoreActor`. See `EngineStore`."""
+class _StoreOf:
+    """A connection to a `StoreActor`: an `EngineStore` whose methods are the actor's."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def set(self, key: str, value: bytes) -> None:
-        """See `EngineStore`."""
-        ray.get(self._actor.set.remote(key, value))
-
-    def set_once(self, key: str, value: bytes) -> bytes:
-        """See `EngineStore`."""
-        stands: bytes = ray.get(self._actor.set_once.remote(key, value))
-        return stands
-
-    def try_get(self, key: str) -> bytes | None:
-        """See `EngineStore`."""
-        value: bytes | None = ray.get(self._actor.try_get.remote(key))
-        return value
-
-    def add(self, key: str, amount: int) -> int:
-        """See `EngineStore`."""
-        return int(ray.get(self._actor.add.remote(key, amount)))
-
-    def delete(self, key: str) -> None:
-        """See `EngineStore`."""
-        ray.get(self._actor.delete.remote(key))
-
-
-def connect_to(actor: Any) -> Connect:
-    """Returns how a process of a session connects to the store."""
-    return partial(_connect, actor)
-
-
-def _connect(actor: Any, timeout_seconds: float) -> RayStore:
-    return RayStore(actor)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *arguments: ray.get(getattr(self._actor, method).remote(*arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +195,7 @@ class NodeActor:
         if len(self._nodes) == 1:
             return AloneCluster()
         return JoinedCluster(
-            connect_to(self._store),
+            lambda timeout_seconds: _StoreOf(self._store),
             self._rank,
             len(self._nodes),
             host="the session's store, an actor",

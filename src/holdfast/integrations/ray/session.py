@@ -16,9 +16,8 @@ from holdfast.errors import HoldfastError, NodeLostError, TaskFailedError, Usage
 from holdfast.events import Fanout
 from holdfast.events.sinks import LoggingSink, decode_event
 from holdfast.integrations.ray.node import NodeActor, NodeAnswer, NodeCall, StoreActor
-from holdfast.jobs.node_store import NodeStoreOptions
+from holdfast.jobs.node_store import NodeOutcome, NodeStoreOptions, WorkerNodeStore, check_outcomes
 from holdfast.jobs.session import GRACE_SECONDS, Placed, Session
-from holdfast.jobs.worker_store import NodeOutcome, WorkerNodeStore, check_outcomes
 from holdfast.numbers import check_seconds, check_whole
 
 _LOOK_SECONDS: Final = 1.0

@@ -20,8 +20,8 @@ from typing import Final
 
 import msgspec
 
-from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.peers import make_sendable
+from holdfast.cluster.protocol import name_ranks
 from holdfast.errors import UsageError
 from holdfast.format.digests import digest
 from holdfast.format.index import MAX_INDEX_BYTES, Index

@@ -18,9 +18,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from holdfast.cluster.membership import name_ranks
 from holdfast.cluster.peers import Failure, Peers, make_sendable
-from holdfast.cluster.protocol import ANSWER_SECONDS, MAX_VALUE_BYTES
+from holdfast.cluster.protocol import ANSWER_SECONDS, MAX_VALUE_BYTES, name_ranks
 from holdfast.errors import DeadlineError, UsageError
 from holdfast.format.digests import digest
 from holdfast.format.dtypes import ITEM_BYTES

@@ -184,7 +184,7 @@ def find_apart(positions: Sequence[Iterable[PositionRecord]]) -> str:
         positions: The positions of each worker, in order of rank.
     """
     # Not needed by a program of one worker.
-    from holdfast.cluster.membership import name_ranks
+    from holdfast.cluster.protocol import name_ranks
 
     orders: dict[tuple[str, str], dict[tuple[int, int], list[int]]] = {}
     for rank, own in enumerate(positions):

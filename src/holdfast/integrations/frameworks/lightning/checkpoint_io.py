@@ -85,7 +85,10 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         _saving[_locate(storage)] = self._submit(manager.close)
         if replaced is not None and os.path.lexists(replaced):
             self._submit(lambda: _remove(replaced))
-        if not _is_in_fit() or _locate(storage).rpartition("/")[2].startswith(_OF_SLURM):
+        # A Trainer that calls this during a fit calls `teardown` later, and shows errors there. No one passes it.
+        trainer = next((each["self"] for each in walk_callers(Trainer.save_checkpoint)), None)
+        is_in_fit = trainer is not None and trainer.training and trainer.state.status == TrainerStatus.RUNNING
+        if not is_in_fit or _locate(storage).rpartition("/")[2].startswith(_OF_SLURM):
             self._wait()
 
     def load_checkpoint(
@@ -151,12 +154,6 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_thread": None, "_tasks": []}
-
-
-def _is_in_fit() -> bool:
-    """Returns True if a Trainer calls this during a fit; then it calls `teardown` later, and shows errors there."""
-    trainer = next((each["self"] for each in walk_callers(Trainer.save_checkpoint)), None)
-    return trainer is not None and trainer.training and trainer.state.status == TrainerStatus.RUNNING
 
 
 def _locate(storage: Storage) -> str:

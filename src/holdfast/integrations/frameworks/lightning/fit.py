@@ -26,12 +26,9 @@ from holdfast.integrations.frameworks.lightning.state import (
     OwnTree,
     end_restart,
     load_callbacks,
-    load_gradients,
     load_logged,
     load_metrics,
-    load_progress,
     load_trainer,
-    read_gradients,
     read_logged,
     read_metrics,
     read_trainer,
@@ -142,7 +139,7 @@ class LightningFit(Fit):
                 run.begin_at(trainer.global_step)
             return
         load_trainer(trainer, shared)
-        load_progress(trainer, shared["progress"])
+        trainer.fit_loop.load_state_dict(shared["progress"])
         self._is_in_epoch = shared["is_in_epoch"]
         self._restored = _RestoredFit(shared, self._own.loaded, RNG().state_dict())
         self._own.loaded = None
@@ -241,7 +238,7 @@ class LightningFit(Fit):
     def _settle(self, restored: _RestoredFit) -> None:
         """Restores what hooks, loaders and Lightning's own restart may have changed; the generators last."""
         trainer, own = self._trainer, restored.own
-        load_progress(trainer, restored.shared["progress"])
+        trainer.fit_loop.load_state_dict(restored.shared["progress"])
         if restored.shared["accumulated"] is not None:
             trainer.accumulate_grad_batches = restored.shared["accumulated"]
         end_restart(trainer.fit_loop)
@@ -250,7 +247,9 @@ class LightningFit(Fit):
                 self._data.begin_epochs_again(own["loaders"])
             load_logged(trainer, own["logged"])
             load_metrics(trainer.lightning_module, own["metrics"])
-            load_gradients(trainer.lightning_module, own["gradients"])
+            for name, parameter in trainer.lightning_module.named_parameters():
+                gradient = own["gradients"].get(name)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
             self._data.load_validation(own)
         RNG().load_state_dict(restored.random)
         self._restored = None
@@ -354,11 +353,13 @@ class LightningFit(Fit):
         if self._before is not None:
             return self._before[1]
         trainer, module = self._trainer, self._trainer.lightning_module
+        # Of manual optimization, which may gather gradients over any number of steps.
+        parameters = () if module.automatic_optimization else module.named_parameters()
         return {
             **self._data.read(is_in_epoch=self._is_in_epoch),
             "logged": read_logged(trainer),
             "metrics": read_metrics(module),
-            "gradients": {} if module.automatic_optimization else read_gradients(module),
+            "gradients": {name: each.grad for name, each in parameters if each.grad is not None},
         }
 
     def _warn(self, text: str) -> None:

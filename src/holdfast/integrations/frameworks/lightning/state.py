@@ -71,11 +71,6 @@ def load_callbacks(trainer: Any, state: dict[str, Any]) -> None:
             callback.current_score = state["callbacks"][callback.state_key]["current_score"]
 
 
-def load_progress(trainer: Any, progress: dict[str, Any]) -> None:
-    """Restores the progress of all loops of a fit."""
-    trainer.fit_loop.load_state_dict(progress)
-
-
 def end_restart(loop: Any) -> None:
     """Lets a loop and its inner loops skip what Lightning repeats at a restart: that was done before the save."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
@@ -83,18 +78,6 @@ def end_restart(loop: Any) -> None:
     for part in vars(loop).values():
         if isinstance(part, pl.loops._Loop):
             end_restart(part)
-
-
-def read_gradients(module: Any) -> dict[str, torch.Tensor]:
-    """Returns the current gradients of a module's parameters."""
-    return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
-
-
-def load_gradients(module: Any, gradients: dict[str, torch.Tensor]) -> None:
-    """Restores what `read_gradients` returned."""
-    for name, parameter in module.named_parameters():
-        found = gradients.get(name)
-        parameter.grad = None if found is None else found.to(parameter.device)
 
 
 def _list_checkpoints(trainer: Any) -> list[Any]:

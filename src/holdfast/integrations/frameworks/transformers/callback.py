@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -58,7 +58,6 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         given = {"save_every": save_every, "keep": keep, "on_resize": "refuse", **options}
         self._settings = split_options(directory, given)
         self._trainer: Any = None
-        self._fit: TrainerFit | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Finds the Trainer that is being created.
@@ -69,10 +68,6 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """
         trainer = self._trainer = _find_trainer(self)
         _check_trainer(trainer)
-        # This is to restore before the others look at the state.
-        callbacks = trainer.callback_handler.callbacks
-        callbacks.remove(self)
-        callbacks.insert(0, self)
         begin = trainer._inner_training_loop
         is_used = False
 
@@ -90,42 +85,16 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         trainer._inner_training_loop = train
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restores.
+        """Refuses a callback that was added to a Trainer that already existed.
 
         Raises:
-            UsageError: If the callback was added to a Trainer that already existed.
+            UsageError: If it was.
         """
         if self._trainer is None:
             raise UsageError(
                 "hf.transformers.Resumable was added after the Trainer was created",
                 hint="Write Trainer(..., callbacks=[hf.transformers.Resumable(...)]).",
             )
-        if self._fit is not None:
-            self._fit.begin()
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Notes the epoch."""
-        if self._fit is not None:
-            self._fit.begin_epoch()
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Notes the epoch's end."""
-        if self._fit is not None:
-            self._fit.end_epoch()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Records metrics for the next save."""
-        if self._fit is not None:
-            self._fit.report(logs or {})
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Exits from within an evaluation if the job was asked to stop: a restart evaluates again.
-
-        Raises:
-            SystemExit: When the job exits.
-        """
-        if self._fit is not None:
-            self._fit.end_evaluation_batch()
 
     def _train(self, begin: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         given = named.pop("resume_from_checkpoint", None)
@@ -133,13 +102,10 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         while True:
             start = find_start(self._trainer, self._settings, again)
             with TrainerFit(self._trainer, self._settings, start) as fit:
-                self._fit = fit
                 try:
                     return begin(*positional, resume_from_checkpoint=fit.prepare(given), **named)
                 except BeginAgain as found:
                     again = found
-                finally:
-                    self._fit = None
 
 
 def _find_trainer(callback: TrainerCallback) -> Any:

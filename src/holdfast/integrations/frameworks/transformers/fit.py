@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
+from transformers import TrainerCallback
 from transformers import trainer as trainer_module
 
 from holdfast.advice.hyperparameters import list_kept
@@ -84,12 +85,15 @@ def find_start(trainer: Any, settings: Settings, again: BeginAgain | None) -> St
     return Start(imported, progress, names, is_finished, is_stopped=False)
 
 
-class TrainerFit(Fit):
-    """One call of `train()`: what is replaced in the Trainer meanwhile, and the run."""
+class TrainerFit(TrainerCallback, Fit):  # type: ignore[misc, unused-ignore]
+    """One call of `train()`: what is replaced in the Trainer meanwhile, and the run.
+
+    It is the first of the Trainer's callbacks meanwhile, so that it restores before the others look at the state.
+    """
 
     def __init__(self, trainer: Any, settings: Settings, start: Start) -> None:
-        """Prepares; `prepare` replaces methods, and `begin` restores."""
-        super().__init__()
+        """Prepares; `prepare` replaces methods, and `on_train_begin` restores."""
+        Fit.__init__(self)
         self._trainer, self._settings = trainer, settings
         self._start = start
         self._place: DataPlace | None = None
@@ -105,9 +109,11 @@ class TrainerFit(Fit):
         self._is_epoch_over = self._is_over = False
 
     def __enter__(self) -> Self:
+        self._trainer.callback_handler.callbacks.insert(0, self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._trainer.callback_handler.callbacks.remove(self)
         try:
             self.end(error)
         finally:
@@ -172,10 +178,10 @@ class TrainerFit(Fit):
             named["num_update_steps_per_epoch"] = begin.taken // size + math.ceil(begin.left / size)
         return original(**named)
 
-    def begin(self) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restores, once everything to restore exists; the Trainer is about to begin its first epoch."""
         trainer, progress, imported = self._trainer, self._live, self._start.imported
-        state, place = trainer.state, self._place
+        place = self._place
         run = self.enter(*self._list_objects(progress), imported)
         self._counted = state.global_step
         if place is not None:
@@ -205,7 +211,7 @@ class TrainerFit(Fit):
         state.compute_steps(trainer.args, state.max_steps)
         self._counted = state.global_step
 
-    def begin_epoch(self) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called when the Trainer has begun an epoch; its loader begins soon."""
         self._is_epoch_over = False
         if self._place is not None:
@@ -214,18 +220,18 @@ class TrainerFit(Fit):
             is_whole = self._begin is not None and self._begin.taken == 0
             self._is_place_kept, self._place.resumes = self._place.resumes, self._place.resumes and is_whole
 
-    def end_epoch(self) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called when the Trainer ends an epoch, or all of the training within one."""
         self._is_epoch_over = True
-        if self._has_epoch_ended() or self._trainer.control.should_epoch_stop:
+        if self._has_epoch_ended() or control.should_epoch_stop:
             self._live.end_epoch()
 
-    def report(self, logs: Mapping[str, Any]) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """Records metrics for the next save."""
         if self.run is not None and not self._is_over:
             figures = {
                 name: value
-                for name, value in logs.items()
+                for name, value in (logs or {}).items()
                 if isinstance(name, str) and type(value) in (int, float) and name.isidentifier()
             }
             self.run.report(**figures)
@@ -337,8 +343,9 @@ class TrainerFit(Fit):
         self._live.end_evaluation()
         self._worker.end_evaluation()
 
-    def end_evaluation_batch(self) -> None:
-        """Exits if the job was asked to stop, with the step as it was before its evaluation.
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Exits from within an evaluation if the job was asked to stop, with the step as it was before: a restart
+        evaluates again.
 
         Raises:
             SystemExit: When the job exits.

@@ -1,0 +1,325 @@
+"""What each integration promises, over one table: whatever ends a training, it goes on and ends as one left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import pytest
+from lives import Life, check_example, check_same, compiled, interrupt, live, live_together  # noqa: F401
+
+import holdfast as hf
+import preloaded
+
+HOME = "holdfast.integrations.frameworks."
+KERAS = ("numpy.random", "keras", "holdfast.manager", "holdfast.training.run", f"{HOME}keras.callbacks")
+TORCH = ("torch", "holdfast.integrations.torch")
+
+
+class Integration(NamedTuple):
+    """One integration, and a program that trains with it and reports each step in a line.
+
+    Attributes:
+        needs: The module without which it is left out.
+        program: The program; its first argument is a directory.
+        preload: What the program imports; nothing if it cannot be forked.
+        leave_at: Gives the options by which it asks itself to leave at the end of a step, for that step's number.
+        in_evaluations: For each life, the options by which it asks itself to leave in an evaluation, and what it
+            reports last of that; None if that depends on when the signal arrives.
+        options: The arguments of every life.
+        lacks: How many lines a life may lack that leaves in a step: the program reports it once it has counted.
+        untouched: Further options of the life that is left alone.
+        variables: The environment.
+    """
+
+    needs: str
+    program: str
+    preload: tuple[str, ...]
+    leave_at: Callable[[Any], tuple[str, ...]]
+    in_evaluations: tuple[tuple[tuple[str, ...], str | None], ...]
+    options: tuple[str, ...] = ()
+    lacks: int = 0
+    untouched: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def begin(self, directory: Path, *options: str) -> Life:
+        """Begins a life."""
+        given: list[str | Path] = [directory, *self.options, *options]
+        return Life(self.program, *given, preload=self.preload, variables=dict(self.variables))
+
+    def train(self, directory: Path, *options: str) -> Life:
+        """A life that ends well."""
+        life = self.begin(directory, *options)
+        assert life.end() == 0, life.errors
+        return life
+
+
+def after(number: Any) -> tuple[str, ...]:
+    return (f"--leaves-after={number}",)
+
+
+def make_keras(backend: str, preload: tuple[str, ...]) -> Integration:
+    return Integration(
+        "tensorflow" if backend == "tensorflow" else "keras",
+        "keras_fit.py",
+        preload,
+        lambda place: ("--leave", f"step {place}"),
+        ((("--leave", "test 2 1"), None), (("--leave", "test 2 1"), None), (("--leave", "test 5 3"), None)),
+        untouched=("--without",),
+        variables=(("KERAS_BACKEND", backend), ("TF_CPP_MIN_LOG_LEVEL", "2")),
+    )
+
+
+INTEGRATIONS = {
+    "accelerate": Integration(
+        "accelerate",
+        "accelerate_training.py",
+        (*preloaded.TRAINING, "accelerate", f"{HOME}accelerate.loop"),
+        after,
+        ((("--leaves-in=1",), None),),
+        lacks=1,
+    ),
+    "transformers": Integration(
+        "transformers",
+        "transformers_training.py",
+        (*preloaded.TRAINING, "transformers.trainer", "accelerate", "peft", f"{HOME}transformers.callback"),
+        after,
+        ((("--leaves-in=14",), "14/1"), (("--leaves-in=42",), "42/1")),
+    ),
+    "lightning": Integration(
+        "lightning",
+        "lightning_fit.py",
+        (*preloaded.TRAINING, "lightning.pytorch", "torchmetrics.regression", f"{HOME}lightning.fit"),
+        lambda number: ("-1", "-1", str(number)),
+        ((("-1", "5"), "5/0"), (("-1", "30"), "30/0")),
+        options=("callbacks",),
+    ),
+    "keras-torch": make_keras("torch", (*KERAS, "keras.src.backend.torch.trainer", "torch._dynamo", *TORCH)),
+    "keras-jax": make_keras(
+        "jax", (*KERAS, "keras.src.backend.jax.trainer", *preloaded.JAX, "holdfast.integrations.jax", *TORCH)
+    ),
+    "keras-tensorflow": make_keras("tensorflow", ()),
+}
+VARIANTS: dict[str, list[tuple[str, ...]]] = {
+    "accelerate": [
+        ("--workers=2", "--accumulate=2"),
+        ("--accumulate=3", "--seedable"),
+        ("--stream",),
+        ("--dispatch", "--accumulate=2"),
+        ("--stream", "--workers=1"),
+        ("--row=last",),
+    ],
+    "transformers": [("--workers=2", "--accumulate=2", "--evaluate=steps", "--own-saves=3", "--ignore-data-skip")],
+    "keras-torch": [("--case", "arrays")],
+    "keras-jax": [("--case", "arrays")],
+    "keras-tensorflow": [("--case", "arrays"), ("--case", "pipeline")],
+}
+IN_SHORT = (("accelerate", ("--workers=2", "--accumulate=2")), ("accelerate", ("--row=last",)))
+"""Of accelerate `make test` has the time for these; `make test-frameworks` runs all."""
+
+
+def pick(name: str, *values: object, is_long: bool = False) -> Any:
+    marks = [
+        pytest.mark.skipif(find_spec(INTEGRATIONS[name].needs) is None, reason=f"needs {INTEGRATIONS[name].needs}")
+    ]
+    return pytest.param(name, *values, marks=[*marks, pytest.mark.long] if is_long else marks)
+
+
+EACH = [pick(name) for name in INTEGRATIONS]
+
+
+@cache
+def train_untouched(name: str, options: tuple[str, ...] = ()) -> Life:
+    with TemporaryDirectory() as place:
+        return INTEGRATIONS[name].train(Path(place) / "run", *options, *INTEGRATIONS[name].untouched)
+
+
+def list_steps(*lives: Life) -> list[str]:
+    return [line for life in lives for line in life.lines if line.startswith('{"step"')]
+
+
+def check_left(framework: Integration, lives: list[Life], untouched: Life) -> None:
+    """Lives that left, and the last one, have trained each step once, and all ended as if untouched."""
+    steps = list_steps(*lives)
+    assert len(steps) == len(set(steps)), "a step was trained again"
+    expected, found = set(untouched.lines), {line for life in lives for line in life.lines}
+    assert found <= expected
+    assert len(expected - found) <= framework.lacks * (len(lives) - 1)
+    if not framework.lacks:
+        check_same(lives, untouched)
+    assert lives[-1].lines[-1] == untouched.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(pick(name, (), is_long=name == "accelerate") for name in INTEGRATIONS),
+        *(
+            pick(name, options, is_long=name == "accelerate" and (name, options) not in IN_SHORT)
+            for name, each in VARIANTS.items()
+            for options in each
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
+)
+def test_training_killed_five_times_ends_as_untouched(tmp_path: Path, name: str, options: tuple[str, ...]) -> None:
+    untouched, framework = train_untouched(name, options), INTEGRATIONS[name]
+    lives = interrupt(lambda: framework.begin(tmp_path / "killed", *options), [signal.SIGKILL] * 5, 1, 8)
+    check_same([*lives, framework.train(tmp_path / "killed", *options)], untouched)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_notices_in_steps_leave_no_step_trained_twice(tmp_path: Path, name: str) -> None:
+    untouched, framework = train_untouched(name), INTEGRATIONS[name]
+    lives = interrupt(lambda: framework.begin(tmp_path / "asked"), [signal.SIGTERM] * 2, 3, 10)
+    check_left(framework, [*lives, framework.train(tmp_path / "asked")], untouched)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_kills_and_notices_by_turns_leave_no_trace(tmp_path: Path, name: str) -> None:
+    untouched, framework = train_untouched(name), INTEGRATIONS[name]
+    signals = [*[signal.SIGKILL] * 2, signal.SIGTERM, signal.SIGKILL, signal.SIGTERM]
+    lives = interrupt(lambda: framework.begin(tmp_path / "other"), signals, 2, 8)
+    last = framework.train(tmp_path / "other")
+    expected, found = set(untouched.lines), {line for life in (*lives, last) for line in life.lines}
+    assert found <= expected
+    assert len(expected - found) <= 2 * framework.lacks
+    assert last.lines[-1] == untouched.lines[-1]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_notice_in_an_evaluation_ends_the_job_within_it(tmp_path: Path, name: str) -> None:
+    untouched, framework = train_untouched(name), INTEGRATIONS[name]
+    lives = []
+    for options, place in framework.in_evaluations:
+        lives.append(framework.begin(tmp_path / "asked", *options))
+        assert lives[-1].end() == 42, lives[-1].errors
+        if place is not None:
+            assert re.findall(r"(?:evaluated|validated) (\S+)", lives[-1].errors)[-1] == place
+    lives.append(framework.train(tmp_path / "asked"))
+    check_same(lives, untouched)
+    steps = list_steps(*lives)
+    assert len(steps) == len(set(steps)), "a step was trained again"
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_notice_in_the_last_step_leaves_nothing_to_train(tmp_path: Path, name: str) -> None:
+    untouched, framework = train_untouched(name), INTEGRATIONS[name]
+    left = framework.begin(tmp_path, *framework.leave_at(json.loads(list_steps(untouched)[-1])["step"]))
+    assert left.end() == 42, left.errors
+    last = framework.train(tmp_path)
+    assert not list_steps(last)
+    check_left(framework, [left, last], untouched)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_training_begun_again_after_its_end_trains_nothing(tmp_path: Path, name: str) -> None:
+    first = INTEGRATIONS[name].train(tmp_path)
+    again = INTEGRATIONS[name].train(tmp_path)
+    assert not list_steps(again)
+    assert again.lines[-1] == first.lines[-1]
+
+
+JOINT: list[tuple[str, tuple[str, ...], bool]] = [
+    ("accelerate", (), False),
+    ("accelerate", ("--split",), True),
+    ("accelerate", ("--dispatch", "--drop-last"), True),
+    ("accelerate", ("--seedable", "--accumulate=2"), True),
+    ("accelerate", ("--fsdp",), True),
+    ("transformers", (), False),
+    ("transformers", ("--fsdp",), False),
+    ("lightning", ("ddp",), False),
+    ("lightning", ("parallel",), False),
+]
+LEAVE_TOGETHER = {"transformers": ("--leaves-in=14",), "lightning": ("-1", "24")}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [pick(name, options, is_long=is_long) for name, options, is_long in JOINT],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
+)
+def test_two_workers_killed_and_asked_to_leave_end_as_untouched(
+    tmp_path: Path, name: str, options: tuple[str, ...]
+) -> None:
+    def train(directory: str, *further: str, **ends: int) -> tuple[Life, Life]:
+        given = (tmp_path / directory, *options, *further)
+        return live_together(INTEGRATIONS[name].program, *given, preload=INTEGRATIONS[name].preload, **ends)  # type: ignore[arg-type]
+
+    untouched = train("untouched")
+    if name != "lightning":
+        states = {json.loads(life.first_step()).get("state") for life in untouched}
+        assert len(states) == (2 if "--fsdp" in options else 1)
+    lives = [train("killed", kill_after=10)]
+    if name in LEAVE_TOGETHER:
+        lives.append(train("killed", *LEAVE_TOGETHER[name], ends_with=42))
+        step = 24 if name == "lightning" else 14
+        places = {re.findall(r"(?:evaluated|validated) (\d+)/\d", life.errors)[-1] for life in lives[-1]}
+        assert places == {str(step)}
+    lives.append(train("killed"))
+    for rank in range(2):
+        check_same([life[rank] for life in lives], untouched[rank])
+        assert all(life[rank].first_step() != untouched[rank].first_step() for life in lives[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "example", "line"),
+    [
+        pick("accelerate", "accelerate_loop.py", "epoch", is_long=True),
+        pick("transformers", "transformers_trainer.py", "{'loss'"),
+        pick("lightning", "lightning_trainer.py", "epoch"),
+    ],
+)
+def test_example_killed_goes_on(tmp_path: Path, name: str, example: str, line: str) -> None:
+    check_example(example, tmp_path, INTEGRATIONS[name].preload, line)
+
+
+@pytest.mark.parametrize(("name", "kind"), [pick("accelerate", "accelerate"), pick("transformers", "trainer")])
+def test_loss_with_parameters_that_is_not_named_is_kept(tmp_path: Path, name: str, kind: str) -> None:
+    preload = INTEGRATIONS[name].preload
+    untouched = live("own_loss.py", tmp_path / "untouched", kind, "1", preload=preload)
+    killed = Life("own_loss.py", tmp_path / "killed", kind, "1", preload=preload)
+    killed.wait_steps(4)
+    killed.send(signal.SIGKILL)
+    killed.end()
+    check_same([killed, live("own_loss.py", tmp_path / "killed", kind, "2", preload=preload)], untouched)
+
+
+def make_run(name: str, directory: Path, **options: Any) -> None:
+    """Creates what resumes a training, with these options."""
+    if name == "accelerate":
+        import accelerate
+        import torch
+
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = torch.nn.Linear(1, 1)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        hf.accelerate.resumable(accelerator, directory, **options)
+    else:
+        getattr(hf, name.partition("-")[0]).Resumable(directory, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"save_every": 500}, "save_every must be a policy such as hf.Steps"),
+        ({"save_evry": hf.Steps(5)}, "save_evry"),
+        ({"keep": 3}, "keep must be a policy"),
+        ({"preemption": "never"}, "preemption"),
+    ],
+    ids=["save_every", "misspelt", "keep", "preemption"],
+)
+@pytest.mark.parametrize("name", [pick(name) for name in ("accelerate", "transformers", "lightning", "keras-torch")])
+def test_wrong_option_is_refused_at_creation(tmp_path: Path, name: str, options: dict[str, Any], words: str) -> None:
+    os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras looks at it when it is imported.
+    with pytest.raises(hf.errors.UsageError, match=words):
+        make_run(name, tmp_path, **options)
+    assert not [*tmp_path.iterdir()]
