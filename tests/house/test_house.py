@@ -140,7 +140,8 @@ which feature is worth it.
 The last growth, and its reasons. catalog: the survey of a run and the plan of a removal, which were the command
 line's, and a stored run in place of functions elsewhere. format: the walker of nodes, likewise. advice: pairs that
 are forgotten whole, draws that are not saved, modules that change. state and integrations/torch: what samplers count
-in containers, rows of a replay buffer at once. restore: the verdict on a step, which was the command line's. convert:
+in containers; the facts of arrays as a table for a restore and a save, and rows of a replay buffer at once both ways.
+restore: the verdict on a step, which was the command line's. convert:
 lists at the top of a file, and plain values. testing and storage: traits, and the contract for storages without
 directories. process: one owner of interrupts.
 """

@@ -36,15 +36,16 @@ from holdfast.state.own import Scope, ShardOwnership
 from holdfast.state.registry import (
     NodeParts,
     adapter_of,
+    backend_of_type,
     find_stateful,
     group_by_library,
-    is_array_type,
     is_code,
     is_made_of_tensors,
     is_per_worker,
     list_members,
     name_live,
     node_parts,
+    sharder_of_type,
 )
 
 
@@ -171,7 +172,7 @@ class _Capturing(Encoder):
         cls = type(value)
         if (cls is dict or cls is list) and self._cache is not None and not self._leaves.notes_each:
             return self._encode_tree(self._cache, value, path, depth)
-        if cls not in ENCODERS and is_array_type(cls):
+        if cls not in ENCODERS and (backend_of_type(cls) or sharder_of_type(cls)):
             return self._leaves.add([value], lambda _: path)[0]
         return super().encode(value, path, depth)
 
@@ -180,31 +181,28 @@ class _Capturing(Encoder):
         kinds = set(map(type, values))
         if len(kinds) == 1 and are_nodes(next(iter(kinds)), values):
             return list(values)
-        are_arrays = {cls: cls not in ENCODERS and is_array_type(cls) for cls in kinds}
+        are_arrays = {cls: cls not in ENCODERS and (backend_of_type(cls) or sharder_of_type(cls)) for cls in kinds}
         if not any(are_arrays.values()):
             return super().parts(values, path_of, depth)
         nodes: list[Node] = list(values)
         run: list[int] = []
-        for place, value in enumerate(values):
-            cls = type(value)
-            if are_arrays[cls]:
-                run.append(place)
-            elif cls is not bool and (cls is not int or not -(1 << 63) <= value < 1 << 63):
-                # Arrays within it come after those that are before it.
-                if cls not in ENCODERS:
-                    self._encode_run(run, nodes, path_of)
-                    run = []
-                nodes[place] = self.encode(value, path_of(place), depth)
-        self._encode_run(run, nodes, path_of)
+        others = [place for place, value in enumerate(values) if not are_arrays[type(value)]]
+        first = 0
+        for place in [*others, len(nodes)]:
+            run += range(first, place)
+            first = place + 1
+            cls = type(values[place]) if place < len(nodes) else None
+            # Arrays within a container come after those that are before it.
+            if run and (cls is None or cls not in ENCODERS):
+                arrays, paths = [nodes[at] for at in run], list(map(path_of, run))
+                for _, own in group_by_library(arrays):
+                    made = self._leaves.add([arrays[row] for row in own], [paths[row] for row in own].__getitem__)
+                    for row, node in zip(own, made, strict=True):
+                        nodes[run[row]] = node
+                run = []
+            if cls is not None and cls is not bool:
+                nodes[place] = self.encode(values[place], path_of(place), depth)
         return nodes
-
-    def _encode_run(self, places: list[int], nodes: list[Any], path_of: Callable[[int], str]) -> None:
-        """Replaces the arrays in those places by their nodes."""
-        arrays, paths = [nodes[place] for place in places], list(map(path_of, places))
-        for _, own in group_by_library(arrays) if places else ():
-            made = self._leaves.add([arrays[row] for row in own], [paths[row] for row in own].__getitem__)
-            for row, node in zip(own, made, strict=True):
-                nodes[places[row]] = node
 
     def special(self, value: Any, path: str, depth: int) -> Node | None:
         """Returns the node of an object with state."""

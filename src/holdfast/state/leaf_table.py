@@ -116,19 +116,21 @@ class KnownArrays:
     """The arrays that a capture has met, each with its leaf, by where their memory begins: see `Facts.keys`.
 
     Two are the same only if they begin with the same memory, so that only such ones are compared in full.
+
+    Attributes:
+        firsts: The first array at each place, which is kept, or another one might get the place of one that is gone.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        # The first array at each place. The arrays are kept, or another one might get the place of one that is gone.
-        self._firsts: dict[int, tuple[Any, CapturedLeaf]] = {}
+        self.firsts: dict[int, tuple[Any, CapturedLeaf]] = {}
         self._others: dict[Hashable, tuple[Any, CapturedLeaf]] = {}
 
     def enter(self, keys: Sequence[int], arrays: Sequence[Any], written: Sequence[CapturedLeaf]) -> None:
         """Enters many arrays, whose places are all new; but several of them may begin at one."""
         added = dict(zip(keys, zip(arrays, written, strict=True), strict=True))
         if len(added) == len(keys):
-            self._firsts.update(added)
+            self.firsts.update(added)
             return
         for key, array, leaf in zip(keys, arrays, written, strict=True):
             memory = self.identify(array)[1]
@@ -137,16 +139,16 @@ class KnownArrays:
 
     def note(self, key: int, memory: Hashable, array: Any, written: CapturedLeaf) -> None:
         """Enters an array that is not known yet."""
-        if self._firsts.setdefault(key, (array, written))[1] is not written:
+        if self.firsts.setdefault(key, (array, written))[1] is not written:
             self._others[memory] = array, written
 
     def are_new(self, keys: Iterable[int]) -> bool:
         """Returns True if no memory that begins at one of these places was met before."""
-        return self._firsts.keys().isdisjoint(keys)
+        return self.firsts.keys().isdisjoint(keys)
 
     def find(self, key: int, memory: Hashable) -> CapturedLeaf | None:
         """Returns the result for the memory of an array, if it was met before."""
-        first = self._firsts.get(key)
+        first = self.firsts.get(key)
         if first is None:
             return None
         other = self._others.get(memory)
@@ -167,7 +169,7 @@ class KnownArrays:
 
     def by_identity(self) -> dict[int, CapturedLeaf]:
         """Returns the results for all arrays that were met, by their identities."""
-        return {id(array): leaf for array, leaf in chain(self._firsts.values(), self._others.values())}
+        return {id(array): leaf for array, leaf in chain(self.firsts.values(), self._others.values())}
 
 
 class LeafTable:
@@ -203,7 +205,8 @@ class LeafTable:
         facts = backend.describe(arrays)
         if not (sharing.worker.is_alone or sharing.scope.is_own):
             return self._add_shared(arrays, list_whole(arrays, backend, facts, path_of), path_of)
-        leaves = self._try_add(arrays, backend, facts, path_of)
+        is_many = len(arrays) >= _TOGETHER and not self.notes_each
+        leaves = self._try_add(arrays, backend, facts, path_of) if is_many else None
         if leaves is None:
             leaves = [self._add_own(array, backend, facts, row, path_of(row)) for row, array in enumerate(arrays)]
         return [{"$": "array", "k": backend.name, "v": leaf} for leaf in leaves]
@@ -214,7 +217,7 @@ class LeafTable:
         """Enters many arrays of this worker alone at once; returns None if one is not plain, or a name or memory was
         met before."""
         is_usual = not (facts.problems or facts.forms or facts.unfillable) and 0 not in facts.addresses
-        if len(arrays) < _TOGETHER or self.notes_each or not is_usual or set(map(_strides, facts.specs)) != {None}:
+        if not is_usual or set(map(_strides, facts.specs)) != {None}:
             return None
         paths = list(map(path_of, range(len(arrays))))
         leaves = names = list(map(self._own_name, paths)) if self.sharing.scope.is_own else paths
@@ -231,7 +234,7 @@ class LeafTable:
             names, arrays, specs, addresses = (
                 list(map(column.__getitem__, numbers)) for column in (names, arrays, specs, addresses)
             )
-        begin, replica = self._begins()
+        begin, replica = len(self._columns.names), len(self.sharing.replicas)
         ranges = map(range, range(begin, begin + len(names)), range(begin + 1, begin + len(names) + 1))
         written = map(CapturedLeaf, names, ranges, repeat(range(replica, replica)), repeat(True))
         self._known.enter(addresses, arrays, list(written))
@@ -242,18 +245,28 @@ class LeafTable:
 
     def _add_own(self, array: Any, backend: ArrayBackend, facts: Facts, row: int, path: str) -> str:
         """Returns the leaf of an array of this worker alone."""
-        spec, memory, key = facts.check(row, path), (backend.name, facts.memory(row)), facts.keys[row]
-        known = self._known.find(key, memory)
+        if row in facts.problems:
+            facts.check(row, path)
+        spec, key, sharing, columns = facts.specs[row], facts.keys[row], self.sharing, self._columns
+        is_met = key in self._known.firsts
+        memory = (backend.name, facts.memory(row)) if is_met else None
+        known = self._known.find(key, memory) if is_met else None
         if known is not None and not known.is_own:
             raise _in_both(path, known.leaf)
         if known is None:
-            leaf = self._unique(path)
-            place, replica = self._begins()
+            leaf, place, replica = self._unique(path), len(columns.names), len(sharing.replicas)
             known = CapturedLeaf(leaf, range(place, place + 1), range(replica, replica), is_own=True)
-            self._known.note(key, memory, array, known)
+            if is_met:
+                self._known.note(key, memory, array, known)
+            else:
+                self._known.firsts[key] = array, known
             self._origins.append((array, (0, ())))
-            self._columns.add([leaf], [spec], [array], [facts.addresses[row] or None], [backend])
-            self.sharing.note_form(leaf, spec)
+            columns.names.append(leaf)
+            columns.specs.append(spec)
+            columns.arrays.append(array)
+            columns.addresses.append(facts.addresses[row] or None)
+            columns.backends.append(backend)
+            sharing.note_form(leaf, spec)
         self._noted[id(array)] = known
         return known.leaf
 
@@ -274,13 +287,13 @@ class LeafTable:
             known = self._known.find(sharding.key, memory)
             if known is None:
                 leaf = self._unique(path)
-                first, replica = self._begins()
+                first, replica = len(columns.names), len(sharing.replicas)
                 for name, spec, array, cutting in sharing.choose(leaf, sharding, path, value):
                     self.names.add(name)
                     self._origins.append((value, cutting))
                     columns.add([name], [spec], [array], [None], [sharding.backend])
-                last, last_replica = self._begins()
-                known = CapturedLeaf(leaf, range(first, last), range(replica, last_replica))
+                copies = range(replica, len(sharing.replicas))
+                known = CapturedLeaf(leaf, range(first, len(columns.names)), copies)
                 self._known.note(sharding.key, memory, value, known)
             elif known.is_own:
                 raise _in_both(path, known.leaf)
@@ -291,9 +304,6 @@ class LeafTable:
         if len(columns.names) > begin:
             columns.addresses[begin:] = find_addresses(columns.backends[begin:], columns.arrays[begin:])
         return nodes
-
-    def _begins(self) -> tuple[int, int]:
-        return len(self._columns.names), len(self.sharing.replicas)
 
     def _own_name(self, path: str) -> str:
         return f"{path}~w{self.sharing.worker.rank}"
@@ -371,7 +381,7 @@ class LeafTable:
         if not self.names.isdisjoint(entries.taken) or not self._known.are_new(look.keys):
             return False
         sharing, bases = self.sharing, look.bases
-        entries.move(self._begins())
+        entries.move((len(self._columns.names), len(sharing.replicas)))
         self._known.enter(look.keys, arrays, entries.written)
         self.names |= entries.taken
         self._origins += [None] * len(entries.names)

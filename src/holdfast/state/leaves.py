@@ -164,11 +164,6 @@ class Facts(NamedTuple):
     unfillable: set[int]
     problems: dict[int, tuple[str, str]]
 
-    @classmethod
-    def empty(cls) -> Facts:
-        """Returns a table without rows."""
-        return cls([], [], [], {}, {}, set(), {})
-
     def memory(self, row: int) -> Hashable:
         """Equal for two arrays of a library exactly if they show the same memory with the same type and form."""
         spec = self.specs[row]

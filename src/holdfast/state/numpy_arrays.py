@@ -38,7 +38,7 @@ class NumpyBackend(ArrayBackend):
 
     def describe(self, arrays: Sequence[Any]) -> Facts:
         """Returns the facts of many arrays: at once of those that can be written to and have the stored layout."""
-        facts = Facts.empty()
+        facts = Facts([], [], [], {}, {}, set(), {})
         for first in range(0, len(arrays), _TOGETHER):
             some = arrays[first : first + _TOGETHER]
             try:

@@ -212,7 +212,7 @@ class JaxBackend(ArrayBackend):
 
     def describe(self, arrays: Sequence[Any]) -> Facts:
         """Returns the facts of single boxes: arrays that cannot be changed, views of these, and those to be created."""
-        facts = Facts.empty()
+        facts = Facts([], [], [], {}, {}, set(), {})
         for row, array in enumerate(arrays):
             memory: Any = None
             if isinstance(array, MadeArray):

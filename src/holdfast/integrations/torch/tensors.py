@@ -300,7 +300,7 @@ class TorchBackend(ArrayBackend):
 
     def describe(self, arrays: Sequence[Any]) -> Facts:
         """Returns the facts of many tensors: at once of dense ones that have their memory."""
-        facts = Facts.empty()
+        facts = Facts([], [], [], {}, {}, set(), {})
         for first in range(0, len(arrays), _LOOKED_AT):
             some = arrays[first : first + _LOOKED_AT]
             try:

@@ -46,7 +46,7 @@ from holdfast.state.match.forms import (
     is_number,
     live_form,
 )
-from holdfast.state.match.targets import At, References, RestoreTargets
+from holdfast.state.match.targets import At, RestoreTargets, WantedArrays
 from holdfast.state.match.update_in_place import Finished, PendingValue, finish_arrays, update_in_place
 from holdfast.state.registry import (
     INTEGRATIONS,
@@ -186,7 +186,7 @@ class Comparison(Decoder):
 
     def _find_wanted(
         self, nodes: Sequence[Any], lives: Sequence[Any], path_of: Callable[[int], str]
-    ) -> References | None:
+    ) -> WantedArrays | None:
         """Returns references to stored arrays; None if one of them is malformed."""
         try:
             leaves, libraries = list(map(itemgetter("v"), nodes)), list(map(itemgetter("k"), nodes))
@@ -196,9 +196,9 @@ class Comparison(Decoder):
         if not {str}.issuperset(kinds) or not {3}.issuperset(map(len, nodes)):
             return None
         specs = list(filter(None, map(self.stored_arrays.get, leaves)))
-        return References(leaves, specs, libraries, lives, path_of) if len(specs) == len(leaves) else None
+        return WantedArrays(leaves, specs, libraries, lives, path_of) if len(specs) == len(leaves) else None
 
-    def take(self, wanted: References) -> list[Any]:
+    def take(self, wanted: WantedArrays) -> list[Any]:
         """Returns the arrays that will hold stored ones: live ones, or new ones."""
         return self.claims.take(wanted, self.at)
 
@@ -267,7 +267,7 @@ class Comparison(Decoder):
         spec = self.stored_arrays.get(leaf)
         if spec is None:
             raise malformed(path, f"there is no array {leaf!r}")
-        return self.take(References([leaf], [spec], [library], [live], lambda _: path))[0]
+        return self.take(WantedArrays([leaf], [spec], [library], [live], lambda _: path))[0]
 
     def coded(self, codec: Codec, payload: Any, live: Any, path: str, depth: int) -> Any:
         """Returns the value, or its replacement until the arrays in it have been read: they are created for it."""

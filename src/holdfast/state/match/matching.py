@@ -23,7 +23,7 @@ from holdfast.state.adapters import MADE_ANEW, OWNED, TREE
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
 from holdfast.state.match.compare import Comparison, MatchJob, find_codec
 from holdfast.state.match.forms import live_form
-from holdfast.state.match.targets import At, References
+from holdfast.state.match.targets import At, WantedArrays
 from holdfast.state.match.update_in_place import Updated, update_in_place
 from holdfast.state.registry import immutable_arrays_in
 from holdfast.state.sharding import PER_WORKER, PerWorker
@@ -47,7 +47,7 @@ class PlainDecoder(Comparison):
         self.claims, self.differences = beside.claims, beside.differences
         self._find_codec = lambda tag: find_codec(tag) or Codec(object, tag, lambda value: value, lambda value: value)
 
-    def take(self, wanted: References) -> list[Any]:
+    def take(self, wanted: WantedArrays) -> list[Any]:
         """Returns NumPy arrays."""
         for number, spec in enumerate(wanted.specs):
             if spec.quantizer is not None:

@@ -50,8 +50,8 @@ class At(msgspec.Struct, frozen=True):
     near: Any = None
 
 
-class References(NamedTuple):
-    """References to stored arrays, a column for each of their properties.
+class WantedArrays(NamedTuple):
+    """WantedArrays to stored arrays, a column for each of their properties.
 
     Attributes:
         leaves: The stored leaves.
@@ -67,9 +67,9 @@ class References(NamedTuple):
     lives: Sequence[Any]
     path_of: Callable[[int], str]
 
-    def pick(self, numbers: Sequence[int]) -> References:
+    def pick(self, numbers: Sequence[int]) -> WantedArrays:
         """Returns some of them."""
-        return References(
+        return WantedArrays(
             [self.leaves[number] for number in numbers],
             [self.specs[number] for number in numbers],
             [self.libraries[number] for number in numbers],
@@ -77,14 +77,14 @@ class References(NamedTuple):
             lambda number: self.path_of(numbers[number]),
         )
 
-    def rows(self) -> Iterator[Reference]:
+    def rows(self) -> Iterator[WantedArray]:
         """Returns them one by one."""
         paths = map(self.path_of, range(len(self.leaves)))
-        return map(Reference, self.leaves, self.specs, self.libraries, self.lives, paths)
+        return map(WantedArray, self.leaves, self.specs, self.libraries, self.lives, paths)
 
 
-class Reference(NamedTuple):
-    """One of `References`."""
+class WantedArray(NamedTuple):
+    """One of `WantedArrays`."""
 
     leaf: str
     spec: ArraySpec
@@ -126,7 +126,7 @@ class RestoreTargets:
         self._firsts: dict[str, dict[int, tuple[Facts, int, str] | None]] = {}
         self._by_memory: dict[tuple[str, Hashable], str] = {}
 
-    def take(self, wanted: References, at: At) -> list[Any]:
+    def take(self, wanted: WantedArrays, at: At) -> list[Any]:
         """Returns the array that will hold each stored leaf: the live one, or a new one.
 
         Raises:
@@ -141,7 +141,7 @@ class RestoreTargets:
                 found[place] = array
         return found
 
-    def _take_alike(self, wanted: References, handler: Any, at: At) -> list[Any]:
+    def _take_alike(self, wanted: WantedArrays, handler: Any, at: At) -> list[Any]:
         """Does it for live values of one library, or of none."""
         if handler is None:
             made = self._try_new(wanted, at)
@@ -156,7 +156,7 @@ class RestoreTargets:
             live = list_whole(wanted.lives, handler, facts, wanted.path_of)
         return [self._fill(one, own, sharder, at.rules) for one, own in zip(wanted.rows(), live, strict=True)]
 
-    def _try_fill(self, wanted: References, facts: Facts, backend: ArrayBackend, rules: Rules) -> bool:
+    def _try_fill(self, wanted: WantedArrays, facts: Facts, backend: ArrayBackend, rules: Rules) -> bool:
         """Lets all live arrays be filled in place, unless there is anything to decide or to report about one."""
         if not rules.in_place or facts.unfillable or facts.problems or facts.specs != wanted.specs:
             return False
@@ -180,7 +180,7 @@ class RestoreTargets:
         self._claims.update(targets)
         return True
 
-    def _fill(self, wanted: Reference, live: Sharding, sharder: Sharder | None, rules: Rules) -> Any:
+    def _fill(self, wanted: WantedArray, live: Sharding, sharder: Sharder | None, rules: Rules) -> Any:
         """Returns the live array if it is to be filled in place or does not fit, otherwise a similar new one.
 
         One that is divided, or of typed keys, must fit.
@@ -223,7 +223,7 @@ class RestoreTargets:
             self._claim_boxes(leaf, live)
         return array
 
-    def _new_for(self, wanted: Reference, at: At) -> Any:
+    def _new_for(self, wanted: WantedArray, at: At) -> Any:
         """Returns a new array where there is no live one; the live value if nothing new may come."""
         leaf, spec, library, live, path = wanted
         if live is ABSENT and at.rules.fixed_arrays:
@@ -276,7 +276,7 @@ class RestoreTargets:
             claim.receivers.append(claim.made)
         return claim.made[1]
 
-    def _try_new(self, wanted: References, at: At) -> list[Any] | None:
+    def _try_new(self, wanted: WantedArrays, at: At) -> list[Any] | None:
         """Creates all arrays; returns None if something says what else they should be, or one is needed elsewhere."""
         leaves, libraries = wanted.leaves, set(wanted.libraries)
         if len(libraries) > 1 or at.like is not None or at.near is not None:
@@ -333,7 +333,7 @@ class RestoreTargets:
             array.check(leaf)
             self.has_pending = True
 
-    def _replace(self, wanted: Reference, live: ArraySpec, backend: ArrayBackend) -> Any:
+    def _replace(self, wanted: WantedArray, live: ArraySpec, backend: ArrayBackend) -> Any:
         """Returns a new array for a stored one of another shape or type; another shape is noted."""
         leaf, spec, library, array, path = wanted
         if live.shape != spec.shape and 0 not in live.shape and live.shape:
