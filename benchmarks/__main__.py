@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ import click
 from msgspec.structs import replace
 
 from benchmarks.frameworks.page import keep_section
-from benchmarks.harness.guard import open_scratch
 from benchmarks.harness.machine import describe_machine
 from benchmarks.harness.results import (
     LIMITS,
@@ -25,7 +23,7 @@ from benchmarks.harness.results import (
     read_results,
     write_results,
 )
-from benchmarks.harness.turns import Bench
+from benchmarks.harness.turns import open_bench
 from benchmarks.one_process.page import render_report
 from benchmarks.one_process.parts import (
     compare_frozen,
@@ -136,7 +134,7 @@ def main(
 
 
 def _split(results: Results) -> Results:
-    """**Pure.** What one process has saved; several workers have a page of their own."""
+    """**Pure.** The results of one process; several workers have a page of their own."""
     return replace(
         results,
         rounds=[entry for entry in results.rounds if not is_of_workers(entry.workload)],
@@ -192,9 +190,7 @@ def _measure(
         minutes, seconds = divmod(int(time.monotonic() - begun_at), 60)
         click.echo(f"{minutes:3}:{seconds:02} {text}")
 
-    with open_scratch(out) as (directory, guard):
-        results = Results(machine=describe_machine(directory), scale=scale)
-        bench = Bench(results, directory, guard, say)
+    with open_bench(out, scale, say) as bench:
         plan = WorkersPlan(rounds=min(rounds, MOST_ROUNDS), setups=setups, has_others=not setups)
         for part in parts:
             names = [name for name in PEERS if (name in peers if peers else part in PEERS[name].parts)]
@@ -212,10 +208,8 @@ def _measure(
                 compare_workers_training(bench, _asked(TRAINING_JOBS, peers), plan)
             else:
                 compare_saves(bench, part, names, rounds)
-            write_results(merge(before, results) if before else results, out / RESULTS_NAME)
+            write_results(merge(before, bench.results) if before else bench.results, out / RESULTS_NAME)
 
 
 if __name__ == "__main__":
-    # A polite request to end still ends the processes and removes the files.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()

@@ -188,7 +188,7 @@ def _take_medians(taken: Sequence[Figures]) -> Figures:
 
 
 def _busy_seconds() -> float:
-    """What the processor has done for this process, all of its threads, and for those that it has started."""
+    """The processor time of this process, with all of its threads, and of those that it has started."""
     started = os.times()
     return time.process_time() + started.children_user + started.children_system
 

@@ -1,4 +1,4 @@
-"""What saves and restarts cost in the training loops of frameworks. `python -m benchmarks.frameworks --help`.
+"""The costs of saves and restarts in the training loops of frameworks. `python -m benchmarks.frameworks --help`.
 
 `__main__` lets holdfast and a framework's own checkpointing take turns (`comparison`), each in a fresh process that
 trains with that framework (`fit`, and a file for each of them), and shows what was measured (`page`).

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Final
 
@@ -14,10 +12,8 @@ import click
 from benchmarks.frameworks import FRAMEWORKS
 from benchmarks.frameworks.comparison import Plan, compare, compare_streams
 from benchmarks.frameworks.page import keep_section, render_section
-from benchmarks.harness.guard import open_scratch
-from benchmarks.harness.machine import describe_machine
-from benchmarks.harness.results import Results, write_results
-from benchmarks.harness.turns import Bench, open_values
+from benchmarks.harness.results import write_results
+from benchmarks.harness.turns import open_bench, open_values
 from benchmarks.peers import find_missing
 from benchmarks.states.workloads import make_workload
 
@@ -38,15 +34,8 @@ def main(names: tuple[str, ...], rounds: int, dry: bool, json_path: Path | None,
         raise click.UsageError("--docs shows all frameworks at full size: leave --only and --dry away")
     plan = _DRY if dry else Plan(rounds=rounds)
     scale = _DRY_SCALE if dry else 1.0
-    begun_at = time.monotonic()
-
-    def say(text: str) -> None:
-        minutes, seconds = divmod(int(time.monotonic() - begun_at), 60)
-        click.echo(f"{minutes:3}:{seconds:02} {text}", err=True)
-
-    with open_scratch(_HERE / "out") as (directory, guard):
-        results = Results(machine=describe_machine(directory), scale=scale)
-        bench = Bench(results, directory, guard, say)
+    with open_bench(_HERE / "out", scale) as bench:
+        results = bench.results
         with open_values(bench, make_workload("fit", scale)) as (_, memory):
             for name in names or FRAMEWORKS:
                 missing = find_missing(FRAMEWORKS[name].needs)
@@ -63,14 +52,12 @@ def main(names: tuple[str, ...], rounds: int, dry: bool, json_path: Path | None,
     if docs is not None:
         page = docs.read_text()
         docs.write_text(keep_section(page, f"\n{section}"))
-    say("done")
+    bench.say("done")
     if results.failures:
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    # A polite request to end still ends the processes and removes the files.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # The processes that train keep what they have freed. Else the C library gives it back to the system or not as it
     # happens, which makes all steps of a fit a third slower or not, and hides what a save takes.
     os.environ |= dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(8 << 30))

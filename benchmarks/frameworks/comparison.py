@@ -140,5 +140,5 @@ def _started(bench: Bench, framework: str, names: Sequence[str], memory: int = -
 
 
 def _copy_names(source: Path, target: Path) -> None:
-    """What was saved under other names: a restart saves nothing, so that it stays as it is."""
+    """Links to the saved files: a restart saves nothing, so that it stays as it is."""
     shutil.copytree(source, target, copy_function=os.link, dirs_exist_ok=True)

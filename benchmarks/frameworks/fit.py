@@ -90,7 +90,7 @@ class Enough(Exception):  # noqa: N818  It is no error.
 
 
 class Clock:
-    """Notes when the steps of a fit begin and end; callbacks tell it.
+    """Notes when the steps of a fit begin and end; callbacks call it.
 
     Attributes:
         begun: When each step began.
@@ -150,7 +150,7 @@ class Fit(ABC):
         """
 
     def measure_saves(self, saves: int, interval_steps: int) -> dict[str, float]:
-        """What saves cost in a fit, beside a fit without before it and one after it.
+        """The costs of saves in a fit, compared with a fit without before it and one after it.
 
         The first of the saves makes memory and files ready, and is a figure of its own. What each of the others leaves
         to do falls into the steps that follow it.

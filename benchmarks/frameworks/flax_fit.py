@@ -64,7 +64,7 @@ class FlaxFit(Fit):
 
 
 class _Frozen(nnx.Variable):
-    """What is not trained."""
+    """A variable that is not trained."""
 
 
 class _Module(nnx.Module):

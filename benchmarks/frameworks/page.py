@@ -55,7 +55,7 @@ def _head(results: Results, plan: Plan) -> Iterator[str]:
 
 
 def _goals(results: Results) -> Iterator[str]:
-    """What holdfast takes of what the others take, and what the machine itself takes where that is too much."""
+    """Holdfast's part of the others' costs, and the machine's own costs where that part is too large."""
     yield f"What holdfast takes, as a part of what the other takes. The goal is at most {MOST:g}; more is bold.\n"
     rows, missed = [], []
     for name, framework in FRAMEWORKS.items():
@@ -83,7 +83,7 @@ def _goals(results: Results) -> Iterator[str]:
 
 
 class _Share(NamedTuple):
-    """What holdfast takes, as a part of what the other takes.
+    """Holdfast's part of the other's costs.
 
     Attributes:
         value: The part; infinite if the other's rounds do not differ from nothing.
@@ -94,7 +94,7 @@ class _Share(NamedTuple):
     is_bound: bool = False
 
     def is_missed(self) -> bool:
-        """Whether it is more than the goal."""
+        """True if it is more than the goal."""
         return MOST < self.value < math.inf and not self.is_bound
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ def _share(results: Results, part: str, key: str, way: str, *, beyond: bool = Fa
 
 
 def _explain(results: Results, name: str, part: str, key: str, way: str) -> str:
-    """What holdfast and the other have taken, and what neither can do without."""
+    """The costs of holdfast and of the other, and the least that both need."""
     limits = limits_of(results, name)
     own, peer = _median(results, part, _HOLDFAST, key), _median(results, part, way, key)
     if key == "resume":

@@ -51,7 +51,7 @@ class GpuPeer(NamedTuple):
 PEERS: Final = {
     "holdfast": GpuPeer("benchmarks.peers.holdfast_manager:Holdfast"),
     "holdfast, overlapped": GpuPeer("benchmarks.peers.holdfast_manager:Overlapped"),
-    "torch.save": GpuPeer("benchmarks.peers.torch_save:TorchSave"),
+    "torch.save": GpuPeer("benchmarks.peers.one_file:TorchSave"),
     "DCP async, thread": GpuPeer("benchmarks.peers.dcp:InThreadPinned"),
     "DCP async, process": GpuPeer("benchmarks.peers.dcp:InProcessPinned", is_shared=True),
     "torch_checkpointing": GpuPeer(
@@ -196,7 +196,7 @@ class GpuDuties(_SavingDuties):
         return {"durable_seconds": median(writes), "restore_seconds": median(reads)}
 
     def lose(self) -> dict[str, float]:
-        """What a save costs a training loop that waits for nothing but what the way of saving has it wait for.
+        """The cost of a save in a training loop that waits for nothing but what the way of saving has it wait for.
 
         The write goes on during the steps; where it lasts longer than these, it is waited for outside of what is
         measured.
@@ -278,7 +278,7 @@ class JaxArrays:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """What is saved, by name."""
+        """The saved objects, by name."""
         return {"arrays": self.arrays}
 
     def checksums(self) -> dict[str, int]:
@@ -320,7 +320,7 @@ class HoldfastJax(Holdfast):
 
 
 class DeviceDuties(Duties):
-    """What the device is, and how long it takes to pin memory that is there already, as holdfast does."""
+    """Describes the device, and pins memory that is there already, as holdfast does."""
 
     def __init__(self, directory: str) -> None:
         shared = shutil.disk_usage("/dev/shm").total / 1e9 if Path("/dev/shm").exists() else 0
@@ -373,7 +373,7 @@ class TestDuties(Duties):
 
 
 def _find_problem(entry: GpuPeer, gigabytes: float, place: Path) -> str:
-    """What the machine lacks: a row of the table that says so."""
+    """The reason why the machine cannot run it; empty if it can."""
     free = shutil.disk_usage(place).free / 1e9
     if free < _ROOM * gigabytes:
         return f"needs {_ROOM * gigabytes:.1f} GB of disk, {free:.1f} are free"

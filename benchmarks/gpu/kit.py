@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -15,11 +14,10 @@ from typing import Any, Final
 
 from benchmarks.gpu.page import BARE, Outcome, Run, make_table
 from benchmarks.harness.contender import Contender, ContenderError, ContenderMissingError
-from benchmarks.harness.guard import ROOT, open_scratch
-from benchmarks.harness.machine import describe_machine
+from benchmarks.harness.guard import ROOT
 from benchmarks.harness.memory import taken_bytes
-from benchmarks.harness.results import Results, write_json
-from benchmarks.harness.turns import Bench
+from benchmarks.harness.results import write_json
+from benchmarks.harness.turns import Bench, open_bench
 
 SMALL, LARGE = 2.0, 12.0
 """The sizes of the state that is saved, in GB."""
@@ -168,14 +166,11 @@ def main(asked: dict[str, Any]) -> int:
     end_at = time.monotonic() + asked["seconds"]
     place, about = Path(asked["place"]), asked["about"]
     dry = "dry" in about
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        with open_scratch(place) as (directory, guard):
-            results = Results(machine=describe_machine(directory), scale=_DRY_SCALE if dry else 1.0)
-            run = Run(about=about, notes=asked["notes"], results=results)
-            kit = Kit(
-                place, run, Bench(results, directory, guard, lambda text: print(f"    {text}", flush=True)), end_at
-            )
+        scale = _DRY_SCALE if dry else 1.0
+        with open_bench(place, scale, lambda text: print(f"    {text}", flush=True)) as bench:
+            run = Run(about=about, notes=asked["notes"], results=bench.results)
+            kit = Kit(place, run, bench, end_at)
             for part in choose(list_parts(dry=dry), asked["only"]):
                 kit.measure(part)
     finally:

@@ -39,7 +39,7 @@ PACKAGES: Final = {
     "torch_checkpointing": "torch_checkpointing",
     "xxhash": "xxhash",
 }
-"""What holdfast, its tests and the peers need beside torch: by pip's name, the module that each one brings."""
+"""The needs of holdfast, its tests and the peers besides torch: by pip's name, the module that each one brings."""
 
 _EXTENSIONS: Final = ("save/_moves", "storage/_digesting")
 
@@ -102,7 +102,7 @@ def make_environment(root: Path, place: Path, scratch: Path) -> dict[str, str]:
 
 
 def _unpack(name: str, wheels: Path, site: Path) -> bool:
-    """Whether there was a wheel of that package for this Python. A wheel is an archive of what is to be imported."""
+    """True if there was a wheel of that package for this Python. A wheel is an archive of what is to be imported."""
     for wheel in sorted(wheels.glob("*.whl"), reverse=True):
         if _normalized(wheel.name.partition("-")[0]) == _normalized(name) and fits(wheel.name):
             with suppress(OSError, zipfile.BadZipFile):
@@ -113,7 +113,7 @@ def _unpack(name: str, wheels: Path, site: Path) -> bool:
 
 
 def fits(wheel: str) -> bool:
-    """Whether a wheel is for this Python and this kind of processor, by its name."""
+    """True if a wheel is for this Python and this kind of processor, by its name."""
     python, abi, platform = wheel.removesuffix(".whl").rsplit("-", 3)[1:]
     own = f"cp{sys.version_info.major}{sys.version_info.minor}"
     is_python = any(
@@ -144,7 +144,7 @@ def _make_extension(path: Path, wheels: Path) -> str:
 
 
 def compile_extension(compiler: str, source: Path, made: Path) -> bool:
-    """**Blocks.** Whether a compiler has made a module of it."""
+    """**Blocks.** True if a compiler has made a module of it."""
     includes = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
     flags = ["-O3", "-shared", "-fPIC", "-DNDEBUG", *(f"-I{include}" for include in sorted(includes) if include)]
     return _succeeds([compiler, *flags, str(source), "-o", str(made)])

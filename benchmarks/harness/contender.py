@@ -34,7 +34,7 @@ class ContenderError(Exception):
 
 
 class ContenderMissingError(ContenderError):
-    """What a contender needs is not installed. Its processes live on."""
+    """A package that a contender needs is not installed. Its processes live on."""
 
 
 class Contender:
@@ -163,7 +163,7 @@ class Contender:
         self.order_each("open", seconds=seconds)
 
     def count_held(self) -> Held:
-        """What it holds now: memory, beyond what it held before it was opened; and all descriptors and threads."""
+        """Counts what it holds now: memory beyond that before it was opened, and all descriptors and threads."""
         held = count_held(self._process.pid)
         return Held(max(0, held.size_bytes - self._idle_bytes), held.descriptors, held.threads)
 

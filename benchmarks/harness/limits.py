@@ -1,4 +1,4 @@
-"""What the machine itself can do: copy, write and read the same bytes with nothing else to do."""
+"""The machine's own limits: copies, writes and reads of the same bytes with nothing else to do."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def address_of(memory: mmap.mmap) -> int:
 
 
 def _part(pieces: Pieces, rank: int, workers: int) -> list[tuple[int, int]]:
-    """**Pure.** What one of so many processes takes of pieces of memory: about as many bytes as the others."""
+    """**Pure.** The part of pieces of memory that one of so many processes takes: about as many bytes as the others."""
     whole_bytes = sum(length for _, length in pieces)
     begin, end = rank * whole_bytes // workers, (rank + 1) * whole_bytes // workers
     found, at = [], 0

@@ -1,4 +1,4 @@
-"""What processes hold, seen from outside: memory, descriptors, threads."""
+"""Counts what processes hold, seen from outside: memory, descriptors, threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INTERVAL_SECONDS: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What some processes hold together."""
+    """The things that some processes hold together."""
 
     size_bytes: int
     descriptors: int
@@ -74,7 +74,7 @@ def taken_bytes() -> int:
 
 
 def count_held(pid: int) -> Held:
-    """What a process and its descendants hold now."""
+    """Counts what a process and its descendants hold now."""
     descriptors = threads = 0
     for member in _family(pid):
         threads += _count(Path(f"/proc/{member}/task"))

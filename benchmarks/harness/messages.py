@@ -40,4 +40,4 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MissingError(Exception):
-    """What a contender needs is not installed."""
+    """A package that a contender needs is not installed."""

@@ -1,4 +1,4 @@
-"""What the kernel does with files: whether their bytes are in the page cache, in or out of it, and on the disk."""
+"""Puts the bytes of files into the page cache, drops them from it, and counts those on the disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fill(directory: Path) -> None:
 
 
 def count_bytes(directory: Path) -> int:
-    """What all files below a directory take on the disk, once they are there; a file of several names counts once."""
+    """The bytes of all files below a directory on the disk, once they are there; one of several names counts once."""
     blocks = {}
     for path in _files(directory):
         descriptor = os.open(path, os.O_RDONLY)

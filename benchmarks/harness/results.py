@@ -1,4 +1,4 @@
-"""What a run of the benchmarks leaves: every single figure, as JSON."""
+"""The results of a run of the benchmarks: every single figure, as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMITS = "limits"
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """What one contender did in one round.
+    """The figures of one contender in one round.
 
     Attributes:
         workload: The workload's name, or `training`.
@@ -32,7 +32,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """How large a workload was."""
+    """The size of a workload."""
 
     title: str
     size_bytes: int
@@ -112,7 +112,7 @@ def find_misfit(before: Results, machine: Machine, scale: float) -> str:
 
 
 def merge(before: Results, now: Results) -> Results:
-    """**Pure.** What was measured now, and what an earlier run has measured of other contenders or other workloads.
+    """**Pure.** The results of now, and those of an earlier run for other contenders or other workloads.
 
     Args:
         before: What an earlier run has measured; it fits, by `find_misfit`.

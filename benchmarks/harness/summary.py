@@ -71,7 +71,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def rounds_of(results: Results, workload: str, name: str) -> list[Round]:
-    """**Pure.** What one contender did in one workload, without the round that warms up."""
+    """**Pure.** The rounds of one contender in one workload, without the one that warms up."""
     return [e for e in results.rounds if e.workload == workload and e.contender == name and e.number > 0]
 
 
@@ -85,13 +85,13 @@ def limits_of(results: Results, workload: str) -> dict[str, Spread]:
 
 
 def summaries(results: Results, workload: str) -> list[Summary]:
-    """**Pure.** What each contender reached, in the order in which they first appear."""
+    """**Pure.** The figures of each contender, in the order in which they first appear."""
     names = dict.fromkeys(entry.contender for entry in results.rounds if entry.workload == workload)
     return [_sum_up(results, workload, name) for name in names if name != LIMITS]
 
 
 def summary_of(results: Results, workload: str, name: str) -> Summary | None:
-    """**Pure.** What one contender reached, or None if it was not measured."""
+    """**Pure.** The figures of one contender, or None if it was not measured."""
     return next((summary for summary in summaries(results, workload) if summary.contender == name), None)
 
 

@@ -6,6 +6,8 @@ import math
 import mmap
 import os
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +17,8 @@ from typing import Any
 
 from benchmarks.harness import page_cache
 from benchmarks.harness.contender import Contender, ContenderError, ContenderMissingError
-from benchmarks.harness.guard import Guard
+from benchmarks.harness.guard import Guard, open_scratch
+from benchmarks.harness.machine import describe_machine
 from benchmarks.harness.results import LIMITS, Results, Round, Shape
 from benchmarks.states.values import Values
 from benchmarks.states.workloads import Workload, place_tensors, state_bytes, state_shapes
@@ -110,6 +113,27 @@ class Bench:
         return stretch
 
 
+@contextmanager
+def open_bench(out: Path, scale: float, say: Callable[[str], None] | None = None) -> Iterator[Bench]:
+    """A run that writes below `out`. A polite request to end ends its processes and removes its files, too.
+
+    Args:
+        out: Where to write.
+        scale: The size of the workloads, 1 for the real size.
+        say: Called with a line about the progress; by itself prints it, with the time.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    begun_at = time.monotonic()
+
+    def print_line(text: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - begun_at), 60)
+        print(f"{minutes:3}:{seconds:02} {text}", file=sys.stderr, flush=True)
+
+    with open_scratch(out) as (directory, guard):
+        results = Results(machine=describe_machine(directory), scale=scale)
+        yield Bench(results, directory, guard, say or print_line)
+
+
 MakeOrder = tuple[str, dict[str, Any]]
 """Where the duties of a contender are, as `module:name`, and what they are made with."""
 
@@ -118,11 +142,12 @@ class Stretch:
     """Contenders that run side by side, and take turns.
 
     Attributes:
+        workload: What they are measured with.
         live: Those that take part, by name. Several may share the processes of one job.
     """
 
     def __init__(self, bench: Bench, workload: str, live: dict[str, Contender]) -> None:
-        self._bench, self._workload = bench, workload
+        self._bench, self.workload = bench, workload
         self.live = live
 
     def rename(self, workload: str) -> Stretch:
@@ -141,7 +166,7 @@ class Stretch:
         except ContenderMissingError as error:
             del self.live[name]
             self._bench.results.missing[name] = str(error)
-            self._bench.say(f"{self._workload}, {name}: cannot be measured: {error}")
+            self._bench.say(f"{self.workload}, {name}: cannot be measured: {error}")
             return False
         except ContenderError as error:
             self._drop(name, str(error))
@@ -157,7 +182,7 @@ class Stretch:
         except ContenderError as error:
             self._drop(name, str(error))
         else:
-            self._bench.keep(self._workload, name, number, figures)
+            self._bench.keep(self.workload, name, number, figures)
 
     def go_rounds(
         self,
@@ -195,7 +220,7 @@ class Stretch:
         contender = self.live.pop(name, None)
         if contender is None:
             return
-        self._bench.say(f"{self._workload}, {name}: a round takes it so long that there are no more")
+        self._bench.say(f"{self.workload}, {name}: a round takes it so long that there are no more")
         if contender not in self.live.values():
             contender.close()
             shutil.rmtree(contender.directory, ignore_errors=True)
@@ -207,7 +232,7 @@ class Stretch:
         for other in [one for one, place in self.live.items() if place is contender]:
             del self.live[other]
             why = reason if other == name else f"it shares the job of {name}, which failed"
-            self._bench.fail(self._workload, other, why)
+            self._bench.fail(self.workload, other, why)
         shutil.rmtree(contender.directory, ignore_errors=True)
 
 

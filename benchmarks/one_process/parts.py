@@ -109,7 +109,7 @@ def compare_frozen(bench: Bench, contenders: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What ten saves of one contender came to.
+    """The results of ten saves of one contender.
 
     Attributes:
         bytes_ratio: The bytes on the disk, over one full state and the changed part for each later save.
@@ -196,7 +196,7 @@ def measure_small(bench: Bench, rounds: int) -> None:
 def start_on_values(
     bench: Bench, workload: str, memory: int, keep: Callable[[str], int | None] = lambda _: None
 ) -> tuple[Callable[[str], Contender], Callable[[str], MakeOrder]]:
-    """How contenders are started and made that save values in shared memory."""
+    """Starts contenders that save values in shared memory, and gives what their duties are made with."""
 
     def start(name: str) -> Contender:
         return bench.start(workload, name, passed=[memory])

@@ -1,4 +1,4 @@
-"""What holdfast must reach, and what it has reached. Pure."""
+"""The goals, and what holdfast has reached. Pure."""
 
 from __future__ import annotations
 

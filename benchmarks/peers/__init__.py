@@ -54,8 +54,8 @@ PEERS: Final = {
     "holdfast, incremental": Entry(
         "benchmarks.peers.holdfast_manager:Incremental", "plain", ("mostly-frozen", "many-saves")
     ),
-    "torch.save": Entry("benchmarks.peers.torch_save:TorchSave", "plain", _ALL),
-    "safetensors": Entry("benchmarks.peers.safetensors_file:Safetensors", "plain", _ALL, ("safetensors",)),
+    "torch.save": Entry("benchmarks.peers.one_file:TorchSave", "plain", _ALL),
+    "safetensors": Entry("benchmarks.peers.one_file:Safetensors", "plain", _ALL, ("safetensors",)),
     "DCP sync": Entry("benchmarks.peers.dcp:Synchronous", "DCP", ("model",), reads_as=_DCP),
     "DCP async, thread": Entry("benchmarks.peers.dcp:InThread", "DCP", ("model",), reads_as=_DCP),
     _DCP: Entry("benchmarks.peers.dcp:InThreadCached", "DCP", _ALL),

@@ -85,12 +85,12 @@ class InThread(Synchronous):
         self._uploaded: Future[Any] | None = None
 
     def join_group(self) -> dist.ProcessGroup | None:
-        """What its threads meet in; None for the default group. DCP asks for one also for one process."""
+        """The group in which its threads meet; None for the default one. DCP asks for one also for one process."""
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{_free_port()}", rank=0, world_size=1)
         return None
 
     def make_stager(self) -> KeptStager | None:
-        """What copies; None for what DCP makes for each save."""
+        """The stager; None for one that DCP makes for each save."""
         return None
 
     def save(self, step: int) -> None:

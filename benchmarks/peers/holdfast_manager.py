@@ -67,7 +67,7 @@ class Overlapped(Holdfast):
     options: ClassVar[dict[str, Any]] = {"overlap_copy": True}
 
     def wait_copied(self) -> float:
-        """What the optimizer's step would wait, if it came at once."""
+        """The wait of the optimizer's step, if it came at once."""
         assert self._newest is not None
         return timed(self._newest.wait_staged)
 
@@ -79,6 +79,6 @@ class Reserved(Holdfast):
 
 
 class Incremental(Holdfast):
-    """What has not changed is referred to rather than written."""
+    """Refers to what has not changed rather than writing it."""
 
     options: ClassVar[dict[str, Any]] = {"incremental": True}

@@ -1,4 +1,4 @@
-"""What a way of saving has to be able to do to be measured."""
+"""The interface of a way of saving that is measured."""
 
 from __future__ import annotations
 

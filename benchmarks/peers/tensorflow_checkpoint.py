@@ -80,7 +80,7 @@ class TensorFlowAsync(Peer[TensorFlowState]):
             path.unlink()
 
     def path(self, step: int) -> Path:
-        """What the names of a save's files begin with."""
+        """The beginning of the names of a save's files."""
         return self.directory / f"step-{step}"
 
     def _files(self, step: int) -> list[Path]:

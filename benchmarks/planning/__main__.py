@@ -1,7 +1,7 @@
 """`python -m benchmarks.planning`: planning a save with up to many thousand workers, and as torch's DCP does.
 
 Everything runs in one process, with the code that a job would run; the network is not counted, but what would go over
-it is. The figures go to `docs/internals/scale.json`, and the picture beside it.
+it is. The figures go to `docs/internals/scale.json`, and the picture to the same directory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch's DCP does to plan a save of many ranks, with its own code, in one process; the network is not counted."""
+"""Plans a save of many ranks with the code of torch's DCP, in one process; the network is not counted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def measure_dcp(ranks: int, tensors: int, directory: Path) -> dict[str, float]:
 
 
 def _local_plan(rank: int, ranks: int, tensors: int) -> SavePlan:
-    """What `create_local_plan` gives for as many tensors that are divided along their first dimension."""
+    """The result of `create_local_plan` for as many tensors that are divided along their first dimension."""
     offsets, sizes = torch.Size((rank * ROWS, 0)), torch.Size((ROWS, COLUMNS))
     names = [f"model.layers.{number}.weight" for number in range(tensors)]
     items = [

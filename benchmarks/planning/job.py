@@ -1,4 +1,4 @@
-"""What holdfast does to save with many workers, with its own code, in one process; the network is not counted."""
+"""Plans a save of many workers with holdfast's own code, in one process; the network is not counted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from holdfast.state import CaptureCache, capture_objects
 from holdfast.storage import LocalStorage
 
 _PART: Final = {"references": (), "features": (SHARDS,), "groups": []}
-"""What a worker that refers to nothing and holds nothing that others hold says beside its own record."""
+"""The message, without its own record, of a worker that refers to nothing and holds nothing that others hold."""
 
 
 class _OneStore:
@@ -79,7 +79,7 @@ class _OneStore:
 
 
 def make_state(rank: int, workers: int, tensors: int, *, sharded: bool) -> dict[str, Any]:
-    """What one worker holds: as many tensors, each its rows of a larger one, or whole and the same with all."""
+    """The state of one worker: as many tensors, each its rows of a larger one, or whole and the same with all."""
     values = {}
     for number in range(tensors):
         part = np.full((ROWS, COLUMNS), rank, np.float32)
@@ -92,7 +92,7 @@ def make_state(rank: int, workers: int, tensors: int, *, sharded: bool) -> dict[
 
 
 def measure_worker(workers: int, tensors: int, rounds: int, *, sharded: bool) -> dict[str, float]:
-    """**Blocks.** What one worker decides, and how large its own records are.
+    """**Blocks.** Measures the decisions of one worker, and the size of its own records.
 
     `training_seconds` is the training thread's part, but for the copies: which arrays are this worker's, and where each
     goes. That is what it takes again at each save, and not the first time.

@@ -1,4 +1,4 @@
-"""What saves and restores cost in jobs of several workers.
+"""The costs of saves and restores in jobs of several workers.
 
 `comparison` starts a job for each contender with torchrun, and lets the contenders take turns. The workers carry out
 orders (`duties`): they make the same state (`state`) and save it in several ways (`ways`), or only copy, write and read
@@ -26,7 +26,7 @@ JOBS: Final = {
     "DCP": (DCP, DCP_SYNC),
     TORCH_CHECKPOINTING: (TORCH_CHECKPOINTING,),
 }
-"""Who saves in which job. Contenders of one job share its state, since that of one more would not fit in memory."""
+"""The contenders of each job. Contenders of one job share its state, since that of one more would not fit in memory."""
 
 ALSO: Final = {HOLDFAST: (OVERLAPPED,)}
 """The contenders of these jobs that are measured only if they are asked for by name."""
@@ -44,13 +44,13 @@ NEEDS: Final = {name: PEERS[name].needs for name in (HOLDFAST, OVERLAPPED, DCP, 
 STAYING: Final = {
     TORCH_CHECKPOINTING: "what another number of workers needs, it gathers on CUDA devices alone",
 }
-"""Whose checkpoints another number of workers cannot restore, and why."""
+"""The contenders whose checkpoints another number of workers cannot restore, and why."""
 
 TRAINED: Final = ModelSize(vocabulary=20_000, context=32, width=384, layers=6)
 """The model that is trained: 0.22 GB with its optimizer's state."""
 TRAINING_WORKERS: Final = 2
 TRAINING: Final = "fsdp-training"
-"""What the results call the training of several workers."""
+"""The training of several workers in the results."""
 SIDE: Final = 64
 """The length of both dimensions of each small tensor."""
 
@@ -60,7 +60,7 @@ _MODEL: Final = ModelSize(vocabulary=50_257, context=1024, width=768, layers=9)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the workers of a job save.
+    """The state that the workers of a job save.
 
     Attributes:
         name: Its name in the results.
@@ -109,5 +109,5 @@ def other_number(workers: int) -> int:
 
 
 def name_restore(setup: Setup) -> str:
-    """**Pure.** What the results call the restores of a setup by another number of workers."""
+    """**Pure.** The name of the restores of a setup by another number of workers, in the results."""
     return f"{setup.name}-by-{other_number(setup.workers)}"

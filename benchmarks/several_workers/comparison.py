@@ -86,9 +86,15 @@ class Jobs:
 
     @contextmanager
     def opened(
-        self, workload: str, names: Sequence[str], make: MakeOrder
+        self, workload: str, names: Sequence[str], make: MakeOrder, saved: str = ""
     ) -> Iterator[tuple[Stretch, dict[str, list[Reply]]]]:
         """Has the jobs make their state, and those of the contenders open that can; closes them.
+
+        Args:
+            workload: What they are measured with.
+            names: Their names.
+            make: What the state is, and what it is made with.
+            saved: The workload whose checkpoints they restore; by itself the same.
 
         Returns:
             Those that are open, and what the workers of each job hold.
@@ -98,7 +104,7 @@ class Jobs:
         held: dict[str, list[Reply]] = {}
         for job, members in self._members.items():
             if asked := [name for name in members if name in names]:
-                self._open(stretch, workload, job, asked, make, held)
+                self._open(stretch, saved or workload, job, asked, make, held)
         try:
             yield stretch, held
         finally:
@@ -111,7 +117,7 @@ class Jobs:
     def _open(
         self,
         stretch: Stretch,
-        workload: str,
+        saved: str,
         job: str,
         names: Sequence[str],
         make: MakeOrder,
@@ -122,7 +128,7 @@ class Jobs:
             self._wait_started(job)
         if job in self._broken:
             for name in names:
-                self._bench.fail(workload, name, self._broken[job])
+                self._bench.fail(stretch.workload, name, self._broken[job])
             return
         contender, (place, arguments) = self._jobs[job], make
         stretch.live |= dict.fromkeys(names, contender)
@@ -132,7 +138,7 @@ class Jobs:
             held[job] = contender.order_each("measure_size")
 
         def open_way(name: str) -> str:
-            directory = str(_place(self._bench, workload, name))
+            directory = str(_place(self._bench, saved, name))
             contender.order_each("open_way", way=name, directory=directory)
             return contender.note
 
@@ -164,6 +170,7 @@ def _open_jobs(bench: Bench, workers: int, members: Mapping[str, Sequence[str]])
     jobs = Jobs(bench, workers, members)
     try:
         yield jobs
+        jobs.end(Contender.close)
     finally:
         jobs.end(Contender.kill)
 
@@ -315,7 +322,7 @@ def _restore_left(
             continue
         names = [name for name in left.steps if name not in (DCP_SYNC, *STAYING)]
         bench.results.failures += [(workload, name, why) for name, why in STAYING.items() if name in left.steps]
-        with jobs.opened(workload, [LIMITS, *names], _make_state(setup)) as (stretch, _):
+        with jobs.opened(workload, [LIMITS, *names], _make_state(setup), setup.name) as (stretch, _):
 
             def measure(name: str, number: int, left: _Left = left, stretch: Stretch = stretch) -> dict[str, float]:
                 contender = stretch.live[name]

@@ -36,7 +36,7 @@ class _JobDuties(Duties):
         self._ways: dict[str, TorchPeer] = {}
 
     def measure_size(self) -> dict[str, float]:
-        """What this worker holds."""
+        """The size of what this worker holds."""
         parts = self.state.parts()
         return {"held_bytes": float(sum(part.nbytes for part in parts)), "tensors": float(len(parts))}
 
@@ -81,7 +81,7 @@ class WorkersDuties(_JobDuties):
         )
 
     def bare(self, reads_only: bool = False) -> dict[str, float]:
-        """**Collective.** What the machine can do; the reads alone where there are no saves."""
+        """**Collective.** Measures the machine; the reads alone where there are no saves."""
         assert self._limits is not None
         return self._limits.measure_read() if reads_only else self._limits.measure()
 

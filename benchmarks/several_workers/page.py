@@ -141,7 +141,7 @@ def select(results: Results) -> Results:
 
 
 def is_whole(results: Results) -> bool:
-    """**Pure.** Whether every contender was measured at full size, or is known to fail."""
+    """**Pure.** True if every contender was measured at full size, or is known to fail."""
     measured = {(entry.workload, entry.contender) for entry in results.rounds if entry.number > 0}
     measured |= {(workload, contender) for workload, contender, _ in results.failures}
     wanted = {(setup.name, name) for setup in list_setups(1.0) for some in JOBS.values() for name in some}
@@ -150,7 +150,7 @@ def is_whole(results: Results) -> bool:
 
 
 def was_measured(results: Results) -> bool:
-    """**Pure.** Whether there is anything to show."""
+    """**Pure.** True if there is anything to show."""
     names = {setup.name for setup in list_setups(results.scale)} | {TRAINING}
     return any(entry.workload in names and entry.contender != LIMITS for entry in results.rounds)
 

@@ -26,10 +26,10 @@ _WHOLE: Final = 1 << 22
 
 
 class WorkersState(State):
-    """What one worker holds. Values depend on the version, the tensor and the row, not on the worker."""
+    """The state of one worker. Values depend on the version, the tensor and the row, not on the worker."""
 
     def parts(self) -> list[torch.Tensor]:
-        """What this worker holds of each tensor."""
+        """This worker's part of each tensor."""
         return [_local(tensor) for tensor in self.tensors().values()]
 
     def change(self, version: int) -> None:

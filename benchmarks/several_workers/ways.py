@@ -61,7 +61,7 @@ class WorkersOverlapped(WorkersHoldfast):
     options = {"overlap_copy": True}  # noqa: RUF012  As in the class that it derives from.
 
     def wait_copied(self) -> float:
-        """What the optimizer's step would wait, if it came at once."""
+        """The wait of the optimizer's step, if it came at once."""
         assert self._newest is not None
         return timed(self._newest.wait_staged)
 

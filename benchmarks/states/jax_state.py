@@ -49,7 +49,7 @@ class JaxState(LiveState):
         self.arrays = {}
 
     def shapes(self) -> dict[str, Any]:
-        """What the arrays are like, without their values."""
+        """Shapes and types of the arrays."""
         return {name: jax.ShapeDtypeStruct(home.shape, home.dtype) for name, home in self.homes.items()}
 
     def come_home(self) -> None:

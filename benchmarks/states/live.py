@@ -1,4 +1,4 @@
-"""What every live state has in common, in all frameworks."""
+"""The base of the live states of all frameworks."""
 
 from __future__ import annotations
 

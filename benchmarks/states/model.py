@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen model and low-rank adapters beside two parts of each layer. It is saved and restored, never run."""
+    """A frozen model and low-rank adapters for two parts of each layer. It is saved and restored, never run."""
 
     def __init__(self, model: Model, size: ModelSize, rank: int) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ class State(LiveState):
         self.homes = {name: tensor.detach() for name, tensor in self.tensors().items()}
 
     def tree(self) -> dict[str, Any]:
-        """What torch's own ways of saving are given: a `state_dict` for each object."""
+        """The input of torch's own ways of saving: a `state_dict` for each object."""
         return {
             name: obj.state_dict() if hasattr(obj, "state_dict") else dict(obj) for name, obj in self.objects.items()
         }

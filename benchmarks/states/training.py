@@ -94,12 +94,12 @@ class Training(ABC, Generic[S]):
 
 
 def nothing() -> None:
-    """What is called where nothing has to be waited for."""
+    """Called where nothing has to be waited for."""
     return
 
 
 def first_arrays(size: ModelSize) -> dict[str, np.ndarray]:
-    """**Pure.** What training begins with: the model's parameters, and the optimizer's state for each."""
+    """**Pure.** The arrays that training begins with: the model's parameters, and the optimizer's state for each."""
     random = np.random.default_rng(0)
     arrays = {name: np.zeros(shape, np.float32) for name, shape in state_shapes(Workload("", "", model=size))}
     for name, shape in model_shapes(size):

@@ -47,13 +47,13 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one comparison saves.
+    """The state that one comparison saves.
 
     Attributes:
         name: A short name.
         title: What it is, for people.
         model: The model, with AdamW's state for each parameter that is trained; None for loose tensors.
-        adapter_rank: If not 0, the model is frozen, and low-rank adapters beside two parts of each layer are trained.
+        adapter_rank: If not 0, the model is frozen, and low-rank adapters for two parts of each layer are trained.
         shapes: The loose tensors by name.
     """
 

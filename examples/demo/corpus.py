@@ -28,7 +28,7 @@ def read_text() -> bytes:
 
 
 class Excerpts(Dataset[tuple[int, Tensor]]):
-    """Excerpts of a text, each with its number. Where in its part of the text one begins is drawn anew each time."""
+    """Excerpts of a text, each with its number. Where in its part of the text one begins is drawn again each time."""
 
     def __init__(self, text: bytes, count: int, tokens: int) -> None:
         """Divides the text into `count` parts; an excerpt is one token longer than `tokens`, for the prediction."""

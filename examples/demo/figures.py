@@ -25,7 +25,7 @@ class Figures:
         sums: What saving has cost, by the journal.
         saves_cut_off: How many saves had begun and were never heard of again, even if a kill came just after a commit.
         restores: How often the job was brought back from a checkpoint.
-        begun_anew: How often it began from nothing, since none had been committed yet.
+        fresh_starts: How often it began from nothing, since none had been committed yet.
         restore_seconds: How long that took, all together.
         restored_bytes: What was read and checked for it.
         step_seconds: What a step took, by the median: untouched, and under fire.
@@ -39,7 +39,7 @@ class Figures:
     sums: Sums
     saves_cut_off: int
     restores: int
-    begun_anew: int
+    fresh_starts: int
     restore_seconds: float
     restored_bytes: int
     step_seconds: tuple[float, float]
@@ -69,7 +69,7 @@ def read_figures(outcome: Outcome) -> Figures:
         sums=sums,
         saves_cut_off=staged - sums.saves_committed - sums.saves_failed,
         restores=len(restored),
-        begun_anew=len(lives) - 1 - len(restored),
+        fresh_starts=len(lives) - 1 - len(restored),
         restore_seconds=sum(event.blocked_seconds for event in restored),
         restored_bytes=sum(event.size_bytes for event in restored),
         step_seconds=(median(_lengths(outcome.untouched) or [0.0]), median(lengths or [0.0])),

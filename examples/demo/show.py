@@ -65,7 +65,7 @@ class Screen:
         self._under_fire.step = event.step
         self._say(f"process {process} goes on: {event}", "green")
 
-    def show_anew(self, process: int) -> None:
+    def show_fresh_start(self, process: int) -> None:
         """A process begins from nothing."""
         self._under_fire.step = 0
         self._say(f"process {process} begins from nothing, since no checkpoint had been committed", "green")
@@ -169,7 +169,7 @@ def _cost_table(figures: Figures) -> Table:
     untouched, under_fire = figures.step_seconds
     failed = f", {sums.saves_failed} failed" if sums.saves_failed else ", none failed"
     cut_off = f", {figures.saves_cut_off} cut off by a kill" if figures.saves_cut_off else ""
-    anew = f"; {_times(figures.begun_anew)} there was none yet" if figures.begun_anew else ""
+    from_nothing = f"; {_times(figures.fresh_starts)} there was none yet" if figures.fresh_starts else ""
     table = Table(box=None, show_header=False, padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column()
@@ -186,7 +186,7 @@ def _cost_table(figures: Figures) -> Table:
     table.add_row(
         "restores",
         f"{figures.restores} in {figures.restore_seconds:.2f} s, {decimal(figures.restored_bytes)} read and checked"
-        f"{anew}",
+        f"{from_nothing}",
     )
     return table
 

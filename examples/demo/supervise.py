@@ -125,7 +125,7 @@ def _note(report: Report, life: Life, screen: Screen) -> None:
             screen.show_restored(life.number, report)
         case StepDone():
             if not life.steps and life.number > 1 and life.restored is None:
-                screen.show_anew(life.number)
+                screen.show_fresh_start(life.number)
             life.steps.append(report)
             screen.show_step(report.step, report.loss)
         case Staged():

@@ -116,7 +116,7 @@ def count_each(storage: Storage, keep: RetentionPolicy, *, jobs: int = 2, saves:
     return most
 
 
-def check_alike(many: dict[str, Counter[str]], few: dict[str, Counter[str]]) -> None:
+def check_equal_counts(many: dict[str, Counter[str]], few: dict[str, Counter[str]]) -> None:
     """A few calls more or less depend on which old steps a job happens to look at."""
     assert many.keys() == few.keys()
     for name, calls in many.items():
@@ -132,7 +132,7 @@ def test_kept_steps_cost_no_calls(keeps: str) -> None:
         keep: RetentionPolicy = hf.Latest(steps) if keeps == "latest" else hf.All()
         save_steps(storage, steps + 20, keep=keep)
     costs = count_each(few, hf.Latest(40) if keeps == "latest" else hf.All())
-    check_alike(count_each(many, hf.Latest(400) if keeps == "latest" else hf.All()), costs)
+    check_equal_counts(count_each(many, hf.Latest(400) if keeps == "latest" else hf.All()), costs)
     assert sum(costs["open"].values()) < 60
     assert sum(costs["save"].values()) < 120
     check_true(many)
@@ -173,7 +173,7 @@ def test_generations_cost_no_calls(goes_back: bool) -> None:
         for _ in range(generations):
             save_steps(storage, 1, keep=hf.Latest(5))
     costs = count_each(few, hf.Latest(5), jobs=30, saves=2)
-    check_alike(count_each(many, hf.Latest(5), jobs=30, saves=2), costs)
+    check_equal_counts(count_each(many, hf.Latest(5), jobs=30, saves=2), costs)
     assert sum(costs["open"].values()) < 60
     off_line = set(StoredRun(many).look().committed) - set(StoredRun(many).look().living)
     assert off_line == ({StepName(3, 1)} if goes_back else set())

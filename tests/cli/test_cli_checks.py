@@ -15,7 +15,7 @@ from command_line import (
     FIRST_300,
     INDEX,
     NEWEST,
-    behind,
+    after_first_return,
     call,
     call_json,
     complaint,
@@ -384,10 +384,10 @@ def test_export_takes_the_newest_step_when_a_job_removes_its_own(tmp_path: Path)
     run, to = tmp_path / "run", ("--to", "safetensors")
     with hf.CheckpointManager(run, hf.Checkpoint(x=np.zeros(9)), keep=hf.Latest(1)) as trainer:
         trainer.save(1).wait_ended()
-        with behind(choose_step, lambda: trainer.save(2).wait_ended()):
+        with after_first_return(choose_step, lambda: trainer.save(2).wait_ended()):
             assert call_json("export", run, tmp_path / "first", *to)["step"] == 2
         # Its directory is still there, as while a job is about to remove the rest of it.
-        with behind(choose_step, (run / StepName(2, 1).manifest_path).unlink):
+        with after_first_return(choose_step, (run / StepName(2, 1).manifest_path).unlink):
             code, text = complaint("export", f"{run}@2", tmp_path / "second", *to)
     assert code == ExitCode.NOTHING_THERE
     assert "step 2" in text
@@ -399,16 +399,16 @@ def test_export_takes_the_newest_step_when_a_job_removes_its_own(tmp_path: Path)
 def test_newest_step_is_looked_for_again_when_a_job_removes_it(tmp_path: Path, verb: str) -> None:
     trainer = hf.CheckpointManager(tmp_path, hf.Checkpoint(x=np.zeros(9)), keep=hf.Latest(1))
     trainer.save(1).wait_ended()
-    with behind(choose_step, lambda: trainer.save(2).wait_ended()):
+    with after_first_return(choose_step, lambda: trainer.save(2).wait_ended()):
         document = call_json(verb, tmp_path)
     if verb == "show":
         assert document["step"] == 2
     else:
         assert [(step["step"], step["outcome"]) for step in document["steps"]] == [(1, "removed"), (2, "whole")]
         assert (document["is_whole"], document["newest_whole_step"]) == (True, 2)
-    with behind(choose_step, lambda: trainer.save(3).wait_ended()):
+    with after_first_return(choose_step, lambda: trainer.save(3).wait_ended()):
         result = call(verb, f"{tmp_path}@2")
     assert result.exit_code == ExitCode.NOTHING_THERE
-    with behind(choose_step, lambda: trainer.save(4).wait_ended()):
+    with after_first_return(choose_step, lambda: trainer.save(4).wait_ended()):
         assert call(verb, tmp_path).exit_code == ExitCode.OK
     trainer.close()

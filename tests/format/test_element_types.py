@@ -170,7 +170,7 @@ C = QuantizerRecord("c", Quantizer(0, (0.5,) * 4, (0,) * 4))
 
 
 @pytest.mark.parametrize(
-    "lies",
+    "records",
     [
         [],
         [Q],
@@ -188,8 +188,8 @@ C = QuantizerRecord("c", Quantizer(0, (0.5,) * 4, (0,) * 4))
         [C, QuantizerRecord("q", Quantizer(None, (float("inf"),), (1,)))],
     ],
 )
-def test_quantizers_that_cannot_be_are_refused(lies: list[QuantizerRecord]) -> None:
-    forged = msgspec.structs.replace(quantized_index(), quantizers=tuple(lies))
+def test_quantizers_that_cannot_be_are_refused(records: list[QuantizerRecord]) -> None:
+    forged = msgspec.structs.replace(quantized_index(), quantizers=tuple(records))
     with pytest.raises(FormatError):
         decode_index(seal(forged), path="index.json")
 

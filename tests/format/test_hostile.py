@@ -168,23 +168,23 @@ def test_index_with_false_sealed_fields_is_a_clean_error(data: st.DataObject, or
             | st.fixed_dictionaries({"spans": st.sampled_from(["", "0" * 32, "0" * 64, "x" * 32])})
         )
         leaves = tuple(msgspec.structs.replace(leaf, **change) if other is leaf else other for other in index.leaves)
-        lie = msgspec.structs.replace(index, leaves=leaves)
+        forged = msgspec.structs.replace(index, leaves=leaves)
     else:
-        lie = msgspec.structs.replace(index, **{field: data.draw(HUGE)})
+        forged = msgspec.structs.replace(index, **{field: data.draw(HUGE)})
     try:
-        encoded = seal(lie)
+        encoded = seal(forged)
     except (msgspec.MsgspecError, OverflowError):
         return
-    rewrite(run, encoded, lie.data_bytes if data.draw(st.booleans()) else None)
+    rewrite(run, encoded, forged.data_bytes if data.draw(st.booleans()) else None)
     restore(run)
 
 
 @slow_files
-@given(lie=JSON, whole=st.booleans())
-def test_sealed_state_of_any_form_is_a_clean_error(lie: Any, whole: bool, original: Path, run: Path) -> None:
+@given(forged=JSON, whole=st.booleans())
+def test_sealed_state_of_any_form_is_a_clean_error(forged: Any, whole: bool, original: Path, run: Path) -> None:
     reset(original, run)
     index = decode_index((run / INDEX).read_bytes(), path=INDEX)
-    objects = {"model": lie, "notes": lie} if whole else {**index.objects, "notes": lie}
+    objects = {"model": forged, "notes": forged} if whole else {**index.objects, "notes": forged}
     rewrite(run, seal(msgspec.structs.replace(index, objects=objects)))
     with contextlib.suppress(HoldfastError):
         hf.CheckpointManager(run, hf.Checkpoint(**make_objects())).restore(strict=False)
@@ -220,7 +220,7 @@ def test_deeply_nested_state_is_a_clean_error(run: Path) -> None:
 
 def test_an_index_that_claims_a_huge_array_takes_no_memory(run: Path) -> None:
     begin, size_bytes = 4096, 1 << 40
-    lie = Index(
+    forged = Index(
         step=7,
         generation=1,
         attempt=1,
@@ -233,7 +233,7 @@ def test_an_index_that_claims_a_huge_array_takes_no_memory(run: Path) -> None:
         leaves=(LeafRecord("model/w", "U8", (size_bytes,), begin, begin + size_bytes, "0" * 32),),
         objects={"model": {"w": {"$": "array", "v": "model/w", "k": "numpy"}}},
     )
-    rewrite(run, seal(lie), lie.data_bytes)
+    rewrite(run, seal(forged), forged.data_bytes)
     tracemalloc.start()
     with pytest.raises(NoWholeCheckpointError):
         hf.CheckpointManager(run, hf.Checkpoint(model={})).restore()
@@ -241,7 +241,7 @@ def test_an_index_that_claims_a_huge_array_takes_no_memory(run: Path) -> None:
     tracemalloc.stop()
     assert peak_bytes < MEMORY_LIMIT_BYTES
     # Where the file does have that size (a sparse one costs nothing), the answer is clean all the same.
-    os.truncate(run / DATA, lie.data_bytes)
+    os.truncate(run / DATA, forged.data_bytes)
     with pytest.raises(HoldfastError):
         hf.CheckpointManager(run, hf.Checkpoint(model={})).restore()
 

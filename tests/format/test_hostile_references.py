@@ -338,7 +338,7 @@ def test_bytes_of_another_place_in_a_source_do_not_pass(run: Path) -> None:
 def test_a_reference_to_a_huge_array_takes_no_memory(run: Path) -> None:
     size_bytes = 1 << 40
     index = decode_index((run / INDEX).read_bytes(), path=INDEX)
-    lie = msgspec.structs.replace(
+    forged = msgspec.structs.replace(
         index,
         span_bytes=1 << 50,
         leaves=(),
@@ -347,7 +347,7 @@ def test_a_reference_to_a_huge_array_takes_no_memory(run: Path) -> None:
         referred=(ReferredRecord("frozen/w", "U8", (size_bytes,), 0, size_bytes, "0" * 32, 0),),
         objects={"frozen": {"w": {"$": "array", "v": "frozen/w", "k": "numpy"}}},
     )
-    rewrite(run, lie)
+    rewrite(run, forged)
     os.truncate(run / STEP / "data-00000-of-00001.safetensors", index.header_bytes)
     tracemalloc.start()
     with pytest.raises(NoWholeCheckpointError, match=f"{size_bytes} were written"):

@@ -1,4 +1,4 @@
-"""The order in which arrays lie in memory comes back with their values; `torch.save` is the control."""
+"""The order of the elements of arrays in memory comes back with their values; `torch.save` is the control."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ColumnMajor(torch.optim.Optimizer):
             if not state:
                 state["basis"] = torch.linalg.qr(matrix @ matrix.T + torch.eye(len(matrix)))[0]
             basis = state["basis"]
-            # What a kernel that goes along memory makes of it depends on how it lies there.
+            # What a kernel that goes along memory makes of it depends on the order of its elements.
             memory = basis.as_strided((basis.numel(),), (1,)).mul_(torch.linspace(0.9, 1.1, basis.numel()))
             parameter -= 0.1 * memory.cumsum(0)[-2].tanh() * (basis @ (basis.T @ matrix)).reshape(parameter.shape)
 
@@ -113,7 +113,7 @@ def test_training_goes_on_exactly_from_a_checkpoint_without_strides(tmp_path: Pa
     fresh, fresh_optimizer = convolutions()
     with hf.CheckpointManager(tmp_path, hf.Checkpoint(model=fresh, optimizer=fresh_optimizer)) as manager:
         manager.restore()
-    # It has its parameter's shape, so it lies as the parameter does.
+    # It has its parameter's shape, so its elements have the order of the parameter's.
     for one, other in zip(module.parameters(), fresh.parameters(), strict=True):
         for key, value in optimizer.state[one].items():
             assert fresh_optimizer.state[other][key].stride() == value.stride()
@@ -253,7 +253,7 @@ def strided_index() -> Index:
 
 
 @pytest.mark.parametrize(
-    "lies",
+    "records",
     [
         [("w", (1, 1))],
         [("w", (1, 1, 3, 1))],
@@ -269,9 +269,9 @@ def strided_index() -> Index:
         [("w", (1, 1, 3)), ("w", (1, 1, 3))],
     ],
 )
-def test_strides_that_reach_beyond_the_leaf_are_refused(lies: list[tuple[str, tuple[int, ...]]]) -> None:
+def test_strides_that_reach_beyond_the_leaf_are_refused(records: list[tuple[str, tuple[int, ...]]]) -> None:
     index = strided_index()
     assert index.strides == (StridesRecord("w", (1, 1, 3)),)
-    forged = msgspec.structs.replace(index, strides=tuple(StridesRecord(*lie) for lie in lies))
+    forged = msgspec.structs.replace(index, strides=tuple(StridesRecord(*record) for record in records))
     with pytest.raises(FormatError, match=r"strides|valid"):
         decode_index(seal(forged), path="index.json")

@@ -16,7 +16,7 @@ from holdfast.format.encoding import Encoder
 from holdfast.format.nodes import count_values, describe, find_nodes, list_values
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -57,7 +57,7 @@ class Settings:
         (1 + 2j, "(1+2j)"),
         (range(3), "range(0, 3)"),
         (datetime.date(2031, 4, 5), "datetime.date(2031, 4, 5)"),
-        (Colour.RED, f"{__name__}.Colour.RED"),
+        (Color.RED, f"{__name__}.Color.RED"),
         (Pair(1, "x"), f"{__name__}.Pair(left=1, right='x')"),
         (Settings(0.5, ["a"]), f"{__name__}.Settings(rate=0.5, names=['a'])"),
     ],

@@ -183,7 +183,7 @@ def test_notices_in_steps_leave_no_step_trained_twice(tmp_path: Path, name: str)
     check_left(framework, [*lives, framework.train(tmp_path / "asked")], untouched)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", [pick(name, is_long=name == "accelerate") for name in INTEGRATIONS])
 def test_kills_and_notices_by_turns_leave_no_trace(tmp_path: Path, name: str) -> None:
     untouched, framework = train_untouched(name), INTEGRATIONS[name]
     signals = [*[signal.SIGKILL] * 2, signal.SIGTERM, signal.SIGKILL, signal.SIGTERM]

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 PROGRAM = "places_in_data.py"
-DOORS = ("accelerate", "lightning", "transformers")
+FRAMEWORKS = ("accelerate", "lightning", "transformers")
 PRELOAD = (
     *preloaded.TRAINING,
     "accelerate",
@@ -42,11 +42,14 @@ def leave(*options: str | Path) -> Life:
 
 
 @pytest.mark.parametrize(
-    ("door", "data", "workers"),
-    [*product(DOORS, (*OWN_DRAWS, *STREAMS), ("0",)), *product(DOORS, ("weighted", "shuffled", "plain"), ("2",))],
+    ("framework", "data", "workers"),
+    [
+        *product(FRAMEWORKS, (*OWN_DRAWS, *STREAMS), ("0",)),
+        *product(FRAMEWORKS, ("weighted", "shuffled", "plain"), ("2",)),
+    ],
 )
-def test_it_takes_the_batches_of_an_untouched_run(door: str, data: str, workers: str, tmp_path: Path) -> None:
-    options = (f"--door={door}", f"--data={data}", f"--workers={workers}")
+def test_it_takes_the_batches_of_an_untouched_run(framework: str, data: str, workers: str, tmp_path: Path) -> None:
+    options = (f"--framework={framework}", f"--data={data}", f"--workers={workers}")
     untouched = train(tmp_path / "untouched", *options)
     # In the first epoch, and in the second.
     lives = [leave(tmp_path / "left", *options, f"--leaves-after={count}") for count in (4, 5)]
@@ -70,10 +73,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("door", "change"), [*product(DOORS, CHANGES)])
-def test_after_a_change_each_sample_of_the_epoch_comes_once(door: str, change: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("framework", "change"), [*product(FRAMEWORKS, CHANGES)])
+def test_after_a_change_each_sample_of_the_epoch_comes_once(framework: str, change: str, tmp_path: Path) -> None:
     before, after = (words.split() for words in CHANGES[change])
-    options: list[str | Path] = [tmp_path, f"--door={door}", "--length=48", "--epochs=2"]
+    options: list[str | Path] = [tmp_path, f"--framework={framework}", "--length=48", "--epochs=2"]
     left = leave(*options, *before, "--leaves-after=3")
     again = leave(*options, *after, "--leaves-after=2")
     rest = train(*options, *after)
@@ -89,9 +92,9 @@ def test_after_a_change_each_sample_of_the_epoch_comes_once(door: str, change: s
     assert steps == list(range(1, len(steps) + 1))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_after_a_change_between_two_epochs_the_next_one_is_whole(door: str, tmp_path: Path) -> None:
-    options: list[str | Path] = [tmp_path, f"--door={door}", "--length=48", "--epochs=3"]
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_after_a_change_between_two_epochs_the_next_one_is_whole(framework: str, tmp_path: Path) -> None:
+    options: list[str | Path] = [tmp_path, f"--framework={framework}", "--length=48", "--epochs=3"]
     left = leave(*options, "--batch=4", "--leaves-after=12")
     rest = train(*options, "--batch=8", "--length=52")
     assert sorted(samples_of(left)) == list(range(48))
@@ -99,9 +102,9 @@ def test_after_a_change_between_two_epochs_the_next_one_is_whole(door: str, tmp_
     assert sorted(seen[:52]) == sorted(seen[52:]) == list(range(52))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_change_that_makes_the_resume_inexact_is_reported(door: str, tmp_path: Path) -> None:
-    options: list[str | Path] = [tmp_path, f"--door={door}", "--epochs=2", "--data=weighted"]
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_change_that_makes_the_resume_inexact_is_reported(framework: str, tmp_path: Path) -> None:
+    options: list[str | Path] = [tmp_path, f"--framework={framework}", "--epochs=2", "--data=weighted"]
     leave(*options, "--length=48", "--leaves-after=3")
     rest = train(*options, "--length=60")
     assert (
@@ -124,7 +127,7 @@ def test_two_workers_of_accelerate_share_what_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after", "is_exact"), [("4", "8", True), ("8", "4", True), ("4", "5", False)])
 def test_keras_goes_on_in_other_batches(before: str, after: str, is_exact: bool, tmp_path: Path) -> None:
-    options: list[str | Path] = [tmp_path, "--door=keras", "--length=48", "--epochs=2"]
+    options: list[str | Path] = [tmp_path, "--framework=keras", "--length=48", "--epochs=2"]
     left = leave(*options, f"--batch={before}", "--leaves-after=4")
     rest = train(*options, f"--batch={after}")
     assert f"batch size {after} ({before} at the save)" in rest.errors

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from lives import PROGRAMS
 
-DOORS = {"lightning": "lightning", "transformers": "transformers", "accelerate": "accelerate", "keras": "keras"}
+FRAMEWORKS = {"lightning": "lightning", "transformers": "transformers", "accelerate": "accelerate", "keras": "keras"}
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_restart_says_whether_its_steps_are_the_same(tmp_path: Path, door: str) -> None:
-    if find_spec(DOORS[door]) is None:
-        pytest.skip(f"needs {DOORS[door]}")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_restart_says_whether_its_steps_are_the_same(tmp_path: Path, framework: str) -> None:
+    if find_spec(FRAMEWORKS[framework]) is None:
+        pytest.skip(f"needs {FRAMEWORKS[framework]}")
     done = subprocess.run(
-        [sys.executable, PROGRAMS / "witnessed_doors.py", tmp_path, door],
+        [sys.executable, PROGRAMS / "witnessed_frameworks.py", tmp_path, framework],
         capture_output=True,
         text=True,
         timeout=600,
@@ -33,8 +33,8 @@ def test_a_restart_says_whether_its_steps_are_the_same(tmp_path: Path, door: str
         r"data: exit 0",
         r"loss: WitnessDiffers step (7|13) was repeated with the same data, but the loss ",
         r"loss: exit 0",
-        *([] if door == "keras" else [r"size: exit 0"]),
+        *([] if framework == "keras" else [r"size: exit 0"]),
     ]
-    lines = [line.removeprefix(f"{door} ") for line in done.stdout.splitlines() if line.startswith(door)]
+    lines = [line.removeprefix(f"{framework} ") for line in done.stdout.splitlines() if line.startswith(framework)]
     assert len(lines) == len(expected), done.stdout + done.stderr
     assert all(re.match(one, line) for one, line in zip(expected, lines, strict=True)), lines

@@ -13,7 +13,7 @@ from holdfast.extras import Door, install_command
 from holdfast.policies import Latest
 
 
-def make_door(package: str, oldest: str) -> Door:
+def make_integration(package: str, oldest: str) -> Door:
     return Door("frame", package, oldest, "frame", {"Latest": "holdfast.policies"})
 
 
@@ -27,7 +27,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_package_is_an_error_at_use_that_names_the_extra() -> None:
-    thing = make_door("frame-that-is-not-there", "1.0").load("Latest")
+    thing = make_integration("frame-that-is-not-there", "1.0").load("Latest")
     with pytest.raises(
         MissingPackageError, match=r"holdfast\.frame\.Latest needs frame-that-is-not-there, which is not"
     ):
@@ -49,7 +49,7 @@ def test_the_hint_is_a_command_that_works_however_holdfast_was_installed(extra: 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("oldest", "is_enough"), [("2.9", True), ("2.10", True), ("2.11", False), ("10", False)])
 def test_a_package_that_is_too_old_is_an_error_with_both_versions(oldest: str, is_enough: bool) -> None:
-    thing = make_door("frame-of-mind", oldest).load("Latest")
+    thing = make_integration("frame-of-mind", oldest).load("Latest")
     if is_enough:
         assert thing is Latest
     else:
@@ -61,14 +61,14 @@ def test_a_package_that_is_too_old_is_an_error_with_both_versions(oldest: str, i
 
 def test_unknown_name_of_an_integration_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"module 'holdfast\.frame' has no attribute 'Earliest'"):
-        make_door("frame-of-mind", "1").load("Earliest")
+        make_integration("frame-of-mind", "1").load("Earliest")
 
 
 def test_integrations_are_importable_by_their_short_names() -> None:
     """In a fresh interpreter, in which nobody has asked for them; the frameworks are not imported for that."""
     program = "import sys, holdfast\n" + "".join(
-        f"import holdfast.{name} as door\n"
-        f"assert door is holdfast.{name} is sys.modules['holdfast.{name}'] is sys.modules['{home}']\n"
+        f"import holdfast.{name} as integration\n"
+        f"assert integration is holdfast.{name} is sys.modules['holdfast.{name}'] is sys.modules['{home}']\n"
         for name, home in hf._MODULES.items()
     )
     program += "assert not {'torch', 'lightning', 'transformers', 'keras', 'accelerate'} & sys.modules.keys()"

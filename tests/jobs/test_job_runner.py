@@ -209,9 +209,9 @@ def test_what_cannot_be_run_is_refused_before_any_task(tmp_path: Path) -> None:
         with pytest.raises(NoCheckpointError) as raised:
             hf.JobRunner(job, hf.MultiNodeCheckpointManager(tmp_path), resume_from_epoch=7).train(session)
         assert "0, 1" in raised.value.hint
-        anew = hf.MultiNodeCheckpointManager(tmp_path, begin_anew=True)
+        fresh = hf.MultiNodeCheckpointManager(tmp_path, begin_anew=True)
         with pytest.raises(UsageError, match="begin_anew"):
-            hf.JobRunner(job, anew, resume_from_epoch=1).train(session)
+            hf.JobRunner(job, fresh, resume_from_epoch=1).train(session)
         with pytest.raises(UsageError, match="no node a"), hf.LocalSession(["b"]) as other:
             hf.JobRunner(job, manager).train(other)
     assert log == []

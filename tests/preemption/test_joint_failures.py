@@ -79,15 +79,15 @@ def test_survivors_whose_collective_breaks_name_the_dead_worker(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("blind", [0, 1])
-@pytest.mark.parametrize("begins_anew", [False, True])
-def test_all_hear_of_a_worker_that_cannot_look_at_the_directory(tmp_path: Path, blind: int, begins_anew: bool) -> None:
+@pytest.mark.parametrize("starts_over", [False, True])
+def test_all_hear_of_a_worker_that_cannot_look_at_the_directory(tmp_path: Path, blind: int, starts_over: bool) -> None:
     (tmp_path / "file").touch()
 
     def work(cluster: Cluster) -> BaseException:
         directory = tmp_path / ("file" if cluster.rank == blind else "run")
         try:
             with hf.resumable(
-                directory, state={"a": 1}, cluster=cluster, begin_anew=begins_anew, save_every=hf.Steps(1)
+                directory, state={"a": 1}, cluster=cluster, begin_anew=starts_over, save_every=hf.Steps(1)
             ) as run:
                 for _ in run.steps(100_000):
                     pass
@@ -104,11 +104,11 @@ def test_all_hear_of_a_worker_that_cannot_look_at_the_directory(tmp_path: Path, 
         assert re.search(text, str(error)), error
 
 
-@pytest.mark.parametrize("begins_anew", [False, True])
-def test_unsavable_state_on_one_worker_is_heard_before_first_step(tmp_path: Path, begins_anew: bool) -> None:
+@pytest.mark.parametrize("starts_over", [False, True])
+def test_unsavable_state_on_one_worker_is_heard_before_first_step(tmp_path: Path, starts_over: bool) -> None:
     def work(cluster: Cluster) -> list[BaseException]:
         errors: list[BaseException] = []
-        options: Any = {"cluster": cluster, "begin_anew": begins_anew}
+        options: Any = {"cluster": cluster, "begin_anew": starts_over}
         checkpoint = hf.Checkpoint(rule=(lambda: 1) if cluster.rank == 1 else 1)
         try:
             with hf.resumable(tmp_path / "run", **checkpoint.objects, **options):

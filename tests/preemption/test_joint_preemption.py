@@ -688,8 +688,8 @@ def test_a_worker_that_returns_early_ends_all(tmp_path: Path) -> None:
 
 def test_worker_evaluating_after_its_last_step_is_not_a_step_ahead(tmp_path: Path) -> None:
     """In a loop of one's own nobody knows whether another step comes."""
-    behind = {"evaluate": [TOTAL - 1], "checkpointable": True, "pause": ["evaluation"], "finally_seconds": 2.0}
-    with Jobs(tmp_path / "run", loop="own", each={0: behind}) as jobs:
+    late = {"evaluate": [TOTAL - 1], "checkpointable": True, "pause": ["evaluation"], "finally_seconds": 2.0}
+    with Jobs(tmp_path / "run", loop="own", each={0: late}) as jobs:
         jobs.workers[0].wait_for("paused")
         # Behind the block of its handler.
         jobs.workers[1].wait_for(f"event Staged {TOTAL}")

@@ -42,8 +42,8 @@ from holdfast.preemption import (
     Watcher,
 )
 from holdfast.preemption.sources.detect import Surroundings, choose_cloud, choose_sources, look_around, read_dmi
-from holdfast.preemption.sources.poller import SourcePoller
-from holdfast.preemption.sources.slurm import requeue_advice
+from holdfast.preemption.sources.local import requeue_advice
+from holdfast.preemption.sources.protocol import SourcePoller
 from holdfast.process.wakeup import ANSWERED, Wakeup
 from metadata_server import CUT, DRIP, DRIP_HEAD, HANG, Reply, Request, serving
 from patience import PATIENCE_SECONDS
@@ -881,6 +881,30 @@ def test_handlers_are_chained_and_put_back() -> None:
         source.close()
         signal.raise_signal(signal.SIGUSR1)
         assert calls[5:] == ["mine"]
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_handler_that_a_closed_source_left_is_replaced() -> None:
+    """It is Python's, so it can be put back; only one that Python does not know must stay."""
+    first, second = Signals(signal.SIGUSR1), Signals(signal.SIGUSR1)
+    heard: list[Notice] = []
+
+    def note(notice: Notice) -> bool:
+        heard.append(notice)
+        return True
+
+    try:
+        first.open(lambda notice: True)
+        thread = threading.Thread(target=first.close)  # No thread but the main one can put the handler back.
+        thread.start()
+        thread.join(PATIENCE_SECONDS)
+        second.open(note)
+        assert second.foreign == ()
+        signal.raise_signal(signal.SIGUSR1)
+        assert len(heard) == 1
+        second.close()
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 

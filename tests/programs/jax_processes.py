@@ -126,10 +126,10 @@ def save_new_arrays(directory: str, rank: int) -> None:
         for step in (1, 2, 3):
             checkpoint["tree"] = make(step)
             found = capture_objects({"tree": checkpoint["tree"]}, captures, worker=worker, check_replicas=True)
-            anew = capture_objects({"tree": checkpoint["tree"]}, worker=worker, check_replicas=True)
-            assert (found.names, found.specs, found.boxes) == (anew.names, anew.specs, anew.boxes)
-            assert (found.replicas, found.elsewhere, found.objects) == (anew.replicas, anew.elsewhere, anew.objects)
-            for own, other in zip(found.arrays, anew.arrays, strict=True):
+            fresh = capture_objects({"tree": checkpoint["tree"]}, worker=worker, check_replicas=True)
+            assert (found.names, found.specs, found.boxes) == (fresh.names, fresh.specs, fresh.boxes)
+            assert (found.replicas, found.elsewhere, found.objects) == (fresh.replicas, fresh.elsewhere, fresh.objects)
+            for own, other in zip(found.arrays, fresh.arrays, strict=True):
                 assert np.array_equal(own, other)
             kept.append(captures.trees["tree"])
             assert kept[0] is kept[-1]

@@ -244,15 +244,15 @@ def test_random_generators_are_each_workers_own() -> None:
         assert (random.random(), np.random.rand()) == drawn[rank]
     # With more workers or fewer, each draws other numbers, and the same whenever it is restored.
     for workers in (1, 3):
-        anew = []
+        draws = []
         for rank in (*range(workers), *range(workers)):
             events: list[Any] = []
             restore_part(storage, {"rng": hf.RNG()}, Worker(rank, workers), events.append)
-            anew.append((random.random(), np.random.rand()))
+            draws.append((random.random(), np.random.rand()))
             (event,) = (event for event in events if isinstance(event, hf.events.Resized))
             assert event.reseeded == ("rng",)
-        assert anew[:workers] == anew[workers:]
-        assert len({*drawn, *anew}) == 2 + workers
+        assert draws[:workers] == draws[workers:]
+        assert len({*drawn, *draws}) == 2 + workers
 
 
 def test_what_is_shared_is_not_ones_own() -> None:

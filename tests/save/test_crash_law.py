@@ -60,7 +60,7 @@ def save_on(manager: hf.CheckpointManager, arrays: dict[str, np.ndarray]) -> Non
     manager.save(3)
 
 
-def save_anew(manager: hf.CheckpointManager, arrays: dict[str, np.ndarray]) -> None:
+def save_replacement(manager: hf.CheckpointManager, arrays: dict[str, np.ndarray]) -> None:
     manager.restore()
     set_step(arrays, 3)
     manager.save(3)
@@ -95,7 +95,7 @@ def count_calls(make: Callable[[], Storage], job: Job, *, incremental: bool = Fa
 JOBS: dict[str, tuple[Job, dict[int, float]]] = {
     # What may come back: by step, the value that goes with it. Step 2 is the one from before.
     "save": (save_on, {2: 2.0, 3: 3.0}),
-    "replace": (save_anew, {2: 2.0, 3: 4.0}),
+    "replace": (save_replacement, {2: 2.0, 3: 4.0}),
 }
 
 

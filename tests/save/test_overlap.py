@@ -829,7 +829,7 @@ def test_estimated_memory_is_what_a_save_takes_after_a_step() -> None:
     for make in (torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.Adagrad):
         job = Job()
         job.optimizer = make(job.model.parameters())  # type: ignore[assignment]
-        reckoned_bytes = estimate_bytes(job.checkpoint().objects)
+        estimated_bytes = estimate_bytes(job.checkpoint().objects)
         job.train()
         size_bytes = capture_objects(job.checkpoint().objects).size_bytes
-        assert size_bytes <= reckoned_bytes <= size_bytes * 1.01 + 8192
+        assert size_bytes <= estimated_bytes <= size_bytes * 1.01 + 8192

@@ -134,10 +134,10 @@ def test_captures_and_snapshots_are_as_if_nothing_was_remembered(data: st.DataOb
             assert_same_capture(found, expected)
             staging = stager.stage(found, 10**step)
             pool.run(staging.copies_now())
-            anew = Stager(HostBuffer()).stage(expected, 10**step)
-            pool.run(anew.copies_now())
-            assert staging.snapshot.layout == anew.snapshot.layout
-            assert bytes(staging.snapshot.image) == bytes(anew.snapshot.image)
+            renewed = Stager(HostBuffer()).stage(expected, 10**step)
+            pool.run(renewed.copies_now())
+            assert staging.snapshot.layout == renewed.snapshot.layout
+            assert bytes(staging.snapshot.image) == bytes(renewed.snapshot.image)
             change(data.draw, objects, kind)
     finally:
         pool.close()

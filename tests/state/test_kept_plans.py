@@ -253,7 +253,7 @@ class Job:
     def state_loaded(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
-    def optimizer_anew(self) -> None:
+    def optimizer_replaced(self) -> None:
         self.objects["optimizer"] = self.optimizer = self.make_optimizer()
 
     def object_gone(self) -> None:

@@ -53,7 +53,7 @@ def run(made_run: Path, tmp_path: Path) -> Path:
 
 
 @contextmanager
-def behind(function: Callable[..., Any], act: Callable[[], object]) -> Iterator[None]:
+def after_first_return(function: Callable[..., Any], act: Callable[[], object]) -> Iterator[None]:
     """Lets something happen in the very moment in which a function returns for the first time."""
     acts = [act]
 

@@ -766,9 +766,9 @@ def test_run_says_at_its_end_that_it_ended_early(tmp_path: Path, caplog: pytest.
     assert not any(" of 8" in text for text in caplog.messages)
 
 
-@pytest.mark.parametrize("door", ["run", "handler"])
+@pytest.mark.parametrize("entry", ["run", "handler"])
 def test_own_loop_that_restarts_its_epochs_is_warned(
-    tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, entry: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
 
@@ -777,7 +777,7 @@ def test_own_loop_that_restarts_its_epochs_is_warned(
         kept = hf.Checkpoint(sampler=sampler, aside=aside, **objects)
         events: list[Event] = []
         with ExitStack() as stack:
-            if door == "run":
+            if entry == "run":
                 run = hf.resumable(tmp_path, kept, save_every=hf.Steps(1), sinks=[events.append])
                 count = stack.enter_context(run).finish_step
             else:
@@ -905,8 +905,8 @@ def test_what_a_restore_sets_otherwise_than_the_script_is_a_warning(
         assert told == [text] * life
 
 
-@pytest.mark.parametrize("door", ["resumable", "handler"])
-def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path, door: str) -> None:
+@pytest.mark.parametrize("entry", ["resumable", "handler"])
+def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path, entry: str) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(parameters, lr=0.1), lambda epoch: 1.0)
     scheduler.log = lambda: None  # type: ignore[attr-defined]
@@ -918,23 +918,23 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path, d
         ("scheduler", scheduler, "scheduler/log: a function cannot be stored"),
     ):
         with pytest.raises(UnsupportedValueError, match=said):
-            begin(tmp_path / name, door, **{name: value})
+            begin(tmp_path / name, entry, **{name: value})
         assert not (tmp_path / name).exists()
 
 
-def begin(place: Any, door: str, **objects: Any) -> None:
+def begin(place: Any, entry: str, **objects: Any) -> None:
     """Enters a loop, and trains nothing in it."""
-    if door == "resumable":
+    if entry == "resumable":
         with hf.resumable(place, **objects):
             pass
-    elif door == "handler":
+    elif entry == "handler":
         with hf.CheckpointManager(place, hf.Checkpoint(**objects)) as manager, hf.PreemptionCheckpointHandler(manager):
             pass
     else:
         with hf.WorkerTrainingState(place, hf.Checkpoint(**objects)) as state:
             state.restore()
             state.maybe_load_initial_epoch_from_ckpt(0, "test")
-            if door == "epochs":
+            if entry == "epochs":
                 state.maybe_load_initial_epoch_from_ckpt(0, "train")
 
 
@@ -998,9 +998,9 @@ def test_directory_that_takes_no_checkpoint_is_refused_at_entry(tmp_path: Path) 
         begin(disk / "run", "resumable", state=state, failures_allowed=1, sinks=[warned.append])
         assert "ENOSPC" in str([event for event in warned if isinstance(event, Warned)])
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        for place, door in (("run", "resumable"), ("run", "handler"), ("epochs", "epochs")):
+        for place, entry in (("run", "resumable"), ("run", "handler"), ("epochs", "epochs")):
             with pytest.raises(StorageError, match=rf"{place}: no checkpoint can be saved here: .*EROFS"):
-                begin(disk / place, door, state=state)
+                begin(disk / place, entry, state=state)
         # What is only evaluated is not written.
         begin(disk / "epochs", "evaluation", state=state)
         with hf.CheckpointManager(disk / "run", hf.Checkpoint(state=state)) as manager:

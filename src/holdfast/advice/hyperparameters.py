@@ -82,7 +82,10 @@ class Hyperparameters:
         """Loads the valid settings of a checkpoint."""
         stored, self.is_loaded = state.get("valid", {}), True
         # What the checkpoint does not know comes from this script.
-        self.valid = {path: {**built, **_common(stored.get(path), built)} for path, built in self.built.items()}
+        self.valid = {}
+        for path, built in self.built.items():
+            known = found if isinstance(found := stored.get(path), dict) else {}
+            self.valid[path] = {key: known.get(key, value) for key, value in built.items()}
 
 
 class Keeping:
@@ -447,10 +450,6 @@ def _plain(value: Any) -> Any:
         parts = list(map(_plain, value))
         return _ODD if any(part is _ODD for part in parts) else parts
     return _ODD
-
-
-def _common(stored: Any, built: Settings) -> Settings:
-    return {key: stored[key] for key in built if key in stored} if isinstance(stored, dict) else {}
 
 
 def _same(left: Any, right: Any) -> bool:

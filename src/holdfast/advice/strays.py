@@ -203,10 +203,11 @@ class StrayOptimizers:
 
     def _find_scaler(self) -> str:
         """Returns a warning about a scaler of gradients that makes this step and is not saved; "" if there is none."""
-        frame = sys._getframe().f_back
-        while frame is not None and not (frame.f_code.co_name == "step" and _is_scaler(frame.f_locals.get("self"))):
+        frame, scaler = sys._getframe().f_back, None
+        while frame is not None and scaler is None:
+            caller: Any = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+            scaler = caller if type(caller).__name__.endswith("GradScaler") and caller.is_enabled() else None
             frame = frame.f_back
-        scaler = None if frame is None else frame.f_locals["self"]
         members = [] if scaler is None else list_members(self._objects)
         reached = (part for _, obj, one in members for part in (list_reached(obj) if is_own_class(obj, one) else [obj]))
         if scaler is None or any(part is scaler for part in reached):
@@ -229,10 +230,6 @@ class StrayOptimizers:
             (path for path, obj, one in members if own and not own.isdisjoint(map(id, one.oversights_of(obj).holds))),
             "",
         )
-
-
-def _is_scaler(obj: Any) -> bool:
-    return type(obj).__name__.endswith("GradScaler") and bool(obj.is_enabled())
 
 
 def _list_parameters(optimizer: Any) -> set[int]:

@@ -189,7 +189,7 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
         check_seconds("Auto(mtbf_seconds)", self.mtbf_seconds)
 
     def _decide(self, moment: SaveMoment) -> SaveDecision:
-        if moment.save_blocked_seconds is None and not _has_saved(moment):
+        if moment.save_blocked_seconds is None and moment.saved_from_step <= moment.first_step:
             trained = moment.step - moment.first_step
             return SaveDecision(
                 trained >= PROBE_STEPS,
@@ -249,7 +249,3 @@ def is_by_step(policy: SavePolicy) -> bool:
     if isinstance(policy, AnySave):
         return all(is_by_step(each) for each in policy.policies)
     return isinstance(policy, Steps) or getattr(policy, "by_step", False) is True
-
-
-def _has_saved(moment: SaveMoment) -> bool:
-    return moment.saved_from_step > moment.first_step

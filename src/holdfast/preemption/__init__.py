@@ -8,11 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from holdfast.preemption.sources.local import FileAppears, Slurm, Watcher
     from holdfast.preemption.sources.metadata import AWS, GCP, Azure
     from holdfast.preemption.sources.protocol import Demand, Hear, Notice, NoticeSource, PolledSource
     from holdfast.preemption.sources.signals import Kubernetes, Signals
-    from holdfast.preemption.sources.slurm import Slurm
-    from holdfast.preemption.sources.user import FileAppears, Watcher
 
 __all__ = [
     "AWS",
@@ -31,11 +30,10 @@ __all__ = [
 ]
 
 _SOURCES: Final = {
+    "local": ("FileAppears", "Slurm", "Watcher"),
     "metadata": ("AWS", "GCP", "Azure"),
     "protocol": ("Demand", "Hear", "Notice", "NoticeSource", "PolledSource"),
     "signals": ("Kubernetes", "Signals"),
-    "slurm": ("Slurm",),
-    "user": ("FileAppears", "Watcher"),
 }
 """Imported on demand: most programs need none of them, or few."""
 

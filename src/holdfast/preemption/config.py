@@ -12,9 +12,9 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.numbers import check_seconds, check_whole
 from holdfast.preemption.sources.detect import choose_sources, look_around
+from holdfast.preemption.sources.local import Watcher, check_function
 from holdfast.preemption.sources.protocol import NoticeSource
 from holdfast.preemption.sources.signals import Signals
-from holdfast.preemption.sources.user import Watcher, check_function
 from holdfast.tracebacks import short_traceback
 
 EXIT_RESTART: Final = 42

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from holdfast.deadlines import LEAST_SECONDS
@@ -315,9 +316,10 @@ class FinalSave:
         """
         end_at = time.monotonic() + limit_seconds
         for saved in [saved for saved in saves if error and not (saved.ended or saved.committed)]:
-            end = find_canceller(saved)
-            if end is not None:
-                if self._consensus.try_end(end, DeadlineError(f"the job's remaining time was over: {error}")):
+            end, participant = find_canceller(saved), self._manager.participant
+            if end is not None and participant is not None:
+                late = DeadlineError(f"the job's remaining time was over: {error}")
+                if participant.peers.mailbox.ask(partial(end, late)) is not False:
                     continue
             elif limit_seconds <= 0:
                 continue

@@ -364,9 +364,12 @@ class Guard:
             if self._consensus.has_peers:
                 self._manager.abandon()
             raise
-        if outcome is None:
-            losses = self._consensus.failures.describe_losses(verdict.absent)
+        participant = self._manager.participant
+        if outcome is None and participant is not None:
+            known = participant.peers.failures
+            losses = [known.make_error(known.describe_loss(rank)) for rank in verdict.absent]
             return self._leave_alone(step, "; ".join(loss.message for loss in losses), losses[0])
+        assert outcome is not None, "only one of several workers may be absent"
         by_hand = outcome.by_hand if self._consensus.has_peers else None
         held_seconds = time.monotonic() - begun_at
         self._leave(step, verdict.plan.reason, outcome.error, held_seconds, problem, by_hand)

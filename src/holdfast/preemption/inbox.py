@@ -18,8 +18,7 @@ from holdfast.events import Event, NoticeHeard, Warned
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import EarlyExit, describe_early_exit
 from holdfast.preemption.grace import CombinedDemand, ReceivedNotice, combine
-from holdfast.preemption.sources.poller import SourcePoller
-from holdfast.preemption.sources.protocol import Hear, Notice
+from holdfast.preemption.sources.protocol import Hear, Notice, SourcePoller
 from holdfast.preemption.sources.signals import Signals
 from holdfast.process.exit import end_process, is_interactive
 from holdfast.process.interrupt import Interrupter

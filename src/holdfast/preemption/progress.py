@@ -127,7 +127,8 @@ class PausedState(msgspec.Struct):
 
         Returns the error; an empty string if there is none.
         """
-        if self.mark is None or self.step is None or self._is_safe():
+        is_safe = self.saved is not None and not self.saved.failed and not self.is_anew
+        if self.mark is None or self.step is None or is_safe:
             return ""
         try:
             if changed := self.mark.changed:
@@ -168,6 +169,3 @@ class PausedState(msgspec.Struct):
             if not error:
                 break
         return error
-
-    def _is_safe(self) -> bool:
-        return self.saved is not None and not self.saved.failed and not self.is_anew

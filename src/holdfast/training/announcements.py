@@ -8,11 +8,10 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.advice.hyperparameters import HyperparameterChange
-from holdfast.advice.samplers import describe_epochs, list_overruled
-from holdfast.checkpoint import Checkpoint
+from holdfast.advice.watch import describe_epochs, list_overruled
 from holdfast.errors import HoldfastError
 from holdfast.events.kinds import span_text
 from holdfast.events.sinks import logger
@@ -23,19 +22,10 @@ from holdfast.restore.records import Restoration
 from holdfast.state import Differences
 from holdfast.training.backup import Backup
 
+if TYPE_CHECKING:
+    from holdfast.manager import CheckpointManager
+
 _MOST_SHOWN: Final = 3
-
-
-class Announced(Protocol):
-    """The part of `CheckpointManager` that is needed here."""
-
-    begin_anew: bool
-    checkpoint: Checkpoint
-    save_every: SavePolicy | None
-
-    def steps(self) -> tuple[int, ...]:
-        """Returns the committed steps of the current lineage."""
-        ...
 
 
 class Announcements:
@@ -47,7 +37,7 @@ class Announcements:
         self._is_quiet = quiet or not worker.is_leader
         self._began_at: int | None = None
 
-    def begin(self, manager: Announced, restored: Restoration | None, step: int) -> None:
+    def begin(self, manager: CheckpointManager, restored: Restoration | None, step: int) -> None:
         """Reports that training begins with a step, after a restore, if there was one."""
         self._begin(step)
         rhythm = describe_saving(manager.save_every)
@@ -70,7 +60,7 @@ class Announcements:
                 "during the imports, had no effect: let an init start it (docker run --init)"
             )
 
-    def end(self, manager: Announced, step: int, total: int = 0) -> None:
+    def end(self, manager: CheckpointManager, step: int, total: int = 0) -> None:
         """**Blocks** while it reads the run's directory. Reports the end of a training whose beginning was reported.
 
         `step` steps are complete, of `total`; 0 if that is not known.

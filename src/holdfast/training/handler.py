@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -27,7 +26,7 @@ from holdfast.state.registry import list_members
 from holdfast.state.rng import RNG
 from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements
-from holdfast.training.loop import StepCount, StepNumbers, TrainingLoop, count_to, leave_at_exit, no_turn
+from holdfast.training.loop import StepCount, StepNumbers, TrainingLoop, no_turn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,10 +117,8 @@ class PreemptionCheckpointHandler:
             if self.restored is not earlier or not count.done:
                 self._announcements.begin(manager, self.restored, count.done)
             if self.restored is not earlier or not manager.witness.process:
-                is_same = self.restored is None or not (self.restored.differences or kept)
-                base, say = None if self.restored is None else count.done, self._announcements.say
-                objects = manager.checkpoint.objects
-                manager.witness.begin(objects, base, say, same_loss=is_same, strict=strict_resume)
+                say = self._announcements.say
+                loop.begin_witness(self.restored, say, keeps_current=bool(kept), strict=strict_resume)
         except BaseException as error:
             try:
                 self._guard.fail(error)
@@ -129,8 +126,7 @@ class PreemptionCheckpointHandler:
                 self._guard.close()
             raise
         self._first_count, self._first_asked = count.done, manager.newest_asked
-        loop.begin_watch(self._warn_uncounted, _ADVICE)
-        atexit.register(self._close_at_exit)
+        loop.begin(_ADVICE, self._warn_uncounted, self.__exit__)
         manager.closing.append(self._save_last)
 
     @property
@@ -179,13 +175,11 @@ class PreemptionCheckpointHandler:
         except BaseException as error:
             self._has_failed = True
             # The other workers learn of it at once, also where it is caught further up.
-            cause = self._guard.fail(error)
-            if cause is not None:
-                raise cause from error
+            self._loop.fail(error)
             raise
         finally:
             self._loop.turn = no_turn
-        count_to(self._loop, self._count.done + 1)
+        self._loop.count_to(self._count.done + 1)
         step_break.begin()
         if self._watch is None:
             self._watch = PlaceWatch(self._manager.checkpoint, self._loop.warn)
@@ -311,11 +305,9 @@ class PreemptionCheckpointHandler:
         if not isinstance(error, Exception):
             self._note_end()
         try:
-            cause = self._guard.fail(error)
+            self._loop.fail(error)
         finally:
             self._end()
-        if cause is not None:
-            raise cause from error
 
     def _check_open(self) -> None:
         if self._closed:
@@ -363,18 +355,9 @@ class PreemptionCheckpointHandler:
     def _end(self) -> None:
         if self._save_last in self._manager.closing:
             self._manager.closing.remove(self._save_last)
-        self._loop.watch.end()
         if self._watch is not None:
             step_break.close()
-        self._loop.is_in_step = False
-        if self._guard.inbox.gave_up:
-            self._manager.abandon()  # A second Ctrl-C exits at once, without waiting for the save in progress.
-        self._guard.close()
-        atexit.unregister(self._close_at_exit)
-
-    def _close_at_exit(self) -> None:
-        """Closes a handler that the program did not close: a notice after its last step must not be lost."""
-        leave_at_exit(self._loop, lambda error: self.__exit__(None if error is None else type(error), error, None))
+        self._loop.end()
 
 
 class RunCalls(StepCount):

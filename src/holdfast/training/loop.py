@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import sys
 import threading
@@ -14,8 +15,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from holdfast.advice.samplers import TakenBatches, count_taken
-from holdfast.advice.watch import TrainingWatch
+from holdfast.advice.watch import TakenBatches, TrainingWatch, count_taken
 from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
 from holdfast.events import Warned
 from holdfast.preemption.guard import Guard
@@ -104,6 +104,10 @@ def no_turn() -> None:
     """Returns None: no step runs now."""
 
 
+def _stay(*_: object) -> None:
+    """Does nothing: the program is in no block."""
+
+
 class _EpochEnd(NamedTuple):
     """The state after the last step of an epoch.
 
@@ -149,25 +153,90 @@ class TrainingLoop:
         self.is_stopped = self.is_in_step = self._is_in_block = False
         self.turn: Callable[[], object] = no_turn
         self.thread = threading.get_ident()
+        # Leaves the block of the program, as its `__exit__` does.
+        self._leave: Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], object] = _stay
         self._saved_notes: tuple[Mapping[str, Any], Mapping[str, Any] | None] = ({}, None)
         self._epoch_end: _EpochEnd | None = None
+
+    # The beginning and the end of a training.
+
+    def begin(
+        self,
+        advice: str,
+        warn: Callable[..., object],
+        leave: Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], object],
+    ) -> None:
+        """Called when everything is restored: from here on batches are counted, and what is forgotten is found.
+
+        Args:
+            advice: What the program is to call, and when, if it counts no step.
+            warn: Called with a warning that no step is counted.
+            leave: Leaves the block of the program, if the program ends within it.
+        """
+        objects = self.manager.checkpoint.objects
+        self.thread = threading.get_ident()
+        self.taken = TakenBatches(objects)
+        self.watch = TrainingWatch(objects, self.taken, warn, advice, self.warn)
+        self._leave = leave
+        atexit.register(self._leave_at_exit)
+
+    def begin_witness(
+        self, restored: Restoration | None, say: Callable[[str], object], *, keeps_current: bool, strict: bool
+    ) -> None:
+        """Called after a restore, or without one: begins to compare repeated steps.
+
+        Args:
+            restored: The restore; None if there was none.
+            say: Reports the result.
+            keeps_current: True if the restore has kept values of the script.
+            strict: True to make a difference an error.
+        """
+        is_same = restored is None or not (restored.differences or keeps_current)
+        base = None if restored is None else self.count.done
+        objects = self.manager.checkpoint.objects
+        self.manager.witness.begin(objects, base, say, same_loss=is_same, strict=strict)
+
+    def fail(self, error: BaseException) -> None:
+        """**Blocks** for a moment. Called when an error ends training; raises the one from which it results, if any."""
+        cause = self.guard.fail(error)
+        if cause is not None:
+            raise cause from error
+
+    def end(self) -> None:
+        """Called when the block is left: watches no more, and waits for no save that a person has given up."""
+        atexit.unregister(self._leave_at_exit)
+        self._leave = _stay
+        self.watch.end()
+        self.is_in_step = False
+        if self.guard.inbox.gave_up:
+            # A second Ctrl-C exits at once, also out of the waits before.
+            self.manager.abandon()
+        self.guard.close()
+
+    def _leave_at_exit(self) -> None:
+        """**Blocks.** Leaves the block when the program ends within it; called by the interpreter, after all else.
+
+        A generator that was not closed may still be in it, for example. If another thread is in the block, nothing is
+        saved: it may be in the midst of a step.
+        """
+        if self.thread != threading.get_ident() and self.thread in sys._current_frames():
+            return self.warn_of_loss("while another thread trained")
+        error: BaseException | None = getattr(sys, "last_value", None)
+        try:
+            self._leave(None if error is None else type(error), error, None)
+        except KeyboardInterrupt:
+            end_interrupted(f"step {self.count.done} may not be saved")
+        except SystemExit as leaving:
+            end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+        except HoldfastError as failure:
+            say(f"holdfast: {type(failure).__name__}: {failure}")
+            end_process(EXIT_SAVE_FAILED)
 
     def warn(self, text: str, *, is_error: bool = False) -> None:
         """Sends a warning to the log and the sinks."""
         self.manager.emit(Warned(text=text, step=self.count.done, is_error=is_error))
 
     # Counts steps.
-
-    def begin_watch(self, warn: Callable[[str], object], advice: str) -> None:
-        """Called when training begins: from here on batches are counted, and steps that are not counted are found.
-
-        Args:
-            warn: Called with a warning that no step is counted.
-            advice: What the program is to call, and when.
-        """
-        objects = self.manager.checkpoint.objects
-        self.taken = TakenBatches(objects)
-        self.watch = TrainingWatch(objects, self.taken, warn, advice, self.warn)
 
     def count_with_open_step(self) -> int:
         """Returns how many steps are complete if the one in progress in a loop of `steps` counts."""
@@ -177,14 +246,24 @@ class TrainingLoop:
         """Counts the step in progress as complete."""
         done = self.count_with_open_step()
         self.is_in_step = False
-        count_to(self, done)
+        self.count_to(done)
+
+    def count_to(self, done: int) -> None:
+        """Sets the number of complete steps.
+
+        Raises:
+            ResumeDiffersError: If a step differs from what it repeats, and `strict_resume` makes that an error.
+        """
+        if done > self.count.done:
+            self.count.done = done
+            self.manager.witness.note_step(done)
 
     def count_own_step(self, *arguments: Any, **options: Any) -> None:
         """Counts a step of the program's own loop; the arguments are those of `pass_boundary`."""
         self.finish_step()  # A loop of `steps` may have been left in the middle of one, by `break` say.
         step_break.end()
         self.watch.note_own_step()
-        count_to(self, self.count.done + 1)
+        self.count_to(self.count.done + 1)
         self.guard.is_tentative = True
         self.pass_boundary(*arguments, **options)
         self._mark_epoch_end()
@@ -336,7 +415,9 @@ class TrainingLoop:
             saved_metrics, saved_metadata = self._notes_of_saved()
             metrics = {**saved_metrics, **self.metrics, **self.count.late_metrics}
             metadata = metadata or self.metadata or saved_metadata
-            replace = number is None and (replace or self._must_replace())
+            saved = self.count.saved
+            is_stale = self.must_save_metrics() if saved is None else saved.must_be_replaced
+            replace = number is None and (replace or is_stale)
         metadata = metadata or self.metadata
         try:
             handle = self.manager.save(
@@ -350,16 +431,32 @@ class TrainingLoop:
 
     def _notes_of_saved(self) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
         """Returns the metrics and metadata of the step that was saved last."""
-        restored = _restored_step(self)
+        restored = self._restored_step()
         if restored is None:
             return self._saved_notes
         return restored.manifest.metrics, restored.manifest.metadata
 
-    def _must_replace(self) -> bool:
-        """Returns True if a save of the step that was saved last replaces a checkpoint."""
-        if self.count.saved is None:
-            return must_save_metrics(self)
-        return self.count.saved.must_be_replaced
+    def must_save_metrics(self) -> bool:
+        """Returns True if metrics were reported after the last save, whose step can be saved again to store them.
+
+        With several workers it cannot: all of them would have to save again, and the others may know of no metric. A
+        checkpoint that the program saved by the manager stays as it is. So does a restored one that has these metrics.
+        """
+        metrics = {**self.metrics, **self.count.late_metrics}
+        if not metrics or self.manager.participant is not None or not self.count.is_begun(self.count.done):
+            return False
+        if self.count.saved is not None:
+            return True
+        restored = self._restored_step()
+        return restored is not None and any(
+            name not in restored.manifest.metrics and math.isfinite(float(value)) for name, value in metrics.items()
+        )
+
+    def _restored_step(self) -> Restoration | None:
+        """Returns the restore of the step that was saved last; None if that step was saved by this process."""
+        restored = self.manager.restored
+        is_last = restored is not None and self.count.saved is None and restored.step == self.count.saved_step
+        return restored if is_last else None
 
     def _save_once(self, step: int) -> SaveHandle | None:
         """Begins the save of a step for the guard, which checks the result, unless it is saved or in progress."""
@@ -391,64 +488,6 @@ class TrainingLoop:
             self.watch.note_saved()
             self.metrics, self._saved_notes = {}, (metrics, metadata)
             self.guard.provisional = None
-
-
-def leave_at_exit(loop: TrainingLoop, leave: Callable[[BaseException | None], object]) -> None:
-    """**Blocks.** Leaves a block when the program ends within it; called by the interpreter, after all else.
-
-    If another thread is in the block, nothing is saved: it may be in the midst of a step.
-
-    Args:
-        loop: The loop of the block.
-        leave: Leaves the block, by the error that the interpreter has printed as the program's end, if any.
-    """
-    if loop.thread != threading.get_ident() and loop.thread in sys._current_frames():
-        loop.warn_of_loss("while another thread trained")
-        return
-    try:
-        leave(getattr(sys, "last_value", None))
-    except KeyboardInterrupt:
-        end_interrupted(f"step {loop.count.done} may not be saved")
-    except SystemExit as leaving:
-        end_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
-    except HoldfastError as failure:
-        say(f"holdfast: {type(failure).__name__}: {failure}")
-        end_process(EXIT_SAVE_FAILED)
-
-
-def count_to(loop: TrainingLoop, done: int) -> None:
-    """Sets the number of complete steps.
-
-    Raises:
-        ResumeDiffersError: If a step differs from what it repeats, and `strict_resume` makes that an error.
-    """
-    if done > loop.count.done:
-        loop.count.done = done
-        loop.manager.witness.note_step(done)
-
-
-def must_save_metrics(loop: TrainingLoop) -> bool:
-    """Returns True if metrics were reported after the last save, whose step can be saved again to store them.
-
-    With several workers it cannot: all of them would have to save again, and the others may know of no metric. A
-    checkpoint that the program saved by the manager stays as it is. So does a restored one that has these metrics.
-    """
-    metrics = {**loop.metrics, **loop.count.late_metrics}
-    if not metrics or loop.manager.participant is not None or not loop.count.is_begun(loop.count.done):
-        return False
-    if loop.count.saved is not None:
-        return True
-    restored = _restored_step(loop)
-    return restored is not None and any(
-        name not in restored.manifest.metrics and math.isfinite(float(value)) for name, value in metrics.items()
-    )
-
-
-def _restored_step(loop: TrainingLoop) -> Restoration | None:
-    """Returns the restore of the step that was saved last; None if that step was saved by this process."""
-    restored = loop.manager.restored
-    is_last = restored is not None and loop.count.saved is None and restored.step == loop.count.saved_step
-    return restored if is_last else None
 
 
 class StepNumbers(Iterator[int]):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import enum
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -16,7 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, SupportsFloat
 from msgspec.structs import asdict
 
 from holdfast.advice.hyperparameters import check_kept
-from holdfast.advice.samplers import count_taken
+from holdfast.advice.watch import count_taken
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
@@ -37,7 +35,7 @@ from holdfast.save.joint.setup import explaining
 from holdfast.storage import Storage
 from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements, warn_never_entered
-from holdfast.training.loop import StepNumbers, TrainingLoop, leave_at_exit, must_save_metrics
+from holdfast.training.loop import StepNumbers, TrainingLoop
 
 _ADVICE: Final = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
 
@@ -136,8 +134,9 @@ def resumable(
         names = check_kept(keep_current, kept.objects)
         manager = CheckpointManager(directory, kept, **asdict(options))
         with explaining(manager.participant):
-            run = Run(manager, termination, _Resumption(strict, [*names], strict_resume), quiet=quiet)
-            early.hand_over(run._guard.inbox.receive)
+            loop = TrainingLoop(manager, partial(make_guard, manager, termination))
+            run = Run(loop, _Resumption(strict, [*names], strict_resume), quiet=quiet)
+            early.hand_over(loop.guard.inbox.receive)
     return run
 
 
@@ -192,13 +191,10 @@ class Run:
         completes_step: Returns False while gradients are being accumulated; `finish_step` does nothing then.
     """
 
-    def __init__(
-        self, manager: CheckpointManager, termination: TerminationConfig, resumption: _Resumption, *, quiet: bool
-    ) -> None:
-        self.manager = manager
+    def __init__(self, loop: TrainingLoop, resumption: _Resumption, *, quiet: bool) -> None:
+        self.manager = manager = loop.manager
         self.checkpoint = manager.checkpoint
-        self._loop = TrainingLoop(manager, partial(make_guard, manager, termination))
-        self._guard = self._loop.guard
+        self._loop, self._guard = loop, loop.guard
         self._restored: Restoration | None = None
         self._resumption = resumption
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
@@ -357,7 +353,7 @@ class Run:
         is_saved = self._loop.count.is_begun(step) and (
             self._loop.is_safe(step) or self.manager.participant is not None
         )
-        if is_saved and not (step == self._loop.count.done and must_save_metrics(self._loop)):
+        if is_saved and not (step == self._loop.count.done and self._loop.must_save_metrics()):
             if not (step == self._loop.count.done and self._store_metrics()):
                 self._loop.watch.warn_once(f"run.save() saved nothing: step {step} is saved already")
             return None
@@ -422,18 +418,14 @@ class Run:
             finally:
                 self._guard.close()
             raise
-        self._loop.thread = threading.get_ident()
         step = self._loop.count.done = 0 if self._restored is None else self._restored.step
         self._loop.count.join(self.manager)
         self._guard.pause(step)
-        self._loop.begin_watch(self._warn_uncounted, _ADVICE)
+        self._loop.begin(_ADVICE, self._warn_uncounted, self.__exit__)
         self._announcements.begin(self.manager, self._restored, step)
-        is_same = self._restored is None or not (self._restored.differences or self._resumption.keep_current)
-        base, say = None if self._restored is None else step, self._announcements.say
-        witness, objects = self.manager.witness, self.checkpoint.objects
-        witness.begin(objects, base, say, same_loss=is_same, strict=self._resumption.strict_resume)
+        keeps_current, strict = bool(self._resumption.keep_current), self._resumption.strict_resume
+        self._loop.begin_witness(self._restored, self._announcements.say, keeps_current=keeps_current, strict=strict)
         self._phase, self.manager.find_steps = _Phase.ENTERED, lambda: (step, self._loop.count.done)
-        atexit.register(self._leave_at_exit)
         return self
 
     def __exit__(
@@ -442,13 +434,11 @@ class Run:
         if os.getpid() != self._process or self._phase is _Phase.ENDED:
             return  # A forked child that leaves the block: the run is its parent's. Or the program's end has ended it.
         self._phase, place = _Phase.ENDED, self._loop.find_exit(error, trace)
-        atexit.unregister(self._leave_at_exit)
         is_exit, error = isinstance(error, SystemExit), None if place is None else error
         inbox, watch = self._guard.inbox, self._loop.watch
         inbox.patient = True
         if error is None:
             watch.warn_if_idle()
-        watch.end()
         has_trained = self._restored or self._loop.count_with_open_step() or self._total
         if not isinstance(error, Exception) and (text := watch.describe("nothing was saved")):
             self._warn_uncounted(text, is_error=True)
@@ -473,14 +463,7 @@ class Run:
                     with suppress(HoldfastError):
                         self.manager.close()
             finally:
-                if inbox.gave_up:
-                    # Leaving at once, also out of the waits above: the process waits for no save any more.
-                    self.manager.abandon()
-                self._guard.close()
-
-    def _leave_at_exit(self) -> None:
-        """Leaves the block when the program ends within it: a generator that was not closed may still be in it."""
-        leave_at_exit(self._loop, lambda error: self.__exit__(None if error is None else type(error), error, None))
+                self._loop.end()
 
     def _end_well(self) -> None:
         try:

@@ -263,7 +263,7 @@ def main() -> None:
     """Trains."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--door", default="accelerate")
+    parser.add_argument("--framework", default="accelerate")
     parser.add_argument("--data", default="shuffle")
     parser.add_argument("--length", type=int, default=24)
     parser.add_argument("--batch", type=int, default=4)
@@ -279,7 +279,7 @@ def main() -> None:
     torch.manual_seed(0)
     train = {"accelerate": train_accelerate, "lightning": train_lightning, "transformers": train_transformers}
     train["keras"] = train_keras
-    train[given.door](given, Telling(given.leaves_after), hf.Steps(2))
+    train[given.framework](given, Telling(given.leaves_after), hf.Steps(2))
     tell(ended=True)
 
 

@@ -147,7 +147,7 @@ def test_array_that_cannot_be_stored_is_refused_with_a_hint() -> None:
     assert "key_data" in caught.value.hint
 
 
-def assert_lies_as(found: Any, live: Any) -> None:
+def assert_placed_as(found: Any, live: Any) -> None:
     assert (found.dtype, found.sharding, found.committed) == (live.dtype, live.sharding, live.committed)
     assert found.weak_type == live.weak_type
 
@@ -171,7 +171,7 @@ def test_what_the_program_has_not_put_on_a_device_stays_free() -> None:
     restore_part(storage, {"state": state}, ALONE)
     for key, array in live.items():
         assert state[key] is not array
-        assert_lies_as(state[key], array)
+        assert_placed_as(state[key], array)
         assert np.all(np.asarray(state[key]) == 3)
     w, count = step(state["w"], state["count"])
     assert (w.tolist(), count) == ([6] * 8, 4)
@@ -199,7 +199,7 @@ def test_weakly_typed_arrays_stay_so(number: complex, shape: tuple[int, ...]) ->
     state = dict(live)
     restore_part(storage, {"state": state}, ALONE)
     for key, array in live.items():
-        assert_lies_as(state[key], array)
+        assert_placed_as(state[key], array)
         assert np.all(np.asarray(state[key]) == np.asarray(jnp.asarray(number)))
     if isinstance(number, float):
         assert (jnp.ones(shape, jnp.bfloat16) - state["free"]).dtype == jnp.bfloat16
@@ -224,7 +224,7 @@ def test_shared_array_is_restored_into_two_of_other_placements() -> None:
     state = dict(live)
     restore_part(storage, {"state": state}, ALONE)
     for key, array in live.items():
-        assert_lies_as(state[key], array)
+        assert_placed_as(state[key], array)
         assert state[key].tolist() == [0, 1, 2, 3]
 
 
@@ -323,7 +323,7 @@ def test_a_shard_by_hand_is_restored_into_shards_and_arrays() -> None:
         assert not table.tensor.committed
         assert objects["tree"] is tree
         assert tree[0].holders == (0, 1)
-        assert_lies_as(tree[0].tensor, live.tensor)
+        assert_placed_as(tree[0].tensor, live.tensor)
         assert np.array_equal(np.asarray(tree[0].tensor), values)
     # Other parts than were saved, whole arrays, and the host's memory.
     objects = {"table": hf.Shard(jnp.zeros((3, 2)), (4, 3), (1, 1)), "tree": [jnp.zeros((4, 3))]}

@@ -110,7 +110,7 @@ class Job:
     def train(self) -> None:
         """Puts a new array in place of each."""
         for name in ("plain", "nested", "divided", "keys"):
-            self.objects[name] = jax.tree.map(anew, self.objects[name])
+            self.objects[name] = jax.tree.map(renew, self.objects[name])
 
     def other_sharding(self) -> None:
         self.replace(lambda one: self.divide(one, self.source.randrange(99)))
@@ -133,9 +133,9 @@ class Job:
         self.replace(lambda _: jnp.asarray(2.0))
 
     def other_layout(self) -> None:
-        lies = Format(Layout(major_to_minor=(1, 0)), SingleDeviceSharding(jax.devices()[0]))
+        layout = Format(Layout(major_to_minor=(1, 0)), SingleDeviceSharding(jax.devices()[0]))
         part = self.objects["nested"][f"n{4 * self.source.randrange(COUNT // 4)}"]
-        part["kernel"] = jax.device_put(jnp.zeros((4, 8)), lies)
+        part["kernel"] = jax.device_put(jnp.zeros((4, 8)), layout)
 
     def of_numpy(self) -> None:
         self.replace(lambda _: np.arange(4.0))
@@ -218,7 +218,7 @@ def is_key(value: Any) -> bool:
     return isinstance(value, jax.Array) and bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
-def anew(value: Any) -> Any:
+def renew(value: Any) -> Any:
     return value.copy() if is_there(value) else value
 
 

@@ -509,7 +509,7 @@ def test_a_worker_that_does_not_restore_is_named(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_does_not_save_in_time_is_named_to_who_waits(tmp_path: Path) -> None:
-    is_told = threading.Event()
+    is_reported = threading.Event()
 
     def work(cluster: Cluster) -> None:
         manager = Toy(cluster.rank).manager(tmp_path, cluster, timeout_seconds=0.5, failures_allowed=1)
@@ -517,9 +517,9 @@ def test_a_worker_that_does_not_save_in_time_is_named_to_who_waits(tmp_path: Pat
             with pytest.raises(SaveFailedError, match="rank 1 on node-1: AbsentError: did not ") as caught:
                 manager.save(1).wait_committed()
             assert "what holds it up" in caught.value.hint
-            is_told.set()
+            is_reported.set()
         else:
-            is_told.wait(PATIENCE_SECONDS)
+            is_reported.wait(PATIENCE_SECONDS)
             with pytest.raises(SaveFailedError):
                 manager.save(1).wait_committed()
         manager.abandon()

@@ -30,7 +30,6 @@ from holdfast.cluster.barrier import READ_SECONDS, wait_counted
 from holdfast.cluster.mailbox import Watch
 from holdfast.cluster.peers import Failure, Peers, make_brief
 from holdfast.deadlines import LEAST_SECONDS
-from holdfast.errors import HoldfastError
 from holdfast.events import Event, Warned
 from holdfast.preemption.consensus.peer_failures import PeerFailures
 from holdfast.preemption.consensus.single import GuardCalls, SaveOutcome
@@ -217,10 +216,6 @@ class StopCoordinator:
         if turn is Turn.STOP and call is not None:
             action = call.action
         return Verdict(action, call, stop, objection)
-
-    def try_end(self, end: Callable[[HoldfastError], bool], late: HoldfastError) -> bool:
-        """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
-        return self._peers.mailbox.ask(lambda: end(late)) is not False
 
     def share_outcome(
         self, outcome: SaveOutcome, end_at: float | None, abandon: Callable[[], object] | None

@@ -10,7 +10,7 @@ news                   is incremented whenever there is something new
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from holdfast.cluster.barrier import LEADER, READ_SECONDS, wait_counted
 from holdfast.cluster.peers import Failure, Namespace, Peers
 from holdfast.deadlines import LEAST_SECONDS
-from holdfast.errors import ClusterError, HoldfastError, PeerError
+from holdfast.errors import ClusterError, HoldfastError
 from holdfast.events import Event, Failed
 from holdfast.preemption.consensus.abort import StuckThreadAborter, VainWait, count_begun
 from holdfast.preemption.consensus.error_cause import (
@@ -135,10 +135,6 @@ class PeerFailures:
             return None
         self._aborter.is_raised = True
         return error
-
-    def describe_losses(self, ranks: Iterable[int]) -> list[PeerError]:
-        """Describes what is known about lost workers."""
-        return [self._peers.failures.make_error(self._peers.failures.describe_loss(rank)) for rank in ranks]
 
     def finish(self, step: int) -> None:
         """**Blocks** for a moment. Called when training has ended here for good, as it should."""

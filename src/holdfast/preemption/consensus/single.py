@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
-from holdfast.errors import ClusterError, HoldfastError, PeerError
+from holdfast.errors import ClusterError
 from holdfast.preemption.decide import Verdict
 from holdfast.preemption.grace import Action, Plan
 from holdfast.preemption.sources.protocol import Hear
@@ -95,10 +95,6 @@ class NoFailures:
     def find_cause(self) -> ClusterError | None:
         """**Blocks** for a moment. Returns the failure of another worker that prevents all saves, if any."""
         return None
-
-    def describe_losses(self, ranks: Iterable[int]) -> list[PeerError]:
-        """Describes what is known about lost workers."""
-        return []
 
     def finish(self, step: int) -> None:
         """**Blocks** for a moment. Called when training has ended here for good, as it should.
@@ -185,10 +181,6 @@ class SingleConsensus:
         """
         self.call = plan
         return Verdict(Action.TRAIN if plan is None else plan.action, plan)
-
-    def try_end(self, end: Callable[[HoldfastError], bool], late: HoldfastError) -> bool:
-        """**Blocks** for a moment. Ends a save on all workers, unless they have agreed to commit it."""
-        return end(late)
 
     def share_outcome(
         self, outcome: SaveOutcome, end_at: float | None, abandon: Callable[[], object] | None

@@ -86,12 +86,13 @@ class Signals:
         caught = _find_caught()
         foreign = []
         for number in self.numbers:
-            before = self.find_live(signal.getsignal(number), number)
+            handler = signal.getsignal(number)
+            before = self.find_live(handler, number)
             if before == self._handle:
                 continue  # It has stayed, since the program has caught the exit and goes on.
             # Python could neither call nor put back a handler that it has not set. But SIGTERM is what machines are
             # taken away with, and frameworks have handlers for it that only take note.
-            is_hidden = before is signal.SIG_DFL and number in caught and number != signal.SIGTERM
+            is_hidden = handler is signal.SIG_DFL and number in caught and number != signal.SIGTERM
             if before is None or is_hidden:
                 foreign.append(number)
             elif before is not signal.SIG_IGN:

@@ -192,12 +192,12 @@ def find_apart(positions: Sequence[Iterable[PositionRecord]]) -> str:
             orders.setdefault((one.name, one.order), {}).setdefault((one.epoch, one.samples), []).append(rank)
     for (name, _), places in orders.items():
         if len(places) > 1:
-            told = "; ".join(
+            found = "; ".join(
                 f"{name_ranks(ranks)} at {samples} samples of epoch {epoch}"
                 for (epoch, samples), ranks in sorted(places.items())[:3]
             )
             return (
-                f"the workers are at different positions in the same data of {name}: {told}. Another number of "
+                f"the workers are at different positions in the same data of {name}: {found}. Another number of "
                 "workers cannot resume from there without losing or repeating samples. All workers must take the "
                 "same number of batches between saves; wrap data that differs per worker in hf.PerWorker"
             )

@@ -254,11 +254,11 @@ class TrainerFit(TrainerCallback, Fit):  # type: ignore[misc, unused-ignore]
         check_untaken(settings.others, objects)
         objects |= settings.others
         # Such as a loss with parameters, which a subclass of the Trainer has.
-        beside: dict[str, Any] = find_trained_beside([objects["optimizer"]], objects.values())
+        further: dict[str, Any] = find_trained_beside([objects["optimizer"]], objects.values())
         owners = [trainer, *(each for each in callbacks if not has_state(each))]
-        beside |= find_moving(owners, [*objects.values(), *beside.values()])
-        objects |= beside
-        if not (lacking := [name for name in beside if self._start.names and name not in self._start.names]):
+        further |= find_moving(owners, [*objects.values(), *further.values()])
+        objects |= further
+        if not (lacking := [name for name in further if self._start.names and name not in self._start.names]):
             return settings, objects
         # The names in the optimizer's state follow from the modules that are saved: those of then.
         for name in [name for name in lacking if not name.startswith("moved_")]:

@@ -156,7 +156,7 @@ def train_keras(place: str, fault: str, kill_at: int, options: dict[str, Any]) -
     model.fit(Batches(), epochs=3, verbose=0, callbacks=[resumable, Ending()])
 
 
-def start(place: Path, door: str, fault: str, kill_at: int) -> int:
+def start(place: Path, framework: str, fault: str, kill_at: int) -> int:
     child = os.fork()
     if child == 0:
         warnings.simplefilter("ignore")
@@ -164,23 +164,23 @@ def start(place: Path, door: str, fault: str, kill_at: int) -> int:
 
         def say(event: Event) -> None:
             if isinstance(event, WitnessAgreed | WitnessDiffers):
-                print(f"{door} {fault}: {type(event).__name__} {event}", flush=True)
+                print(f"{framework} {fault}: {type(event).__name__} {event}", flush=True)
 
         try:
             options = {"save_every": hf.Steps(6), "sinks": [say], "strict_resume": fault == "size"}
             if fault == "size" and kill_at < 0:
                 SIZES.append(5)
-            globals()[f"train_{door}"](str(place), fault, kill_at, options)
+            globals()[f"train_{framework}"](str(place), fault, kill_at, options)
         except BaseException as error:
-            print(f"{door} {fault}: {error!r}", flush=True)
+            print(f"{framework} {fault}: {error!r}", flush=True)
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 if __name__ == "__main__":
-    for door in sys.argv[2:]:
-        for fault in FAULTS if door == "keras" else (*FAULTS, "size"):
-            place = Path(sys.argv[1]) / f"{door}-{fault}"
-            assert start(place, door, fault, 17) == -signal.SIGKILL
-            print(f"{door} {fault}: exit {start(place, door, fault, -1)}", flush=True)
+    for framework in sys.argv[2:]:
+        for fault in FAULTS if framework == "keras" else (*FAULTS, "size"):
+            place = Path(sys.argv[1]) / f"{framework}-{fault}"
+            assert start(place, framework, fault, 17) == -signal.SIGKILL
+            print(f"{framework} {fault}: exit {start(place, framework, fault, -1)}", flush=True)
