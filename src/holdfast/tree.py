@@ -15,7 +15,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.options import check_switches
 from holdfast.policies import Latest
 from holdfast.restore.verify import list_objects
-from holdfast.state.match.plain import PLAIN
+from holdfast.state.match.matching import PLAIN
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import short_traceback
 

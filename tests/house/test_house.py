@@ -98,7 +98,7 @@ BUDGETS = {
     # Each event with its text, and what takes events.
     "events": 946,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
-    "format": 3523,
+    "format": 3469,
     # The package.
     "integrations": 1,
     # The reader and the writer of DCP.
@@ -106,11 +106,11 @@ BUDGETS = {
     # Lightning, transformers, Keras and Accelerate over one shared part.
     "integrations/frameworks": 4441,
     # Arrays, clusters, modules of NNX.
-    "integrations/jax": 643,
+    "integrations/jax": 629,
     # Sessions of Ray.
     "integrations/ray": 522,
     # Modules, optimizers, tensors, meshes, loaders, and the position in a loader that is only followed.
-    "integrations/torch": 4167,
+    "integrations/torch": 4147,
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3284,
     # Saving and retention, as pure functions.
@@ -124,7 +124,7 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5718,
     # A tree of objects taken apart, captured, and matched.
-    "state": 6219,
+    "state": 6422,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2333,
     # Contracts for storages and clusters of others.
@@ -140,7 +140,8 @@ which feature is worth it.
 The last growth, and its reasons. catalog: the survey of a run and the plan of a removal, which were the command
 line's, and a stored run in place of functions elsewhere. format: the walker of nodes, likewise. advice: pairs that
 are forgotten whole, draws that are not saved, modules that change. state and integrations/torch: what samplers count
-in containers, rows of a replay buffer at once. restore: the verdict on a step, which was the command line's. convert:
+in containers; the facts of arrays as a table for a restore and a save, and rows of a replay buffer at once both ways.
+restore: the verdict on a step, which was the command line's. convert:
 lists at the top of a file, and plain values. testing and storage: traits, and the contract for storages without
 directories. process: one owner of interrupts. save: the lineage and
 the guard of calls, which were the manager's and the options'.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.errors import DamageError, HoldfastError, UnsupportedValueError
+from holdfast.errors import DamageError, HoldfastError
+from holdfast.format.decoding import Decoder
 from holdfast.format.digests import DIGEST_CHARACTERS, digest
 from holdfast.format.dtypes import ITEM_BYTES, MAX_ARRAY_BYTES
 from holdfast.format.index import Index, LeafRecord
@@ -39,6 +41,7 @@ from holdfast.restore.records import Part
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, Rules
 from holdfast.state.leaves import ArrayBackend, Target, spec_of
 from holdfast.state.match.compare import Comparison, ObjectLoading
+from holdfast.state.match.targets import At
 from holdfast.state.numpy_arrays import NumpyBackend
 from holdfast.storage import MemoryStorage, Storage
 from holdfast.storage.buffers import memory_between
@@ -266,14 +269,14 @@ def containers(draw: st.DrawFn) -> tuple[Any, Any]:
 
 
 class Singly(Comparison):
-    """Looks at each array by itself."""
+    """Takes each array by itself."""
 
-    def standing(self, nodes: Any, lives: Sequence[Any], depth: int) -> Container[int]:
-        return ()
+    def parts(self, nodes: Any, lives: Any, path_of: Any, depth: int) -> Iterable[Any]:
+        return Decoder.parts(self, nodes, lives, path_of, depth)
 
 
-class JointDelete(Comparison):
-    """Fails where it would look at an array by itself."""
+class Jointly(Comparison):
+    """Fails where it would take an array by itself."""
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
         raise AssertionError(path)
@@ -292,7 +295,7 @@ def compare(
 ) -> tuple[object, ...]:
     """All that comes of a comparison: arrays by their places in the live container, new ones by their form."""
     comparison = cls({"all": live}, stored.specs, None)
-    comparison.rules = rules
+    comparison.at = At(rules)
     parts = list(live.values() if isinstance(live, dict) else live)
     parts += [inner for part in parts if isinstance(part, dict) for inner in part.values()]
     places = {id(part): place for place, part in enumerate(parts)}
@@ -315,7 +318,7 @@ def compare(
             str(known(array)) for array in (target.array, *(copy for _, copy in target.copies))
         )
     return (
-        str(comparison.differences),
+        sorted(str(comparison.differences).splitlines()),
         [(key, known(part)) for key, part in (value.items() if isinstance(value, dict) else enumerate(value))],
         {target.leaf: (target.spec, target.backend.name, receivers[target.leaf]) for target in targets},
     )
@@ -350,14 +353,14 @@ def states(draw: st.DrawFn) -> tuple[Any, Any]:
 
 
 def values_of_each(comparison: Comparison, stored: Stored, live: Any) -> Any:
-    loading, rules = ObjectLoading(comparison, "all", 1), comparison.rules
+    loading, rules = ObjectLoading(comparison, "all", 1), comparison.at.rules
     return {
         name: loading.value(node, live.get(name), name, rules=rules) for name, node in stored.objects["all"].items()
     }
 
 
 def values_of_all(comparison: Comparison, stored: Stored, live: Any) -> Any:
-    return ObjectLoading(comparison, "all", 1).values(stored.objects["all"], live, rules=comparison.rules)
+    return ObjectLoading(comparison, "all", 1).values(stored.objects["all"], live, rules=comparison.at.rules)
 
 
 @given(states(), st.sampled_from([OWNED, HANDED_OVER, REPLACED]))
@@ -371,7 +374,7 @@ def test_the_parts_of_an_object_are_matched_as_each_is(pair: tuple[Any, Any], ru
 def test_the_state_of_an_optimizer_is_found_together() -> None:
     state = {f"weight{number}": {"step": torch.zeros(()), "mean": torch.zeros(3)} for number in range(10)}
     stored = store(all=state)
-    comparison = JointDelete({"all": state}, stored.specs, None)
+    comparison = Jointly({"all": state}, stored.specs, None)
     values = ObjectLoading(comparison, "all", 1).values(stored.objects["all"], state, rules=REPLACED)
     assert all(values[name][key] is tensor for name, part in state.items() for key, tensor in part.items())
     assert values["weight0"] is not state["weight0"]
@@ -382,33 +385,54 @@ def test_many_plain_arrays_are_found_together() -> None:
     for live in kinds:
         live.append(live[0])  # Tied parameters are one array under two names.
         stored = store(all=live)
-        comparison = Comparison({"all": live}, stored.specs, None)
-        assert comparison.standing(stored.objects["all"], live, 1) == frozenset(range(21))
+        comparison = Jointly({"all": live}, stored.specs, None)
+        assert all(map(is_, comparison.decode(stored.objects["all"], live), live))
+        assert len(comparison.claims.targets()) == 20
 
 
-def each_plain(backend: ArrayBackend, items: Sequence[Any]) -> tuple[list[Any], ...] | None:
-    """What a look at all arrays together says, by looks at each."""
-    found = []
-    for array in items:
-        try:
-            spec = backend.spec(array, "array")
-        except UnsupportedValueError:
-            return None
-        if backend.address(array) is None or not backend.fillable(array):
-            return None
-        found.append((spec, backend.address(array), backend.alias_key(array)))
-    return tuple(map(list, zip(*found, strict=True)))
+def each_described(array: Any) -> dict[str, Any]:
+    """What an array is, said by its library."""
+    is_torch = isinstance(array, torch.Tensor)
+    if is_torch:
+        is_contiguous, begin, size_bytes = array.is_contiguous(), array.data_ptr(), array.nbytes
+        is_stored = is_contiguous and not array.is_conj() and not array.is_neg()
+        values = array.detach().resolve_conj().resolve_neg()
+        overlaps = any(one == 0 and length > 1 for one, length in zip(array.stride(), array.shape, strict=True))
+        is_fillable, dtype = not overlaps, str(values.dtype)
+    else:
+        is_contiguous, begin, size_bytes = array.flags.c_contiguous, array.ctypes.data, array.nbytes
+        is_stored = is_contiguous and array.dtype.newbyteorder("<") == array.dtype
+        is_fillable, dtype = array.flags.writeable, array.dtype.name
+    return {
+        "shape": tuple(array.shape),
+        "dtype": dtype,
+        "address": begin if is_stored and size_bytes else 0,
+        "fillable": is_fillable,
+        "extent": (begin, begin + size_bytes) if size_bytes and is_contiguous else None,
+    }
 
 
 @given(st.lists(st.integers(0, 1000).flatmap(arrays), min_size=1, max_size=4))
 @settings(max_examples=repeated(300, in_gate=60), deadline=None)
-def test_plain_arrays_are_known_together_as_each_is(mixed: list[Any]) -> None:
+def test_arrays_are_described_together_as_each_is(mixed: list[Any]) -> None:
     for backend, cls in ((NumpyBackend(), np.ndarray), (TorchBackend(), torch.Tensor)):
         own = [array for array in mixed if isinstance(array, cls)]
-        if own:
-            plain = backend.try_plain(own)
-            together = None if plain is None else (plain.specs, plain.addresses, plain.alias_keys)
-            assert together == each_plain(backend, own)
+        together = backend.describe(own)
+        for row, array in enumerate(own):
+            alone, expected = backend.describe([array]), each_described(array)
+            assert (together.specs[row], together.addresses[row]) == (alone.specs[0], alone.addresses[0])
+            assert together.memory(row) == alone.memory(0)
+            assert together.extent(row) == alone.extent(0)
+            assert (row in together.unfillable) == (0 in alone.unfillable)
+            assert together.specs[row].shape == expected["shape"]
+            assert together.addresses[row] == expected["address"]
+            assert (row not in together.unfillable) == expected["fillable"]
+            if expected["extent"] is not None:
+                assert together.extent(row) == expected["extent"]
+        memories = [together.memory(row) for row in range(len(own))]
+        for first, second in itertools.combinations(range(len(own)), 2):
+            if own[first] is own[second]:
+                assert memories[first] == memories[second]
 
 
 @pytest.mark.parametrize(
@@ -424,9 +448,11 @@ def test_plain_arrays_are_known_together_as_each_is(mixed: list[Any]) -> None:
     ],
     ids=["sparse", "meta", "nested", "bits8", "quantized", "expanded", "lazy"],
 )
-def test_what_cannot_be_stored_or_filled_is_not_plain(odd: torch.Tensor) -> None:
-    assert TorchBackend().try_plain([torch.zeros(2), odd]) is None
-    assert each_plain(TorchBackend(), [odd]) is None
+def test_tensor_that_cannot_be_stored_or_filled_is_found(odd: torch.Tensor) -> None:
+    facts = TorchBackend().describe([torch.zeros(2), odd])
+    assert facts.unfillable == {1}
+    if odd.layout is not torch.strided or odd.is_meta or odd.is_nested or odd.dtype is torch.bits8:
+        assert facts.problems.keys() == {1}
 
 
 # Bytes on their way into arrays.

@@ -318,7 +318,7 @@ def _list_looks(objects: Mapping[str, object]) -> tuple[dict[str, str], dict[str
                 looks[path] = f"object ({adapter.kind})" + (f" with {numbers} parameters in groups" if numbers else "")
             elif library is not None:
                 with suppress(UnsupportedValueError):  # A save says so.
-                    spec = library.spec(value, path)
+                    spec = library.describe([value]).check(0, path)
                     looks[path] = f"array {spec.dtype} {list(spec.shape)}"
             else:
                 looks[f"{type(value).__qualname__} in {path}"] = "type that is not registered"

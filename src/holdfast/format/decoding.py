@@ -5,8 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,10 +17,6 @@ from holdfast.format.nodes import list_tagged
 from holdfast.format.scalars import DECODERS, ENCODERS, Malformed, Node, decode_int, decode_numpy
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
-_REFERENCE: Final = frozenset({"$", "k", "v"})
-_SCALARS: Final = frozenset({*DECODERS, "numpy"})
-_MANY_ROWS: Final = 32
-"""From this many elements on, a sequence is looked at as a whole."""
 
 _BROKEN: Final = (Malformed, ValueError, TypeError, OverflowError, ArithmeticError)
 
@@ -84,15 +79,18 @@ class Decoder:
         except Exception as error:
             raise malformed(path, f"the codec {codec.tag!r} rejected the stored value: {error!r}") from error
 
-    def standing(self, nodes: Collection[Node], lives: Sequence[Any], depth: int) -> Container[int]:
-        """Returns the positions of nodes whose value is just the live part at the same position, without decoding each.
+    def parts(
+        self, nodes: Sequence[Node], lives: Sequence[Any], path_of: Callable[[int], str], depth: int
+    ) -> Iterable[Any]:
+        """Returns the values of the parts of one container.
 
         Args:
-            nodes: The nodes of one container.
+            nodes: Their nodes.
             lives: For each of them, the live value at its position or a marker.
+            path_of: Returns the path of one, by its position.
             depth: The depth of the nodes.
         """
-        return ()
+        return (self.decode(node, lives[place], path_of(place), depth) for place, node in enumerate(nodes))
 
     def node(self, name: str, parts: Mapping[str, Node] | None, live: Any, path: str, depth: int) -> Any:
         """Returns the value of a class that a framework takes apart and rebuilds.
@@ -154,70 +152,21 @@ class Decoder:
         parts: Sequence[Any] = live if isinstance(live, (list, tuple, collections.deque)) else ()
         count = len(parts)
         beyond = ABSENT if count or live is ABSENT else UNFILLED
-        if beyond is UNFILLED and len(nodes) >= _MANY_ROWS and (made := self._try_rows(nodes, path, depth)) is not None:
-            return made
         lives = [parts[index] if index < count else beyond for index in range(len(nodes))]
-        standing = self.standing(nodes, lives, depth)
-        values: list[Any] = []
-        for index, part in enumerate(lives):
-            value = part if index in standing else self.decode(nodes[index], part, f"{path}/{index}", depth)
-            if value is not ABSENT:
-                values.append(value)
+        made = self.parts(nodes, lives, lambda index: f"{path}/{index}", depth)
         left = range(len(nodes), count)
-        return values + [parts[i] for i in left if self.keeps(parts[i], f"{path}/{i}")]
-
-    def _new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
-        """Returns the arrays for references to many leaves, where nothing is live; None if each is to be decoded."""
-        return None
-
-    def _try_rows(self, nodes: list[Node], path: str, depth: int) -> list[Any] | None:
-        """Returns the elements of a sequence of similar rows, such as a replay buffer's; None if they are not."""
-        forms = {(type(node), str(node.get("$", "")) if type(node) is dict else "") for node in nodes}
-        form = forms.pop()
-        if forms or form not in ((list, ""), (dict, ""), (dict, "tuple")) or depth >= MAX_DEPTH:
-            return None
-        rows = [node.get("v") for node in nodes if len(node) == 2] if form == (dict, "tuple") else nodes
-        keys = list(rows[0]) if form == (dict, "") else []
-        if any(type(key) is not str or key[:1] == "$" for key in keys):
-            return None
-        if form == (dict, ""):
-            rows = [list(row.values()) for row in rows if list(row) == keys]
-        if len(rows) < len(nodes) or set(map(type, rows)) != {list} or len(set(map(len, rows))) > 1 or not rows[0]:
-            return None
-        width, parts = len(rows[0]), [*chain.from_iterable(rows)]
-        values: list[Any] = parts.copy()
-        places = [place for place, part in enumerate(parts) if type(part) not in _ATOMS]
-        arrays = [place for place in places if _is_reference(parts[place])]
-        others = sorted(set(places) - set(arrays))
-        if not all(type(parts[place]) is dict and str(parts[place].get("$")) in _SCALARS for place in others):
-            return None
-        made = self._new_arrays([parts[place]["v"] for place in arrays], {parts[place]["k"] for place in arrays})
-        if made is None:
-            return None
-        for place, array in zip(arrays, made, strict=True):
-            values[place] = array
-        for place in others:
-            row, part = divmod(place, width)
-            at = f"{path}/{row}/{path_part(keys[part], part) if keys else part}"
-            values[place] = self.decode(parts[place], UNFILLED, at, depth + 1)
-        made_rows = [values[first : first + width] for first in range(0, len(values), width)]
-        if keys:
-            return [dict(zip(keys, row, strict=True)) for row in made_rows]
-        return made_rows if form == (list, "") else list(map(tuple, made_rows))
+        return [one for one in made if one is not ABSENT] + [
+            parts[index] for index in left if self.keeps(parts[index], f"{path}/{index}")
+        ]
 
     def mapping(self, nodes: Mapping[Any, Node], live: Any, path: str, depth: int) -> dict[Any, Any]:
         """Returns the items of a dict of any kind."""
         parts: Mapping[Any, Any] = live if isinstance(live, dict) else {}
         beyond = ABSENT if parts or live is ABSENT else UNFILLED
         lives = [parts.get(key, beyond) for key in nodes]
-        standing = self.standing(nodes.values(), lives, depth)
-        values = {}
-        for index, (key, node) in enumerate(nodes.items()):
-            value = lives[index]
-            if index not in standing:
-                value = self.decode(node, value, f"{path}/{path_part(key, index)}", depth)
-            if value is not ABSENT:
-                values[key] = value
+        keys = list(nodes)
+        made = self.parts(list(nodes.values()), lives, lambda at: f"{path}/{path_part(keys[at], at)}", depth)
+        values = {key: value for key, value in zip(keys, made, strict=True) if value is not ABSENT}
         if parts and not nodes.keys() >= parts.keys():
             for index, (key, part) in enumerate(parts.items()):
                 if key not in nodes and self.keeps(part, f"{path}/{path_part(key, index)}"):
@@ -434,12 +383,6 @@ class Decoder:
             else:
                 return ABSENT
         return made
-
-
-def _is_reference(node: Node) -> bool:
-    if type(node) is not dict or node.keys() != _REFERENCE or node["$"] != "array":
-        return False
-    return type(node["v"]) is str and type(node["k"]) is str
 
 
 def _examples(live: Iterable[Any]) -> dict[str, Any]:

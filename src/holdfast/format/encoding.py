@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.errors import UnsupportedValueError
@@ -173,17 +173,21 @@ class Encoder:
             nodes[name] = self.encode(getattr(value, name), f"{path}/{name}", depth)
         return nodes
 
+    def parts(self, values: Sequence[Any], path_of: Callable[[int], str], depth: int) -> list[Node]:
+        """Returns the nodes of the parts of one container; `path_of` returns the path of one, by its position."""
+        nodes: list[Node] = []
+        for place, value in enumerate(values):
+            cls = type(value)
+            if cls is bool or (cls is int and -(1 << 63) <= value < 1 << 63):
+                nodes.append(value)
+            else:
+                nodes.append(self.encode(value, path_of(place), depth))
+        return nodes
+
     def encode_list(self, value: Collection[Any], path: str, depth: int) -> list[Node]:
         """Returns the nodes of a sequence's elements."""
         self._tally.add(len(value), path)
-        nodes: list[Node] = []
-        for index, element in enumerate(value):
-            cls = type(element)
-            if cls is bool or (cls is int and -(1 << 63) <= element < 1 << 63):
-                nodes.append(element)
-            else:
-                nodes.append(self.encode(element, f"{path}/{index}", depth))
-        return nodes
+        return self.parts(list(value), lambda place: f"{path}/{place}", depth)
 
     def encode_dict(self, value: dict[Any, Any], path: str, depth: int) -> Node:
         """Returns a dict's node: a JSON object if the keys allow it, otherwise pairs."""
@@ -191,10 +195,9 @@ class Encoder:
             if type(key) is not str or key[:1] == "$" or not is_text(key):
                 return tagged("dict", self.encode_pairs(value, path, depth))
         self._tally.add(len(value), path)
-        nodes = {}
-        for key, part in value.items():
-            nodes[key] = self.encode(part, f"{path}/{escape(key)}", depth)
-        return nodes
+        keys = list(value)
+        nodes = self.parts(list(value.values()), lambda place: f"{path}/{escape(keys[place])}", depth)
+        return dict(zip(keys, nodes, strict=True))
 
     def encode_pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[Node]:
         """Returns the keys and values of any mapping, in its order."""

@@ -10,7 +10,7 @@ alive.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -18,13 +18,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from holdfast.format.encoding import MAX_DEPTH
-from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.scalars import ENCODERS, Malformed, Node, is_text, tagged
-from holdfast.format.shapes import Box, StridesRecord
-from holdfast.state.array_look import ArrayLook
-from holdfast.state.leaves import ArrayBackend, ArraySpec, Cutting, Replica, part_of
+from holdfast.state.leaf_table import LeafEntries
+from holdfast.state.own import MemoryGroups
 from holdfast.state.registry import backend_of_type, is_made_of_tensors, sharder_of_type
-from holdfast.state.shard_ownership import CapturedLeaf, MemoryGroups, ShardOwnership
 
 LEAST_PARTS: Final = 32
 """Smaller trees are looked at part by part, which takes no longer."""
@@ -91,106 +88,30 @@ class TreeParts:
     containers: list[Any] = field(default_factory=list)
 
 
-class LeafOrigin(NamedTuple):
-    """The origin of a leaf's array.
-
-    Attributes:
-        base: The number of a base of the tree's arrays.
-        cuts: Boxes to cut from it, one from the other; none for the base itself.
-    """
-
-    base: int
-    cuts: tuple[Box, ...]
-
-    def find(self, bases: Sequence[Any]) -> Any:
-        """Returns the array of the leaf."""
-        found = bases[self.base]
-        for box in self.cuts:
-            found = part_of(found, box)
-        return found
-
-
 class CachedTree(msgspec.Struct):
     """A tree as it was when it was last captured.
 
     Attributes:
-        context: The conditions on which its capture depends, besides the tree.
+        conditions: The conditions on which its capture depends, besides the tree.
         branch: Its containers.
         depths: The depth of each of them in the tree.
         scalars: Its plain values.
         marks: The facts of its arrays.
         pattern: Which of its arrays have memory in common; None if none have.
-        begins: The places in the columns and among the replicas at which `written` begins.
-        written: The result for each array.
-        taken: All names that it took.
-        names, specs, backends: Of its leaves.
-        numbers: For each leaf, the number of its array's base.
-        cut: By number, the leaves whose arrays are not their bases, but cut from them.
-        has_address: True for each leaf whose values are in host memory in the stored layout; None if all are.
-        boxes, elsewhere, replicas, strides, loose: The entries that it added to a `ShardOwnership`.
-        compared: The origin of each replica's array, or None.
         nodes: The nodes of its containers.
         sizes: How many values they count for.
+        entries: What its arrays have added to the table of leaves.
     """
 
-    context: tuple[object, ...]
+    conditions: tuple[object, ...]
     branch: TreeShape
     depths: list[int]
     scalars: list[Any]
     marks: object
     pattern: list[int] | None
-    begins: tuple[int, int]
-    written: list[CapturedLeaf]
-    taken: frozenset[str]
-    names: list[str]
-    specs: list[ArraySpec]
-    backends: list[ArrayBackend]
-    numbers: list[int]
-    cut: dict[int, LeafOrigin]
-    has_address: list[bool] | None
-    boxes: list[BoxRecord]
-    elsewhere: list[ElsewhereRecord]
-    replicas: list[Replica]
-    strides: list[StridesRecord]
-    loose: list[str]
-    compared: list[tuple[ArrayBackend, LeafOrigin] | None]
     nodes: list[Node]
     sizes: list[int]
-
-    def find_arrays(self, look: ArrayLook) -> tuple[Sequence[Any], Sequence[int | None]]:
-        """Returns the leaves' arrays, and the addresses of their bytes."""
-        arrays = list(map(look.bases.__getitem__, self.numbers))
-        addresses: list[int | None] = list(map(look.addresses.__getitem__, self.numbers))
-        for number, origin in self.cut.items():
-            arrays[number] = origin.find(look.bases)
-            addresses[number] = self.backends[number].address(arrays[number])
-        if self.has_address is not None:
-            addresses = [one if has else None for one, has in zip(addresses, self.has_address, strict=True)]
-        return arrays, addresses
-
-    def add_to(self, sharing: ShardOwnership, look: ArrayLook) -> None:
-        """Adds the index entries of the arrays."""
-        sharing.boxes += self.boxes
-        sharing.elsewhere += self.elsewhere
-        sharing.replicas += self.replicas
-        sharing.strides += self.strides
-        sharing.loose.update(self.loose)
-        sharing.cuttings += [(0, ())] * len(self.replicas)
-        if sharing.checks_replicas:
-            sharing.compared += [None if one is None else (one[0], one[1].find(look.bases)) for one in self.compared]
-        else:
-            sharing.compared += [None] * len(self.replicas)
-
-    def written_from(self, column: int, replica: int) -> list[CapturedLeaf]:
-        """Returns the result for each array, if the leaves and the replicas begin at those places."""
-        if (column, replica) != self.begins:
-            columns, replicas = column - self.begins[0], replica - self.begins[1]
-            self.begins = column, replica
-            self.written = [
-                CapturedLeaf(leaf, _shift(arrays, columns), _shift(copies, replicas), is_own)
-                for leaf, arrays, copies, is_own in self.written
-            ]
-        return self.written
+    entries: LeafEntries
 
 
 class CaptureCache:
@@ -232,10 +153,6 @@ class CaptureCache:
 
     def _note_miss(self, path: str) -> None:
         self.misses[path] = self.misses.get(path, 0) + 1
-
-
-def _shift(places: range, by: int) -> range:
-    return range(places.start + by, places.stop + by)
 
 
 def _plan(value: Any, slots: list[int], depth: int, outer_depth: int) -> TreeShape | None:
@@ -410,18 +327,3 @@ def find_pattern(keys: Sequence[int]) -> list[int] | None:
         return None
     firsts: dict[int, int] = {}
     return [firsts.setdefault(key, place) for place, key in enumerate(keys)]
-
-
-def find_origins(
-    values: Iterable[tuple[Any, Cutting] | None], arrays: Sequence[Any], firsts: Sequence[int]
-) -> list[LeafOrigin] | None:
-    """Returns the origins of arrays from a tree's, whose first bases have those numbers; None if one has another."""
-    numbers = dict(zip(map(id, reversed(arrays)), reversed(firsts), strict=True))
-    origins: list[LeafOrigin] = []
-    for one in values:
-        first = None if one is None else numbers.get(id(one[0]))
-        if one is None or first is None:
-            return None
-        piece, cuts = one[1]
-        origins.append(LeafOrigin(first + piece, cuts))
-    return origins

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
+from holdfast.errors import UnsupportedValueError
 from holdfast.format.dtypes import Quantizer, QuantizerRecord, array_bytes
 from holdfast.format.index import BoxRecord, ElsewhereRecord
 from holdfast.format.records import ALONE, Worker
@@ -119,6 +120,13 @@ def versions_of(captured: Captured, places: Collection[int]) -> dict[int, int]:
     return {place: version for place, version in zip(places, versions, strict=True) if version is not None}
 
 
+def find_addresses(backends: Sequence[ArrayBackend], arrays: Sequence[Any]) -> list[int | None]:
+    """Returns the address of each array; see `ArrayBackend.address`."""
+    if len(set(map(id, backends))) == 1:
+        return [address or None for address in backends[0].describe(arrays).addresses]
+    return [backend.address(array) for backend, array in zip(backends, arrays, strict=True)]
+
+
 @lru_cache(maxsize=1 << 16)
 def spec_of(dtype: str, shape: tuple[int, ...]) -> ArraySpec:
     """**Pure.** Returns the record of that type and shape; most arrays are like many others, and share it."""
@@ -132,39 +140,69 @@ def spec_like(spec: ArraySpec, shape: tuple[int, ...]) -> ArraySpec:
     return ArraySpec(spec.dtype, shape, fit_layout(spec.shape, spec.strides, shape))
 
 
-class Plain(msgspec.Struct, frozen=True):
-    """Arrays in host memory that have the stored layout and are writable; an entry for each.
+class Facts(NamedTuple):
+    """The facts of many arrays of one library: columns with an entry for each, and what is unusual about some, by row.
 
     Attributes:
-        specs: Their descriptions.
-        addresses: As in `ArrayBackend.address`.
-        alias_keys: As in `ArrayBackend.alias_key`.
+        specs: Their descriptions; any for those that cannot be stored.
+        keys: Numbers of which two are equal only if both arrays begin with the same memory: the address on the array's
+            device, or a number below 0 that only the same array has.
+        addresses: Where the values begin that are in host memory in the stored layout: contiguous and little-endian; 0
+            for others, and for arrays without elements.
+        forms: What else distinguishes an array from one with the same key, type and shape.
+        extents: The addresses between which all elements are, the last exclusive, for arrays with gaps or overlaps;
+            None if their addresses say nothing.
+        unfillable: The rows of arrays that cannot hold any values in place: read-only ones, say.
+        problems: Why an array cannot be stored, as a sentence, and what to do about it.
     """
 
     specs: list[ArraySpec]
+    keys: list[int]
     addresses: list[int]
-    alias_keys: list[Hashable]
+    forms: dict[int, Hashable]
+    extents: dict[int, tuple[int, int] | None]
+    unfillable: set[int]
+    problems: dict[int, tuple[str, str]]
+
+    def memory(self, row: int) -> Hashable:
+        """Equal for two arrays of a library exactly if they show the same memory with the same type and form."""
+        spec = self.specs[row]
+        return self.keys[row], spec.dtype, spec.shape, self.forms.get(row)
+
+    def extent(self, row: int) -> tuple[int, int] | None:
+        """Returns the addresses between which all elements are; None if no other array can share its memory."""
+        begin, spec = self.keys[row], self.specs[row]
+        return self.extents[row] if row in self.extents else (begin, begin + spec.size_bytes) if begin > 0 else None
+
+    def check(self, row: int, path: str) -> ArraySpec:
+        """Returns an array's description.
+
+        Raises:
+            UnsupportedValueError: If it cannot be stored; `path` is its path.
+        """
+        if row in self.problems:
+            what, hint = self.problems[row]
+            raise UnsupportedValueError(f"{path}: {what}", path=path, hint=hint)
+        return self.specs[row]
 
 
-class Glance(msgspec.Struct, frozen=True):
-    """The result of inspecting many arrays at once.
+class Pieces(NamedTuple):
+    """The plain arrays that hold many sharded arrays on this worker.
 
     Attributes:
-        addresses: For each plain array, the address where its memory begins, on any device; 0 if it has no elements.
-        marks: Equal for two results only if their arrays are captured in the same way: if `ArrayBackend.spec` returns
-            the same for all of them, `address` returns None for the same ones, and two with the same key, or else the
-            same address, have equal `alias_key`s in both or in neither. For a sharder's: if `look` returns the same for
-            all, but for the plain arrays.
-        bases: The plain arrays that hold a sharder's arrays on this worker, one after the other; None if all are plain.
-        firsts: For each array the number of its first one among these; None if each has one.
-        keys: For each array, a number below 0 that another one has only if it is the same; None if addresses tell.
+        backend: The library of these.
+        arrays: The pieces of the first one, then those of the next.
+        marks: Equal for two results only if their arrays are sharded in the same way.
+        firsts: For each sharded array the number of its first piece; None if each has one.
+        keys: For each sharded array, a number below 0 that another one has only if it is the same; None if the pieces
+            show that.
     """
 
-    addresses: list[int]
+    backend: ArrayBackend
+    arrays: Sequence[Any]
     marks: object
-    bases: list[Any] | None = None
-    firsts: list[int] | None = None
-    keys: list[int] | None = None
+    firsts: Sequence[int] | None = None
+    keys: Sequence[int] | None = None
 
 
 class Sight(NamedTuple):
@@ -197,42 +235,19 @@ class ArrayBackend(Protocol):
     is_immutable: bool
     """True if arrays cannot be changed once they are created."""
 
-    def spec(self, array: Any, path: str) -> ArraySpec:
-        """Returns the array's description.
-
-        Raises:
-            UnsupportedValueError: If it cannot be stored; `path` is its path.
-        """
-
-    def alias_key(self, array: Any) -> Hashable:
-        """Equal for two arrays exactly if they show the same memory with the same type, shape and strides.
-
-        Arrays without elements have a key of their own.
-        """
-
-    def address(self, array: Any) -> int | None:
-        """Returns the address of its values, if they have the stored layout: contiguous, little-endian, in host memory.
-
-        None if they have another layout, or there are none.
-        """
-
-    def extent(self, array: Any) -> tuple[int, int] | None:
-        """Returns the addresses between which all of its elements are, the last exclusive.
-
-        None if it has none, or if no other array can share its memory.
-        """
-
-    def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Inspects many arrays faster than one by one; returns None if there is no faster way.
-
-        Returns None, or raises anything, also if one of the arrays cannot be stored or is unusual.
-        """
-
     def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
         """Returns for each a number that grows whenever the values change; None if changes are not counted."""
 
-    def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """Inspects many arrays at once; returns None unless each can be stored, has an `address`, and is `fillable`."""
+    def describe(self, arrays: Sequence[Any]) -> Facts:
+        """Returns the facts of many arrays: all that is asked about them, in no other way."""
+
+    def address(self, array: Any) -> int | None:
+        """Returns where the values of an array begin in host memory in the stored layout; None if they do not."""
+        return self.describe([array]).addresses[0] or None
+
+    def extent(self, array: Any) -> tuple[int, int] | None:
+        """Returns the addresses between which all elements of an array are; None if no other can share its memory."""
+        return self.describe([array]).extent(0)
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Blocks.** Copies the values of many arrays, each contiguous and little-endian, into one writable image.
@@ -250,7 +265,7 @@ class ArrayBackend(Protocol):
     def copy_in(self, array: Any, data: memoryview) -> None:
         """Fills an array with any strides, on any device, from contiguous little-endian bytes.
 
-        The array must be one that `new` created, or be `fillable`.
+        The array must be one that `new` created, or one that can be filled (`Facts.unfillable`).
         """
 
     def new(self, spec: ArraySpec, like: Any = None) -> Any:
@@ -258,9 +273,6 @@ class ArrayBackend(Protocol):
 
         Its memory layout is `spec.strides`, as far as the library allows that.
         """
-
-    def fillable(self, array: Any) -> bool:
-        """Returns True if the array can hold any values in place: it is writable, and its elements do not overlap."""
 
 
 class LocalBox(msgspec.Struct, frozen=True):
@@ -295,39 +307,59 @@ class Sharding(msgspec.Struct, frozen=True):
         backend: The library of the boxes.
         boxes: The local boxes; they do not overlap.
         memory: Equal for two arrays exactly if they are the same boxes of the same memory.
+        key: See `Facts`: of its first box, or of itself.
         workers: How many workers hold it together, as far as known here; 0 for those that hold a plain array there.
         is_by_hand: True if a user described its boxes, which may be wrong.
         place: Its placement and kind, as far as its library has more than the boxes.
-        may_differ: True if data-parallel workers may have other values there.
         is_abstract: True if it only describes an array that has no values yet.
+        is_fillable: True if the boxes can hold any values in place.
     """
 
     spec: ArraySpec
     backend: ArrayBackend
     boxes: tuple[LocalBox, ...]
     memory: Hashable
+    key: int
     workers: int = 0
     is_by_hand: bool = False
     place: Hashable = None
-    may_differ: bool = False
     is_abstract: bool = False
+    is_fillable: bool = True
+
+
+def list_whole(
+    arrays: Sequence[Any], backend: ArrayBackend, facts: Facts, path_of: Callable[[int], str]
+) -> list[Sharding]:
+    """Describes plain arrays, each of which all its holders have whole.
+
+    Raises:
+        UnsupportedValueError: If one cannot be stored; `path_of` returns its path, by its number.
+    """
+    found: list[Sharding] = []
+    for row, (array, spec, key) in enumerate(zip(arrays, facts.specs, facts.keys, strict=True)):
+        if row in facts.problems:
+            facts.check(row, path_of(row))
+        local = LocalBox(Box((0,) * len(spec.shape), spec.shape), array, None)
+        is_fillable = row not in facts.unfillable
+        found.append(Sharding(spec, backend, (local,), facts.memory(row), key, is_fillable=is_fillable))
+    return found
 
 
 class Sharder(Protocol):
     """Inspects one kind of sharded array."""
 
-    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        """Returns what this worker holds of an array. It does not communicate.
+    def look(self, arrays: Sequence[Any], path_of: Callable[[int], str], worker: Worker) -> list[Sharding]:
+        """Returns what this worker holds of many arrays. It does not communicate.
 
         Raises:
-            UnsupportedValueError: If the array cannot be stored; `path` is its path.
+            UnsupportedValueError: If one cannot be stored; `path_of` returns its path, by its number.
         """
+
+    def take_apart(self, arrays: Sequence[Any]) -> Pieces | None:
+        """Returns the pieces that this worker holds of many arrays; None, or any error, if one is unusual."""
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """Returns a new array of that type and shape, uninitialized, with the boxes of another one."""
-
-    def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Like `ArrayBackend.glance`; returns the pieces that this worker holds of the arrays, too."""
 
 
 class PendingArray:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from holdfast.errors import MissingPackageError, UnsupportedValueError
+from holdfast.errors import MissingPackageError
 from holdfast.format.dtypes import names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, order_dimensions, strides_in_order
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Plain, Sight, spec_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, DeviceCopier, Facts, Sight, spec_of
 from holdfast.state.registry import register_backend
 
 _DTYPES = names_in("numpy")
 _NUMPY_NAMES = {name: numpy_name for numpy_name, name in _DTYPES.items()}
 
 
-class NumpyBackend:
+class NumpyBackend(ArrayBackend):
     """NumPy arrays. Other byte orders are stored little-endian, and come back so in new arrays."""
 
     name = "numpy"
@@ -32,68 +32,30 @@ class NumpyBackend:
     )
     is_immutable = False
 
-    def spec(self, array: Any, path: str) -> ArraySpec:
-        """Returns the array's description."""
-        dtype = _name_of(array.dtype)
-        if type(array) is not np.ndarray:
-            raise UnsupportedValueError(
-                f"{path}: an array of type {type(array).__module__}.{type(array).__qualname__} cannot be stored",
-                path=path,
-                hint="Store numpy.asarray(...) of it, or register a codec for its type.",
-            )
-        if not dtype:
-            raise UnsupportedValueError(
-                f"{path}: an array of dtype {array.dtype} cannot be stored",
-                path=path,
-                hint="Convert it to a list, or to a numpy or ml_dtypes type that is the same on all machines.",
-            )
-        if array.flags.c_contiguous:
-            return spec_of(dtype, array.shape)
-        return ArraySpec(dtype, array.shape, _find_layout(array))
-
-    def alias_key(self, array: Any) -> Hashable:
-        """Returns address, type, shape and strides."""
-        if array.size == 0:
-            return id(array)
-        address = array.__array_interface__["data"][0]
-        return (address, array.dtype, array.shape, array.strides)
-
-    def address(self, array: Any) -> int | None:
-        """Returns the address of an array with the stored layout."""
-        if not (array.size and array.flags.c_contiguous and _stored_as(array.dtype)):
-            return None
-        return int(array.__array_interface__["data"][0])
-
-    def extent(self, array: Any) -> tuple[int, int] | None:
-        """Returns the addresses from the first byte of any element to the last."""
-        if not array.size:
-            return None
-        address = array.__array_interface__["data"][0]
-        return extent_of(address, array.shape, array.strides, array.itemsize)
-
-    def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Returns type, byte order, shape and strides of each."""
-        addresses = _addresses_of(arrays)
-        if 0 in map(_size, arrays):
-            addresses = [address if array.size else 0 for address, array in zip(addresses, arrays, strict=True)]
-        return Glance(addresses, list(map(_form, arrays)))
-
     def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
         """Returns None for each: NumPy counts no changes."""
         return [None] * len(arrays)
 
-    def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """Returns types, shapes and addresses, if all have the stored layout."""
-        names = [_stored_as(array.dtype) for array in arrays]
-        if set(map(type, arrays)) - {np.ndarray} or not all(names) or 0 in map(_size, arrays):
-            return None
-        if not all(flags.c_contiguous and flags.writeable for flags in map(_flags, arrays)):
-            return None
-        addresses = _addresses_of(arrays)
-        specs = [spec_of(name, array.shape) for name, array in zip(names, arrays, strict=True)]
-        # As `alias_key` gives them.
-        keys: list[Hashable] = [(address, *form) for address, form in zip(addresses, map(_form, arrays), strict=True)]
-        return Plain(specs, addresses, keys)
+    def describe(self, arrays: Sequence[Any]) -> Facts:
+        """Returns the facts of many arrays: at once of those that can be written to and have the stored layout."""
+        facts = Facts([], [], [], {}, {}, set(), {})
+        for first in range(0, len(arrays), _TOGETHER):
+            some = arrays[first : first + _TOGETHER]
+            try:
+                # NumPy's own description of an array takes four times as long as the buffer, which read-only and empty
+                # arrays, those with gaps, and those of some types do not have.
+                addresses = [ctypes.addressof(ctypes.c_char.from_buffer(array)) for array in some]
+            except (TypeError, ValueError, BufferError):
+                addresses = []
+            specs = list(map(_find_spec, map(_dtype, some), map(_shape, some)))
+            if not addresses or None in specs or set(map(type, some)) != _PLAIN_TYPES:
+                for array in some:
+                    _add_facts(facts, array)
+                continue
+            facts.specs.extend(filter(None, specs))
+            facts.keys.extend(addresses)
+            facts.addresses.extend(addresses)
+        return facts
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """Copies the values of many arrays into one image."""
@@ -108,7 +70,7 @@ class NumpyBackend:
 
     def lend_memory(self, arrays: Sequence[Any]) -> Sequence[tuple[int, int]]:
         """Returns the memory of each; NumPy counts no changes."""
-        begins = _addresses_of(arrays)
+        begins = self.describe(arrays).addresses
         return [(begin, begin + array.nbytes) for begin, array in zip(begins, arrays, strict=True)]
 
     def copy_in(self, array: Any, data: memoryview) -> None:
@@ -124,28 +86,43 @@ class NumpyBackend:
         order = order_dimensions(spec.shape, spec.strides)
         return np.empty([spec.shape[one] for one in order], dtype).transpose(np.argsort(order))
 
-    def fillable(self, array: Any) -> bool:
-        """Returns True if the array is writable, without overlapping elements."""
-        flags = array.flags
-        apart = flags.forc or not array.size or not may_share_elements(array.shape, array.strides)
-        return bool(flags.writeable and apart)
+
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
+_PLAIN_TYPES: Final = {np.ndarray}
+
+_TOGETHER: Final = 256
+"""How many arrays are described at once: an unusual one among them costs the time of describing each."""
 
 
-_form = attrgetter("dtype", "shape", "strides")
-_flags = attrgetter("flags")
-_size = attrgetter("size")
+@lru_cache(maxsize=1 << 14)
+def _find_spec(dtype: Any, shape: tuple[int, ...]) -> ArraySpec | None:
+    """Returns the description of arrays in row-major order; None if their bytes are not those that are stored."""
+    name = _stored_as(dtype)
+    return spec_of(name, shape) if name else None
 
 
-def _addresses_of(arrays: Sequence[Any]) -> list[int]:
-    """Returns the address of each array's first element.
-
-    NumPy's own description of an array takes four times as long as the buffer, which read-only and empty arrays, those
-    with gaps, and those of some types do not have.
-    """
-    try:
-        return [ctypes.addressof(ctypes.c_char.from_buffer(array)) for array in arrays]
-    except (TypeError, ValueError, BufferError):
-        return [array.__array_interface__["data"][0] for array in arrays]
+def _add_facts(facts: Facts, array: Any) -> None:
+    """Adds the facts of one array of any form."""
+    row, dtype, flags = len(facts.specs), _name_of(array.dtype), array.flags
+    begin = array.__array_interface__["data"][0] if array.size else -id(array)
+    is_stored = flags.c_contiguous and bool(_stored_as(array.dtype))
+    if type(array) is not np.ndarray:
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        hint = "Store numpy.asarray(...) of it, or register a codec for its type."
+        facts.problems[row] = f"an array of type {kind} cannot be stored", hint
+    elif not dtype:
+        hint = "Convert it to a list, or to a numpy or ml_dtypes type that is the same on all machines."
+        facts.problems[row] = f"an array of dtype {array.dtype} cannot be stored", hint
+    facts.specs.append(ArraySpec(dtype, array.shape, None if flags.c_contiguous else _find_layout(array)))
+    facts.keys.append(begin)
+    facts.addresses.append(begin if is_stored and array.size else 0)
+    if not is_stored:
+        facts.forms[row] = array.dtype, array.strides
+    if array.size and not flags.forc:
+        facts.extents[row] = extent_of(begin, array.shape, array.strides, array.itemsize)
+    is_apart = flags.forc or not array.size or not may_share_elements(array.shape, array.strides)
+    if not (flags.writeable and is_apart):
+        facts.unfillable.add(row)
 
 
 def _find_layout(array: Any) -> tuple[int, ...] | None:

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import importlib
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
@@ -158,6 +158,23 @@ def backend_of_type(cls: type) -> ArrayBackend | None:
     """Returns the library of a type of arrays, or None."""
     found = _handler(cls)
     return None if found is None or isinstance(found, Adapter) else found
+
+
+def group_by_library(values: Sequence[Any]) -> list[tuple[ArrayBackend | Sharder | None, Sequence[int]]]:
+    """Returns each library, or kind of sharded arrays, with the places of its arrays; None for other values."""
+    kinds = list(map(type, values))
+    handlers = {cls: sharder_of_type(cls) or backend_of_type(cls) for cls in dict.fromkeys(kinds)}
+    if len(set(map(id, handlers.values()))) == 1:
+        return [(handlers[kinds[0]], range(len(kinds)))]
+    groups: dict[int, list[int]] = {}
+    for place, cls in enumerate(kinds):
+        groups.setdefault(id(handlers[cls]), []).append(place)
+    return [(handlers[kinds[places[0]]], places) for places in groups.values()]
+
+
+def is_array_type(cls: type) -> bool:
+    """Returns True for a type of plain or sharded arrays."""
+    return backend_of_type(cls) is not None or sharder_of_type(cls) is not None
 
 
 def is_made_of_tensors(cls: type) -> bool:
@@ -312,11 +329,6 @@ def list_arrays(root: object, path: str) -> list[tuple[str, object]]:
     """Returns the arrays in a tree of values, each once and with its path; not those inside objects with state."""
     found = {id(value): (trail, value) for trail, value, one in _walk(root) if not isinstance(one, Adapter | None)}
     return [(_path(path, trail), value) for trail, value in found.values()]
-
-
-def holds_objects(live: object) -> bool:
-    """Returns True if a live value is or contains objects with state."""
-    return bool(state_paths(live, "", only_objects=True))
 
 
 def immutable_arrays_in(root: object) -> list[object]:

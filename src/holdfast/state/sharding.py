@@ -10,7 +10,17 @@ from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, find_box_problem
 from holdfast.state.adapters import TREE, Adapter, CaptureContext, Loading, Readable
-from holdfast.state.leaves import ArraySpec, Glance, LocalBox, PendingArray, Sharding, Skeleton, spec_like
+from holdfast.state.leaves import (
+    ArrayBackend,
+    ArraySpec,
+    Facts,
+    LocalBox,
+    PendingArray,
+    Pieces,
+    Sharding,
+    Skeleton,
+    spec_like,
+)
 from holdfast.state.registry import (
     backend_of,
     backend_of_type,
@@ -104,11 +114,22 @@ class PerWorker:
 
 
 class _ShardSharder:
-    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        backend = backend_of(array.tensor)
-        if backend is None:
-            raise UnsupportedValueError(f"{path}: the tensor of this Shard is no longer an array", path=path)
-        own = backend.spec(array.tensor, path)
+    def look(self, arrays: Sequence[Any], path_of: Callable[[int], str], worker: Worker) -> list[Sharding]:
+        shardings: dict[int, Sharding] = {}
+        rows: dict[ArrayBackend | None, list[int]] = {}
+        for row, array in enumerate(arrays):
+            rows.setdefault(backend_of(array.tensor), []).append(row)
+        for backend, own in rows.items():
+            if backend is None:
+                path = path_of(own[0])
+                raise UnsupportedValueError(f"{path}: the tensor of this Shard is no longer an array", path=path)
+            facts = backend.describe([arrays[row].tensor for row in own])
+            for number, row in enumerate(own):
+                shardings[row] = self._look(arrays[row], path_of(row), worker, backend, facts, number)
+        return [shardings[row] for row in range(len(arrays))]
+
+    def _look(self, array: Shard, path: str, worker: Worker, backend: ArrayBackend, facts: Facts, row: int) -> Sharding:
+        own = facts.check(row, path)
         holders = (worker.rank,) if array.holders is None else array.holders
         if worker.rank not in holders or holders[-1] >= worker.world_size:
             raise UnsupportedValueError(
@@ -117,22 +138,19 @@ class _ShardSharder:
                 path=path,
                 hint="Name the ranks of all workers of this job that hold it, including this one.",
             )
-        box = Box(array.offsets, own.shape)
-        memory = (backend.alias_key(array.tensor), array.offsets, array.global_shape)
-        local = LocalBox(box, array.tensor, holders)
-        return Sharding(spec_like(own, array.global_shape), backend, (local,), memory, is_by_hand=True)
+        memory = (facts.memory(row), array.offsets, array.global_shape)
+        local = LocalBox(Box(array.offsets, own.shape), array.tensor, holders)
+        spec, is_fillable = spec_like(own, array.global_shape), row not in facts.unfillable
+        return Sharding(spec, backend, (local,), memory, facts.keys[row], is_by_hand=True, is_fillable=is_fillable)
 
-    def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Returns the local tensors, and the facts that the program has declared of each."""
+    def take_apart(self, arrays: Sequence[Any]) -> Pieces | None:
+        """Returns the local tensors; the marks are what the program has declared of each."""
         tensors = [array.tensor for array in arrays]
-        kinds = list(map(type, tensors))
-        backends = set(map(backend_of_type, kinds))
+        backends = set(map(backend_of_type, set(map(type, tensors))))
         backend = backends.pop()
-        found = None if backends or backend is None else backend.glance(tensors)
-        if found is None:
+        if backends or backend is None:
             return None
-        declared = [(array.global_shape, array.offsets, array.holders) for array in arrays]
-        return Glance(found.addresses, (kinds, declared, found.marks), tensors)
+        return Pieces(backend, tensors, [(array.global_shape, array.offsets, array.holders) for array in arrays])
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         backend = backend_of(like.tensor)

@@ -687,7 +687,8 @@ def test_the_workspace_of_a_job_gets_real_arrays(library: str, tmp_path: Path) -
 def test_a_copy_from_devices_goes_through_their_pinned_memory() -> None:
     """What a save of arrays on a GPU calls; the devices here are parts of this processor, which have the same kinds of
     memory."""
-    backend = JaxSharder().look(jnp.zeros(1), "x", ALONE).backend
+    (sharding,) = JaxSharder().look([jnp.zeros(1)], str, ALONE)
+    backend = sharding.backend
     values = np.arange(24).reshape(4, 6) % 7
     arrays: list[Any] = [jnp.asarray(values, kind) for kind in DTYPES if jnp.dtype(kind).itemsize < 8]
     arrays += [jnp.zeros((0, 3)), jnp.float32(2.5), jax.device_put(values, jax.devices()[3]), np.asfortranarray(values)]

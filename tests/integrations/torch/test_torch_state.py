@@ -23,6 +23,7 @@ from holdfast.state.capture_cache import CaptureCache
 from holdfast.state.leaves import ArraySpec
 from holdfast.state.match.compare import Comparison
 from holdfast.state.match.matching import match_objects
+from holdfast.state.match.targets import At
 from places import DATA
 from state_trip import bring_back, match, store
 from torch_models import model, raw, same_state, train
@@ -472,7 +473,7 @@ def test_an_empty_array_of_a_library_without_the_type_gives_way() -> None:
     stored = torch.tensor([1.5, 2.5], dtype=torch.bfloat16)
     specs = store(x={"a": stored}).specs
     comparison = Comparison({}, specs, None)
-    comparison.rules = HANDED_OVER
+    comparison.at = At(HANDED_OVER)
     for leaf in specs:
         assert comparison.array(leaf, "torch", np.empty(0, np.float32), leaf).dtype == torch.bfloat16
 

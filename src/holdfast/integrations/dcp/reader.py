@@ -265,7 +265,7 @@ class _Reading(Decoder):
         if tuple(tensor.shape) != shape:
             raise UsageError(f"{leaf}: the planner requested {list(shape)} for a tensor of {list(tensor.shape)}")
         library = backend_named("torch")
-        if type(tensor) is not torch.Tensor or tensor.dtype != dtype or not library.fillable(tensor):
+        if type(tensor) is not torch.Tensor or tensor.dtype != dtype or library.describe([tensor]).unfillable:
             place = torch.empty(shape, dtype=dtype)
         part = spec_of(spec.dtype, shape)
         self._targets.append(Target(leaf, part, place, library, (), library.address(place), offsets))

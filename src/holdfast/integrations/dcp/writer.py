@@ -412,7 +412,7 @@ class _Collector(Encoder):
         backend, data = backend_of(tensor), item.tensor_data
         assert backend is not None, "resolve_data() gives tensors"
         assert data is not None, "the planner says what a tensor is a part of"
-        spec = backend.spec(tensor, leaf)
+        spec = backend.describe([tensor]).check(0, leaf)
         offsets = tuple(data.chunk.offsets)
         shape = tuple(data.size)
         problem = find_box_problem(Box(offsets, spec.shape), shape)
@@ -433,7 +433,7 @@ class _Collector(Encoder):
         while name in self._names:
             name = f"{path}~{number}"
             number += 1
-        self._add(name, backend.spec(value, path), value, backend)
+        self._add(name, backend.describe([value]).check(0, path), value, backend)
         return {"$": "array", "k": backend.name, "v": name}
 
     def coded(self, made: Any, path: str, depth: int) -> Node:

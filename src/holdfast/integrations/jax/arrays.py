@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from itertools import accumulate
@@ -19,12 +19,13 @@ from holdfast.format.dtypes import names_in
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, whole_box
 from holdfast.state.leaves import (
+    ArrayBackend,
     ArraySpec,
     DeviceCopier,
-    Glance,
+    Facts,
     LocalBox,
     PendingArray,
-    Plain,
+    Pieces,
     Sharding,
     Sight,
     spec_of,
@@ -137,7 +138,9 @@ class MadeArray(PendingArray):
                 return _weaken(array) if is_weak else array
         indices = sharding.addressable_devices_indices_map(self.shape)
         parts = [
-            jax.device_put(self._values(box_of(index, self.shape)), _on_device(device, sharding))
+            jax.device_put(
+                self._values(box_of(index, self.shape)), SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            )
             for device, index in indices.items()
         ]
         divided = jax.make_array_from_single_device_arrays(self.shape, sharding, parts)
@@ -152,10 +155,6 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     """**Pure.** Returns the part of an array that slices select."""
     bounds = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]
     return Box(tuple(begin for begin, _ in bounds), tuple(end - begin for begin, end in bounds))
-
-
-def _on_device(device: Any, sharding: Any) -> Any:
-    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
 
 
 def _weaken_divided(array: Any) -> Any:
@@ -199,7 +198,7 @@ def _follow_number(array: Any) -> Callable[[], float | None]:
     return lambda: float(np.asarray(array).reshape(())) if array.is_ready() else None
 
 
-class JaxBackend:
+class JaxBackend(ArrayBackend):
     """The single boxes of arrays: those on a device, and the memory of those that are still to be created."""
 
     name = "jax"
@@ -207,47 +206,30 @@ class JaxBackend:
     sight = Sight(_peek, lambda _: (None, None), _follow_number)
     is_immutable = True
 
-    def spec(self, array: Any, path: str) -> ArraySpec:
-        """Returns the array's dtype and shape."""
-        if isinstance(array, MadeArray):
-            return array.spec
-        _check_there(array, path)
-        dtype = DTYPES.get(array.dtype.name)
-        if dtype is None:
-            raise UnsupportedValueError(
-                f"{path}: an array of dtype {array.dtype} cannot be stored",
-                path=path,
-                hint="Store jax.random.key_data(...) of it instead."
-                if is_key(array)
-                else "Convert it to a dtype that numpy or ml_dtypes has and XLA supports.",
-            )
-        return spec_of(dtype, tuple(array.shape))
-
-    def alias_key(self, array: Any) -> Hashable:
-        """Returns the array itself: no two share memory that can be changed."""
-        return id(array)
-
-    def address(self, array: Any) -> int | None:
-        """Returns the address of host memory."""
-        memory = _memory_of(array)
-        if memory is None or not memory.size or not memory.flags.c_contiguous:
-            return None
-        return int(memory.__array_interface__["data"][0])
-
-    def extent(self, array: Any) -> tuple[int, int] | None:
-        """Returns None: a new array has memory of its own."""
-        return None
-
-    def glance(self, arrays: Sequence[Any]) -> None:
-        """Returns None: there is no quicker look."""
-
     def versions(self, arrays: Sequence[Any]) -> Sequence[None]:
         """Returns None for each: immutable arrays have no versions, but their memory may be given to another array."""
         return [None] * len(arrays)
 
-    def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """Returns None: no array can be filled in place."""
-        return None
+    def describe(self, arrays: Sequence[Any]) -> Facts:
+        """Returns the facts of single boxes: arrays that cannot be changed, views of these, and those to be created."""
+        facts = Facts([], [], [], {}, {}, set(), {})
+        for row, array in enumerate(arrays):
+            memory: Any = None
+            if isinstance(array, MadeArray):
+                spec, memory = array.spec, array.memory
+            elif problem := _find_problem(array):
+                spec, facts.problems[row] = _NO_SPEC, problem
+            else:
+                spec, memory = spec_of(DTYPES[array.dtype.name], array.shape), _memory_of(array)
+            facts.specs.append(spec)
+            facts.keys.append(-id(array))  # No two share memory that can be changed.
+            described = None if memory is None else memory.__array_interface__
+            address, is_read_only = (0, True) if described is None else described["data"]
+            is_dense = described is not None and described["strides"] is None and memory.size
+            facts.addresses.append(address if is_dense else 0)
+            if is_read_only or not isinstance(array, np.ndarray):
+                facts.unfillable.add(row)
+        return facts
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Blocks.** Copies values into one image, from devices through pinned memory."""
@@ -280,10 +262,6 @@ class JaxBackend:
         place = Placement() if like is None else placement_of(like)
         return MadeArray(spec, _dtype_of(spec), place, [whole_box(spec.shape)])
 
-    def fillable(self, array: Any) -> bool:
-        """Returns True only for memory of an array that is still to be created."""
-        return isinstance(array, np.ndarray) and bool(array.flags.writeable)
-
 
 class _Identity:
     """Equal only to that of the same array, which it keeps alive, so that no other one gets its id."""
@@ -301,14 +279,18 @@ class _Identity:
 class JaxSharder:
     """Inspects JAX arrays by their shards."""
 
-    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        """Returns what this worker holds of an array."""
+    def look(self, arrays: Sequence[Any], path_of: Callable[[int], str], worker: Worker) -> list[Sharding]:
+        """Returns what this worker holds of arrays."""
+        return [self._look(array, path_of(row), worker) for row, array in enumerate(arrays)]
+
+    def _look(self, array: Any, path: str, worker: Worker) -> Sharding:
         if isinstance(array, MadeArray):
             parts = tuple(LocalBox(box, memory, None) for box, memory in array.buffers.items())
-            return Sharding(array.spec, _BACKEND, parts, id(array), place=array.place)
-        _check_there(array, path)
-        numbers = numbers_of(array)
-        spec = _BACKEND.spec(numbers, path)
+            return Sharding(array.spec, _BACKEND, parts, id(array), -id(array), place=array.place)
+        numbers = array if array.is_deleted() else numbers_of(array)
+        if problem := _find_problem(numbers):
+            raise UnsupportedValueError(f"{path}: {problem[0]}", path=path, hint=problem[1])
+        spec = spec_of(DTYPES[numbers.dtype.name], tuple(numbers.shape))
         # An array that only one process has is like a plain array of that worker.
         holders = {} if numbers.is_fully_addressable else _find_holders(numbers.sharding, spec.shape)
         if holders and (jax.process_index(), jax.process_count()) != (worker.rank, worker.world_size):
@@ -326,10 +308,11 @@ class JaxSharder:
                 boxes[box] = LocalBox(box, shard.data if memory is None else memory, holders.get(box), piece=len(boxes))
         workers = _count_processes(numbers.sharding) if holders else 0
         kind = "keys" if is_key(array) else None
-        return Sharding(spec, _BACKEND, tuple(boxes.values()), _Identity(array), workers, place=kind)
+        held = tuple(boxes.values())
+        return Sharding(spec, _BACKEND, held, _Identity(array), -id(array), workers, place=kind, is_fillable=False)
 
-    def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Returns the local pieces; the marks are shardings, shapes and types."""
+    def take_apart(self, arrays: Sequence[Any]) -> Pieces | None:
+        """Returns the local pieces; the marks are shardings and shapes."""
         keys = {dtype for dtype in set(map(_dtype, arrays)) if jnp.issubdtype(dtype, jax.dtypes.prng_key)}
         numbers = [jax.random.key_data(one) if one.dtype in keys else one for one in arrays] if keys else arrays
         placings, shapes, dtypes = list(map(_placing, numbers)), list(map(_shape, numbers)), list(map(_dtype, numbers))
@@ -342,11 +325,9 @@ class JaxSharder:
             own = list(map(_find_pieces, placings, shapes))
             pieces = [one.addressable_data(place) for one, places in zip(numbers, own, strict=True) for place in places]
             firsts = list(accumulate(map(len, own[:-1]), initial=0))
-        bases, addresses = _look_at_pieces(pieces, {_is_in_host(placing) for placing in distinct})
-        have_address = tuple(map(bool, addresses)) if 0 in addresses else None
+        bases = _find_memory(pieces, {_is_in_host(placing) for placing in distinct})
         # What counts is which array it is: two never show memory that can be changed.
-        identities = [-id(array) for array in arrays]
-        return Glance(addresses, (placings, shapes, dtypes, have_address), bases, firsts, identities)
+        return Pieces(_BACKEND, bases, (placings, shapes), firsts, [-id(array) for array in arrays])
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """Returns the replacement for a new array, with another one's sharding."""
@@ -358,10 +339,10 @@ class JaxSharder:
 class AbstractSharder(JaxSharder):
     """Inspects shapes of arrays that are still to be created, with or without a sharding."""
 
-    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
+    def _look(self, array: Any, path: str, worker: Worker) -> Sharding:
         """Returns the description of a future array. Its box has no memory: nothing can be filled in place."""
         if isinstance(array, MadeArray):
-            return super().look(array, path, worker)
+            return super()._look(array, path, worker)
         numbers = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
         dtype = DTYPES.get(numbers.dtype.name)
         if dtype is None:
@@ -376,16 +357,23 @@ class AbstractSharder(JaxSharder):
                 hint="Use a sharding that divides its dimensions evenly.",
             ) from error
         # One record may describe many arrays, none of which shares memory with another.
-        return Sharding(spec, _BACKEND, (LocalBox(whole_box(spec.shape), None, None),), object(), is_abstract=True)
+        box = LocalBox(whole_box(spec.shape), None, None)
+        return Sharding(spec, _BACKEND, (box,), object(), -id(array), is_abstract=True, is_fillable=False)
 
 
-def _check_there(array: Any, path: str) -> None:
-    if array.is_deleted():
-        raise UnsupportedValueError(
-            f"{path}: the array was deleted (donated buffers are) and has no values",
-            path=path,
-            hint="Replace it with the function's result, or save before it is donated.",
-        )
+def _find_problem(array: Any) -> tuple[str, str] | None:
+    """Returns why an array cannot be stored, and what to do about it; None if it can."""
+    if isinstance(array, jax.Array) and array.is_deleted():
+        what = "the array was deleted (donated buffers are) and has no values"
+        return what, "Replace it with the function's result, or save before it is donated."
+    if array.dtype.name in DTYPES:
+        return None
+    hint = "Convert it to a dtype that numpy or ml_dtypes has and XLA supports."
+    hint = "Store jax.random.key_data(...) of it instead." if is_key(array) else hint
+    return f"an array of dtype {array.dtype} cannot be stored", hint
+
+
+_NO_SPEC: Final = spec_of("U8", ())
 
 
 def _memory_of(array: Any) -> Any:
@@ -419,17 +407,15 @@ def _pinned(placing: Any) -> Any:
     return placing.with_memory_kind("pinned_host")
 
 
-def _look_at_pieces(pieces: Sequence[Any], are_in_host: set[bool]) -> tuple[list[Any], list[int]]:
-    """Returns single boxes, or views of host memory, which is not donated while these live; and addresses, or 0."""
+def _find_memory(pieces: Sequence[Any], are_in_host: set[bool]) -> list[Any]:
+    """Returns single boxes, or views of host memory, which is not donated while these live."""
     if True not in are_in_host:
-        return list(pieces), [0] * len(pieces)
+        return list(pieces)
     if False not in are_in_host:
         with suppress(BufferError):  # Raised for types that Python has no format for, such as bfloat16.
-            views = [np.asarray(memoryview(piece)) for piece in pieces]
-            return views, [piece.unsafe_buffer_pointer() for piece in pieces]
+            return [np.asarray(memoryview(piece)) for piece in pieces]
     views = [_memory_of(piece) for piece in pieces]
-    addresses = [_BACKEND.address(view) or 0 if view is not None else 0 for view in views]
-    return [piece if view is None else view for piece, view in zip(pieces, views, strict=True)], addresses
+    return [piece if view is None else view for piece, view in zip(pieces, views, strict=True)]
 
 
 @lru_cache(maxsize=1 << 12)

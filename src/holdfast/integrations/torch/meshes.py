@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
@@ -15,7 +15,7 @@ from holdfast.errors import UnsupportedValueError
 from holdfast.format.records import Worker
 from holdfast.format.shapes import Box, row_major
 from holdfast.integrations.torch.tensors import TorchBackend
-from holdfast.state.leaves import ArraySpec, Glance, LocalBox, Sharding, part_of, spec_like
+from holdfast.state.leaves import ArraySpec, LocalBox, Pieces, Sharding, part_of, spec_like
 from holdfast.state.registry import register_sharder
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
@@ -32,33 +32,37 @@ _shape = attrgetter("shape")
 class MeshSharder:
     """Inspects DTensors: those of FSDP2 and of tensor parallelism, on meshes of any number of dimensions."""
 
-    def look(self, array: Any, path: str, worker: Worker) -> Sharding:
-        """Returns what this worker holds of a tensor, from mesh and placements alone."""
-        local, placements = array._local_tensor, tuple(array.placements)
-        shape = tuple(array.shape)
-        own = _BACKEND.spec(local, path)
-        coordinate = array.device_mesh.get_coordinate()
-        at = None if coordinate is None else tuple(coordinate)
-        part = _find_part(array.device_mesh, at, placements, shape, worker)
-        if part.problem or (part.local_shape != own.shape and part.boxes and local.numel()):
-            _refuse(part, own, path)
-        memory = (_BACKEND.alias_key(local), shape, placements, array.device_mesh)
-        is_one = len(part.boxes) == 1
-        boxes = tuple(
-            LocalBox(box, local, part.holders) if is_one else LocalBox(box, part_of(local, place), part.holders, place)
-            for box, place in part.boxes
-        )
-        return Sharding(spec_like(own, shape), _BACKEND, boxes, memory, part.workers)
+    def look(self, arrays: Sequence[Any], path_of: Callable[[int], str], worker: Worker) -> list[Sharding]:
+        """Returns what this worker holds of tensors, from meshes and placements alone."""
+        locals_ = list(map(_local, arrays))
+        facts = _BACKEND.describe(locals_)
+        found = []
+        for row, (array, local) in enumerate(zip(arrays, locals_, strict=True)):
+            if row in facts.problems:
+                facts.check(row, path_of(row))
+            own, shape, placements = facts.specs[row], tuple(array.shape), tuple(array.placements)
+            coordinate = array.device_mesh.get_coordinate()
+            at = None if coordinate is None else tuple(coordinate)
+            part = _find_part(array.device_mesh, at, placements, shape, worker)
+            if part.problem or (part.local_shape != own.shape and part.boxes and local.numel()):
+                _refuse(part, own, path_of(row))
+            is_one = len(part.boxes) == 1
+            boxes = tuple(
+                LocalBox(box, local, part.holders)
+                if is_one
+                else LocalBox(box, part_of(local, place), part.holders, place)
+                for box, place in part.boxes
+            )
+            memory, key = (facts.memory(row), shape, placements, array.device_mesh), facts.keys[row]
+            spec, is_fillable = spec_like(own, shape), row not in facts.unfillable
+            found.append(Sharding(spec, _BACKEND, boxes, memory, key, part.workers, is_fillable=is_fillable))
+        return found
 
-    def glance(self, arrays: Sequence[Any]) -> Glance | None:
+    def take_apart(self, arrays: Sequence[Any]) -> Pieces:
         """Returns the local tensors; the marks are meshes, placements and shapes."""
-        local = list(map(_local, arrays))
-        found = _BACKEND.glance(local)
-        if found is None:
-            return None
         specs = list(map(_spec, arrays))
-        marks = list(map(_mesh, specs)), list(map(_placements, specs)), list(map(_shape, arrays)), found.marks
-        return Glance(found.addresses, marks, local)
+        marks = list(map(_mesh, specs)), list(map(_placements, specs)), list(map(_shape, arrays))
+        return Pieces(_BACKEND, list(map(_local, arrays)), marks)
 
     def new(self, like: Any, spec: ArraySpec) -> Any:
         """Returns a tensor on the same mesh, with the same placements."""
@@ -117,7 +121,8 @@ def _find_part(
         hint = "Pass the cluster of the job, which numbers workers as torch.distributed does."
         return _MeshPart(workers, problem=(what, hint))
     boxes = find_boxes(shape, tuple(mesh.shape), coordinate, placements)
-    return _MeshPart(workers, holders, boxes, _local_shape(boxes, len(shape)))
+    local_shape = tuple(max(place.ends[dimension] for _, place in boxes) for dimension in range(len(shape)))
+    return _MeshPart(workers, holders, boxes, local_shape)
 
 
 def _refuse(part: _MeshPart, own: ArraySpec, path: str) -> NoReturn:
@@ -183,10 +188,6 @@ def _chunk(runs: Runs, parts: int, number: int) -> Runs:
             found.append((begin + low, begin + high))
         place += end - begin
     return tuple(found)
-
-
-def _local_shape(boxes: list[tuple[Box, Box]], dimensions: int) -> tuple[int, ...]:
-    return tuple(max(place.ends[dimension] for _, place in boxes) for dimension in range(dimensions))
 
 
 @lru_cache(maxsize=1 << 8)

@@ -170,11 +170,12 @@ class ModuleAdapter(Adapter):
         values |= loading.values({key: handed_over[key] for key in tensors}, present, rules=MADE_ANEW)
         values |= loading.values({key: node for key, node in handed_over.items() if key not in tensors}, present)
         changed = [key for key in live if values[key] is not live[key] and id(live[key]) in own and key not in shaped]
+        unfillable = _BACKEND.describe([live[key] for key in changed]).unfillable
         # Those that could not be filled in place.
         new_memory = [
             (live[key], values[key])
-            for key in changed
-            if (key in direct if is_made_of_tensors(type(live[key])) else not _BACKEND.fillable(live[key]))
+            for row, key in enumerate(changed)
+            if (key in direct if is_made_of_tensors(type(live[key])) else row in unfillable)
         ]
         return lambda: _finish(obj, loading.complete(values) if custom else None, made, new_memory)
 

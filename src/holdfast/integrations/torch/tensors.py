@@ -5,21 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import chain, repeat
+from itertools import chain
 from operator import add, attrgetter, gt
 from typing import Any, Final, cast
 
 import torch
 
-from holdfast.errors import UnsupportedValueError, UsageError
+from holdfast.errors import UsageError
 from holdfast.events.sinks import logger
 from holdfast.format.dtypes import Quantizer, find_quantizer_problem, names_in
 from holdfast.format.shapes import extent_of, find_layout, may_share_elements, row_major
-from holdfast.state.leaves import ArraySpec, DeviceCopier, Glance, Pin, Plain, Sight, spec_of
+from holdfast.state.leaves import ArrayBackend, ArraySpec, DeviceCopier, Facts, Pin, Sight, spec_of
 
 INTEGERS: Final = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 """For each type of quantized tensors, that of their integers."""
@@ -283,95 +283,13 @@ def _follow_number(array: Any) -> float | Callable[[], float | None] | None:
     return lambda: float(copied) if arrived.query() else None
 
 
-class TorchBackend:
+class TorchBackend(ArrayBackend):
     """Tensors of torch, on any device."""
 
     name = "torch"
     devices: DeviceCopier | None = _DEVICES
     sight = Sight(_peek, _locate, _follow_number)
     is_immutable = False
-
-    def spec(self, array: Any, path: str) -> ArraySpec:
-        """Returns the tensor's description."""
-        name = DTYPES.get(array.dtype)
-        if (
-            name is None
-            or type(array) not in _PLAIN_TYPES
-            or array.layout is not torch.strided
-            or array.is_nested
-            or array.is_meta
-            or _lacks_memory(array)
-        ):
-            what, hint = _why_not(array)
-            raise UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=hint)
-        if array.is_quantized:
-            return _quantized_spec(name, array, path)
-        shape = array.shape
-        # Where a length is 0 or 1, strides may be anything, and count as contiguous all the same.
-        if array.is_contiguous() and 1 not in shape and 0 not in shape:
-            return _spec(name, shape)
-        return _spec_of_layout(name, shape, array.stride())
-
-    def alias_key(self, array: Any) -> Hashable:
-        """Returns address, device, type, shape, strides, and how values are read."""
-        address = array.data_ptr()
-        if address == 0:  # a tensor of no elements
-            return id(array)
-        if array.is_cpu and array.is_contiguous():
-            return (address, array.dtype, array.shape, array.is_neg(), array.is_conj())
-        return (address, array.dtype, array.shape, array.is_neg(), array.is_conj(), array.stride(), array.device)
-
-    def address(self, array: Any) -> int | None:
-        """Returns the address of a contiguous tensor in host memory."""
-        if not (array.is_cpu and array.is_contiguous()) or array.is_conj() or array.is_neg():
-            return None
-        return array.data_ptr() or None
-
-    def extent(self, array: Any) -> tuple[int, int] | None:
-        """Returns the addresses from the first byte of any element to the last; CUDA's addresses are not those of
-        others."""
-        if not (array.is_cpu or array.is_cuda) or not array.numel():
-            return None
-        address = array.data_ptr()
-        if array.is_contiguous():
-            return address, address + array.nbytes
-        item_bytes = array.itemsize
-        return extent_of(address, array.shape, [stride * item_bytes for stride in array.stride()], item_bytes)
-
-    def glance(self, arrays: Sequence[Any]) -> Glance | None:
-        """Returns shape, type, strides and device of each, if each has its memory."""
-        addresses: list[int] = []
-        shapes: list[torch.Size] = []
-        dtypes: list[torch.dtype] = []
-        others: list[object] = []
-        for first in range(0, len(arrays), _LOOKED_AT):
-            some = arrays[first : first + _LOOKED_AT]
-            kinds = list(map(_dtype, some))
-            distinct = set(kinds)
-            if not _PLAIN_TYPES.issuperset(map(type, some)) or not _PLAIN_DTYPES.keys() >= distinct:
-                return None
-            if set(map(_layout, some)) != _STRIDED or any(map(_is_neg, some)):
-                return None
-            if any(kind.is_complex for kind in distinct) and any(map(_is_conj, some)):
-                return None
-            own = list(map(_shape, some))
-            lengths = set(chain.from_iterable(own))
-            is_contiguous = all(map(_is_contiguous, some))
-            # What is contiguous may have any stride where a length is 0 or 1.
-            others.append(list(map(_stride, some)) if not is_contiguous or 1 in lengths or 0 in lengths else None)
-            if not all(map(_is_cpu, some)):
-                devices = list(map(_device, some))
-                if any(device.type not in ("cpu", "cuda") for device in set(devices)):
-                    return None
-                others.append(devices)
-            if any(map(gt, map(_nbytes, some), map(_storage_bytes, map(_storage, some)))):
-                return None
-            if (not is_contiguous or any(map(_offset, some))) and any(map(_lacks_memory, some)):
-                return None
-            addresses += map(_address, some)
-            shapes += own
-            dtypes += kinds
-        return Glance(addresses, (shapes, dtypes, others))
 
     def versions(self, arrays: Sequence[Any]) -> Sequence[int | None]:
         """Returns autograd's version counter of each tensor, which all its views share."""
@@ -380,23 +298,19 @@ class TorchBackend:
         except RuntimeError:  # Tensors of inference have none.
             return [None if array.is_inference() else int(array._version) for array in arrays]
 
-    def try_plain(self, arrays: Sequence[Any]) -> Plain | None:
-        """Returns types, shapes and addresses, if all have the stored layout in host memory."""
-        plain = Plain([], [], [])
+    def describe(self, arrays: Sequence[Any]) -> Facts:
+        """Returns the facts of many tensors: at once of dense ones that have their memory."""
+        facts = Facts([], [], [], {}, {}, set(), {})
         for first in range(0, len(arrays), _LOOKED_AT):
             some = arrays[first : first + _LOOKED_AT]
             try:
-                columns = _try_columns(some)
+                is_done = _try_facts(facts, some)
             except RuntimeError:  # Sparse and nested tensors do not have all of these properties.
-                return None
-            if columns is None:
-                return None
-            addresses, names, dtypes, shapes = columns
-            plain.specs.extend(map(_spec, names, shapes))
-            plain.addresses.extend(addresses)
-            # As `alias_key` gives them.
-            plain.alias_keys.extend(zip(addresses, dtypes, shapes, repeat(False), repeat(False), strict=False))
-        return plain
+                is_done = False
+            if not is_done:
+                for array in some:
+                    _add_facts(facts, array)
+        return facts
 
     def copy_out(self, arrays: Sequence[Any], image: memoryview, offsets_bytes: Sequence[int]) -> None:
         """**Thread-safe.** **Blocks.** Copies the values of many tensors into one image."""
@@ -436,12 +350,6 @@ class TorchBackend:
         """Returns a new tensor, in host memory or on the device of another."""
         return _empty(spec, torch.device("cpu") if like is None else like.device)
 
-    def fillable(self, array: Any) -> bool:
-        """Returns True if no elements overlap. A quantized tensor keeps the quantizer that it was created with."""
-        if array.is_quantized:
-            return False
-        return array.is_contiguous() or not array.numel() or not may_share_elements(array.shape, array.stride())
-
 
 @lru_cache(maxsize=1 << 16)
 def _spec(name: str, shape: torch.Size) -> ArraySpec:
@@ -454,7 +362,8 @@ def _spec_of_layout(name: str, shape: torch.Size, strides: tuple[int, ...]) -> A
     return _spec(name, shape) if layout is None else ArraySpec(name, tuple(shape), layout)
 
 
-def _quantized_spec(name: str, array: torch.Tensor, path: str) -> ArraySpec:
+def _describe_quantized(name: str, array: torch.Tensor) -> tuple[ArraySpec, str]:
+    """Returns the description of a quantized tensor, and what of it cannot be stored; empty if all can."""
     shape = tuple(array.shape)
     if array.qscheme() is torch.per_tensor_affine:
         quantizer = Quantizer(None, (array.q_scale(),), (array.q_zero_point(),))
@@ -462,12 +371,9 @@ def _quantized_spec(name: str, array: torch.Tensor, path: str) -> ArraySpec:
         scales, zero_points = array.q_per_channel_scales(), array.q_per_channel_zero_points()
         quantizer = Quantizer(array.q_per_channel_axis(), tuple(scales.tolist()), tuple(zero_points.tolist()))
     else:
-        what = f"a quantized tensor of the scheme {array.qscheme()}"
-        raise UnsupportedValueError(f"{path}: {what} cannot be stored", path=path, hint=_QUANTIZED_HINT)
-    problem = find_quantizer_problem(name, shape, quantizer)
-    if problem:
-        raise UnsupportedValueError(f"{path}: {problem} cannot be stored", path=path, hint=_QUANTIZED_HINT)
-    return ArraySpec(name, shape, find_layout(shape, array.stride()), quantizer)
+        return _NO_SPEC, f"a quantized tensor of the scheme {array.qscheme()}"
+    spec = ArraySpec(name, shape, find_layout(shape, array.stride()), quantizer)
+    return spec, find_quantizer_problem(name, shape, quantizer)
 
 
 def _empty_quantized(spec: ArraySpec, quantizer: Quantizer, device: torch.device) -> torch.Tensor:
@@ -547,18 +453,90 @@ def _lacks_memory(array: torch.Tensor) -> bool:
     return (array.storage_offset() + last + 1) * array.itemsize > held_bytes
 
 
-def _try_columns(
-    arrays: Sequence[torch.Tensor],
-) -> tuple[list[int], list[str], list[torch.dtype], list[torch.Size]] | None:
-    """Returns addresses, element types and shapes of plain tensors whose values are contiguous in host memory."""
-    if not _PLAIN_TYPES.issuperset(map(type, arrays)) or not all(map(_is_cpu, arrays)):
-        return None
-    if not all(map(_is_contiguous, arrays)) or any(map(_is_neg, arrays)) or any(map(_is_conj, arrays)):
-        return None
+def _try_facts(facts: Facts, arrays: Sequence[torch.Tensor]) -> bool:
+    """Adds the facts of plain tensors; returns False, and adds nothing, if one of them is unusual."""
+    if not _PLAIN_TYPES.issuperset(map(type, arrays)) or set(map(_layout, arrays)) != _STRIDED:
+        return False
+    dtypes = list(map(_dtype, arrays))
+    if any(map(_is_neg, arrays)) or any(map(_is_conj, arrays)) or not _PLAIN_DTYPES.keys() >= set(dtypes):
+        return False
     if any(map(gt, map(_nbytes, arrays), map(_storage_bytes, map(_storage, arrays)))):
-        return None
-    if any(map(_offset, arrays)) and any(map(_lacks_memory, arrays)):
-        return None
-    addresses, dtypes, shapes = list(map(_address, arrays)), list(map(_dtype, arrays)), list(map(_shape, arrays))
-    names = [_PLAIN_DTYPES.get(dtype, "") for dtype in dtypes]
-    return None if 0 in addresses or "" in names else (addresses, names, dtypes, shapes)
+        return False
+    are_contiguous, shapes, addresses = all(map(_is_contiguous, arrays)), list(map(_shape, arrays)), []
+    if (not are_contiguous or any(map(_offset, arrays))) and any(map(_lacks_memory, arrays)):
+        return False
+    devices = [] if all(map(_is_cpu, arrays)) else list(map(_device, arrays))
+    addresses = keys = list(map(_address, arrays))
+    if 0 in keys or not {"cpu", "cuda"}.issuperset(device.type for device in set(devices)):
+        return False
+    row, names, lengths = len(facts.specs), map(_PLAIN_DTYPES.__getitem__, dtypes), set(chain.from_iterable(shapes))
+    # Where a length is 0 or 1, strides may be anything, and count as contiguous all the same.
+    if are_contiguous and 1 not in lengths and 0 not in lengths:
+        facts.specs.extend(map(_spec, names, shapes))
+    else:
+        facts.specs.extend(map(_spec_of_layout, names, shapes, map(_stride, arrays)))
+    if devices or not are_contiguous:
+        addresses = addresses.copy()
+        for place, array in enumerate(arrays):
+            if not array.is_contiguous():
+                addresses[place] = 0
+                _add_form(facts, row + place, array)
+            elif not array.is_cpu:
+                addresses[place] = 0
+                facts.forms[row + place] = array.device, None, None
+    facts.keys.extend(keys)
+    facts.addresses.extend(addresses)
+    return True
+
+
+def _add_facts(facts: Facts, array: torch.Tensor) -> None:
+    """Adds the facts of one tensor of any form."""
+    row, name = len(facts.specs), DTYPES.get(array.dtype)
+    facts.keys.append(-id(array))
+    facts.addresses.append(0)
+    if (
+        name is None
+        or type(array) not in _PLAIN_TYPES
+        or array.layout is not torch.strided
+        or array.is_nested
+        or array.is_meta
+        or _lacks_memory(array)
+    ):
+        what, hint = _why_not(array)
+        facts.problems[row] = f"{what} cannot be stored", hint
+        facts.specs.append(_NO_SPEC)
+        facts.unfillable.add(row)
+        return
+    spec = _spec_of_layout(name, array.shape, array.stride())
+    if array.is_quantized:
+        spec, problem = _describe_quantized(name, array)
+        facts.unfillable.add(row)  # It keeps the quantizer that it was created with.
+        if problem:
+            facts.problems[row] = f"{problem} cannot be stored", _QUANTIZED_HINT
+    facts.specs.append(spec)
+    address = array.data_ptr()
+    if address:  # Else it has no elements.
+        facts.keys[-1] = address
+        is_dense = array.is_cpu and array.is_contiguous()
+        if is_dense and not array.is_conj() and not array.is_neg():
+            facts.addresses[-1] = address
+        else:
+            _add_form(facts, row, array)
+
+
+def _add_form(facts: Facts, row: int, array: torch.Tensor) -> None:
+    """Adds the form of one tensor with elements that is not contiguous in host memory as it is read."""
+    shape, strides, item_bytes = array.shape, array.stride(), array.itemsize
+    is_contiguous = array.is_contiguous()
+    reading = array.is_neg(), array.is_conj()
+    facts.forms[row] = array.device, None if is_contiguous else strides, reading if any(reading) else None
+    if not (array.is_cpu or array.is_cuda):
+        facts.extents[row] = None  # The addresses of such devices say nothing.
+    elif not is_contiguous:
+        strides_bytes = [stride * item_bytes for stride in strides]
+        facts.extents[row] = extent_of(array.data_ptr(), shape, strides_bytes, item_bytes)
+    if not is_contiguous and may_share_elements(shape, strides):
+        facts.unfillable.add(row)
+
+
+_NO_SPEC: Final = ArraySpec("U8", ())

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from holdfast.errors import UnsupportedValueError
 from holdfast.format.digests import digest
 from holdfast.state.registry import backend_of
 
@@ -206,9 +205,7 @@ def _copy_plain(value: Any) -> Any:
     backend = backend_of(value)
     if backend is None or isinstance(value, np.memmap):
         return _NO_VALUE  # A mapped file is data, and to look at it would read it.
-    try:
-        backend.spec(value, "")
-    except UnsupportedValueError:
+    if backend.describe([value]).problems:
         return _NO_VALUE
     # An array that is changed where it is would else seem to be as it was.
     return value.copy() if _is_small(value) else value

@@ -5,20 +5,21 @@ from __future__ import annotations
 import collections
 import importlib
 import sys
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import repeat
+from operator import is_, itemgetter
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError, UnsupportedValueError, UsageError
 from holdfast.format.codecs import (
     Codec,
     codec_tagged,
     is_namedtuple,
-    is_plain_dataclass,
     is_tensor_subclass,
-    name_of,
 )
 from holdfast.format.decoding import (
     ABSENT,
@@ -30,51 +31,57 @@ from holdfast.format.decoding import (
 )
 from holdfast.format.encoding import MAX_DEPTH, Encoder, escape
 from holdfast.format.records import ALONE, Worker
-from holdfast.format.scalars import ENCODERS, tagged
 from holdfast.state.adapters import HANDED_OVER, OWNED, REPLACED, TREE, Adapter, CaptureContext, Rules
+from holdfast.state.describe import split_rows
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton
-from holdfast.state.match.pending import MatchJob, PendingCoded, PendingNode
-from holdfast.state.match.targets import RestoreTargets
-from holdfast.state.match.update_in_place import Finished, finish_arrays, update_in_place
+from holdfast.state.match.forms import (
+    NO_FORM,
+    as_node,
+    as_state,
+    as_tuple,
+    describe,
+    describe_live,
+    form_of,
+    is_nothing,
+    is_number,
+    live_form,
+)
+from holdfast.state.match.targets import At, RestoreTargets, WantedArrays
+from holdfast.state.match.update_in_place import Finished, PendingValue, finish_arrays, update_in_place
 from holdfast.state.registry import (
     INTEGRATIONS,
     adapter_of,
-    backend_named,
-    backend_of,
-    backend_of_type,
     find_array,
-    holds_objects,
     holds_state,
+    is_array_type,
     list_members,
     node_parts,
-    sharder_of_type,
     state_paths,
 )
 
-_MANY: Final = 16
-"""From this many parts on, the arrays of a container are inspected together."""
+_MANY_ROWS: Final = 32
+"""From this many elements on, the parts of a sequence's rows, such as a replay buffer's, are decoded together."""
 
-_STATE_DICTS: Final = frozenset({"torch.module", "torch.optimizer", "state_dict", "flax.nnx"})
-"""Kinds of objects whose state may be a plain dict."""
 
-_REFERENCE: Final = frozenset({"$", "k", "v"})
-_NUMBERS: Final = frozenset({"numpy", "int", "float", "complex"})
-_NO_FORM: Final = frozenset({*ENCODERS, type(UNFILLED)})
+_ATOMS: Final = frozenset({type(None), bool, int, float, str})
 
-_FORMS = {
-    "array": "array",
-    "tensor_subclass": "subclass",
-    "object": "object",
-    "tuple": "sequence",
-    "deque": "sequence",
-    "dict": "mapping",
-    "OrderedDict": "mapping",
-    "defaultdict": "mapping",
-    "Counter": "mapping",
-    "namedtuple": "fields",
-    "dataclass": "fields",
-    "pytree": "fields",
-}
+
+_ROWS: Final[dict[tuple[type, str], type]] = {(list, ""): list, (dict, "tuple"): tuple, (dict, ""): dict}
+"""For a node's class and tag, the class of rows that are decoded together."""
+
+
+class MatchJob(msgspec.Struct, frozen=True):
+    """The prepared loading of one object.
+
+    Attributes:
+        path: The object.
+        last: True if it comes after all others.
+        load: Performs it.
+    """
+
+    path: str
+    last: bool
+    load: Callable[[], None]
 
 
 class Comparison(Decoder):
@@ -93,13 +100,10 @@ class Comparison(Decoder):
         super().__init__(find_codec)
         self.context = CaptureContext(objects, list_members)
         self.differences = Differences()
-        self.claims = RestoreTargets(self.differences, worker)
+        self.claims = RestoreTargets(self.differences, stored_arrays, worker)
         self.jobs: list[MatchJob] = []
         self.selected_count = 0
-        self.rules = TREE
-        self.like: Any = None
-        # An array at the place where those for a codec are created.
-        self.beside: Any = None
+        self.at = At()
         self.reseeded: list[str] = []
         self.left: list[str] = []
         self._worker = worker
@@ -109,6 +113,15 @@ class Comparison(Decoder):
         self._select = select
         self._lacks_tuples = lacks_tuples
         self.whole = select is None
+
+    @contextmanager
+    def under(self, at: At) -> Iterator[None]:
+        """Takes what is decoded in the block in another way."""
+        outer, self.at = self.at, at
+        try:
+            yield
+        finally:
+            self.at = outer
 
     def wants(self, path: str) -> bool:
         """Returns True if a path is restored, with everything below it."""
@@ -120,10 +133,10 @@ class Comparison(Decoder):
 
     def decode(self, node: Any, live: Any = UNFILLED, path: str = "value", depth: int = 0) -> Any:
         """Returns the value of a node, or the live one if that stays."""
-        if self._lacks_tuples and self.rules.fixed_objects:
-            node = _as_tuple(node, live) if isinstance(live, tuple) else _as_node(node, live)
+        if self._lacks_tuples and self.at.rules.fixed_objects:
+            node = as_tuple(node, live) if isinstance(live, tuple) else as_node(node, live)
         if type(node) is dict and "$" not in node and not isinstance(live, dict):
-            node = _as_state(node, live)
+            node = as_state(node, live)
         if self.whole:
             return self._decode_whole(node, live, path, depth)
         if self.wants(path):
@@ -133,132 +146,140 @@ class Comparison(Decoder):
             finally:
                 self.whole = False
         # Something within may be wanted, if both sides have such a value.
-        form = _form(node)
+        form = form_of(node)
         if form in ("object", "mapping", "sequence", "fields") and form == live_form(live):
             return super().decode(node, live, path, depth)
-        if form == "mapping" and _is_nothing(live):
+        if form == "mapping" and is_nothing(live):
             before, made = self.selected_count, super().decode(node, UNFILLED, path, depth)
             if self.selected_count > before:
                 return made
         return ABSENT if live is UNFILLED else live
 
-    def standing(self, nodes: Collection[Any], lives: Sequence[Any], depth: int) -> Container[int]:
-        """Returns the positions of live arrays that fit, all at once if there are many and none is unusual."""
-        if not self.whole or not self.rules.in_place or len(nodes) < _MANY or depth > MAX_DEPTH:
-            return ()
-        served = {cls: backend_of_type(cls) for cls in set(map(type, lives))}
-        library = next(filter(None, served.values()), None)
-        if library is None:
-            return ()
-        own = {cls for cls, backend in served.items() if backend is library}
-        places: list[int] = []
-        known: dict[str, Any] = {}
-        leaves: list[str] = []
-        arrays: list[Any] = []
-        for place, (node, live) in enumerate(zip(nodes, lives, strict=True)):
-            # A reference that is not well-formed is left to the decoding of it, which says what is wrong.
-            if type(live) in own and type(node) is dict and node.keys() == _REFERENCE and node["$"] == "array":
-                if type(node["v"]) is not str or type(node["k"]) is not str:
-                    return ()
-                places.append(place)
-                # Tied parameters are one array under two names.
-                if known.get(node["v"]) is not live:
-                    known[node["v"]] = live
-                    leaves.append(node["v"])
-                    arrays.append(live)
-        specs = [spec for spec in map(self.stored_arrays.get, leaves) if spec is not None]
-        if len(specs) < len(leaves) or not self.claims.try_live(leaves, specs, arrays, library):
-            return ()
-        return frozenset(places)
+    def parts(
+        self, nodes: Sequence[Any], lives: Sequence[Any], path_of: Callable[[int], str], depth: int
+    ) -> Iterable[Any]:
+        """Returns the values of the parts of one container; all arrays among them are found or created together."""
+        if not self.whole or depth > MAX_DEPTH:
+            return super().parts(nodes, lives, path_of, depth)
+        kinds = list(map(type, lives))
+        takes_arrays = {cls: cls in NO_FORM or is_array_type(cls) for cls in set(kinds)}
+        values: list[Any] = list(nodes)
+        arrays: list[int] = []
+        others: list[int] = []
+        for place, (node, cls) in enumerate(zip(nodes, kinds, strict=True)):
+            if type(node) is dict and node.get("$") == "array" and takes_arrays[cls]:
+                arrays.append(place)
+            elif type(node) not in _ATOMS or cls not in NO_FORM:
+                others.append(place)
+        if len(arrays) < len(nodes):
+            nodes_of_arrays, own = [nodes[place] for place in arrays], [lives[place] for place in arrays]
+        else:
+            nodes_of_arrays, own = list(nodes), list(lives)
+        wanted = self._find_wanted(nodes_of_arrays, own, lambda number: path_of(arrays[number]))
+        if wanted is None:  # What is wrong with one is found when it is decoded by itself.
+            return super().parts(nodes, lives, path_of, depth)
+        for place, array in zip(arrays, self.take(wanted) if arrays else (), strict=True):
+            values[place] = array
+        for place in others:
+            values[place] = self.decode(nodes[place], lives[place], path_of(place), depth)
+        return values
 
-    def _new_arrays(self, leaves: Sequence[str], libraries: Collection[str]) -> Sequence[Any] | None:
-        """Returns new arrays for many leaves of one library, all at once if nothing says what else they should be."""
-        specs = list(filter(None, map(self.stored_arrays.get, leaves)))
-        is_plain = self.whole and self.like is None and self.beside is None and len(libraries) == 1
-        if not is_plain or len(specs) < len(leaves):
+    def _find_wanted(
+        self, nodes: Sequence[Any], lives: Sequence[Any], path_of: Callable[[int], str]
+    ) -> WantedArrays | None:
+        """Returns references to stored arrays; None if one of them is malformed."""
+        try:
+            leaves, libraries = list(map(itemgetter("v"), nodes)), list(map(itemgetter("k"), nodes))
+        except KeyError:
             return None
-        return self.claims.try_new(leaves, specs, backend_named(*libraries))
+        kinds = {*map(type, leaves), *map(type, libraries)}
+        if not {str}.issuperset(kinds) or not {3}.issuperset(map(len, nodes)):
+            return None
+        specs = list(filter(None, map(self.stored_arrays.get, leaves)))
+        return WantedArrays(leaves, specs, libraries, lives, path_of) if len(specs) == len(leaves) else None
+
+    def take(self, wanted: WantedArrays) -> list[Any]:
+        """Returns the arrays that will hold stored ones: live ones, or new ones."""
+        return self.claims.take(wanted, self.at)
+
+    def sequence(self, nodes: Any, live: Any, path: str, depth: int) -> list[Any]:
+        """Returns the elements; those of similar rows at once."""
+        is_long = self.whole and not self._lacks_tuples and type(nodes) is list and len(nodes) >= _MANY_ROWS
+        made = self._try_rows(nodes, live, path, depth) if is_long and depth < MAX_DEPTH else None
+        return super().sequence(nodes, live, path, depth) if made is None else made
+
+    def _try_rows(self, nodes: list[Any], live: Any, path: str, depth: int) -> list[Any] | None:
+        """Returns the elements of a sequence of rows of one form; None if they, or the live ones, are not."""
+        kinds: set[type] = set(map(type, nodes))
+        tags = {str(node.get("$", "")) for node in nodes} if kinds == {dict} else {""}
+        kind, tag = kinds.pop(), tags.pop()
+        cls: Any = _ROWS.get((kind, tag))
+        if kinds or tags or cls is None:
+            return None
+        rows = [node.get("v") for node in nodes if len(node) == 2] if cls is tuple else nodes
+        present = list(live) if isinstance(live, (list, tuple, collections.deque)) else []
+        if len(rows) < len(nodes) or not {list, dict}.issuperset(map(type, rows)) or len(present) > len(nodes):
+            return None
+        stored, own = split_rows(rows), split_rows(present) if present else None
+        if stored.cls is None or (own is not None and (own.cls, own.keys) != (cls, stored.keys)):
+            return None
+        width, beyond = len(stored.keys), ABSENT if present or live is ABSENT else UNFILLED
+        lives = [] if own is None else own.values
+        lives += repeat(beyond, width * (len(nodes) - len(present)))
+        values = list(self.parts(stored.values, lives, stored.name_paths(path), depth + 1))
+        made: list[Any] = stored.join(values)
+        if id(ABSENT) in set(map(id, values)):
+            # They are left out, where there is no live row.
+            made = [
+                {key: part for key, part in row.items() if part is not ABSENT}
+                if cls is dict
+                else [part for part in row if part is not ABSENT]
+                for row in made
+            ]
+        if cls is not tuple:
+            return made
+        # A row that stays as it is need not be compared again.
+        kept = [
+            old if len(row) == len(old) and all(map(is_, row, old)) else tuple(row)
+            for row, old in zip(made, present, strict=False)
+        ]
+        return kept + list(map(tuple, made[len(kept) :]))
 
     def _decode_whole(self, node: Any, live: Any, path: str, depth: int) -> Any:
-        if type(live) not in _NO_FORM and self._stands_against(node, live, path):
-            self.differences.wrong_kind.append(f"{path}: stored {_describe(node)}, live {_describe_live(live)}")
+        if type(live) not in NO_FORM and self._stands_against(node, live, path):
+            self.differences.wrong_kind.append(f"{path}: stored {describe(node)}, live {describe_live(live)}")
             return live
         return super().decode(node, live, path, depth)
 
     def _stands_against(self, node: Any, live: Any, path: str) -> bool:
         """Returns True if a live array or object, or a container of such, blocks something of another form."""
-        if not self.rules.fixed_objects or (live_is := live_form(live)) in ("", _form(node)):
+        if not self.at.rules.fixed_objects or (live_is := live_form(live)) in ("", form_of(node)):
             return False
-        if not self.rules.fixed_arrays:
-            return holds_objects(live) or (is_namedtuple(type(live)) and holds_state(live))  # JAX: an optimizer's.
+        if not self.at.rules.fixed_arrays:
+            has_objects = bool(state_paths(live, "", only_objects=True))
+            return has_objects or (is_namedtuple(type(live)) and holds_state(live))  # JAX: an optimizer's.
         # Arithmetic makes a number of a NumPy array without dimensions.
-        is_number = "/" not in path and live_is == "array" and live.shape == () and _is_number(node)
-        return not is_number and (live_is in ("array", "subclass", "object") or holds_state(live))
+        is_scalar = "/" not in path and live_is == "array" and live.shape == () and is_number(node)
+        return not is_scalar and (live_is in ("array", "subclass", "object") or holds_state(live))
 
     def array(self, leaf: str, library: str, live: Any, path: str) -> Any:
         """Returns the array that will hold a stored leaf: the live one, or a new one."""
         spec = self.stored_arrays.get(leaf)
         if spec is None:
             raise malformed(path, f"there is no array {leaf!r}")
-        sharder = sharder_of_type(type(live))
-        if sharder is not None:
-            return self.claims.live_shared(leaf, spec, live, sharder, library, path, self.rules)
-        backend = backend_of(live)
-        if backend is not None:
-            return self.claims.live(leaf, spec, live, backend, library, path, self.rules)
-        if live is ABSENT and self.rules.fixed_arrays:
-            self.differences.extra.append(path)
-            return ABSENT
-        if "/" not in path and self.rules.fixed_arrays and not _is_nothing(live):
-            self.differences.wrong_kind.append(f"{path}: stored an array, live {_describe_live(live)}")
-            return live
-        spec = self._laid_out(spec, path)
-        like = sharder_of_type(type(self.like))
-        if like is not None and self.like.shape == spec.shape:
-            return self.claims.new_shared(leaf, spec, like, self.like, path)
-        made_by = backend_named(library)
-        return self.claims.new(leaf, spec, made_by, self.beside if backend_of(self.beside) is made_by else None)
-
-    def _laid_out(self, spec: ArraySpec, path: str) -> ArraySpec:
-        """Returns what to create for a leaf: with the layout of the array that it belongs to, if the checkpoint has no
-        layouts.
-
-        Old checkpoints have none. Some kernels of optimizers require the same layout for a parameter and its state.
-        """
-        if self.like is None or self._has_layouts:
-            return spec
-        sharder, backend = sharder_of_type(type(self.like)), backend_of(self.like)
-        try:
-            if sharder is not None:
-                like = sharder.look(self.like, path, self._worker).spec
-            elif backend is not None:
-                like = backend.spec(self.like, path)
-            else:
-                return spec
-        except UnsupportedValueError:  # It has no memory, or no shape, yet.
-            return spec
-        fits = like.strides is not None and like.shape == spec.shape
-        return msgspec.structs.replace(spec, strides=like.strides) if fits else spec
-
-    @cached_property
-    def _has_layouts(self) -> bool:
-        return any(spec.strides is not None for spec in self.stored_arrays.values())
+        return self.take(WantedArrays([leaf], [spec], [library], [live], lambda _: path))[0]
 
     def coded(self, codec: Codec, payload: Any, live: Any, path: str, depth: int) -> Any:
         """Returns the value, or its replacement until the arrays in it have been read: they are created for it."""
         if not any(tag in ("array", "tensor_subclass") for tag, _ in find_tags(payload)):
             return super().coded(codec, payload, live, path, depth)
         # They go to the device of the present ones; without such, to that of the parameter whose state it is.
-        beside = find_array(codec.encode(live)) if type(live) is codec.cls else None
-        beside = self.like if beside is None else beside
-        outer = (self.like, self.beside, self.rules)
-        self.like, self.beside, self.rules = None, beside, REPLACED
-        try:
+        near = find_array(codec.encode(live)) if type(live) is codec.cls else None
+        with self.under(At(REPLACED, near=self.at.like if near is None else near)):
             made = self.decode(payload, UNFILLED, path, depth)
-        finally:
-            self.like, self.beside, self.rules = outer
         self.claims.has_pending = True
-        return PendingCoded(codec, made, path, self._finished)
+        problem = f"{path}: the codec {codec.tag!r} rejected the stored value"
+        return PendingValue(made, codec.decode, problem, self._finished)
 
     def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
         """Returns the live tensor, whose parts are filled in place; or a new one, if there is none of that form."""
@@ -275,20 +296,17 @@ class Comparison(Decoder):
                 and _says(context, stored.context)
             ):
                 lives = {part: getattr(live, part) for part in names}
-            elif self.rules.fixed_arrays:
+            elif self.at.rules.fixed_arrays:
                 self.differences.wrong_kind.append(
                     f"{path}: stored a {cls.__qualname__} of {list(stored.shape)} with other settings than the "
                     f"live one of {list(live.shape)}"
                 )
                 return live
-        outer, self.like = self.like, None
-        try:
+        with self.under(At(self.at.rules, near=self.at.near)):
             parts = {
                 part: self.decode(node, lives.get(part, UNFILLED), f"{path}/{escape(part)}", depth)
                 for part, node in stored.tensors.items()
             }
-        finally:
-            self.like = outer
         if lives and all(parts[part] is lives[part] for part in parts):
             return live
         context = Decoder(find_codec).decode(stored.context, context, path, depth)
@@ -306,8 +324,8 @@ class Comparison(Decoder):
             return ABSENT
         own, cls = node_parts(live), name.rpartition(":")[2]
         if own is None or type(live).__qualname__ != cls:
-            if not _is_nothing(live):
-                self.differences.wrong_kind.append(f"{path}: stored a {cls}, live {_describe_live(live)}")
+            if not is_nothing(live):
+                self.differences.wrong_kind.append(f"{path}: stored a {cls}, live {describe_live(live)}")
                 return live
             raise UnsupportedValueError(
                 f"{path}: a {cls} is stored, and can be restored only into one that the program has",
@@ -320,17 +338,14 @@ class Comparison(Decoder):
             self.other_fields(missing, extra, path)
         values = dict(own.parts)
         # Such a value is the program's model, whose arrays are known.
-        outer, self.rules = self.rules, OWNED if self.rules is TREE else self.rules
-        try:
+        with self.under(replace(self.at, rules=OWNED) if self.at.rules is TREE else self.at):
             for part in values.keys() & parts.keys():
                 value = self.decode(parts[part], values[part], f"{path}/{escape(part)}", depth)
                 values[part] = values[part] if value is ABSENT else value
-        finally:
-            self.rules = outer
         if all(values[part] is own.parts[part] for part in values):
             return live
         self.claims.has_pending = True
-        return PendingNode(own, values, path, self._finished)
+        return PendingValue(values, own.join, f"{path}: the stored tree could not be rebuilt", self._finished)
 
     def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
         """Returns the live object itself, whose loading is prepared."""
@@ -340,13 +355,13 @@ class Comparison(Decoder):
             return ABSENT
         if adapter is None or adapter.kind != kind:
             self.differences.wrong_kind.append(
-                f"{path}: stored the state of an object ({kind}), live {_describe_live(live)}"
+                f"{path}: stored the state of an object ({kind}), live {describe_live(live)}"
             )
             return live
         if adapter.is_per_worker and self._has_moved:
             self._begin_anew(adapter, state, live, path)
             return live
-        rules, selected_before = self.rules, self.selected_count
+        at, selected_before = self.at, self.selected_count
         try:
             load = adapter.begin_load(live, state, ObjectLoading(self, path, depth))
         except (HoldfastError, MemoryError):
@@ -357,7 +372,7 @@ class Comparison(Decoder):
                 hint="The object itself raised the error; see its cause above.",
             ) from error
         finally:
-            self.rules = rules
+            self.at = at
         if self.whole or self.selected_count > selected_before:
             self.jobs.append(MatchJob(path, adapter.last, load))
         return live
@@ -383,18 +398,18 @@ class Comparison(Decoder):
             return True
         lost: list[str] = []
         # What was asked for by name has to be there.
-        if self.rules.fixed_objects or not self.whole:
-            lost = state_paths(part, path, only_objects=self.whole and not self.rules.fixed_arrays)
+        if self.at.rules.fixed_objects or not self.whole:
+            lost = state_paths(part, path, only_objects=self.whole and not self.at.rules.fixed_arrays)
         self.differences.missing += lost
         return bool(lost)
 
     def unknown_type(self, name: str, live: Any, path: str) -> Any:
         """Notes a difference if there is something else, raises an error if there is nothing."""
-        if _is_nothing(live):
+        if is_nothing(live):
             return super().unknown_type(name, live, path)
         cls = name.rpartition(":")[2]
         self.differences.wrong_kind.append(
-            f"{path}: stored a {cls}, live {_describe_live(live)} (holdfast.register_type({cls}) accepts the "
+            f"{path}: stored a {cls}, live {describe_live(live)} (holdfast.register_type({cls}) accepts the "
             "stored type)"
         )
         return live
@@ -437,14 +452,9 @@ class ObjectLoading:
 
     def value(self, stored: Skeleton, live: Any, *at: str, rules: Rules = HANDED_OVER, like: Any = None) -> Any:
         """Returns the stored value."""
-        comparison = self._comparison
-        outer, comparison.rules = comparison.rules, rules
-        outer_like, comparison.like = comparison.like, like
-        try:
-            path = self.name(*at)
-            value = comparison.decode(stored, UNFILLED if live is None else live, path, self._depth + len(at))
-        finally:
-            comparison.rules, comparison.like = outer, outer_like
+        with self._comparison.under(At(rules, like)):
+            live_part = UNFILLED if live is None else live
+            value = self._comparison.decode(stored, live_part, self.name(*at), self._depth + len(at))
         return live if value is ABSENT else value
 
     def values(
@@ -458,29 +468,31 @@ class ObjectLoading:
         """Returns the stored values of many parts."""
         nodes: list[Skeleton] = []
         parts: list[Any] = []
-        places: dict[str, range] = {}
-        for name, node in stored.items():
-            begin, part = len(nodes), live.get(name)
+        names: list[tuple[str, ...]] = []
+        for name, node in stored.items() if self._comparison.whole else ():
+            part = live.get(name)
             if type(node) is dict and type(part) is dict and "$" not in node and node.keys() == part.keys():
                 nodes += node.values()
                 parts += map(part.__getitem__, node)
-            else:
+                names += [(name, key) for key in node]
+            elif part is not None or like is None:
                 nodes.append(node)
-                parts.append(part)
-            places[name] = range(begin, len(nodes))
-        comparison = self._comparison
-        outer, comparison.rules = comparison.rules, rules
-        try:
-            standing = comparison.standing(nodes, parts, self._depth + len(at) + 2)
-        finally:
-            comparison.rules = outer
+                parts.append(UNFILLED if part is None else part)
+                names.append((name,))
+        with self._comparison.under(At(rules)):
+            depth = self._depth + len(at) + 2
+            made = self._comparison.parts(nodes, parts, lambda number: self.name(*at, *names[number]), depth)
+            found = dict(zip(names, made, strict=True))
         values: dict[str, Any] = {}
         for name, node in stored.items():
-            if places[name] and all(map(standing.__contains__, places[name])):
-                values[name] = dict(live[name]) if type(live[name]) is dict else live[name]
+            part = live.get(name)
+            if (name,) in found:
+                values[name] = part if found[name,] is ABSENT else found[name,]
+            elif type(node) is dict and node and (name, next(iter(node))) in found:
+                values[name] = {key: one for key in node if (one := found[name, key]) is not ABSENT}
             else:
                 one = None if like is None else like.get(name)
-                values[name] = self.value(node, live.get(name), *at, name, rules=rules, like=one)
+                values[name] = self.value(node, part, *at, name, rules=rules, like=one)
         return values
 
     def spec_of(self, stored: Skeleton) -> ArraySpec | None:
@@ -501,86 +513,6 @@ def _says(context: Any, stored: Any) -> bool:
         return bool(Encoder().encode(context, "") == stored)
     except UnsupportedValueError:
         return False
-
-
-def _as_state(node: Any, live: Any) -> Any:
-    """Converts the result of `state_dict()`, stored as a plain dict, to the state of the object that is to load it."""
-    if type(live) in ENCODERS or live_form(live) != "object":
-        return node
-    adapter = adapter_of(live)
-    kind = adapter.kind if adapter is not None else ""
-    return {"$": "object", "k": kind, "v": node} if kind in _STATE_DICTS else node
-
-
-def _as_tuple(node: Any, live: tuple[Any, ...]) -> Any:
-    """Converts a list to the program's tuple, and a dict of its fields to its named tuple."""
-    cls: Any = type(live)
-    if cls is tuple:
-        return {"$": "tuple", "v": node} if type(node) is list else node
-    if not is_namedtuple(cls):
-        return node
-    if node is None and not cls._fields:
-        node = {}
-    if type(node) is not dict or node.keys() != set(cls._fields):
-        return node
-    return {"$": "namedtuple", "k": name_of(cls), "v": node}
-
-
-def _as_node(node: Any, live: Any) -> Any:
-    """Converts a dict of its parts to the program's node, such as a `TrainState`."""
-    if type(node) is not dict or "$" in node or isinstance(live, dict):
-        return node
-    own = node_parts(live)
-    return node if own is None or own.parts.keys() != node.keys() else tagged("pytree", node, name_of(type(live)))
-
-
-def live_form(live: Any) -> str:
-    """Returns the kind of tree that a live value is: empty for plain values."""
-    if type(live) in _NO_FORM:
-        return ""
-    if backend_of(live) is not None or sharder_of_type(type(live)) is not None:
-        return "array"
-    if adapter_of(live) is not None:
-        return "object"
-    if isinstance(live, dict):
-        return "mapping"
-    if isinstance(live, (list, tuple, collections.deque)):
-        return "fields" if is_namedtuple(type(live)) else "sequence"
-    if is_tensor_subclass(type(live)):
-        return "subclass"
-    return "fields" if is_plain_dataclass(type(live)) or node_parts(live) is not None else ""
-
-
-def _is_nothing(live: Any) -> bool:
-    return live is None or live is ABSENT or live is UNFILLED
-
-
-def _form(node: Any) -> str:
-    if type(node) is list:
-        return "sequence"
-    if type(node) is not dict:
-        return ""
-    tag = node.get("$")
-    return _FORMS.get(tag, "") if type(tag) is str else "mapping"
-
-
-def _is_number(node: Any) -> bool:
-    return type(node) in (bool, int, float) or (type(node) is dict and node.get("$") in _NUMBERS)
-
-
-def _describe(node: Any) -> str:
-    form = _form(node)
-    if form == "object":
-        return f"the state of an object ({node.get('k')})"
-    if form == "subclass":
-        return f"a tensor of type {str(node.get('k')).rpartition(':')[2]}"
-    return {"array": "an array", "sequence": "a sequence", "mapping": "a dict", "fields": "a record"}.get(
-        form, "None" if node is None else "a plain value"
-    )
-
-
-def _describe_live(live: Any) -> str:
-    return "None" if live is None else f"a {type(live).__qualname__}"
 
 
 def find_codec(tag: str) -> Codec | None:

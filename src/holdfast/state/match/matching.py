@@ -12,20 +12,78 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.errors import ApplyError, HoldfastError
-from holdfast.format.codecs import type_named
-from holdfast.format.decoding import ABSENT, NAMED, UNFILLED, find_tags
+from holdfast.errors import ApplyError, HoldfastError, UnsupportedValueError
+from holdfast.format.codecs import Codec, type_named
+from holdfast.format.decoding import ABSENT, NAMED, UNFILLED, SubclassNode, find_tags
 from holdfast.format.encoding import escape
 from holdfast.format.names import OLD_RUN_CALLS, RUN_CALLS, is_own
 from holdfast.format.records import ALONE, Worker
+from holdfast.process.latch import gc_paused
 from holdfast.state.adapters import MADE_ANEW, OWNED, TREE
 from holdfast.state.leaves import ArraySpec, Differences, Skeleton, Target
-from holdfast.state.match.compare import Comparison, find_codec, live_form
-from holdfast.state.match.pending import MatchJob
-from holdfast.state.match.plain import PLAIN, PlainDecoder
+from holdfast.state.match.compare import Comparison, MatchJob, find_codec
+from holdfast.state.match.forms import live_form
+from holdfast.state.match.targets import At, WantedArrays
 from holdfast.state.match.update_in_place import Updated, update_in_place
 from holdfast.state.registry import immutable_arrays_in
 from holdfast.state.sharding import PER_WORKER, PerWorker
+
+_OF_CLASSES: Final = frozenset({"namedtuple", "dataclass"})
+
+
+class PlainForm:
+    """A placeholder of an object of which only the name is known."""
+
+
+PLAIN: Final = PlainForm()
+
+
+class PlainDecoder(Comparison):
+    """The decoder of objects without live ones: it needs no type of the program."""
+
+    def __init__(self, beside: Comparison) -> None:
+        """Collects the results where another comparison does."""
+        super().__init__({}, beside.stored_arrays, None)
+        self.claims, self.differences = beside.claims, beside.differences
+        self._find_codec = lambda tag: find_codec(tag) or Codec(object, tag, lambda value: value, lambda value: value)
+
+    def take(self, wanted: WantedArrays) -> list[Any]:
+        """Returns NumPy arrays."""
+        for number, spec in enumerate(wanted.specs):
+            if spec.quantizer is not None:
+                path = wanted.path_of(number)
+                raise UnsupportedValueError(
+                    f"{path}: NumPy cannot represent a quantized array",
+                    path=path,
+                    hint="Read it into the program's own tree, with `like`.",
+                )
+        return self.claims.take(wanted._replace(libraries=["numpy"] * len(wanted.leaves)), At())
+
+    def stateful(self, kind: str, state: Any, live: Any, path: str, depth: int) -> Any:
+        """Returns only the state."""
+        return self.decode(state, UNFILLED, path, depth)
+
+    def coded(self, codec: Codec, payload: Any, live: Any, path: str, depth: int) -> Any:
+        """Returns the value; if it contains arrays, the input of its codec."""
+        if any(tag in ("array", "tensor_subclass") for tag, _ in find_tags(payload)):
+            return self.decode(payload, UNFILLED, path, depth)
+        return super().coded(codec, payload, live, path, depth)
+
+    def node(self, name: str, parts: Mapping[str, Any] | None, live: Any, path: str, depth: int) -> Any:
+        """Returns the parts by name; None for a value of the program itself."""
+        return None if parts is None else self.mapping(parts, UNFILLED, path, depth)
+
+    def subclass(self, name: str, stored: SubclassNode, live: Any, path: str, depth: int) -> Any:
+        """Returns the tensors of which it is made, by name."""
+        return self.mapping(stored.tensors, UNFILLED, path, depth)
+
+    def _tagged(self, node: Any, live: Any, path: str, depth: int) -> Any:
+        tag, payload = node["$"], node.get("v")
+        if tag in _OF_CLASSES and type(payload) is dict and "$" not in payload:
+            return self.mapping(payload, UNFILLED, path, depth)
+        if tag in ("enum", "flag") and node.keys() == {"$", "k", "v"}:
+            return self.decode(payload, UNFILLED, path, depth)
+        return super()._tagged(node, live, path, depth)
 
 
 class _Renewal(msgspec.Struct, frozen=True):
@@ -87,6 +145,7 @@ class Matching(msgspec.Struct, frozen=True):
         return changed
 
 
+@gc_paused()
 def match_objects(
     objects: Mapping[str, object],
     stored_objects: Mapping[str, Skeleton],
@@ -137,7 +196,7 @@ def match_objects(
                 continue
             # The program holds an array itself; but it has to take one that cannot be changed from the checkpoint.
             is_held = live_form(live) in ("array", "subclass") and not immutable_arrays_in(live)
-            comparison.rules = OWNED if is_held else TREE
+            comparison.at = At(OWNED if is_held else TREE)
             value = comparison.decode(stored_objects[name], live, path)
             if value is not live and value is not ABSENT:
                 renewals.append(_Renewal(name, live, value))
@@ -148,7 +207,7 @@ def match_objects(
         if has_moved and isinstance(stored, dict) and (stored.get("$"), stored.get("k")) == ("object", PER_WORKER):
             continue  # It belongs to a worker that does not exist any more.
         if name not in objects and name not in left_out and not is_own(name) and comparison.wants(escape(name)):
-            comparison.rules = TREE
+            comparison.at = At()
             if _can_be_made(stored):
                 renewals.append(_Renewal(name, UNFILLED, comparison.decode(stored, UNFILLED, escape(name))))
             else:
@@ -181,11 +240,8 @@ def _can_be_made(node: Skeleton) -> bool:
 def _make_anew(comparison: Comparison, stored: Skeleton, like: Any, path: str) -> Any:
     if like is PLAIN and comparison.wants(path):
         return PlainDecoder(comparison).decode(stored, UNFILLED, path)
-    comparison.rules = MADE_ANEW
-    try:
+    with comparison.under(At(MADE_ANEW)):
         return comparison.decode(stored, like, path)
-    finally:
-        comparison.rules = TREE
 
 
 def _rename_old(stored: Mapping[str, Skeleton], live: Mapping[str, object]) -> Mapping[str, Skeleton]:

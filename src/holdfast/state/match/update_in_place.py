@@ -6,8 +6,10 @@ import collections
 import dataclasses
 import json
 import operator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from holdfast.errors import ApplyError
 from holdfast.format.codecs import is_plain_dataclass
 from holdfast.format.scalars import ENCODERS
 from holdfast.state.leaves import PendingArray
@@ -134,6 +136,29 @@ def _same(left: Any, right: Any) -> bool:
 
 Finished: TypeAlias = dict[int, Any]
 """By the identity of its replacement, each array that has been created."""
+
+
+class PendingValue(PendingArray):
+    """A placeholder of a value that is made from its parts after the arrays in these have been read."""
+
+    def __init__(self, parts: Any, make: Callable[[Any], Any], problem: str, finished: Finished) -> None:
+        """Takes what makes the value, and what to say if that fails."""
+        self._parts, self._make, self._problem, self._finished = parts, make, problem, finished
+
+    def finish(self) -> Any:
+        """Makes the value.
+
+        Raises:
+            ApplyError: If the stored parts are rejected.
+        """
+        parts = finish_arrays(self._parts, self._finished)
+        try:
+            return self._make(parts)
+        except Exception as error:
+            raise ApplyError(
+                f"{self._problem}: {error!r}",
+                hint="See the cause above; objects before it have already been changed.",
+            ) from error
 
 
 def finish_arrays(value: Any, finished: Finished) -> Any:

@@ -5,15 +5,16 @@ That takes a fraction of the time that inspecting each takes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate, chain, compress
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, chain
 from math import isfinite
 from typing import Any, NamedTuple
 
 from holdfast.format.codecs import is_namedtuple, name_of
 from holdfast.format.encoding import escape
 from holdfast.format.scalars import Node, is_text, tagged
-from holdfast.state.registry import backend_of_type, sharder_of_type
+from holdfast.state.leaves import Pieces
+from holdfast.state.registry import group_by_library, sharder_of_type
 
 
 class ArrayLook(NamedTuple):
@@ -21,66 +22,64 @@ class ArrayLook(NamedTuple):
 
     Attributes:
         bases: The plain arrays that hold their values on this worker.
-        addresses: For each of these, the address where its memory begins, or 0.
-        keys: Numbers of which two are equal only if two arrays begin with the same memory.
+        addresses: For each of these, where its values begin in host memory in the stored layout, or 0.
+        keys: For each array, a number that another one has only if both begin with the same memory.
         marks: Equal for two lists of arrays only if they are captured in the same way, as far as it depends on their
             facts.
-        firsts: For each array the number of its first base, if all are of one library.
-        which, parts: For each array, the number of its library, and the facts of each library's arrays.
+        firsts: For each array the number of its first base.
     """
 
     bases: Sequence[Any]
     addresses: Sequence[int]
     keys: Sequence[int]
     marks: object
-    firsts: Sequence[int] = ()
-    which: Sequence[int] = ()
-    parts: Sequence[ArrayLook] = ()
-
-    def list_firsts(self) -> Sequence[int]:
-        """Returns for each array the number of its first base."""
-        if not self.parts:
-            return self.firsts
-        begins = accumulate((len(part.bases) for part in self.parts), initial=0)
-        ahead = [
-            iter([begin + first for first in part.firsts]) for part, begin in zip(self.parts, begins, strict=False)
-        ]
-        return [next(ahead[number]) for number in self.which]
+    firsts: Sequence[int]
 
 
 def look_at(arrays: Sequence[Any]) -> ArrayLook | None:
     """Inspects many arrays of any libraries; returns None if there is no faster way than one by one."""
-    kinds = list(map(type, arrays))
-    handlers = {kind: sharder_of_type(kind) or backend_of_type(kind) for kind in dict.fromkeys(kinds)}
-    distinct = list({id(handler): handler for handler in handlers.values()}.values())
-    if len(distinct) == 1:
-        return _look_at_some(arrays, distinct[0])
-    if not distinct:
-        return ArrayLook((), (), (), ())
-    numbers = {kind: distinct.index(handler) for kind, handler in handlers.items()}
-    which = list(map(numbers.__getitem__, kinds))
+    if not arrays:
+        return ArrayLook((), (), (), (), ())
+    groups = group_by_library(arrays)
+    if len(groups) == 1:
+        return _look_at_some(arrays, groups[0][0])
+    which = [0] * len(arrays)
     parts: list[ArrayLook] = []
-    for number, handler in enumerate(distinct):
-        look = _look_at_some(list(compress(arrays, map(number.__eq__, which))), handler)
+    for number, (handler, places) in enumerate(groups):
+        look = _look_at_some([arrays[place] for place in places], handler)
         if look is None:
             return None
         parts.append(look)
-    bases, addresses, keys = ([*chain.from_iterable(column)] for column in list(zip(*parts, strict=True))[:3])
-    return ArrayLook(bases, addresses, keys, (which, [part.marks for part in parts]), which=which, parts=parts)
+        for place in places:
+            which[place] = number
+    begins = accumulate((len(part.bases) for part in parts), initial=0)
+    firsts = [iter([begin + first for first in part.firsts]) for part, begin in zip(parts, begins, strict=False)]
+    keys = [iter(part.keys) for part in parts]
+    return ArrayLook(
+        [*chain.from_iterable(part.bases for part in parts)],
+        [*chain.from_iterable(part.addresses for part in parts)],
+        [next(keys[number]) for number in which],
+        (which, [part.marks for part in parts]),
+        [next(firsts[number]) for number in which],
+    )
 
 
 def _look_at_some(arrays: Sequence[Any], handler: Any) -> ArrayLook | None:
+    """Inspects arrays of one library, or of one kind of sharded ones."""
+    is_sharded = sharder_of_type(type(arrays[0])) is not None
     try:
-        glance = handler.glance(arrays)
+        pieces = handler.take_apart(arrays) if is_sharded else Pieces(handler, arrays, None)
     except Exception:  # noqa: BLE001  Any problem of an array is reported when it is looked at by itself.
         return None
-    if glance is None:
+    if pieces is None:
         return None
-    bases = arrays if glance.bases is None else glance.bases
-    keys = glance.keys or glance.addresses
-    if 0 in keys:
-        keys = [key or -id(base) for key, base in zip(keys, bases, strict=True)]
-    return ArrayLook(bases, glance.addresses, keys, (id(handler), glance.marks), glance.firsts or range(len(arrays)))
+    facts = pieces.backend.describe(pieces.arrays)
+    if facts.problems:
+        return None
+    marks = id(handler), pieces.marks, facts.specs, facts.forms
+    return ArrayLook(
+        pieces.arrays, facts.addresses, pieces.keys or facts.keys, marks, pieces.firsts or range(len(arrays))
+    )
 
 
 class SplitRows(NamedTuple):
@@ -103,21 +102,12 @@ class SplitRows(NamedTuple):
         """How many levels the values are below the elements."""
         return self.cls is not None
 
-    def list_paths(self, path: str) -> list[str]:
-        """Returns the path of each value in a sequence at that path."""
+    def name_paths(self, path: str) -> Callable[[int], str]:
+        """Returns a function from the number of a value to its path in a sequence at that path."""
         if self.cls is None:
-            return [f"{path}/{number}" for number in range(len(self.values))]
-        keys = [escape(str(key)) for key in self.keys]
-        return [f"{path}/{number}/{key}" for number in range(len(self.values) // len(keys)) for key in keys]
-
-    def list_groups(self) -> Iterator[tuple[type, list[int], list[Any]]]:
-        """Yields the values of each class that are not nodes already, with their positions."""
-        kinds = list(map(type, self.values))
-        for cls in dict.fromkeys(kinds):
-            places = [place for place, kind in enumerate(kinds) if kind is cls]
-            values = [self.values[place] for place in places]
-            if not _are_nodes(cls, values):
-                yield cls, places, values
+            return lambda number: f"{path}/{number}"
+        keys, width = [escape(str(key)) for key in self.keys], len(self.keys)
+        return lambda number: f"{path}/{number // width}/{keys[number % width]}"
 
     def join(self, nodes: list[Node]) -> list[Node]:
         """Returns the nodes of the elements, given those of the values."""
@@ -147,7 +137,7 @@ def split_rows(elements: Collection[Any]) -> SplitRows:
     return SplitRows(None, (), [*elements], len(elements))
 
 
-def _are_nodes(cls: type, values: list[Any]) -> bool:
+def are_nodes(cls: type, values: Sequence[Any]) -> bool:
     """**Pure.** Returns True if values of a class are their own nodes."""
     if cls is float:
         return all(map(isfinite, values))
