@@ -122,16 +122,19 @@ def open_bench(out: Path, scale: float, say: Callable[[str], None] | None = None
         scale: The size of the workloads, 1 for the real size.
         say: Called with a line about the progress; by itself prints it, with the time.
     """
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     begun_at = time.monotonic()
 
     def print_line(text: str) -> None:
         minutes, seconds = divmod(int(time.monotonic() - begun_at), 60)
         print(f"{minutes:3}:{seconds:02} {text}", file=sys.stderr, flush=True)
 
-    with open_scratch(out) as (directory, guard):
-        results = Results(machine=describe_machine(directory), scale=scale)
-        yield Bench(results, directory, guard, say or print_line)
+    try:
+        with open_scratch(out) as (directory, guard):
+            results = Results(machine=describe_machine(directory), scale=scale)
+            yield Bench(results, directory, guard, say or print_line)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 MakeOrder = tuple[str, dict[str, Any]]

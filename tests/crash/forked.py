@@ -76,10 +76,11 @@ class ForkedJob:
             WrongStateError: If one does not.
         """
         end_at = time.monotonic() + PATIENCE_SECONDS
-        while not all(any(line[0] == word for line in lines) for lines in self.told):
-            self.look(0.02)
-            if self.codes or time.monotonic() >= end_at:
+        while silent := {rank for rank in range(self.world_size) if all(line[0] != word for line in self.told[rank])}:
+            # One that has ended after it told the word is none to complain about: a job at its last step ends at once.
+            if silent & self.codes.keys() or time.monotonic() >= end_at:
                 raise WrongStateError(f"not all have come to {word!r}: {self.codes}, {self.tails()}")
+            self.look(0.02)
 
     def numbers(self, word: str) -> list[int]:
         """The numbers of all lines that begin with that word."""

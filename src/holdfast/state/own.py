@@ -70,7 +70,7 @@ def choose_writers(holders: Sequence[int]) -> Sequence[int]:
 
 
 class Scope(NamedTuple):
-    """What the arrays of the current object have in common.
+    """The ranks that hold the current object, and its rules: common to all its arrays.
 
     Attributes:
         holders: The ranks of all that hold its plain arrays.
@@ -91,7 +91,7 @@ class HeldReplica(NamedTuple):
     """A box that others hold too.
 
     Attributes:
-        record: What is said of it.
+        record: Its entry in the report.
         held: Its library and its array; None for a second name of one.
         origin: The array of the program that it comes from, and how.
     """

@@ -37,7 +37,7 @@ _NOTHING: Final = (None, UNFILLED, ABSENT)
 
 
 class At(msgspec.Struct, frozen=True):
-    """How stored arrays at a place are taken.
+    """The way that stored arrays at a place are taken.
 
     Attributes:
         rules: How strictly they are compared with the live ones.
@@ -134,14 +134,14 @@ class RestoreTargets:
         """
         groups = group_by_library(wanted.lives)
         if len(groups) == 1:
-            return self._take_alike(wanted, groups[0][0], at)
+            return self._take_group(wanted, groups[0][0], at)
         found: list[Any] = [None] * len(wanted.lives)
         for handler, places in groups:
-            for place, array in zip(places, self._take_alike(wanted.pick(places), handler, at), strict=True):
+            for place, array in zip(places, self._take_group(wanted.pick(places), handler, at), strict=True):
                 found[place] = array
         return found
 
-    def _take_alike(self, wanted: WantedArrays, handler: Any, at: At) -> list[Any]:
+    def _take_group(self, wanted: WantedArrays, handler: Any, at: At) -> list[Any]:
         """Does it for live values of one library, or of none."""
         if handler is None:
             made = self._try_new(wanted, at)
