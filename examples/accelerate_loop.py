@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast as hf
+import holdfast
 
 
 def main(directory: str) -> None:
@@ -23,7 +23,7 @@ def main(directory: str) -> None:
     loader = DataLoader(TensorDataset(torch.randn(2000, 4)), batch_size=32, shuffle=True)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
     loss = torch.tensor(float("nan"))
-    with hf.accelerate.resumable(accelerator, directory, loss=loss, save_every=hf.Steps(50)) as run:
+    with holdfast.accelerate.resumable(accelerator, directory, loss=loss, save_every=holdfast.Steps(50)) as run:
         for epoch in range(loader.iteration, 10):
             for (numbers,) in loader:
                 with accelerator.accumulate(network):

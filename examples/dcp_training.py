@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import holdfast as hf
+import holdfast
 
 TOTAL_STEPS = 600
 
@@ -50,19 +50,19 @@ def main(directory: str) -> None:
     net: Any = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 1))
     rank, group = 0, None
     if "WORLD_SIZE" in os.environ:
-        hf.init_process_group("gloo")
+        holdfast.init_process_group("gloo")
         rank = dist.get_rank()
         fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         # A save in the background has a group of its own: in one, its messages and those of training would mix.
         group = dist.new_group(backend="gloo")
     training = Training(net, torch.optim.AdamW(net.parameters(), lr=0.01))
 
-    reader = hf.dcp.StorageReader(directory)
+    reader = holdfast.dcp.StorageReader(directory)
     if reader.latest_step() is not None:
         dcp.load({"training": training}, storage_reader=reader)
         print(f"resumed at step {training.step}", file=sys.stderr)
 
-    writer = hf.dcp.StorageWriter(directory, keep=hf.Latest(3))
+    writer = holdfast.dcp.StorageWriter(directory, keep=holdfast.Latest(3))
     saving: Future[Any] | None = None
     while training.step < TOTAL_STEPS:
         numbers = torch.randn(32, 4, generator=torch.Generator().manual_seed(training.step))

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-import holdfast as hf
+import holdfast
 from holdfast.jobs import Workspace
 
 TRAINERS = ["trainer_0", "trainer_1"]
@@ -23,11 +23,11 @@ def samples_of(node: str) -> np.ndarray:
     return np.stack([x, 3 * x + 1 + generator.normal(0, 0.1, 1000)], axis=1)
 
 
-def describe() -> tuple[hf.Job, hf.jobs.Task]:
+def describe() -> tuple[holdfast.Job, holdfast.jobs.Task]:
     """What is to be done, where, and how often; nothing runs yet."""
-    with hf.Job() as job:
+    with holdfast.Job() as job:
         # An object with state: made on each node, also when the job goes on from a checkpoint.
-        job.add_object("reader", lambda: hf.ResumableSampler(1000, batch_size=50, seed=7))
+        job.add_object("reader", lambda: holdfast.ResumableSampler(1000, batch_size=50, seed=7))
 
         @job.init_group
         def begin(workspace: Workspace) -> None:
@@ -55,15 +55,15 @@ def describe() -> tuple[hf.Job, hf.jobs.Task]:
     # It ends when the last batches of both are good, and after so many epochs in any case.
     for node in TRAINERS:
         job.add_stop_condition(lambda workspace: workspace["loss"] < 1e-9, on=node)
-    hf.epoch_limiter(job, EPOCHS)
+    holdfast.epoch_limiter(job, EPOCHS)
     return job, result
 
 
 def main(directory: str) -> None:
     """Runs the job to its end, from wherever the last process stopped."""
     job, result = describe()
-    runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager(directory, keep=hf.Latest(2)))
-    with hf.LocalSession(TRAINERS) as session:
+    runner = holdfast.JobRunner(job, holdfast.MultiNodeCheckpointManager(directory, keep=holdfast.Latest(2)))
+    with holdfast.LocalSession(TRAINERS) as session:
         last_epoch = runner.train(session)
         print(f"began with epoch {runner.result.resumed_from}, ended with epoch {last_epoch}")
         slope, offset = np.mean([result.output_on(node).fetch() for node in TRAINERS], axis=0)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-import holdfast as hf
+import holdfast
 
 
 class Network(nnx.Module):
@@ -44,7 +44,7 @@ def main(directory: str) -> None:
     model = Network(nnx.Rngs(1))
     optimizer = nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param)
     objects = {"model": model, "optimizer": optimizer, "key": jax.random.key(1)}
-    with hf.resumable(directory, **objects, save_every=hf.Steps(50), keep=hf.Latest(3)) as run:
+    with holdfast.resumable(directory, **objects, save_every=holdfast.Steps(50), keep=holdfast.Latest(3)) as run:
         for step in run.steps(600):
             # The model and its optimizer are filled where they are; a key cannot be changed, so it is put back.
             loss, run.checkpoint.key = train_step(model, optimizer, run.checkpoint.key)
@@ -52,8 +52,8 @@ def main(directory: str) -> None:
                 print(f"step {step}: loss {loss}", flush=True)
 
     # One tree without a loop: the trained model, for another program, which needs no more of it than its shapes.
-    hf.save(f"{directory}-model", model, overwrite=True)
-    trained = hf.load(f"{directory}-model", like=nnx.eval_shape(lambda: Network(nnx.Rngs(0))))
+    holdfast.save(f"{directory}-model", model, overwrite=True)
+    trained = holdfast.load(f"{directory}-model", like=nnx.eval_shape(lambda: Network(nnx.Rngs(0))))
     trained.eval()
     print(f"1 + 2 + 3 + 4 = {trained(jnp.array([[1.0, 2.0, 3.0, 4.0]]))[0]}")
 

@@ -10,7 +10,7 @@ import sys
 import keras
 import numpy as np
 
-import holdfast as hf
+import holdfast
 
 
 def main(directory: str) -> None:
@@ -35,7 +35,7 @@ def main(directory: str) -> None:
         verbose=2,
         callbacks=[
             keras.callbacks.ReduceLROnPlateau(patience=1),
-            hf.keras.Resumable(directory, save_every=hf.Steps(20)),
+            holdfast.keras.Resumable(directory, save_every=holdfast.Steps(20)),
         ],
     ).history
     print(f"epoch {len(history['loss'])}: loss {history['loss'][-1]}, val_loss {history['val_loss'][-1]}")

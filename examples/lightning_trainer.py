@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast as hf
+import holdfast
 
 
 class Network(LightningModule):
@@ -47,7 +47,7 @@ def main(directory: str) -> None:
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        callbacks=[hf.lightning.Resumable(directory, save_every=hf.Steps(50))],
+        callbacks=[holdfast.lightning.Resumable(directory, save_every=holdfast.Steps(50))],
     )
     trainer.fit(Network(), DataLoader(TensorDataset(torch.randn(2000, 4)), batch_size=32, shuffle=True))
     print(f"step {trainer.global_step}: loss {trainer.callback_metrics['loss_epoch'].item()}")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import holdfast as hf
+import holdfast
 
 TOTAL_STEPS = 200
 
@@ -22,18 +22,18 @@ def main(directory: str) -> None:
     model = nn.Sequential(nn.Linear(2, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=TOTAL_STEPS)
-    loader = hf.ResumableDataLoader(TensorDataset(points, inside), batch_size=50, seed=1)
+    loader = holdfast.ResumableDataLoader(TensorDataset(points, inside), batch_size=50, seed=1)
     batches = loader.stream()
 
-    with hf.resumable(
+    with holdfast.resumable(
         directory,
         model=model,
         optimizer=optimizer,
         schedule=schedule,
         loader=loader,
-        rng=hf.RNG(),
-        save_every=hf.Steps(20),
-        keep=hf.Latest(3) | hf.Best("loss"),
+        rng=holdfast.RNG(),
+        save_every=holdfast.Steps(20),
+        keep=holdfast.Latest(3) | holdfast.Best("loss"),
     ) as run:
         print(f"beginning with step {run.step}", flush=True)
         for step in run.steps(TOTAL_STEPS):

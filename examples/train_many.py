@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import holdfast as hf
+import holdfast
 
 TOTAL_STEPS = 200
 
 
 def main(directory: str) -> None:
     """Trains a small network to tell whether a point lies in a circle, each worker on its part of each batch."""
-    hf.init_process_group("gloo")
+    holdfast.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     points = torch.rand(2400, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -31,19 +31,19 @@ def main(directory: str) -> None:
 
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 32), nn.GELU(), nn.Linear(32, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = hf.ResumableDataLoader(
+    loader = holdfast.ResumableDataLoader(
         TensorDataset(points, inside), batch_size=48, seed=1, rank=rank, world_size=world_size
     )
     batches = loader.stream()
 
-    with hf.resumable(
+    with holdfast.resumable(
         directory,
         model=model,
         optimizer=optimizer,
         loader=loader,
-        rng=hf.RNG(),
-        save_every=hf.Steps(20),
-        keep=hf.Latest(3),
+        rng=holdfast.RNG(),
+        save_every=holdfast.Steps(20),
+        keep=holdfast.Latest(3),
     ) as run:
         print(f"worker {rank} of {world_size}, process {os.getpid()}, begins with step {run.step}", flush=True)
         for step in run.steps(TOTAL_STEPS):

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-import holdfast as hf
+import holdfast
 
 TOTAL_STEPS = 2000
 
@@ -17,8 +17,8 @@ def main(directory: str) -> None:
     momentum = {name: np.zeros(1) for name in model}
     noise = np.random.default_rng(0)
 
-    with hf.resumable(
-        directory, model=model, momentum=momentum, noise=noise, save_every=hf.Steps(100), keep=hf.Latest(3)
+    with holdfast.resumable(
+        directory, model=model, momentum=momentum, noise=noise, save_every=holdfast.Steps(100), keep=holdfast.Latest(3)
     ) as run:
         print(f"beginning with step {run.step}", flush=True)
         for step in run.steps(TOTAL_STEPS):

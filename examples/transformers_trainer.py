@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 from transformers import Trainer, TrainingArguments
 
-import holdfast as hf
+import holdfast
 
 
 class Network(torch.nn.Module):
@@ -50,7 +50,7 @@ def main(directory: str) -> None:
         ),
         data_collator=collate,
         train_dataset=TensorDataset(torch.randn(2000, 4)),
-        callbacks=[hf.transformers.Resumable(directory, save_every=hf.Steps(50))],
+        callbacks=[holdfast.transformers.Resumable(directory, save_every=holdfast.Steps(50))],
     )
     result = trainer.train()
     print(f"step {result.global_step}: loss {result.training_loss}")

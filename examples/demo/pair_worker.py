@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import holdfast as hf
+import holdfast
 from demo.reports import PairEnded, PairHeard, PairLeft, PairReport, PairStep
 from holdfast.events import Event, Leaving, NoticeHeard
 
@@ -30,7 +30,7 @@ _BATCH = 96
 
 def main(steps: int, seed: int, directory: str | None) -> None:
     """Trains a network to tell whether a point lies in a circle, each worker on its half of each batch."""
-    hf.init_process_group("gloo")
+    holdfast.init_process_group("gloo")
     rank = dist.get_rank()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -50,7 +50,7 @@ def main(steps: int, seed: int, directory: str | None) -> None:
     layers = (nn.Linear(2, _WIDTH), nn.GELU(), nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Dropout(0.1))
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers, nn.Linear(_WIDTH, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-    loader = hf.ResumableDataLoader(
+    loader = holdfast.ResumableDataLoader(
         TensorDataset(points, inside), batch_size=_BATCH, seed=seed, rank=rank, world_size=dist.get_world_size()
     )
     batches = loader.stream()
@@ -69,8 +69,8 @@ def main(steps: int, seed: int, directory: str | None) -> None:
         for step in range(steps):
             learn(step)
     else:
-        kept: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "rng": hf.RNG()}
-        with hf.resumable(directory, save_every=hf.Steps(10 * steps), sinks=[tell_event], **kept) as run:
+        kept: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "rng": holdfast.RNG()}
+        with holdfast.resumable(directory, save_every=holdfast.Steps(10 * steps), sinks=[tell_event], **kept) as run:
             for step in run.steps(steps):
                 learn(step)
     moments = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]

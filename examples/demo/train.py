@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-import holdfast as hf
+import holdfast
 from demo.corpus import VOCABULARY, Excerpts, read_text
 from demo.model import GPT
 from demo.reports import Settings
@@ -99,13 +99,13 @@ def train(
         return Trained(model, optimizer, scheduler, history)
 
     kept: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
-    kept |= {"rng": hf.RNG(), "history": history}
+    kept |= {"rng": holdfast.RNG(), "history": history}
     for name in settings.forget:
         del kept[name]
-    save_every = hf.Steps(settings.save_every_steps)
-    keep = hf.Latest(2)
+    save_every = holdfast.Steps(settings.save_every_steps)
+    keep = holdfast.Latest(2)
     # Alone, whatever job the environment speaks of.
-    with hf.resumable(directory, save_every=save_every, keep=keep, sinks=sinks, cluster="alone", **kept) as run:
+    with holdfast.resumable(directory, save_every=save_every, keep=keep, sinks=sinks, cluster="alone", **kept) as run:
         for _ in run.steps(settings.steps):
             loss = learn(*next(batches))
             run.report(loss=loss)

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-import holdfast as hf
+import holdfast
 from holdfast.events import Committed, Event
 from holdfast.jobs import Task, Workspace
 
@@ -18,9 +18,9 @@ TRAINERS = ["trainer_0", "trainer_1"]
 EPOCHS = 20
 
 
-def describe() -> tuple[hf.Job, Task]:
+def describe() -> tuple[holdfast.Job, Task]:
     """What is to be done, where, and how often; nothing runs yet."""
-    with hf.Job() as job:
+    with holdfast.Job() as job:
 
         @job.init_group
         def begin(workspace: Workspace) -> None:
@@ -39,7 +39,7 @@ def describe() -> tuple[hf.Job, Task]:
         def result(workspace: Workspace) -> list[float]:
             return [float(value) for value in workspace["line"]]
 
-    hf.epoch_limiter(job, EPOCHS)
+    holdfast.epoch_limiter(job, EPOCHS)
     return job, result
 
 
@@ -52,9 +52,9 @@ def show(event: Event) -> None:
 def main() -> None:
     """Runs the job to its end, from the last epoch that all nodes have saved."""
     job, result = describe()
-    manager = hf.MultiNodeCheckpointManager(DIRECTORY, keep=hf.Latest(2), sinks=[show])
-    with hf.RaySession(TRAINERS, actor_options={"num_cpus": 1}, replacements_allowed=10) as session:
-        runner = hf.JobRunner(job, manager)
+    manager = holdfast.MultiNodeCheckpointManager(DIRECTORY, keep=holdfast.Latest(2), sinks=[show])
+    with holdfast.RaySession(TRAINERS, actor_options={"num_cpus": 1}, replacements_allowed=10) as session:
+        runner = holdfast.JobRunner(job, manager)
         last_epoch = runner.train(session)
     print(f"began with epoch {runner.result.resumed_from}, replaced nodes {runner.result.replacements} times")
     print(f"epoch {last_epoch}: {result.results()}")

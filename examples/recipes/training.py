@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import holdfast as hf
+import holdfast
 
 DIRECTORY = "runs/example"
 TOTAL_STEPS = 1000
@@ -31,22 +31,22 @@ def main() -> None:
     inside = (points.square().sum(1, keepdim=True) < 0.5).float()
     model: nn.Module = nn.Sequential(nn.Linear(2, 32), nn.GELU(), nn.Linear(32, 1))
     if world_size > 1:
-        hf.init_process_group("gloo")
+        holdfast.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     dataset = TensorDataset(points, inside)
-    loader = hf.ResumableDataLoader(dataset, batch_size=48, seed=1, rank=rank, world_size=world_size)
+    loader = holdfast.ResumableDataLoader(dataset, batch_size=48, seed=1, rank=rank, world_size=world_size)
     batches = loader.stream()
 
-    with hf.resumable(
+    with holdfast.resumable(
         DIRECTORY,
         model=model,
         optimizer=optimizer,
         loader=loader,
-        rng=hf.RNG(),
-        save_every=hf.Steps(200),
-        keep=hf.Latest(3),
-        preemption=hf.TerminationConfig(exit_fn=leave),
+        rng=holdfast.RNG(),
+        save_every=holdfast.Steps(200),
+        keep=holdfast.Latest(3),
+        preemption=holdfast.TerminationConfig(exit_fn=leave),
     ) as run:
         print(f"worker {rank} of {world_size}, process {os.getpid()}, begins with step {run.step}", flush=True)
         for step in run.steps(TOTAL_STEPS):

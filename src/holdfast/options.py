@@ -112,15 +112,15 @@ def check_policies(save_every: object, keep: object) -> None:
         if isinstance(policy, type) and hasattr(policy, method):
             raise UsageError(
                 f"{name} must be a policy, got the class {policy.__name__}",
-                hint=f"Write {name}=hf.{policy.__name__}({_EXAMPLES.get(policy.__name__, '...')}).",
+                hint=f"Write {name}=holdfast.{policy.__name__}({_EXAMPLES.get(policy.__name__, '...')}).",
             )
         if policy is not None and not callable(getattr(policy, method, None)):
             meant = "Steps" if name == "save_every" else "Latest"
             is_number = isinstance(policy, int) and not isinstance(policy, bool) and policy > 0
             raise UsageError(
-                f"{name} must be a policy such as hf.{meant}({_EXAMPLES[meant]}), "
+                f"{name} must be a policy such as holdfast.{meant}({_EXAMPLES[meant]}), "
                 f"got {type(policy).__name__} {policy!r}",
-                hint=f"Write {name}=hf.{meant}({policy})." if is_number else f"The policies are {known}.",
+                hint=f"Write {name}=holdfast.{meant}({policy})." if is_number else f"The policies are {known}.",
             )
 
 
@@ -222,9 +222,9 @@ def _find_meant(name: str, value: object, options: Sequence[str]) -> str:
     from difflib import get_close_matches
 
     if isinstance(value, str) and name in _NAMES_OF_BEST:
-        return f'keep=hf.Best("{value}")'
+        return f'keep=holdfast.Best("{value}")'
     if isinstance(value, int) and name == "latest":
-        return f"keep=hf.Latest({value})"
+        return f"keep=holdfast.Latest({value})"
     near = get_close_matches(name, options, 1, 0.8)
     if not near and isinstance(value, bool | int | float | str | None):
         # keep_latest=3, num_threads=4, timeout=60: a number says nothing of what it is.

@@ -35,7 +35,7 @@ def test_a_draw_in_each_step_is_warned_of_once(tmp_path: Path, name: str) -> Non
     draw, generators = DRAWN[name]
     [text] = warnings_of(tmp_path / "unsaved", lambda _: draw())
     assert text.startswith(f"each step draws from random generators that are not saved ({generators})")
-    assert "rng=hf.RNG()" in text
+    assert "rng=holdfast.RNG()" in text
     assert warnings_of(tmp_path / "saved", lambda _: draw(), rng=hf.RNG()) == []
     assert warnings_of(tmp_path / "own", lambda _: draw(), random_states={"python": 0}) == []
 

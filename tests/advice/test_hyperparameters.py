@@ -284,8 +284,8 @@ def test_the_words_for_changes() -> None:
     assert describe_changes({}) == ""
     assert describe_saving(hf.Steps(1)) == "saves every step"
     assert describe_saving(hf.Steps(500) | hf.Seconds(600)) == "saves every 500 steps or every 10 min"
-    assert describe_saving(hf.Auto()) == "saves as often as is worthwhile (hf.Auto)"
-    assert "save_every=hf.Steps(n)" in describe_saving(None)
+    assert describe_saving(hf.Auto()) == "saves as often as is worthwhile (holdfast.Auto)"
+    assert "save_every=holdfast.Steps(n)" in describe_saving(None)
 
 
 class Trainer:

@@ -121,7 +121,7 @@ def test_the_advice_is_what_auto_chooses(document: dict[str, Any]) -> None:
     )
     assert document["bound"] == chosen.bound
     assert figures["interval_seconds"] == math.ceil(chosen.seconds)
-    assert document["save_every"] == f"hf.Seconds({math.ceil(chosen.seconds)})"
+    assert document["save_every"] == f"holdfast.Seconds({math.ceil(chosen.seconds)})"
     assert figures["young_seconds"] == pytest.approx(math.sqrt(2 * blocked * 86400.0))
     assert 0 < figures["lost_share"] < 1
     assert figures["per_failure_seconds"] < figures["interval_seconds"] + durable + figures["restore_seconds"]
@@ -170,7 +170,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
         "what a save of 3.0 MB costs, by saves of 3.0 MB",
         "every byte checked",
         "how often to save, with a failure every 6 h",
-        "save_every=hf.Seconds(",
+        "save_every=holdfast.Seconds(",
     ):
         assert text in shown.text
     assert "\x1b[1;32m  save_every" in shown.raw

@@ -1,4 +1,4 @@
-"""`holdfast export` and `hf.export_checkpoint`: what is written is read back by the programs that it is for."""
+"""`holdfast export` and `holdfast.export_checkpoint`: what is written is read back by the programs that it is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast import` and `hf.import_checkpoint`: what other programs saved, as a checkpoint that a job goes on from."""
+"""`holdfast import`, `holdfast.import_checkpoint`: files of other programs become a checkpoint that a job resumes."""
 
 from __future__ import annotations
 

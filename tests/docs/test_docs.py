@@ -71,7 +71,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_what_is_named_exists(page: Path) -> None:
     text = DIRECTIVE.sub("", page.read_text())  # The directives are held by `tests/docs/test_reference.py`.
     for name in set(re.findall(r"\bhf\.([A-Za-z_]\w*)", text)):
-        assert name in hf.__all__, f"hf.{name} is not public"
+        assert name in hf.__all__, f"holdfast.{name} is not public"
     for dotted in set(re.findall(r"\bholdfast((?:\.[A-Za-z_]\w*)+)", text)):
         assert_is_there(dotted.split(".")[1:])
     for path in PATH.findall(text):

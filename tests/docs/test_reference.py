@@ -114,11 +114,11 @@ def public_paths() -> dict[str, str]:
     """The names that users write, each with the place of what is called so."""
     modules = {"errors", "events", "preemption", "__version__", *hf._MODULES}
     homes = {**dict.fromkeys(set(hf.__all__) - modules, "holdfast"), **hf._HOMES}
-    paths = {f"hf.{name}": find(homes[name], name) for name in set(hf.__all__) - modules}
+    paths = {f"holdfast.{name}": find(homes[name], name) for name in set(hf.__all__) - modules}
     for module, home in hf._MODULES.items():
-        # What `hf.jobs` has is shown as `hf.Job` where it is there too; `hf.accelerate.resumable` is another.
+        # What `holdfast.jobs` has is shown as `holdfast.Job` where it is there too; `accelerate.resumable` is another.
         names = set(hf.jobs.__all__) - set(hf.__all__) if module == "jobs" else exported(home)
-        paths |= {f"hf.{module}.{name}": find(home, name) for name in names}
+        paths |= {f"holdfast.{module}.{name}": find(home, name) for name in names}
     names = set(holdfast.storage.__all__)
     return paths | {f"holdfast.storage.{name}": find("holdfast.storage", name) for name in names}
 

@@ -310,7 +310,7 @@ def make_run(name: str, directory: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"save_every": 500}, "save_every must be a policy such as hf.Steps"),
+        ({"save_every": 500}, "save_every must be a policy such as holdfast.Steps"),
         ({"save_evry": hf.Steps(5)}, "save_evry"),
         ({"keep": 3}, "keep must be a policy"),
         ({"preemption": "never"}, "preemption"),

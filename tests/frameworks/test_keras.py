@@ -1,4 +1,4 @@
-"""`hf.keras` with the backends torch, JAX and TensorFlow: what was interrupted goes on bit for bit."""
+"""`holdfast.keras` with the backends torch, JAX and TensorFlow: what was interrupted goes on bit for bit."""
 
 from __future__ import annotations
 

@@ -102,9 +102,9 @@ BUDGETS = {
     # The package.
     "integrations": 1,
     # The reader and the writer of DCP.
-    "integrations/dcp": 943,
+    "integrations/dcp": 948,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 4441,
+    "integrations/frameworks": 4444,
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 629,
     # Sessions of Ray.
@@ -124,13 +124,13 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5718,
     # A tree of objects taken apart, captured, and matched.
-    "state": 6422,
+    "state": 6423,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2333,
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
-    "training": 2484,
+    "training": 2485,
     # The ring of repeated steps.
     "witness": 599,
 }

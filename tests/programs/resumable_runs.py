@@ -1,4 +1,4 @@
-"""Runs of `hf.resumable` that get signals, or are killed: MODE DIRECTORY [MORE]."""
+"""Runs of `holdfast.resumable` that get signals, or are killed: MODE DIRECTORY [MORE]."""
 
 from __future__ import annotations
 

@@ -317,9 +317,9 @@ def test_misspelt_option_is_not_taken_for_an_object(tmp_path: Path) -> None:
         "max_to_keep": "keep",
         "timeout": "timeout_seconds",
         "save_steps": "save_every",
-        "latest": "keep=hf.Latest(1)",
-        "best": 'keep=hf.Best("val_loss")',
-        "monitor": 'keep=hf.Best("val_loss")',
+        "latest": "keep=holdfast.Latest(1)",
+        "best": 'keep=holdfast.Best("val_loss")',
+        "monitor": 'keep=holdfast.Best("val_loss")',
     }
     for name, meant in misspelt.items():
         value = "val_loss" if "Best" in meant else 1
@@ -367,10 +367,13 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(tmp_path: Path) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = hf.ResumableDataLoader(torch.arange(20.0), batch_size=4)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"save_every": hf.Steps}, r"save_every must be a policy, got the class.*\n.*hf.Steps\(500\)"),
-        ({"keep": hf.Best}, r'keep must be a policy, got the class Best.*\n.*hf.Best\("val_loss"\)'),
-        ({"keep": 3}, r"keep must be a policy such as hf.Latest.3., got int 3\n.*hf.Latest\(3\)"),
-        ({"save_every": 5}, r"save_every must be a policy such as hf.Steps.500., got int 5\n.*hf.Steps\(5\)"),
+        ({"save_every": hf.Steps}, r"save_every must be a policy, got the class.*\n.*holdfast.Steps\(500\)"),
+        ({"keep": hf.Best}, r'keep must be a policy, got the class Best.*\n.*holdfast.Best\("val_loss"\)'),
+        ({"keep": 3}, r"keep must be a policy such as holdfast.Latest.3., got int 3\n.*holdfast.Latest\(3\)"),
+        (
+            {"save_every": 5},
+            r"save_every must be a policy such as holdfast.Steps.500., got int 5\n.*holdfast.Steps\(5\)",
+        ),
         ({"save_every": True}, r"got bool True\n.*The policies are Steps"),
         (
             {"optimizer": optimizer.state_dict()},

@@ -359,7 +359,7 @@ RULES: Final = (
         Moment.FIRST_SAVE,
         Advisor._find_draws,
         "{path}: {draws} draws from random generators that are not saved, so a restart draws other numbers: pass "
-        "rng=hf.RNG() as well",
+        "rng=holdfast.RNG() as well",
     ),
     Rule(Moment.FIRST_SAVE, Advisor._find_strays, "{text}"),
     Rule(

@@ -41,7 +41,7 @@ _PLAIN: Final = (
 )
 _DRAWS: Final = (
     "each step draws from random generators that are not saved ({names}), so a restart draws other numbers: pass "
-    "rng=hf.RNG() as well. If your program seeds them in each step, ignore this"
+    "rng=holdfast.RNG() as well. If your program seeds them in each step, ignore this"
 )
 
 

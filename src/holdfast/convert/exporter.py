@@ -288,7 +288,7 @@ def find_descriptions(objects: dict[str, Any], step: int) -> dict[str, str]:
     if not known:
         raise UsageError(
             f"step {step} does not record which transformers model it contains",
-            hint="hf.transformers.Resumable records that. Use --to safetensors, and add the model's config.json.",
+            hint="holdfast.transformers.Resumable records that. Use --to safetensors, and add the model's config.json.",
         )
     return known
 

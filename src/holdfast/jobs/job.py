@@ -258,7 +258,7 @@ class Job:
 
     Example:
         ```python
-        with hf.Job() as job:
+        with holdfast.Job() as job:
 
             @job.init_group(on="trainer")
             def begin(workspace):
@@ -268,7 +268,7 @@ class Job:
             def add(workspace):
                 workspace["total"] += workspace.epoch
 
-        hf.epoch_limiter(job, 4)
+        holdfast.epoch_limiter(job, 4)
         ```
 
     Inside the `with` block, new tasks (`Task(function)`) are added to the epoch group, and `Job.current()` is the job.

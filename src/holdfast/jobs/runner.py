@@ -85,8 +85,8 @@ class JobRunner:
 
     Example:
         ```python
-        runner = hf.JobRunner(job, hf.MultiNodeCheckpointManager("runs/job", keep=hf.Latest(2)))
-        with hf.LocalSession(["trainer_0", "trainer_1"]) as session:
+        runner = holdfast.JobRunner(job, holdfast.MultiNodeCheckpointManager("runs/job", keep=holdfast.Latest(2)))
+        with holdfast.LocalSession(["trainer_0", "trainer_1"]) as session:
             last_epoch = runner.train(session)
         ```
     """

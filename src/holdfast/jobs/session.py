@@ -199,8 +199,8 @@ class LocalSession(Session):
 
     Example:
         ```python
-        with hf.LocalSession(["trainer_0", "trainer_1"]) as session:
-            hf.JobRunner(job, hf.MultiNodeCheckpointManager("runs/job")).train(session)
+        with holdfast.LocalSession(["trainer_0", "trainer_1"]) as session:
+            holdfast.JobRunner(job, holdfast.MultiNodeCheckpointManager("runs/job")).train(session)
         ```
     """
 

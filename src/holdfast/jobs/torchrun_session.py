@@ -298,8 +298,8 @@ class TorchrunSession(Session):
     Example:
         ```python
         # torchrun --nproc-per-node 3 job.py
-        with hf.TorchrunSession() as session:
-            hf.JobRunner(make_job(), hf.MultiNodeCheckpointManager("runs/job")).train(session)
+        with holdfast.TorchrunSession() as session:
+            holdfast.JobRunner(make_job(), holdfast.MultiNodeCheckpointManager("runs/job")).train(session)
         ```
     """
 

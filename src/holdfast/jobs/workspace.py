@@ -85,7 +85,7 @@ class Workspace(MutableMapping[str, Any]):
                 unknown = _find_unregistered(value, set())
                 if unknown is not None:
                     what = f"{path} holds a value of the type {name_of(unknown).replace(':', '.')}"
-                    found.append(f"{what}, which a restart would not know: register it with hf.register_type")
+                    found.append(f"{what}, which a restart would not know: register it with holdfast.register_type")
         return found
 
     def replace(self, values: dict[str, Any], *, whole: bool) -> None:

@@ -386,8 +386,8 @@ class _RestoreTrial:
             raise MismatchError(
                 f"step {step} does not fit the live objects ({state}):\n{matching.differences}",
                 differences=matching.differences,
-                hint=f"Fix the objects.{names} strict=False, in hf.resumable(...) or manager.restore(...), takes what "
-                f"fits and reports the rest{_describe_loss(matching.differences)}.",
+                hint=f"Fix the objects.{names} strict=False, in holdfast.resumable(...) or manager.restore(...), takes "
+                f"what fits and reports the rest{_describe_loss(matching.differences)}.",
             )
         return matching
 

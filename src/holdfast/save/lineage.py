@@ -143,7 +143,7 @@ class Lineage:
             return
         raise UsageError(
             f"{what} inside the block of a run would change its objects, but not the number of its step",
-            hint="To go back, leave the block, and start the run with hf.resumable(..., start_from="
+            hint="To go back, leave the block, and start the run with holdfast.resumable(..., start_from="
             f"{40 if step is None else step!r}). A part can be loaded with only=..., before the first step or from the "
             "current one. To evaluate another step, leave the block, and use a new CheckpointManager.",
         )

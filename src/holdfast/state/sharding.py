@@ -34,9 +34,10 @@ from holdfast.state.registry import (
 class Shard:
     """A part of an array; other workers hold the rest.
 
-    Use it instead of the array, wherever an array is allowed: `Checkpoint(table=hf.Shard(rows, (1_000_000, 64), (rank *
-    250_000, 0)))`. All workers together must hold the whole array, each element once; a part that several workers hold
-    is written once if each names all holders. It can be restored into any other division, or into a plain array.
+    Use it instead of the array, wherever an array is allowed: `Checkpoint(table=holdfast.Shard(rows, (1_000_000, 64),
+    (rank * 250_000, 0)))`. All workers together must hold the whole array, each element once; a part that several
+    workers hold is written once if each names all holders. It can be restored into any other division, or into a plain
+    array.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class _PendingShard(Shard, PendingArray):
 class PerWorker:
     """State that differs per worker, such as the position in a stream of data that no other worker reads.
 
-    Wrap an object in it: `Checkpoint(stream=hf.PerWorker(stream))`. Everything else is assumed to be the same on all
-    workers, except random generators (`RNG`), which always differ per worker.
+    Wrap an object in it: `Checkpoint(stream=holdfast.PerWorker(stream))`. Everything else is assumed to be the same on
+    all workers, except random generators (`RNG`), which always differ per worker.
 
     Each worker restores what the worker of its rank saved. If the number of workers has changed, such state has no
     meaning any more: then it is left unchanged, and random generators are reseeded; an event says so.

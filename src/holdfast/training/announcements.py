@@ -173,7 +173,7 @@ def describe_saving(policy: SavePolicy | None) -> str:
     if policy is None:
         return (
             "saves only when the job is asked to stop, and at save(); to save while it trains: "
-            "CheckpointManager(save_every=hf.Steps(n))"
+            "CheckpointManager(save_every=holdfast.Steps(n))"
         )
     rhythm = _describe_rhythm(policy)
     return rhythm and f"saves {rhythm}"
@@ -181,7 +181,7 @@ def describe_saving(policy: SavePolicy | None) -> str:
 
 def _describe_rhythm(policy: SavePolicy) -> str:
     if isinstance(policy, Auto):
-        return "as often as is worthwhile (hf.Auto)"
+        return "as often as is worthwhile (holdfast.Auto)"
     if isinstance(policy, Steps):
         return f"every {policy.n} steps" if policy.n > 1 else "every step"
     if isinstance(policy, Seconds):

@@ -41,8 +41,8 @@ _ADVICE: Final = (
 class PreemptionCheckpointHandler:
     """Runs steps; on a preemption notice it finishes the current step, saves, and exits.
 
-        manager = hf.CheckpointManager("runs/gpt", hf.Checkpoint(model=model, optimizer=optimizer))
-        with manager, hf.PreemptionCheckpointHandler(manager) as handler:
+        manager = holdfast.CheckpointManager("runs/gpt", holdfast.Checkpoint(model=model, optimizer=optimizer))
+        with manager, holdfast.PreemptionCheckpointHandler(manager) as handler:
             while handler.total_run_calls < 10_000:
                 loss = handler.run(train_step, next(batches))
 
@@ -51,7 +51,7 @@ class PreemptionCheckpointHandler:
     handler's block may have cut a step in half, so the next handler restores.
 
     A notice takes effect before the next step, or when the block is left, so anything that the loop does after a step
-    belongs to that step. If the manager has `save_every`, steps are saved by that policy as well. `hf.resumable`
+    belongs to that step. If the manager has `save_every`, steps are saved by that policy as well. `holdfast.resumable`
     includes this.
 
     Use it from one thread.
@@ -475,7 +475,7 @@ class PlaceWatch:
         hint = (
             "Take the batch inside the step, handler.run(lambda: train_step(next(batches))), or call "
             "handler.save_checkpoint_if_preempted() at the end of each step instead of handler.run. A batch of "
-            "hf.ResumableDataLoader may be taken anywhere."
+            "holdfast.ResumableDataLoader may be taken anywhere."
         )
         if self._is_first:
             raise UsageError(text, hint=hint)

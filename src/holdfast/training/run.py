@@ -72,8 +72,8 @@ def resumable(
 
     Example:
         ```python
-        with hf.resumable("runs/gpt", model=model, optimizer=optimizer, loader=loader, rng=hf.RNG(),
-                          save_every=hf.Steps(500), keep=hf.Latest(3)) as run:
+        with holdfast.resumable("runs/gpt", model=model, optimizer=optimizer, loader=loader, rng=holdfast.RNG(),
+                          save_every=holdfast.Steps(500), keep=holdfast.Latest(3)) as run:
             for step in run.steps(10_000):
                 loss = train_step(next(batches))
                 run.report(loss=loss)

@@ -55,7 +55,8 @@ class WorkerTrainingState:
 
     Example:
         ```python
-        with hf.WorkerTrainingState("runs/net/backup", hf.Checkpoint(model=model, optimizer=optimizer)) as state:
+        checkpoint = holdfast.Checkpoint(model=model, optimizer=optimizer)
+        with holdfast.WorkerTrainingState("runs/net/backup", checkpoint) as state:
             state.restore()
             for epoch in range(state.maybe_load_initial_epoch_from_ckpt(0, "train", epochs=20), 20):
                 train_epoch(model, optimizer)

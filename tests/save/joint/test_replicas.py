@@ -165,7 +165,7 @@ def test_values_that_differ_from_the_beginning_fail_the_save_on_all(
         assert isinstance(cause, PeerError)
         assert (cause.rank, cause.kind, cause.text) == (guilty, "UsageError", text)
         assert "its own name" in cause.hint
-        assert "hf.PerWorker" in cause.hint
+        assert "holdfast.PerWorker" in cause.hint
         manager.wait()
 
     def work(cluster: Cluster) -> None:
@@ -361,7 +361,7 @@ def test_leaves_that_differ_fail_the_save_on_all(
         assert isinstance(cause, PeerError)
         assert (cause.rank, cause.kind) == (guilty, "UsageError")
         assert cause.text == text
-        assert "hf.PerWorker" in cause.hint
+        assert "holdfast.PerWorker" in cause.hint
         # Mended, it goes on.
         manager.wait()
         checkpoint = manager.checkpoint
@@ -470,7 +470,7 @@ def test_an_object_that_only_some_have_fails_the_save_on_all(
         cause = caught.value.__cause__
         assert isinstance(cause, PeerError)
         assert (cause.rank, cause.kind, cause.text) == (guilty, "UsageError", text)
-        assert "hf.PerWorker" in cause.hint
+        assert "holdfast.PerWorker" in cause.hint
         # Mended, it goes on.
         manager.wait()
         if has_stray:

@@ -255,7 +255,7 @@ class Examination:
     def save_every(self) -> str | None:
         """The policy as it is written in a program; None where nothing could be saved."""
         seconds = self.figures.get("interval_seconds")
-        return None if seconds is None else f"hf.Seconds({seconds:.0f})"
+        return None if seconds is None else f"holdfast.Seconds({seconds:.0f})"
 
     def _note(self, name: str, status: Status, text: str, hint: str = "") -> None:
         self.findings.append(Finding(name, status, text, hint))

@@ -195,7 +195,7 @@ def parse_policy(text: str) -> RetentionPolicy:
         match node:
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
                 return AnyKeeps((read(left), read(right)))
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name(id="hf"), attr=name)):
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name(id="hf" | "holdfast"), attr=name)):
                 arguments = [ast.literal_eval(argument) for argument in node.args]
                 keywords = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg is not None}
                 if name in _POLICIES and len(keywords) == len(node.keywords):

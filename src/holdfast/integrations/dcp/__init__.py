@@ -2,8 +2,8 @@
 
 Example:
     ```python
-    dcp.save(state, storage_writer=hf.dcp.StorageWriter("runs/a"))
-    dcp.load(state, storage_reader=hf.dcp.StorageReader("runs/a"))
+    dcp.save(state, storage_writer=holdfast.dcp.StorageWriter("runs/a"))
+    dcp.load(state, storage_reader=holdfast.dcp.StorageReader("runs/a"))
     ```
 """
 

@@ -51,7 +51,7 @@ class _Opened:
         if objects.keys() != {TREE}:
             raise UsageError(
                 f"{storage.url} contains a run of {', '.join(sorted(objects))}, which dcp.load does not read",
-                hint="A holdfast training loop wrote it: restore it with that loop, or with hf.load.",
+                hint="A holdfast training loop wrote it: restore it with that loop, or with holdfast.load.",
             )
         self.storage, self.step = storage, step
         forms = list_leaves(step.indexes)
@@ -80,16 +80,17 @@ class _Opened:
 
 
 class StorageReader(dcp.StorageReader):
-    """Lets `dcp.load` read what `hf.dcp.StorageWriter` wrote, on any number of workers.
+    """Lets `dcp.load` read what `holdfast.dcp.StorageWriter` wrote, on any number of workers.
 
     Example:
         ```python
-        dcp.load(state, storage_reader=hf.dcp.StorageReader("runs/a"))
+        dcp.load(state, storage_reader=holdfast.dcp.StorageReader("runs/a"))
         ```
 
     It reads the newest committed step; the remains of a killed save do not count. A step with damaged records is
     skipped with a warning. Every byte that is read is checked: if one is damaged, `dcp.load` ends with an error that
-    names file and tensor, and `step=` selects an older step. Nothing is executed. It also reads steps of `hf.save`.
+    names file and tensor, and `step=` selects an older step. Nothing is executed. It also reads steps of
+    `holdfast.save`.
 
     Attributes:
         loaded_step: The step that was loaded last, or None.
@@ -220,7 +221,9 @@ class StorageReader(dcp.StorageReader):
 
     def _locate(self) -> Storage:
         if self._location is None:
-            raise UsageError("no path to load from was given", hint='Pass the path: hf.dcp.StorageReader("runs/a").')
+            raise UsageError(
+                "no path to load from was given", hint='Pass the path: holdfast.dcp.StorageReader("runs/a").'
+            )
         return open_storage(self._location)
 
     def _open(self) -> _Opened:

@@ -104,12 +104,12 @@ class StorageWriter(dcp.StorageWriter):
 
     Example:
         ```python
-        writer = hf.dcp.StorageWriter("runs/a", keep=hf.Latest(3))
+        writer = holdfast.dcp.StorageWriter("runs/a", keep=holdfast.Latest(3))
         dcp.save({"model": model, "optim": optimizer_state}, storage_writer=writer)
         ```
 
     A step appears whole or not at all, is durable when the save ends, and every byte of it has a digest. It contains
-    one tree, like a step of `hf.save`: `holdfast list`, `show`, `verify` and `export` read it. Values other than
+    one tree, like a step of `holdfast.save`: `holdfast list`, `show`, `verify` and `export` read it. Values other than
     tensors are stored as data: a value without a codec is refused by name, and nothing is pickled.
 
     Use one writer for a run. A save waits for the previous one; look at the future of each, which has its error.
@@ -168,7 +168,9 @@ class StorageWriter(dcp.StorageWriter):
             UsageError: If no path was given, or the workers do not communicate.
         """
         if self._location is None:
-            raise UsageError("no path to save to was given", hint='Pass the path: hf.dcp.StorageWriter("runs/a").')
+            raise UsageError(
+                "no path to save to was given", hint='Pass the path: holdfast.dcp.StorageWriter("runs/a").'
+            )
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "dcp.save(use_collectives=False) creates one checkpoint for each worker, which holdfast does not "

@@ -40,8 +40,8 @@ class RaySession(Session):
 
     Example:
         ```python
-        with hf.RaySession(["trainer_0", "trainer_1"], actor_options={"num_gpus": 1}) as session:
-            hf.JobRunner(job, hf.MultiNodeCheckpointManager("/shared/runs/job")).train(session)
+        with holdfast.RaySession(["trainer_0", "trainer_1"], actor_options={"num_gpus": 1}) as session:
+            holdfast.JobRunner(job, holdfast.MultiNodeCheckpointManager("/shared/runs/job")).train(session)
         ```
     """
 

@@ -35,7 +35,7 @@ from holdfast.storage.protocol import Storage
 _COVER_HINT: Final = (
     "The boxes of a leaf must cover each of its elements exactly once. Check global_shape and offsets of the "
     "Shard, and whether all workers save. A leaf that differs between workers (pipeline stages, for example) "
-    "needs its own name on each worker or in each stage, or hf.PerWorker."
+    "needs its own name on each worker or in each stage, or holdfast.PerWorker."
 )
 
 _VALUES_HINT: Final = (
@@ -119,7 +119,7 @@ _NAMED_OBJECTS: Final = 3
 
 OBJECTS_HINT: Final = (
     "All workers must name the same objects. If only some workers have an object, such as a log on rank 0, wrap "
-    "it in hf.PerWorker."
+    "it in holdfast.PerWorker."
 )
 
 

@@ -41,16 +41,16 @@ _PIECE_BYTES: Final = 8 << 20
 """How much of an array outside of host memory is digested at a time."""
 
 LEAVES_HINT: Final = (
-    "If only some workers have a piece of state, or each has its own form of it, use hf.PerWorker, hf.Shard, or "
-    "a name of its own: Checkpoint(**{f'stage{number}': model}) for pipeline stages. (Each stage needs a name "
-    "that the others lack: a worker that names fewer objects than another is taken to have forgotten one.)"
+    "If only some workers have a piece of state, or each has its own form of it, use holdfast.PerWorker, "
+    "holdfast.Shard, or a name of its own: Checkpoint(**{f'stage{number}': model}) for pipeline stages. (Each stage "
+    "needs a name that the others lack: a worker that names fewer objects than another is taken to have forgotten one.)"
 )
 
 VALUES_HINT: Final = (
     "If all workers name a plain tensor, one copy is saved and all workers get it back, so the copies must be "
     "equal: check whether the module is wrapped in DDP, and whether all workers start with equal values. If each "
     "worker has its own tensor, give it its own name (Checkpoint(**{f'stage{number}': model}) for pipeline "
-    "stages), or use hf.PerWorker. check_replicas=False turns the check off and saves one copy."
+    "stages), or use holdfast.PerWorker. check_replicas=False turns the check off and saves one copy."
 )
 
 
@@ -330,7 +330,7 @@ def describe_apart(divergences: Sequence[Divergence], replicas: Sequence[Replica
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (
         f"{found[0].leaf}{more} differ between workers. One worker's values are saved, and a restore gives them "
-        "to all. If each worker needs its own, wrap them in hf.PerWorker"
+        "to all. If each worker needs its own, wrap them in holdfast.PerWorker"
     )
 
 

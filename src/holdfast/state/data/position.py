@@ -199,6 +199,6 @@ def find_apart(positions: Sequence[Iterable[PositionRecord]]) -> str:
             return (
                 f"the workers are at different positions in the same data of {name}: {found}. Another number of "
                 "workers cannot resume from there without losing or repeating samples. All workers must take the "
-                "same number of batches between saves; wrap data that differs per worker in hf.PerWorker"
+                "same number of batches between saves; wrap data that differs per worker in holdfast.PerWorker"
             )
     return ""

@@ -1,4 +1,4 @@
-"""`hf.accelerate.resumable`: resumable loops with accelerate."""
+"""`holdfast.accelerate.resumable`: resumable loops with accelerate."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _FILLED: Final = (
 
 
 def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
-    """Creates a run, like `hf.resumable`, that saves everything the accelerator has prepared.
+    """Creates a run, like `holdfast.resumable`, that saves everything the accelerator has prepared.
 
     Call it after everything is prepared, and call `run.finish_step()` at the end of each batch: it counts a step when
     the gradients are synchronized, so not while `accelerator.accumulate` accumulates them. A prepared loader gives the
@@ -46,7 +46,7 @@ def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
     Example:
         ```python
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        with hf.accelerate.resumable(accelerator, "runs/a", save_every=hf.Steps(500)) as run:
+        with holdfast.accelerate.resumable(accelerator, "runs/a", save_every=holdfast.Steps(500)) as run:
             for epoch in range(loader.iteration, epochs):
                 for batch in loader:
                     train_step(batch)
@@ -56,7 +56,7 @@ def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
     Args:
         accelerator: The accelerator that prepared models, optimizers, schedulers and loaders.
         directory: The run's directory, a URL, or an open storage.
-        **options: Options of `hf.resumable`, and further objects to save, by name.
+        **options: Options of `holdfast.resumable`, and further objects to save, by name.
 
     Raises:
         UnsupportedValueError: If the accelerator splits the job in a way that cannot be saved, as DeepSpeed does.

@@ -37,7 +37,7 @@ class Resumable(keras.callbacks.Callback):
 
     Example:
         ```python
-        model.fit(x, y, epochs=90, callbacks=[hf.keras.Resumable("runs/a", save_every=hf.Steps(500))])
+        model.fit(x, y, epochs=90, callbacks=[holdfast.keras.Resumable("runs/a", save_every=holdfast.Steps(500))])
         ```
     """
 
@@ -114,7 +114,7 @@ class BackupAndRestore(Resumable):
 
     Example:
         ```python
-        model.fit(x, y, epochs=90, callbacks=[hf.keras.BackupAndRestore("runs/backup", save_freq=500)])
+        model.fit(x, y, epochs=90, callbacks=[holdfast.keras.BackupAndRestore("runs/backup", save_freq=500)])
         ```
     """
 

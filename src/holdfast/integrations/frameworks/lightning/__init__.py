@@ -2,7 +2,7 @@
 
 Example:
     ```python
-    trainer = Trainer(callbacks=[hf.lightning.Resumable("runs/a", save_every=hf.Steps(500))])
+    trainer = Trainer(callbacks=[holdfast.lightning.Resumable("runs/a", save_every=holdfast.Steps(500))])
     trainer.fit(model)  # continues where the last process stopped
     ```
 """

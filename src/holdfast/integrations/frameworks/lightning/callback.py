@@ -39,15 +39,16 @@ class Resumable(Callback):
 
     Example:
         ```python
-        resumable = hf.lightning.Resumable("runs/a", save_every=hf.Steps(500), keep=hf.Latest(3) | hf.Best("val_loss"))
+        keep = holdfast.Latest(3) | holdfast.Best("val_loss")
+        resumable = holdfast.lightning.Resumable("runs/a", save_every=holdfast.Steps(500), keep=keep)
         trainer = Trainer(max_epochs=10, callbacks=[resumable])
         trainer.fit(model)
         ```
 
     It saves the model, optimizers, schedulers, precision plugin, callbacks, progress of all loops, logged metrics,
     torchmetrics, random generators and the position in the data. A step is one that `trainer.global_step` counts; with
-    manual optimization, a step is one batch. It handles preemption notices like `hf.resumable`, instead of Lightning's
-    own signal handling, and exits with the same codes.
+    manual optimization, a step is one batch. It handles preemption notices like `holdfast.resumable`, instead of
+    Lightning's own signal handling, and exits with the same codes.
 
     It supports the single-device strategy, DDP and `ModelParallelStrategy`.
     """
@@ -70,7 +71,7 @@ class Resumable(Callback):
             keep: Which checkpoints to keep; None for `Latest(3)`. `Best` compares the metrics that validation logs.
             strict: False to restore everything that fits, if the model has changed since the save.
             preemption: How to notice a preemption: "auto", "off", or a `TerminationConfig`.
-            **options: Other options of `hf.resumable`. `on_resize` is "refuse" here.
+            **options: Other options of `holdfast.resumable`. `on_resize` is "refuse" here.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -81,7 +82,7 @@ class Resumable(Callback):
         for name in self._settings.others:
             raise UsageError(
                 f"{name} is not an option of Resumable",
-                hint="It takes the directory and the options of hf.resumable.",
+                hint="It takes the directory and the options of holdfast.resumable.",
             )
         self._fit: LightningFit | None = None
 

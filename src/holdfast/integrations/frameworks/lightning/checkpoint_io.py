@@ -33,7 +33,8 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
     Example:
         ```python
-        trainer = Trainer(plugins=[hf.lightning.HoldfastCheckpointIO()], callbacks=[ModelCheckpoint(save_top_k=3)])
+        plugin = holdfast.lightning.HoldfastCheckpointIO()
+        trainer = Trainer(plugins=[plugin], callbacks=[ModelCheckpoint(save_top_k=3)])
         trainer.fit(model, ckpt_path="last")
         ```
 

@@ -1,4 +1,4 @@
-"""`hf.transformers.Resumable`: resumable training with the Hugging Face Trainer."""
+"""`holdfast.transformers.Resumable`: resumable training with the Hugging Face Trainer."""
 
 from __future__ import annotations
 

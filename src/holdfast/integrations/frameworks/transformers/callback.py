@@ -24,13 +24,13 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
             model,
             TrainingArguments("out", save_strategy="no"),
             train_dataset=dataset,
-            callbacks=[hf.transformers.Resumable("runs/a", save_every=hf.Steps(500), keep=hf.Latest(3))],
+            callbacks=[holdfast.transformers.Resumable("runs/a", save_every=holdfast.Steps(500))],
         )
         trainer.train()
         ```
 
     A step is one of the Trainer's: `state.global_step`. Metrics that `trainer.log` reports are stored with the
-    checkpoint, for `hf.Best("eval_loss")`. Your own objects are saved by name, as in `hf.resumable`:
+    checkpoint, for `holdfast.Best("eval_loss")`. Your own objects are saved by name, as in `holdfast.resumable`:
     `Resumable("runs/a", average=average)`; and so are callbacks that have `state_dict` and `load_state_dict`, and
     modules with parameters that the optimizer trains beside the model's, as `trained_0`. Other modules that the
     Trainer or a callback has as attributes are saved once they change, as `moved_ref_model`.
@@ -48,9 +48,9 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
         Args:
             directory: The run's directory, a URL, or an open storage.
-            save_every: When to save; None for `hf.Auto()`, which measures the cost of a save.
-            keep: Which checkpoints to keep; None for `hf.Latest(3)`.
-            **options: Other options of `hf.resumable`, and further objects to save. `on_resize` is "refuse" here.
+            save_every: When to save; None for `holdfast.Auto()`, which measures the cost of a save.
+            keep: Which checkpoints to keep; None for `holdfast.Latest(3)`.
+            **options: Other options of `holdfast.resumable`, and further objects to save. `on_resize` is "refuse" here.
 
         Raises:
             UsageError: If an argument is wrong.
@@ -92,8 +92,8 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """
         if self._trainer is None:
             raise UsageError(
-                "hf.transformers.Resumable was added after the Trainer was created",
-                hint="Write Trainer(..., callbacks=[hf.transformers.Resumable(...)]).",
+                "holdfast.transformers.Resumable was added after the Trainer was created",
+                hint="Write Trainer(..., callbacks=[holdfast.transformers.Resumable(...)]).",
             )
 
     def _train(self, begin: Callable[..., Any], *positional: Any, **named: Any) -> Any:
@@ -115,7 +115,8 @@ def _find_trainer(callback: TrainerCallback) -> Any:
         if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
             return found
     raise UsageError(
-        "hf.transformers.Resumable cannot find its Trainer", hint="Write Trainer(..., callbacks=[Resumable(...)])."
+        "holdfast.transformers.Resumable cannot find its Trainer",
+        hint="Write Trainer(..., callbacks=[Resumable(...)]).",
     )
 
 
