@@ -854,11 +854,11 @@ holdfast: runs/gpt starts from the beginning; saves every 5 steps
 holdfast: runs/gpt is at step 5, saved; 1 checkpoint kept
 --
 holdfast: runs/handled is new; saves only when the job is asked to stop, and at save(); \
-to save while it trains: CheckpointManager(save_every=hf.Steps(n))
+to save while it trains: CheckpointManager(save_every=holdfast.Steps(n))
 holdfast: runs/handled is at step 3, saved; 1 checkpoint kept
 --
 holdfast: resumed runs/handled at step 3 (saved N), saves only when the job is asked to stop, and at save(); \
-to save while it trains: CheckpointManager(save_every=hf.Steps(n))
+to save while it trains: CheckpointManager(save_every=holdfast.Steps(n))
 holdfast: runs/handled is at step 4; the newest checkpoint is step 3
 --
 --
