@@ -122,7 +122,7 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2073,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5718,
+    "save": 5719,
     # A tree of objects taken apart, captured, and matched.
     "state": 6423,
     # The protocol, memory, and local directories that survive a crash.

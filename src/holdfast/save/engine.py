@@ -126,14 +126,15 @@ class Engine:
             request.copied = staging.snapshot.copied
         except OutOfMemoryError as error:
             request.staging = error
+        work = partial(self._serve, handle)
         if self._thread.start():
-            # In one go: no signal handler comes between the two.
+            # In one go: no signal handler comes between the two, so nothing else is called between them.
             request.is_submitted = True
-            self._thread.put(partial(self._serve, handle))
+            self._thread.put(work)
         else:
             request.confirm()
             request.is_submitted = True
-            self._serve(handle)
+            work()
         request.copied.copy_ended.wait(threading.TIMEOUT_MAX)
         if request.copied.error is not None:
             raise request.copied.error
