@@ -386,7 +386,9 @@ class LeafTable:
         self.names |= entries.taken
         self._origins += [None] * len(entries.names)
         found = list(map(bases.__getitem__, entries.numbers))
-        addresses: list[int | None] = [look.addresses[number] or None for number in entries.numbers]
+        addresses: list[int | None] = list(map(look.addresses.__getitem__, entries.numbers))
+        if 0 in addresses:
+            addresses = [address or None for address in addresses]
         if entries.cut:
             cut = {number: origin.find(bases) for number, origin in entries.cut.items()}
             those = find_addresses([entries.backends[number] for number in cut], list(cut.values()))

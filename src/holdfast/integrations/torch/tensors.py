@@ -458,7 +458,10 @@ def _try_facts(facts: Facts, arrays: Sequence[torch.Tensor]) -> bool:
     if not _PLAIN_TYPES.issuperset(map(type, arrays)) or set(map(_layout, arrays)) != _STRIDED:
         return False
     dtypes = list(map(_dtype, arrays))
-    if any(map(_is_neg, arrays)) or any(map(_is_conj, arrays)) or not _PLAIN_DTYPES.keys() >= set(dtypes):
+    distinct = set(dtypes)
+    if not _PLAIN_DTYPES.keys() >= distinct or any(map(_is_neg, arrays)):
+        return False
+    if any(dtype.is_complex for dtype in distinct) and any(map(_is_conj, arrays)):
         return False
     if any(map(gt, map(_nbytes, arrays), map(_storage_bytes, map(_storage, arrays)))):
         return False
@@ -469,10 +472,12 @@ def _try_facts(facts: Facts, arrays: Sequence[torch.Tensor]) -> bool:
     addresses = keys = list(map(_address, arrays))
     if 0 in keys or not {"cpu", "cuda"}.issuperset(device.type for device in set(devices)):
         return False
-    row, names, lengths = len(facts.specs), map(_PLAIN_DTYPES.__getitem__, dtypes), set(chain.from_iterable(shapes))
+    row, names, forms = len(facts.specs), map(_PLAIN_DTYPES.__getitem__, dtypes), set(shapes)
+    lengths = set(chain.from_iterable(forms))
     # Where a length is 0 or 1, strides may be anything, and count as contiguous all the same.
     if are_contiguous and 1 not in lengths and 0 not in lengths:
-        facts.specs.extend(map(_spec, names, shapes))
+        is_uniform = len(forms) == len(distinct) == 1
+        facts.specs.extend([_spec(next(names), shapes[0])] * len(arrays) if is_uniform else map(_spec, names, shapes))
     else:
         facts.specs.extend(map(_spec_of_layout, names, shapes, map(_stride, arrays)))
     if devices or not are_contiguous:
