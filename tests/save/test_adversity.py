@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from holdfast.events import Committed, Event, Failed, Staged
 from holdfast.storage import LocalStorage, MemoryStorage
 from holdfast.storage.checks import as_storage_errors, lost_bytes_as_damage
 from holdfast.storage.memory import MemoryWriter
-from interrupts import save_struck
+from interrupts import save_struck, save_struck_after
 from patience import PATIENCE_SECONDS, killed_after, read_line
 from places import PROGRAMS
 
@@ -91,8 +91,11 @@ def test_a_signal_handler_that_waits_while_training_does_hangs_nothing() -> None
     assert all(map(int, done.stdout.split())), "the signals did come"
 
 
+@pytest.mark.parametrize("strike", [save_struck, save_struck_after])
 @pytest.mark.parametrize("size", [10, 300_000])
-def test_one_exception_at_any_call_of_save_leaves_it_whole_or_never(size: int) -> None:
+def test_one_exception_at_any_call_of_save_leaves_it_whole_or_never(
+    size: int, strike: Callable[[hf.CheckpointManager, int, int], int]
+) -> None:
     """And the save after it works. The larger state is written while it is still being copied."""
     array, events, outcomes = np.ones(size), list[Event](), set[bool]()
     storage = WatchedStorage()
@@ -103,7 +106,7 @@ def test_one_exception_at_any_call_of_save_leaves_it_whole_or_never(size: int) -
         while struck:
             step, calls = step + 2, calls + 1
             array[:] = step
-            struck = save_struck(manager, step, calls)
+            struck = strike(manager, step, calls)
             array[:] = step + 1
             manager.save(step + 1)
             manager.wait()  # Until what is not kept is gone as well.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import signal
 import sys
 from collections.abc import Callable
@@ -78,3 +79,48 @@ def save_struck(manager: hf.CheckpointManager, step: int, *calls: int) -> int:
         sys.setprofile(None)
         sys.settrace(None)
     return struck
+
+
+def save_struck_after(manager: hf.CheckpointManager, step: int, number: int) -> int:
+    """Saves, with an exception where the call of that number in the manager's or the engine's functions has returned.
+
+    After a call, and at a function's begin, Python runs the handlers of signals; `save_struck` has the latter.
+
+    Returns:
+        1 if it did strike, or 0.
+    """
+    left = number
+    struck = 0
+    before: dict[FrameType, int] = {}
+
+    def begin(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(_STRUCK):
+            return None
+        frame.f_trace_opcodes = True
+        return strike
+
+    def strike(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left, struck
+        if event == "opcode":
+            place = before.get(frame)
+            before[frame] = frame.f_lasti
+            left -= place is not None and dis.opname[frame.f_code.co_code[place]] in _CALLS
+            if left == 0 and not struck:
+                struck = 1
+                sys.settrace(None)
+                raise Interrupted
+        return strike
+
+    earlier = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        manager.save(step)
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(earlier)
+    return struck
+
+
+_STRUCK = ("holdfast/manager.py", "holdfast/save/engine.py", "holdfast/save/handle.py")
+_CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW")
