@@ -204,11 +204,9 @@ def is_fixed(value: Any) -> bool:
     cls = type(value)
     if cls is str or cls is bytes:
         return len(value) <= _LONGEST
-    return cls in _EXACT or cls is float or (cls is tuple and len(value) <= _LONGEST and all(map(_is_single, value)))
-
-
-def _is_single(value: Any) -> bool:
-    return type(value) is not tuple and is_fixed(value)
+    if cls is tuple and len(value) <= _LONGEST:
+        return all(type(part) is not tuple and is_fixed(part) for part in value)
+    return cls in _EXACT or cls is float
 
 
 def take(branch: TreeShape, value: Any, contents: TreeParts) -> bool:

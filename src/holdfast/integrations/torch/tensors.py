@@ -457,15 +457,14 @@ def _try_facts(facts: Facts, arrays: Sequence[torch.Tensor]) -> bool:
     """Adds the facts of plain tensors; returns False, and adds nothing, if one of them is unusual."""
     if not _PLAIN_TYPES.issuperset(map(type, arrays)) or set(map(_layout, arrays)) != _STRIDED:
         return False
-    dtypes = list(map(_dtype, arrays))
-    distinct = set(dtypes)
+    distinct = set(dtypes := list(map(_dtype, arrays)))
     if not _PLAIN_DTYPES.keys() >= distinct or any(map(_is_neg, arrays)):
         return False
     if any(dtype.is_complex for dtype in distinct) and any(map(_is_conj, arrays)):
         return False
     if any(map(gt, map(_nbytes, arrays), map(_storage_bytes, map(_storage, arrays)))):
         return False
-    are_contiguous, shapes, addresses = all(map(_is_contiguous, arrays)), list(map(_shape, arrays)), []
+    are_contiguous, shapes = all(map(_is_contiguous, arrays)), list(map(_shape, arrays))
     if (not are_contiguous or any(map(_offset, arrays))) and any(map(_lacks_memory, arrays)):
         return False
     devices = [] if all(map(_is_cpu, arrays)) else list(map(_device, arrays))
