@@ -9,8 +9,8 @@ import json
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,7 @@ class Buckets(Sampler[list[int]]):
         return (order[first : first + SIZE] for first in range(0, SAMPLES, SIZE))
 
     def __len__(self) -> int:
-        return -(-SAMPLES // SIZE)
+        return (SAMPLES + SIZE - 1) // SIZE
 
 
 def make_batch(indices: list[int]) -> Any:
@@ -152,7 +152,7 @@ class Job:
     """A model and the steps that train it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.log = options, open(options.log, "a")  # noqa: SIM115 - it goes with the process
+        self.options, self.log = options, Path(options.log).open("a")  # noqa: SIM115 - it goes with the process
         self.model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.7)
@@ -269,9 +269,15 @@ def main() -> None:
         distributed.init_process_group("gloo")
         options.log += os.environ["RANK"]
     job = Job(options)
-    objects = {"model": job.model, "optimizer": job.optimizer, "schedule": job.schedule, "rng": holdfast.RNG()}
-    every = holdfast.Steps(options.every)
-    with holdfast.resumable(options.directory, save_every=every, strict_resume=True, **objects) as run:
+    with holdfast.resumable(
+        options.directory,
+        model=job.model,
+        optimizer=job.optimizer,
+        schedule=job.schedule,
+        rng=holdfast.RNG(),
+        save_every=holdfast.Steps(options.every),
+        strict_resume=True,
+    ) as run:
         job.run = run
         job.loop(run)
     state = job.model.state_dict()
@@ -281,4 +287,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

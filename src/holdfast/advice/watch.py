@@ -211,7 +211,7 @@ class TrainingWatch:
 
     def note_saved(self) -> None:
         """Called when everything trained until now is saved."""
-        if self._has_plain and not self._taken.data.has_loaders:
+        if self._has_plain and not self._taken.data.loaders:
             self._has_plain = None
             self._warn_else(_PLAIN)
         for text in self._strays.list_lost():

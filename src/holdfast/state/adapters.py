@@ -307,7 +307,7 @@ class Adapter:
             begins to iterate; returns a function that ends that.
         follow_batches: For objects that may give batches: is passed one, and a function to call with each batch that
             training takes from it. Returns what ends that; None if the object gives none, or is followed already.
-        make_place: For loaders: returns what keeps the place in one, a `Place`; None if it can only be read again.
+        make_place: For loaders: returns a `LoaderPlace` for one; None if it can only be read again.
         facts_of_batches: For such an object, returns what decides which batches come, as far as the program announces
             it: the batch size, say.
     """

@@ -252,16 +252,15 @@ class Run:
                     train_step(batch)
                     run.finish_step()
 
-        A restart in the middle of an epoch yields that epoch again, and `batches` gives the rest of it. If the last
-        save was made in the last step of an epoch, or in a block of `checkpointable` after it, the epoch is yielded
-        again without a batch. After a later save, such as that of `save` at its end, the next epoch is yielded.
+        A restart in the middle of an epoch yields that epoch again, and `batches` gives the rest of it. After a save in
+        the last step of an epoch, or in a `checkpointable` block after it, that rest has no batch. After a later save,
+        such as that of `save` at the end of an epoch, the next epoch is yielded.
 
         Args:
             total: How many epochs the run has in total, including those of earlier processes.
 
         Raises:
-            UsageError: If a saved loader counts epochs of its own, such as a `ResumableDataLoader`; or if the number of
-                workers has changed in the middle of an epoch.
+            UsageError: If a saved loader counts epochs of its own; or if the number of workers has changed in an epoch.
         """
         self._check_entered()
         whole = check_whole("total", total)
@@ -289,12 +288,11 @@ class Run:
                 function that returns one. Create it once, before the loop.
 
         Raises:
-            UsageError: If the loader is an iterator, or is saved by its name; or if the number of workers has changed
-                in the middle of an epoch.
+            UsageError: If the loader is an iterator, or saved by its name; or as in `epochs`.
         """
         self._check_entered()
         data = self._follow_data()
-        if not data.follows(loader):
+        if not any(one is loader for one in data.loaders):
             cut = getattr(loader, "batch_sampler", loader)
             for path, obj, _ in list_members(self.checkpoint.objects):
                 if obj is loader or obj is cut:
@@ -307,7 +305,7 @@ class Run:
     def _follow_data(self) -> FollowedData:
         """Returns what keeps the places in loaders; it is saved from the first use on."""
         data = self._loop.taken.data
-        if not data.has_loaders:
+        if not data.loaders:
             objects_of(self.checkpoint).own[FOLLOWED_DATA] = data
             self.manager.witness.follow(CALL, data.count.follow_batches, data.describe)
         return data

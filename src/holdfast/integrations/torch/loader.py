@@ -494,8 +494,8 @@ def _sampler_of(loader: DataLoader[Any], path: str = "") -> ResumableSampler:
         path=path,
         hint=f"Its batches are those of a {type(loader.batch_sampler).__name__}: use {_STATEFUL}."
         if is_own
-        else "Use ResumableDataLoader, which takes a sampler= as well, or a DataLoader with "
-        "batch_sampler=ResumableSampler(...), or torchdata's StatefulDataLoader.",
+        else "Take its batches from run.batches(loader), and do not pass it to resumable; or use ResumableDataLoader, "
+        "which takes a sampler= as well, or torchdata's StatefulDataLoader.",
     )
 
 

@@ -1,7 +1,7 @@
-"""The loaders of `run.batches`: the epoch that training is in, and how far it is in each loader.
+"""The loaders of `run.batches`: the epoch that training is in, and its progress in each loader.
 
-A loader is followed from its first call on. Its `Place` knows the way back to a batch of a pass; this module counts the
-passes, and decides what belongs to a step that is saved.
+A loader is followed from its first call on. Its `LoaderPlace` leads back to a batch of a pass; this module counts the
+passes, and decides which batches belong to a step that is saved.
 """
 
 from __future__ import annotations
@@ -30,17 +30,13 @@ _ENDLESS: Final = (
     "batches without end. Write `for epoch in run.epochs(n)` around it. If your loop ends at a number of steps, ignore "
     "this"
 )
-_RESIZED: Final = (
-    "this job has another number of workers than the one that was saved in the middle of an epoch of run.batches, "
-    "where each worker has a place of its own in the data"
-)
 
 
-class Place(Protocol):
-    """How far training is in one loader, and the way back there.
+class LoaderPlace(Protocol):
+    """The progress of training in one loader.
 
     Attributes:
-        caveat: What a way back has to do, or cannot; empty if there is no such thing.
+        caveat: What a restart has to do, or cannot; empty if there is no such thing.
         remark: What a restore has found changed since the save; empty if nothing has.
         resumes: True if the next pass begins at the restored batch.
         lookahead: How many of the batches that were taken are not trained yet.
@@ -55,16 +51,16 @@ class Place(Protocol):
         """Begins a pass, or continues in the restored one."""
 
     def forget(self) -> None:
-        """Called when training leaves the pass in progress: the next one is whole."""
+        """Leaves the pass in progress: the next one is whole."""
 
     def outline(self) -> Mapping[str, Any]:
-        """Returns `taken`, the batches of this pass that were trained, and `total`, those that it has, if known."""
+        """Returns `taken`, the batches of this pass that were trained, and `total`; None if that is not known."""
 
-    def describe(self) -> object:
-        """Returns what decides which batches come, as far as the program announces it."""
+    def describe(self) -> Any:
+        """Returns what decides which batches come, as a row of plain values."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place as plain values; without a pass in progress, its `begin` is None."""
+        """Returns the place as plain values; `begin` is None if no pass is in progress."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Stores the place for the next pass that begins."""
@@ -75,26 +71,26 @@ class FollowedLoader:
 
     Attributes:
         loader: The loader.
-        place: How far training is in its pass.
-        facts: What it is known by in a checkpoint.
+        place: The progress in its pass.
+        facts: What it is recognized by after a restart.
         passes: How many of its passes are over: in this epoch, or outside of epochs since the beginning.
-        spent: How many of these a restored epoch is still to give again, without a batch.
+        spent: How many of these a restored epoch has still to repeat, without a batch.
         taken: The batches that were taken in this process.
-        done: The batches of its pass in progress.
+        done: Those of its pass in progress, including those before a restart.
         total: How many a pass has; None if that is not known.
         epoch: The last epoch in which it was used; -1 for none.
         trains: True if a step was counted in one of its passes. Others only evaluate.
         current: Its pass in progress; None for none.
         is_left: True if the program has left the pass by `break`.
-        is_remade: True if the program makes it anew for each epoch.
+        is_remade: True if the program creates it again for each epoch.
         lead: How many batches its loop takes before the step that trains them begins.
         ahead: These batches, of the step to come.
     """
 
-    def __init__(self, loader: Any, place: Place) -> None:
-        facts: Any = place.describe()
-        kinds = [_name_of(loader), _name_of(getattr(loader, "dataset", None))]
-        self.loader, self.place, self.facts = loader, place, [*kinds, *facts]
+    def __init__(self, loader: Any, place: LoaderPlace) -> None:
+        kinds = [getattr(one, "__name__", type(one).__name__) for one in (loader, getattr(loader, "dataset", None))]
+        self.loader, self.place = loader, place
+        self.facts = [*(kind.removeprefix("Followed") for kind in kinds), *place.describe()]
         self.passes = self.spent = self.taken = self.done = self.lead = 0
         self.total: int | None = None
         self.epoch = -1
@@ -102,12 +98,8 @@ class FollowedLoader:
         self.current: Any = None
         self.ahead: deque[Any] = deque()
 
-    def is_within(self, *, is_epoch_left: bool) -> bool:
-        """Returns True if a restart continues in the middle of a pass; one that was left is over if its epoch is."""
-        return self.current is not None or self.place.resumes or (self.is_left and is_epoch_left)
-
     def read(self, *, is_within: bool, is_over: bool, is_between: bool) -> dict[str, Any]:
-        """Returns what a restart needs to know; `is_over` if that begins with the next epoch."""
+        """Returns the state to store: of the middle of a pass, or else of the next epoch if the present one is over."""
         lookahead, self.place.lookahead = self.place.lookahead, self.lead if is_between else 0
         try:
             state = self.place.state_dict()
@@ -118,7 +110,7 @@ class FollowedLoader:
         return {"facts": self.facts, "passes": passes, "trains": self.trains, "within": is_within, "place": place}
 
     def load(self, state: Mapping[str, Any], *, is_in_epochs: bool) -> None:
-        """Continues where a checkpoint was."""
+        """Continues at a stored state."""
         self.passes, self.trains = state["passes"], state["trains"]
         self.spent = self.passes if is_in_epochs else 0
         if state["place"] is not None:
@@ -127,7 +119,11 @@ class FollowedLoader:
 
     def begin_pass(self, number: int) -> None:
         """Called before a pass of the epoch of that number begins."""
-        for part in _list_parts(self.loader):
+        batches = getattr(self.loader, "batch_sampler", None)
+        parts = [getattr(self.loader, name, None) for name in ("sampler", "dataset")]
+        for part in {
+            id(one): one for one in (self.loader, batches, getattr(batches, "sampler", None), *parts)
+        }.values():
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(number)
         outline = self.place.outline()
@@ -151,7 +147,7 @@ class FollowedData:
         warn: Called with each warning.
         count: Counts the batches that training takes; not those of loaders that only evaluate.
         epoch: The epoch in progress, or to begin with.
-        is_between: True while a step is saved of which the next one's batches may be taken.
+        is_between: True while a step is saved, of which batches of the next one may be taken already.
         keeps_epoch: True while a state is noted that belongs to the epoch although its passes are over.
     """
 
@@ -162,12 +158,12 @@ class FollowedData:
         self.is_between = self.keeps_epoch = False
         self._loaders: list[FollowedLoader] = []
         self._newest: FollowedLoader | None = None
-        # Of loaders that the restarted program has not used yet.
+        # The states of loaders that the restarted program has not used yet.
         self._pending: list[Mapping[str, Any]] = []
         self._is_in_epochs = self._is_epoch_left = self._was_in_epochs = False
-        self._is_resized = self._has_warned = False
+        self._is_resized = self._has_warned = self._has_own_steps = False
         # True if a batch was taken, since the last step, from a loader that is not known to train.
-        self._has_unknown = self._has_own_steps = False
+        self._has_unknown = False
 
     @property
     def is_used(self) -> bool:
@@ -175,13 +171,9 @@ class FollowedData:
         return bool(self._loaders or self._pending or self._was_in_epochs)
 
     @property
-    def has_loaders(self) -> bool:
-        """True if a loader is followed in this process."""
-        return bool(self._loaders)
-
-    def follows(self, loader: object) -> bool:
-        """Returns True if a loader is followed in this process."""
-        return any(one.loader is loader for one in self._loaders)
+    def loaders(self) -> list[Any]:
+        """The loaders that are followed in this process."""
+        return [one.loader for one in self._loaders]
 
     # What the program calls.
 
@@ -205,7 +197,7 @@ class FollowedData:
             self._end_epoch()
 
     def _end_epoch(self) -> None:
-        self._pending = [_begin_anew(state) for state in self._pending]
+        self._pending = [_begin_again(state) for state in self._pending]
         for one in self._loaders:
             one.drop_pass()
             one.passes = one.spent = 0
@@ -224,10 +216,11 @@ class FollowedData:
     def _check_workers(self) -> None:
         if self._is_resized:
             raise UsageError(
-                _RESIZED,
-                hint="Start with the number of workers that it had, or go back to the end of an epoch "
-                "(start_from=). A holdfast.ResumableDataLoader(..., rank=, world_size=) that is passed to resumable "
-                "as loader=loader continues with any number.",
+                "this job has another number of workers than the one that was saved in the middle of an epoch of "
+                "run.batches, where each worker has a place of its own in the data",
+                hint="Start with the number of workers that it had, or go back to the end of an epoch (start_from=). A "
+                "holdfast.ResumableDataLoader(..., rank=, world_size=) that is passed to resumable as loader=loader "
+                "continues with any number.",
             )
 
     def _find(self, loader: Any) -> FollowedLoader:
@@ -235,12 +228,12 @@ class FollowedData:
         is_new = found is None
         if found is None:
             adapter = adapter_of(loader)
-            place = adapter.make_place(loader) if adapter is not None else None
+            place = None if adapter is None else adapter.make_place(loader)
             found = FollowedLoader(loader, ReadPlace(loader) if place is None else place)
         if self._was_in_epochs == self._is_in_epochs and (is_new or found.epoch < 0):
-            kinds = len(found.facts[:2])
-            for alike in (found.facts, found.facts[:kinds]):
-                state = next((one for one in self._pending if one["facts"][: len(alike)] == alike), None)
+            # Of the same kinds and sizes, or else of the same kinds: the batch size may have changed.
+            for facts in (found.facts, found.facts[:2]):
+                state = next((one for one in self._pending if one["facts"][: len(facts)] == facts), None)
                 if state is not None:
                     self._pending.remove(state)
                     found.load(state, is_in_epochs=self._is_in_epochs)
@@ -252,7 +245,7 @@ class FollowedData:
         return found
 
     def _add(self, loader: FollowedLoader) -> None:
-        """Follows a loader, in place of one that was made anew for each epoch."""
+        """Follows a loader, in place of the one of an earlier epoch if the program creates it again for each."""
         for number, one in enumerate(self._loaders):
             if one.facts == loader.facts and self._is_in_epochs and 0 <= one.epoch < self.epoch:
                 loader.trains, loader.is_remade = one.trains, True
@@ -303,8 +296,7 @@ class FollowedData:
         one.taken += 1
         one.done += 1
         self._newest = one
-        if not one.trains:
-            self._has_unknown = True
+        self._has_unknown = self._has_unknown or not one.trains
         if not self._counts(one):
             return
         self.count.batches += 1
@@ -341,28 +333,24 @@ class FollowedData:
     def begin_step(self) -> int:
         """Called when a step of such a loop begins; returns how many batches were taken for it before."""
         self.is_between = False
-        lead = 0
         for one in self._loaders:
-            lead += one.lead
-            while one.ahead:
-                see, batch = self.count.see, one.ahead.popleft()
-                if see is not None:
-                    see(batch)
-        return lead
+            while one.ahead and self.count.see is not None:
+                self.count.see(one.ahead.popleft())
+        return sum(one.lead for one in self._loaders)
 
     def note_own_step(self) -> None:
         """Called when the program's own loop counts a step."""
         self.is_between, self._has_own_steps = False, True
 
     def note_step(self) -> None:
-        """Called when a step is counted: the loader in whose pass that is trains."""
+        """Called when a step is counted: a loader in whose pass that is trains."""
         if not self._has_unknown:
             return
         self._has_unknown = False
-        open_ones = [one for one in self._loaders if one.current is not None and not one.trains and one.done]
-        if not open_ones and self._newest is not None and not any(one.trains for one in self._loaders):
-            open_ones = [self._newest]  # A step that takes a whole pass.
-        for one in open_ones:
+        found = [one for one in self._loaders if one.current is not None and one.done]
+        if not found and self._newest is not None and self._counts(self._newest):
+            found = [self._newest]  # The step has taken a whole pass.
+        for one in found:
             one.trains = True
 
     def has_taken_last(self) -> bool:
@@ -376,11 +364,10 @@ class FollowedData:
 
     def take_caveats(self) -> list[str]:
         """Returns what a restart has to do, or cannot, each once."""
-        texts = []
-        for one in self._loaders:
-            if one.place.caveat and self._counts(one):
-                texts.append(one.place.caveat)
-                one.place.caveat = ""
+        found = [one for one in self._loaders if one.place.caveat and self._counts(one)]
+        texts = [one.place.caveat for one in found]
+        for one in found:
+            one.place.caveat = ""
         return texts
 
     def describe(self) -> object:
@@ -396,37 +383,33 @@ class FollowedData:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch and the places; those of the next epoch if all passes of the present one are over."""
-        within = [one.is_within(is_epoch_left=self._is_epoch_left) for one in self._loaders]
-        is_over = self._is_over(within)
+        # A pass that was left by `break` is over, unless its epoch was left as well.
+        within = [
+            one.current is not None or one.place.resumes or (one.is_left and self._is_epoch_left)
+            for one in self._loaders
+        ]
+        is_within = any(within) or any(state["within"] for state in self._pending)
+        is_over = (
+            (self._is_in_epochs or self._is_epoch_left)
+            and not (self.keeps_epoch or is_within or any(one.spent for one in self._loaders))
+            and any(one.passes or one.is_left for one in self._loaders)
+        )
         loaders = [
             one.read(is_within=is_in, is_over=is_over, is_between=self.is_between)
             for one, is_in in zip(self._loaders, within, strict=True)
         ]
-        pending = [_begin_anew(state) if is_over else state for state in self._pending]
-        return {
-            "epoch": self.epoch + is_over,
-            "in_epochs": self._was_in_epochs,
-            "within": any(within) or any(state["within"] for state in self._pending),
-            "loaders": [*loaders, *pending],
-        }
-
-    def _is_over(self, within: list[bool]) -> bool:
-        if not (self._is_in_epochs or self._is_epoch_left) or self.keeps_epoch or any(within):
-            return False
-        if any(one.spent for one in self._loaders) or any(state["within"] for state in self._pending):
-            return False
-        return any(one.passes or one.is_left for one in self._loaders)
+        loaders += [_begin_again(state) if is_over else dict(state) for state in self._pending]
+        epoch, was_in_epochs = self.epoch + is_over, self._was_in_epochs
+        return {"epoch": epoch, "in_epochs": was_in_epochs, "within": is_within, "loaders": loaders}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where a checkpoint was; what is followed in this process begins anew."""
-        self.epoch, self._was_in_epochs = state["epoch"], state["in_epochs"]
-        self._pending, self._loaders, self._newest = [*state["loaders"]], [], None
-        self._is_resized = False
+        """Continues at a stored state."""
+        self.epoch, self._was_in_epochs, self._pending = state["epoch"], state["in_epochs"], [*state["loaders"]]
+        self._loaders, self._newest, self._is_resized = [], None, False
 
     def load_resized(self, stored: Any) -> None:
         """Continues between two epochs with another number of workers; in the middle of one, `batches` refuses."""
-        places: list[Mapping[str, Any]] = [{**state, "place": None} for state in stored["loaders"]]
-        self.load_state_dict({**stored, "loaders": places})
+        self.load_state_dict({**stored, "loaders": [{**state, "place": None} for state in stored["loaders"]]})
         self._is_resized = stored["within"]
 
 
@@ -442,8 +425,8 @@ class LoaderBatches(Iterator[Batch]):
 
     @property
     def batches_done(self) -> int:
-        """The batches of this pass that were taken, those before a restart included:
-        `enumerate(batches, start=batches.batches_done)` gives each its number in the pass.
+        """The batches of this pass that were taken, including those before a restart: `enumerate(batches,
+        start=batches.batches_done)` gives each its number in the pass.
         """
         return self._loader.done
 
@@ -468,19 +451,7 @@ class _FollowedAdapter(StateDictAdapter):
 register_adapter(FollowedData, _FollowedAdapter())
 
 
-def _name_of(obj: Any) -> str:
-    return str(getattr(obj, "__name__", type(obj).__name__)).removeprefix("Followed")
-
-
-def _begin_anew(state: Mapping[str, Any]) -> dict[str, Any]:
+def _begin_again(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state of a loader that is not used yet, at the beginning of an epoch."""
     place = None if state["place"] is None else {**state["place"], "begin": None}
     return {**state, "passes": 0, "within": False, "place": place}
-
-
-def _list_parts(loader: Any) -> list[Any]:
-    """Returns a loader and its parts that may ask for the number of the epoch, each once."""
-    batches = getattr(loader, "batch_sampler", None)
-    parts = [getattr(loader, name, None) for name in ("sampler", "dataset")]
-    parts = [loader, batches, getattr(batches, "sampler", None), *parts]
-    return [*{id(part): part for part in parts if part is not None}.values()]

@@ -77,16 +77,16 @@ class ReadPlace:
         self._restored: Mapping[str, Any] | None = None
 
     def outline(self) -> Mapping[str, Any]:
-        """See `Place`."""
+        """See `LoaderPlace`."""
         taken = self._taken - self.lookahead if self._restored is None else self._restored["taken"]
         return {"taken": max(taken, 0), "total": _length_of(self._data)}
 
     def describe(self) -> object:
-        """See `Place`."""
+        """See `LoaderPlace`."""
         return [_length_of(self._data)]
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Place`."""
+        """See `LoaderPlace`."""
         if self._restored is not None:
             return dict(self._restored)  # Nothing was taken since it was restored.
         state = {"begin": self._begin, "taken": self.outline()["taken"], "stream": None, "draws": self._draws}
@@ -96,21 +96,21 @@ class ReadPlace:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Place`."""
+        """See `LoaderPlace`."""
         self._restored, self._begin, self.resumes = state, None, state["begin"] is not None
         self._draws = state["draws"]
         if self._attributes is not None and not self.resumes:
             self._attributes.write(state["parts"])
 
     def forget(self) -> None:
-        """See `Place`."""
+        """See `LoaderPlace`."""
         self._begin, self.resumes = None, False
         if self._restored is not None:
             self._restored = {**self._restored, "begin": None, "taken": 0}
             self.load_state_dict(self._restored)
 
     def start(self) -> Iterator[Any]:
-        """See `Place`."""
+        """See `LoaderPlace`."""
         state, self._restored = self._restored if self.resumes else None, None
         self.resumes, self._states = False, []
         if state is None:
