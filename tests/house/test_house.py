@@ -90,7 +90,7 @@ BUDGETS = {
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2201,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 3486,
+    "cli": 3554,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
@@ -147,7 +147,7 @@ directories. process: one owner of interrupts. save: the lineage and
 the guard of calls, which were the manager's and the options'.
 """
 
-MAX_MODULES = 254
+MAX_MODULES = 255
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""
