@@ -27,9 +27,7 @@ def main(directory: str) -> None:
 
     accelerator = Accelerator()
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
-    with holdfast.accelerate.resumable(
-        accelerator, directory, save_every=holdfast.Steps(500), keep=holdfast.Latest(3)
-    ) as run:
+    with holdfast.accelerate.resumable(accelerator, directory, save_every=500, keep=3) as run:
         for _epoch in range(loader.iteration, EPOCHS):  # the epochs that remain
             for (numbers,) in loader:
                 with accelerator.accumulate(network):
@@ -43,4 +41,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/first")
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/accelerate")

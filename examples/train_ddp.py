@@ -40,8 +40,8 @@ def main(directory: str) -> None:
         optimizer=optimizer,
         loader=loader,
         rng=holdfast.RNG(),
-        save_every=holdfast.Steps(500),
-        keep=holdfast.Latest(3),
+        save_every=500,
+        keep=3,
     ) as run:
         print(f"worker {rank} of {world_size}, process {os.getpid()}, begins with step {run.step}", flush=True)
         for step in run.steps(STEPS):  # the steps that remain
@@ -56,4 +56,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/first")
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/ddp")

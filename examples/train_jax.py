@@ -46,7 +46,7 @@ def main(directory: str) -> None:
     model = Network(nnx.Rngs(1))
     optimizer = nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param)
     objects = {"model": model, "optimizer": optimizer, "key": jax.random.key(1)}
-    with holdfast.resumable(directory, **objects, save_every=holdfast.Steps(500), keep=holdfast.Latest(3)) as run:
+    with holdfast.resumable(directory, **objects, save_every=500, keep=3) as run:
         for step in run.steps(STEPS):  # the steps that remain
             # The model and its optimizer are filled where they are; a key cannot be changed, so it is put back.
             loss, run.checkpoint.key = train_step(model, optimizer, run.checkpoint.key)
@@ -61,4 +61,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/first")
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/jax")

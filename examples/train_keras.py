@@ -35,7 +35,7 @@ def main(directory: str) -> None:
         verbose=0,
         callbacks=[
             keras.callbacks.ReduceLROnPlateau(patience=3),
-            holdfast.keras.Resumable(directory, save_every=holdfast.Steps(100), keep=holdfast.Latest(3)),
+            holdfast.keras.Resumable(directory, save_every=100, keep=3),
             keras.callbacks.LambdaCallback(on_epoch_end=print_epoch),
         ],
     )
@@ -47,4 +47,4 @@ def print_epoch(epoch: int, logs: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/first")
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/keras")

@@ -48,7 +48,7 @@ def main(directory: str) -> None:
     loader = DataLoader(TensorDataset(torch.randn(10_000, 4)), batch_size=32, shuffle=True)  # replace it, too
     trainer = Trainer(
         max_steps=STEPS,
-        callbacks=[holdfast.lightning.Resumable(directory, save_every=holdfast.Steps(500), keep=holdfast.Latest(3))],
+        callbacks=[holdfast.lightning.Resumable(directory, save_every=500, keep=3)],
         enable_checkpointing=False,  # holdfast saves
         enable_progress_bar=False,
         logger=False,
@@ -57,4 +57,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/first")
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/lightning")

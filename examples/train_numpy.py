@@ -21,9 +21,7 @@ def main(directory: str) -> None:
     momentum = {name: np.zeros(1) for name in model}
     noise = np.random.default_rng(0)
 
-    with holdfast.resumable(
-        directory, model=model, momentum=momentum, noise=noise, save_every=holdfast.Steps(500), keep=holdfast.Latest(3)
-    ) as run:
+    with holdfast.resumable(directory, model=model, momentum=momentum, noise=noise, save_every=500, keep=3) as run:
         for step in run.steps(STEPS):  # the steps that remain
             x = noise.uniform(-1, 1, 10_000)
             error = model["slope"] * x + model["offset"] - (3 * x - 2 + noise.normal(0, 0.1, x.size))
@@ -38,4 +36,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/first")
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/numpy")

@@ -37,8 +37,8 @@ def main(directory: str) -> None:
         schedule=schedule,
         loader=loader,
         rng=holdfast.RNG(),
-        save_every=holdfast.Steps(500),
-        keep=holdfast.Latest(3),
+        save_every=500,
+        keep=3,
     ) as run:
         for step in run.steps(STEPS):  # the steps that remain
             inputs, targets = next(batches)
@@ -53,4 +53,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/first")
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/torch")

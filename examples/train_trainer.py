@@ -53,10 +53,10 @@ def main(directory: str) -> None:
         ),
         data_collator=collate,
         train_dataset=TensorDataset(torch.randn(10_000, 4)),  # replace it, too
-        callbacks=[holdfast.transformers.Resumable(directory, save_every=holdfast.Steps(500), keep=holdfast.Latest(3))],
+        callbacks=[holdfast.transformers.Resumable(directory, save_every=500, keep=3)],
     )
     trainer.train()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/first")
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/trainer")

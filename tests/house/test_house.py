@@ -115,7 +115,7 @@ BUDGETS = {
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3284,
     # Saving and retention, as pure functions.
-    "policies": 762,
+    "policies": 761,
     # Notices, the agreement of workers, the last save.
     "preemption": 4900,
     # Threads, terminal, interrupts, end of the process.
@@ -148,7 +148,7 @@ directories. process: one owner of interrupts. save: the lineage and
 the guard of calls, which were the manager's and the options'.
 """
 
-MAX_MODULES = 255
+MAX_MODULES = 256
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""
