@@ -115,7 +115,7 @@ BUDGETS = {
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3284,
     # Saving and retention, as pure functions.
-    "policies": 762,
+    "policies": 761,
     # Notices, the agreement of workers, the last save.
     "preemption": 4900,
     # Threads, terminal, interrupts, end of the process.
