@@ -23,6 +23,7 @@ from holdfast.policies.retention import (
     RetentionPlan,
     RetentionPolicy,
     absent_metrics,
+    find_modes,
     plan_retention,
     spare_referred,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "Steps",
     "absent_metrics",
     "counts_epochs",
+    "find_modes",
     "is_by_step",
     "plan_retention",
     "read_keep",
