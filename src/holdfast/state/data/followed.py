@@ -17,7 +17,7 @@ from holdfast.state.adapters import StateDictAdapter
 from holdfast.state.data.reading import ReadPlace
 from holdfast.state.data.sampler import BatchCount
 from holdfast.state.leaves import Skeleton
-from holdfast.state.registry import adapter_of, register_adapter
+from holdfast.state.registry import adapter_of, list_members, register_adapter
 from holdfast.tracebacks import short_traceback
 
 Batch = TypeVar("Batch")
@@ -171,9 +171,20 @@ class FollowedData:
         return bool(self._loaders or self._pending or self._was_in_epochs)
 
     @property
-    def loaders(self) -> list[Any]:
-        """The loaders that are followed in this process."""
-        return [one.loader for one in self._loaders]
+    def has_loaders(self) -> bool:
+        """True if a loader is followed in this process."""
+        return bool(self._loaders)
+
+    def check_unnamed(self, loader: Any, objects: Mapping[str, object]) -> None:
+        """Raises `UsageError` if the program saves a loader by name."""
+        is_known = any(one.loader is loader for one in self._loaders)
+        cut = getattr(loader, "batch_sampler", loader)
+        for path, obj, _ in () if is_known else list_members(objects):
+            if obj is loader or obj is cut:
+                raise UsageError(
+                    f"{path} is saved by its name, and keeps its own place: run.batches cannot follow it as well",
+                    hint=f"Iterate it directly, or remove {path} from the arguments of resumable.",
+                )
 
     # What the program calls.
 
