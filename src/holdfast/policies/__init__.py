@@ -22,6 +22,7 @@ from holdfast.policies.retention import (
     RetentionPlan,
     RetentionPolicy,
     absent_metrics,
+    count_kept,
     plan_retention,
     spare_referred,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "Seconds",
     "Steps",
     "absent_metrics",
+    "count_kept",
     "is_by_step",
     "plan_retention",
     "spare_referred",

@@ -11,6 +11,7 @@ import math
 import os
 import stat
 import struct
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ SLOTS: Final = 4096
 FOLDER: Final = "witness"
 DATA, LOSS = 1, 2
 _FIELDS: Final = struct.Struct("<QIIIIIIQd8x")
+_SIGN: Final = struct.Struct("<Qd")
 _CHECK: Final = struct.Struct("<Q")
 _BYTES: Final = 64
 _FORMAT: Final = 0x686F6C64_00000002
@@ -121,6 +123,15 @@ class Ring:
             check = _CHECK.pack(xxhash.xxh3_64_intdigest(body, _FORMAT))
             os.pwrite(self._descriptor, body + check, record.step % SLOTS * _BYTES)
 
+    def sign(self, step: int, at_seconds: float) -> None:
+        """Notes how far training has come, and when, in seconds since 1970: of steps without a record."""
+        if self._descriptor is None:
+            self._try_open()
+        if self._descriptor is not None:
+            body = _SIGN.pack(step, at_seconds)
+            check = _CHECK.pack(xxhash.xxh3_64_intdigest(body, _FORMAT))
+            os.pwrite(self._descriptor, body + check, SLOTS * _BYTES)
+
     def _try_open(self) -> None:
         """Opens the file, if the run's directory or else the user's cache is on a local file system with space."""
         directory = self._storage.location
@@ -156,12 +167,28 @@ def decode(data: bytes) -> dict[int, StepRecord]:
 def read_ring(storage: Storage, rank: int) -> dict[int, StepRecord]:
     """Returns the records of a worker by step, as far as they can be read."""
     found: dict[int, StepRecord] = {}
+    for data in _read_files(storage, rank, 0, SLOTS * _BYTES):
+        found |= decode(data)
+    return found
+
+
+def read_sign(storage: Storage, rank: int) -> tuple[int, float]:
+    """Returns how far a worker had come, and when, as it was noted by `Ring.sign`; zeros if that is not known."""
+    for data in _read_files(storage, rank, SLOTS * _BYTES, _SIGN.size + _CHECK.size):
+        body, check = data[: _SIGN.size], data[_SIGN.size :]
+        if xxhash.xxh3_64_intdigest(body, _FORMAT).to_bytes(8, "little") == check:
+            step, at_seconds = _SIGN.unpack(body)
+            return step, at_seconds
+    return 0, 0.0
+
+
+def _read_files(storage: Storage, rank: int, begin: int, size_bytes: int) -> Iterator[bytes]:
     for path in reversed(list_rings(storage, rank)):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
-                found |= decode(file.read(SLOTS * _BYTES))
-    return found
+                file.seek(begin)
+                yield file.read(size_bytes)
 
 
 def remove_rings(storage: Storage) -> None:

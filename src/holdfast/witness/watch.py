@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,12 +22,13 @@ from holdfast.format.records import Worker
 from holdfast.state.registry import backend_of, list_members
 from holdfast.storage import Storage
 from holdfast.witness.batches import BatchLog, combine
-from holdfast.witness.ring import DATA, LOSS, Repetition, Ring, StepRecord, read_ring
+from holdfast.witness.ring import DATA, LOSS, Repetition, Ring, StepRecord, read_ring, read_sign
 
 P = ParamSpec("P")
 
 _log: Final = logging.getLogger("holdfast")
 _LIBRARIES: Final = ("holdfast", "torch", "numpy", "jax", "jaxlib", "keras", "tensorflow", "lightning", "transformers")
+_SIGN_SECONDS: Final = 1.0
 _MOST_PENDING: Final = 64
 """A device that has more steps to compute still: then the loss of the oldest is left out."""
 
@@ -53,18 +55,19 @@ class Witness:
 
     Attributes:
         process: The process of the run, from `begin` to `end`; 0 otherwise.
+        reached: The last step that an earlier process had done and this one is to repeat; 0 if it repeats none.
     """
 
     def __init__(self, storage: Storage, worker: Worker, emit: Sink) -> None:
         self._storage, self._worker, self._emit = storage, worker, emit
-        self.process = 0
+        self.process = self.reached = 0
         self._logs: list[BatchLog] = []
         self._undo: list[Callable[[], object]] = []
         self._early: list[Callable[[], None]] = []  # What is to be followed once this begins.
         self._loss: float | Callable[[], float | None] | None = None
         self._pending: deque[tuple[StepRecord, Callable[[], float | None] | None]] = deque()
         self._ring = Ring(storage, worker.rank)
-        self._lines, self._contexts = (0, 0), (0, 0)
+        self._lines, self._contexts, self._sign_at = (0, 0), (0, 0), 0.0
         self._repetition, self._is_strict = Repetition(), False
         self._say: Callable[[str], object] = lambda _: None
 
@@ -74,6 +77,7 @@ class Witness:
         step: int | None,
         say: Callable[[str], object],
         *,
+        saved_at: float,
         same_loss: bool,
         strict: bool,
     ) -> None:
@@ -83,19 +87,18 @@ class Witness:
             objects: The saved objects, by name: the loaders among them are followed.
             step: The step that was restored; None if none was, so that nothing is compared.
             say: Called with the line for people when all repeated steps agree.
+            saved_at: When that step was saved, in seconds since 1970; 0 if none was restored.
             same_loss: False if the restore has changed something that changes the loss.
             strict: True to make a difference an error.
         """
         self.end()
         self.process, self._say, self._is_strict = os.getpid(), say, strict
-        self._contexts, self._ring = (0, 0), Ring(self._storage, self._worker.rank)
-        self._begin(objects, step, same_loss=same_loss)
+        self._contexts, self._ring, self.reached = (0, 0), Ring(self._storage, self._worker.rank), 0
+        self._begin(objects, step, saved_at, same_loss=same_loss)
 
     @_harmless
-    def _begin(self, objects: Mapping[str, object], step: int | None, *, same_loss: bool) -> None:
+    def _begin(self, objects: Mapping[str, object], step: int | None, saved_at: float, *, same_loss: bool) -> None:
         records = read_ring(self._storage, self._worker.rank)
-        if step is None and records:
-            self._say(f"the steps of an earlier start, up to {max(records)}, are begun again and not compared")
         # What lies beyond a place to which the program went back is of another line.
         begin = min((one for one in records if step is not None and one >= step), default=None)
         line, loss_line = (int.from_bytes(os.urandom(4), "little") for _ in range(2))
@@ -105,6 +108,10 @@ class Witness:
         self._repetition = Repetition(
             {one: record for one, record in records.items() if step is not None and one > step and record.line == line}
         )
+        self.reached = max(records if step is None else self._repetition.expected, default=0)
+        signed, signed_at = read_sign(self._storage, self._worker.rank)
+        if signed_at >= saved_at:
+            self.reached = max(self.reached, signed)
         for path, obj, adapter in list_members(objects):
             if adapter.follow_batches is not None:
                 self.follow(path, partial(adapter.follow_batches, obj), partial(adapter.facts_of_batches, obj))
@@ -156,6 +163,10 @@ class Witness:
             return  # A child of the run's process.
         loss, self._loss = self._loss, None
         known = (DATA if self._logs else 0) | (LOSS if loss is not None else 0)
+        if not known and (now := time.time()) >= self._sign_at:
+            # Nothing to compare, but a restart can say how far this came.
+            self._sign_at = now + _SIGN_SECONDS
+            self._ring.sign(step, now)
         if known:
             if self._contexts == (0, 0):
                 facts = [(log.name, log.facts()) for log in self._logs]
