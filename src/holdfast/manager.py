@@ -218,18 +218,16 @@ class CheckpointManager:
         """The time that saving and restoring have taken in this process so far."""
         return self.emit.totals.sums
 
-    def describe_cost(self, *, are_deleted: bool = False) -> str:
+    def describe_cost(self) -> str:
         """**Blocks** for a moment at most, for the clean-up after the newest save. Describes what saving has cost.
 
-        Empty if nothing was saved since a run was entered, or this worker is not to say it. If the checkpoints
-        `are_deleted` by now, they are not counted.
+        Empty if nothing was saved since a run was entered, on all workers but the leader, and if the run is quiet.
         """
         if self.emit.entered_at is None:
             return ""
         if (newest := self.lineage.in_flight) is not None:
             newest.request.ended.wait(_MOMENT_SECONDS)
-        totals = replace_fields(self.totals, steps_kept=0) if are_deleted else self.totals
-        return describe_cost(totals, time.monotonic() - self.emit.entered_at)
+        return describe_cost(self.totals, time.monotonic() - self.emit.entered_at)
 
     @property
     def save_seconds(self) -> float | None:

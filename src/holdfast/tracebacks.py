@@ -156,7 +156,7 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
 
 
 def _leave_out_repeated(error: BaseException) -> None:
-    """Removes the error behind another one if it adds nothing, else only its frames of libraries."""
+    """Removes the cause of an error if it adds nothing, else only its frames of libraries."""
     one, seen = error, {error}
     while (behind := _find_shown_cause(one)) is not None and behind not in seen:
         seen.add(behind)

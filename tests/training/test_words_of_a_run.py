@@ -26,7 +26,7 @@ import os, signal, sys, time
 import numpy as np, holdfast
 
 directory, end, reports = sys.argv[1:]
-begun_at, policy = time.monotonic(), holdfast.Steps(10**9) if end else holdfast.Steps(10)
+policy = holdfast.Steps(10**9) if end else holdfast.Steps(10)
 with holdfast.resumable(directory, w=np.zeros(3), save_every=policy) as run:
     for step in run.steps(10**9 if end else run.step + 10):
         if reports:
@@ -34,7 +34,9 @@ with holdfast.resumable(directory, w=np.zeros(3), save_every=policy) as run:
         if end and step == 10:
             run.save().wait_ended()
         # Without a loss or a loader, a sign of life is left once a second.
-        if end and step >= 17 and (reports or time.monotonic() > begun_at + 1.5):
+        if step == 17:
+            at_17 = time.monotonic()
+        if end and step >= 17 and (reports or time.monotonic() > at_17 + 1.2):
             os.kill(os.getpid(), getattr(signal, end))
             end = ""
 """

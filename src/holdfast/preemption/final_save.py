@@ -70,7 +70,7 @@ class Saves(Protocol):
         ...
 
     def describe_cost(self) -> str:
-        """Describes what saving has cost; empty if that is not to be said."""
+        """Describes what saving has cost; empty if nothing was saved."""
         ...
 
     def mark(self) -> Mark:

@@ -237,7 +237,7 @@ class RunEvents(Fanout):
 
     Attributes:
         totals: Sums them up.
-        entered_at: When training began, by the monotonic clock, if what saving has cost it is to be said here.
+        entered_at: When training began, by the monotonic clock, if the cost of saving is reported here; None otherwise.
     """
 
     def __init__(self, storage: Storage, sinks: Iterable[Sink], worker: Worker) -> None:

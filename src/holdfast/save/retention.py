@@ -45,7 +45,7 @@ class Cleaning(msgspec.Struct, frozen=True):
         lost: Committed steps that have lost their manifests. Their data is kept.
         hindrance: What makes saves slower than they could be; see `Traits`.
         kept_bytes: The size of the kept steps.
-        shortage: Says that the disk has no room for what is to be kept; empty if it has, or that was said before.
+        shortage: A warning that the disk has no room for all that is to be kept, or empty.
     """
 
     kept: dict[StepName, str]

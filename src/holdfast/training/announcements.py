@@ -43,11 +43,11 @@ class Announcements:
         self._worker = worker
         self._is_quiet = quiet or not worker.is_leader
         self._began_at: int | None = None
-        self._manager: CheckpointManager | None = None
 
     def begin(self, manager: CheckpointManager, restored: Restoration | None, step: int) -> None:
         """Reports that training begins with a step, after a restore, if there was one; its witness has begun by now."""
-        self._begin(manager, step)
+        self._begin(step)
+        manager.emit.entered_at = None if self._is_quiet else time.monotonic()
         reached = manager.witness.reached
         rhythm = describe_saving(manager.options.save_every)
         if restored is None:
@@ -70,9 +70,8 @@ class Announcements:
             loaders = {path: HyperparameterChange(*pair, can_be_kept=False) for path, pair in set_otherwise}
             self._warn_of_changes(restored, {**restored.hyperparameters, **loaders})
 
-    def _begin(self, manager: CheckpointManager, step: int) -> None:
-        self._began_at, self._manager = step, manager
-        manager.emit.entered_at = None if self._is_quiet else time.monotonic()
+    def _begin(self, step: int) -> None:
+        self._began_at = step
         if os.getpid() == 1 and threading.current_thread() is threading.main_thread():
             self.say(
                 "this program is process 1 of its container, where a SIGTERM that came before this line, such as "
@@ -96,15 +95,12 @@ class Announcements:
             else:
                 newest = f"the newest checkpoint is step {steps[-1]}" if steps else "there is no checkpoint"
                 self.say(f"{self.place} is at step {step}; {newest}")
-            self._say_cost(manager)
+            if cost := manager.describe_cost():
+                self.say(cost)
 
-    def _say_cost(self, manager: CheckpointManager, *, are_deleted: bool = False) -> None:
-        if cost := manager.describe_cost(are_deleted=are_deleted):
-            self.say(cost)
-
-    def begin_epochs(self, manager: CheckpointManager, backup: Backup | None, *, begins_anew: bool) -> None:
+    def begin_epochs(self, backup: Backup | None, *, begins_anew: bool) -> None:
         """Reports that training in epochs begins, after a restored backup, if there was one."""
-        self._begin(manager, 0)
+        self._begin(0)
         if backup is None or backup.restoration is None:
             self.say(
                 f"{self.place} starts from the beginning"
@@ -117,7 +113,7 @@ class Announcements:
 
     def end_epochs(self, backup: Backup | None, *, had_backup: bool = True) -> None:
         """Reports, once, that training in epochs has ended, with a backup that stays; None if there is none."""
-        if self._began_at is not None and self._manager is not None:
+        if self._began_at is not None:
             self._began_at = None
             if backup is not None:
                 self.say(f"{self.place}: the backup of {backup} is kept")
@@ -125,7 +121,6 @@ class Announcements:
                 self.say(f"{self.place}: training is complete, and its backup is deleted")
             else:
                 self.say(f"{self.place}: training is complete, and no backup of it was made")
-            self._say_cost(self._manager, are_deleted=backup is None)
 
     def describe(self, restored: Restoration, where: str, rhythm: str = "", lost: int = 0) -> str:
         """Describes a restore in one line.
@@ -246,7 +241,7 @@ def find_namesake(url: str) -> tuple[str, int] | None:
 
 
 def is_slip(one: str, other: str) -> bool:
-    """**Pure.** Returns True if two names differ by one letter, or by two that are swapped, in a word of four or more.
+    """**Pure.** Returns True if two names differ by one letter, or by two that are swapped, in a long word.
 
     Other names of runs are made to differ by little: `exp1` and `exp2`, or `model-s` and `model-m`.
     """

@@ -252,7 +252,7 @@ class WorkerTrainingState:
         self._begin_watch(may_predict=True)
         self._backups = Backups(self._backups.generation)
         if restoration is None:
-            self._announcements.begin_epochs(manager, None, begins_anew=self._begins_anew)
+            self._announcements.begin_epochs(None, begins_anew=self._begins_anew)
             return None
         self._backups.generation = max(self._backups.generation, restoration.name.generation)
         loop.count.done = max(loop.count.done, restoration.step)
@@ -260,7 +260,7 @@ class WorkerTrainingState:
         epoch, batch = read_note(restoration.manifest, self._storage.url)
         backup = Backup(epoch, batch, restoration)
         self._backups.begin_from(restoration.step, backup)
-        self._announcements.begin_epochs(manager, backup, begins_anew=False)
+        self._announcements.begin_epochs(backup, begins_anew=False)
         return backup
 
     def delete_backup(self) -> bool:

@@ -11,6 +11,7 @@ import math
 import os
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import xxhash
 from holdfast.storage import Storage
 
 SLOTS: Final = 4096
+_SIGN_SECONDS: Final = 1.0
 FOLDER: Final = "witness"
 DATA, LOSS = 1, 2
 _FIELDS: Final = struct.Struct("<QIIIIIIQd8x")
@@ -77,11 +79,13 @@ class Repetition:
         expected: The records that were not repeated yet, by step.
         repeated: The steps that were compared and do not differ, each with what was known of it both times.
         why: Why something was not compared; empty if all was.
+        reached: The last step that had been done before; 0 if that is not known.
     """
 
     expected: dict[int, StepRecord] = field(default_factory=dict)
     repeated: list[tuple[int, int]] = field(default_factory=list)
     why: str = ""
+    reached: int = 0
 
     def compare(self, now: StepRecord) -> tuple[str, int, float, float] | None:
         """Returns what differs, what is known of both, and both values; None if nothing differs."""
@@ -113,6 +117,7 @@ class Ring:
         self._storage, self._rank = storage, rank
         self._descriptor: int | None = None
         self._has_place = True
+        self._sign_at = 0.0
 
     def write(self, record: StepRecord) -> None:
         """Writes a record in place of the one that is `SLOTS` steps older, if there is a place for the file."""
@@ -123,12 +128,15 @@ class Ring:
             check = _CHECK.pack(xxhash.xxh3_64_intdigest(body, _FORMAT))
             os.pwrite(self._descriptor, body + check, record.step % SLOTS * _BYTES)
 
-    def sign(self, step: int, at_seconds: float) -> None:
-        """Notes how far training has come, and when, in seconds since 1970: of steps without a record."""
+    def sign(self, step: int) -> None:
+        """Notes how far training has come, and when, of steps without a record; at most once a second."""
+        if (now := time.time()) < self._sign_at:
+            return
+        self._sign_at = now + _SIGN_SECONDS
         if self._descriptor is None:
             self._try_open()
         if self._descriptor is not None:
-            body = _SIGN.pack(step, at_seconds)
+            body = _SIGN.pack(step, now)
             check = _CHECK.pack(xxhash.xxh3_64_intdigest(body, _FORMAT))
             os.pwrite(self._descriptor, body + check, SLOTS * _BYTES)
 

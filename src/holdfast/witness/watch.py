@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,7 +27,6 @@ P = ParamSpec("P")
 
 _log: Final = logging.getLogger("holdfast")
 _LIBRARIES: Final = ("holdfast", "torch", "numpy", "jax", "jaxlib", "keras", "tensorflow", "lightning", "transformers")
-_SIGN_SECONDS: Final = 1.0
 _MOST_PENDING: Final = 64
 """A device that has more steps to compute still: then the loss of the oldest is left out."""
 
@@ -55,19 +53,18 @@ class Witness:
 
     Attributes:
         process: The process of the run, from `begin` to `end`; 0 otherwise.
-        reached: The last step that an earlier process had done and this one is to repeat; 0 if it repeats none.
     """
 
     def __init__(self, storage: Storage, worker: Worker, emit: Sink) -> None:
         self._storage, self._worker, self._emit = storage, worker, emit
-        self.process = self.reached = 0
+        self.process = 0
         self._logs: list[BatchLog] = []
         self._undo: list[Callable[[], object]] = []
         self._early: list[Callable[[], None]] = []  # What is to be followed once this begins.
         self._loss: float | Callable[[], float | None] | None = None
         self._pending: deque[tuple[StepRecord, Callable[[], float | None] | None]] = deque()
         self._ring = Ring(storage, worker.rank)
-        self._lines, self._contexts, self._sign_at = (0, 0), (0, 0), 0.0
+        self._lines, self._contexts = (0, 0), (0, 0)
         self._repetition, self._is_strict = Repetition(), False
         self._say: Callable[[str], object] = lambda _: None
 
@@ -93,8 +90,13 @@ class Witness:
         """
         self.end()
         self.process, self._say, self._is_strict = os.getpid(), say, strict
-        self._contexts, self._ring, self.reached = (0, 0), Ring(self._storage, self._worker.rank), 0
+        self._contexts, self._ring = (0, 0), Ring(self._storage, self._worker.rank)
         self._begin(objects, step, saved_at, same_loss=same_loss)
+
+    @property
+    def reached(self) -> int:
+        """The last step that an earlier process had done and this one is to repeat, as this begins; 0 if none is."""
+        return self._repetition.reached
 
     @_harmless
     def _begin(self, objects: Mapping[str, object], step: int | None, saved_at: float, *, same_loss: bool) -> None:
@@ -108,10 +110,9 @@ class Witness:
         self._repetition = Repetition(
             {one: record for one, record in records.items() if step is not None and one > step and record.line == line}
         )
-        self.reached = max(records if step is None else self._repetition.expected, default=0)
         signed, signed_at = read_sign(self._storage, self._worker.rank)
-        if signed_at >= saved_at:
-            self.reached = max(self.reached, signed)
+        done = records if step is None else self._repetition.expected
+        self._repetition.reached = max([*done, signed if signed_at >= saved_at else 0])
         for path, obj, adapter in list_members(objects):
             if adapter.follow_batches is not None:
                 self.follow(path, partial(adapter.follow_batches, obj), partial(adapter.facts_of_batches, obj))
@@ -163,11 +164,9 @@ class Witness:
             return  # A child of the run's process.
         loss, self._loss = self._loss, None
         known = (DATA if self._logs else 0) | (LOSS if loss is not None else 0)
-        if not known and (now := time.time()) >= self._sign_at:
-            # Nothing to compare, but a restart can say how far this came.
-            self._sign_at = now + _SIGN_SECONDS
-            self._ring.sign(step, now)
-        if known:
+        if not known:
+            self._ring.sign(step)  # There is nothing to compare, but a restart can report how far this came.
+        else:
             if self._contexts == (0, 0):
                 facts = [(log.name, log.facts()) for log in self._logs]
                 first = repr([self._worker.world_size, self._worker.rank, facts]).encode(errors="replace")

@@ -33,7 +33,7 @@ def train_by_trainer(directory: str, size: int) -> None:
 def train_by_lightning(directory: str, size: int) -> None:
     import lightning
 
-    class Net(lightning.LightningModule):
+    class Net(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(4, size)

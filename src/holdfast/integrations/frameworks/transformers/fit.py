@@ -35,7 +35,7 @@ _OF_A_READER: Final = ("start_from", "cluster", "liveness_seconds", "timeout_sec
 """The options that are also needed to read the newest checkpoint."""
 
 _OF_SPEED: Final = ("_runtime", "_per_second", "_preparation_time", "_compilation_time")
-"""How the names of figures end that the Trainer measures of the machine, and not of the model."""
+"""The ends of the names of metrics that describe the speed of the Trainer, and not the model."""
 
 _BEYOND_ANY: Final = 10**40
 """A step beyond every epoch, also where the Trainer plans `sys.maxsize` of them, as it does for a stream: it trains no
