@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
-from lives import Life, check_example, check_same, compiled, interrupt, live, live_together  # noqa: F401
+from lives import Life, check_same, compiled, interrupt, live, live_together  # noqa: F401
 
 import holdfast as hf
 import preloaded
@@ -270,18 +270,6 @@ def test_two_workers_killed_and_asked_to_leave_end_as_untouched(
     for rank in range(2):
         check_same([life[rank] for life in lives], untouched[rank])
         assert all(life[rank].first_step() != untouched[rank].first_step() for life in lives[1:])
-
-
-@pytest.mark.parametrize(
-    ("name", "example", "line"),
-    [
-        pick("accelerate", "accelerate_loop.py", "epoch", is_long=True),
-        pick("transformers", "transformers_trainer.py", "{'loss'"),
-        pick("lightning", "lightning_trainer.py", "epoch"),
-    ],
-)
-def test_killed_example_resumes(tmp_path: Path, name: str, example: str, line: str) -> None:
-    check_example(example, tmp_path, INTEGRATIONS[name].preload, line)
 
 
 @pytest.mark.parametrize(("name", "kind"), [pick("accelerate", "accelerate"), pick("transformers", "trainer")])

@@ -24,6 +24,7 @@ from holdfast.policies.retention import (
     RetentionPolicy,
     absent_metrics,
     count_kept,
+    find_modes,
     plan_retention,
     spare_referred,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "absent_metrics",
     "count_kept",
     "counts_epochs",
+    "find_modes",
     "is_by_step",
     "plan_retention",
     "read_keep",

@@ -304,3 +304,10 @@ def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Ke
     if not isinstance(policy, Best) or any(policy.metric in candidate.metrics for candidate in committed):
         return ()
     return (policy.metric,)
+
+
+def find_modes(policy: RetentionPolicy) -> dict[str, Literal["min", "max"]]:
+    """**Pure.** Returns the mode of each `Best` in a policy, by its metric."""
+    if isinstance(policy, AnyKeeps):
+        return {metric: mode for part in policy.policies for metric, mode in find_modes(part).items()}
+    return {policy.metric: policy.mode} if isinstance(policy, Best) else {}
