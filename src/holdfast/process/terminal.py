@@ -7,15 +7,9 @@ import contextlib
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from typing import Final, TextIO
+from typing import TextIO
 
 from holdfast.events.sinks import logger
-
-_MOMENT_SECONDS: Final = 1.0
-_BETWEEN_SECONDS: Final = 0.2
-_BAR_WIDTH: Final = 20
 
 
 def say(text: str) -> None:
@@ -43,33 +37,6 @@ def inform(text: str) -> None:
         logger.info("%s", text)
     elif logger.level <= logging.INFO and logger.manager.disable < logging.INFO and not logger.disabled:
         say(f"holdfast: {text}")
-
-
-@contextlib.contextmanager
-def progress_shown(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with how much is done; a terminal shows it once that takes longer than a moment."""
-    stream, begun_at = sys.stderr, time.monotonic()
-    shown_at, width = begun_at + _MOMENT_SECONDS, 0
-
-    def show(done: int) -> None:
-        nonlocal shown_at, width
-        if (now := time.monotonic()) < shown_at:
-            return
-        shown_at = now + _BETWEEN_SECONDS
-        bar = "#" * (_BAR_WIDTH * done // max(total, 1))
-        text = f"holdfast: {label} [{bar:<{_BAR_WIDTH}}] {done}/{total}, {done / (now - begun_at):.0f}/s"
-        with contextlib.suppress(Exception):
-            if stream is not None and stream.isatty():
-                stream.write(f"\r{text}")
-                stream.flush()
-                width = len(text)
-
-    try:
-        yield show
-    finally:
-        if width:
-            with contextlib.suppress(Exception):
-                stream.write(f"\r{' ' * width}\r")
 
 
 def keep_exit_code() -> None:

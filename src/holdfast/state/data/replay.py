@@ -17,7 +17,8 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.events.kinds import span_text
-from holdfast.process.terminal import inform, progress_shown
+from holdfast.process.progress import LongRead
+from holdfast.process.terminal import inform
 
 _LONG_SECONDS: Final = 1.0
 
@@ -58,9 +59,9 @@ def read_past(batches: Iterator[Any], number: int, name: str) -> None:
         name: The data.
     """
     begun_at = time.monotonic()
-    with progress_shown(f"reading past the trained batches of {name}", number) as show:
-        for done, _ in enumerate(itertools.islice(batches, number), 1):
-            show(done)
+    with LongRead(f"returning to the place in {name}", lambda: number, "batches") as shown:
+        for _ in itertools.islice(batches, number):
+            shown.advance(1)
     if (seconds := time.monotonic() - begun_at) >= _LONG_SECONDS:
         inform(f"read {number} trained batches of {name} again in {span_text(seconds)}, to continue after them")
 
