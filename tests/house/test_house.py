@@ -125,13 +125,13 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5784,
     # A tree of objects taken apart, captured, and matched.
-    "state": 7138,
+    "state": 7143,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 2333,
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
-    "training": 2645,
+    "training": 2646,
     # The ring of repeated steps.
     "witness": 644,
 }
