@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from holdfast import errors, events, preemption
 from holdfast.checkpoint import Checkpoint
 from holdfast.extras import stand_in
-from holdfast.policies import All, Auto, Best, EveryHours, EveryN, Latest, Newer, Seconds, Steps
+from holdfast.policies import All, Auto, Best, Epochs, EveryHours, EveryN, Latest, Newer, Seconds, Steps
 
 if TYPE_CHECKING:
     from holdfast import jobs
@@ -51,6 +51,7 @@ __all__ = [
     "Best",
     "Checkpoint",
     "CheckpointManager",
+    "Epochs",
     "EveryHours",
     "EveryN",
     "Job",

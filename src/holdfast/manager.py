@@ -15,6 +15,7 @@ from msgspec.structs import replace as replace_fields
 
 from holdfast.advice.hyperparameters import Keeping, list_kept, note_script
 from holdfast.advice.rules import Advisor
+from holdfast.advice.watch import follow_epochs
 from holdfast.catalog import StoredRun
 from holdfast.checkpoint import (
     Checkpoint,
@@ -36,7 +37,7 @@ from holdfast.options import (
     check_step,
     look_into,
 )
-from holdfast.policies import All, RetentionPolicy, SavePolicy
+from holdfast.policies import All, RetentionPolicy, SavePolicy, counts_epochs
 from holdfast.restore.candidates import make_selection
 from holdfast.restore.engine import make_agreement, restore_objects
 from holdfast.restore.records import Restoration
@@ -78,8 +79,8 @@ class CheckpointManager:
         directory: str | os.PathLike[str] | Storage,
         checkpoint: Checkpoint,
         *,
-        save_every: SavePolicy | None = None,
-        keep: RetentionPolicy | None = None,
+        save_every: SavePolicy | int | str | None = None,
+        keep: RetentionPolicy | int | str | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
         failures_allowed: int = 0,
         begin_anew: bool = False,
@@ -104,8 +105,9 @@ class CheckpointManager:
         Args:
             directory: The run's directory, a URL, or an open storage.
             checkpoint: The objects to save and restore; more may be added later.
-            save_every: When `save_if_due` saves; None for never.
-            keep: Which checkpoints to keep after each commit; None for all.
+            save_every: When `save_if_due` saves: a policy, a number of steps such as 500, or text such as "10min" or
+                "1 epoch"; None for never.
+            keep: Which checkpoints to keep after each commit: a policy, or how many of the newest; None for all.
             when_busy: What to do with a save if the previous one is still in progress: wait for it, or skip this one.
             failures_allowed: How many saves in a row may fail before an error is raised; that of a job's last save is
                 always raised.
@@ -182,6 +184,7 @@ class CheckpointManager:
             )
             self.witness = Witness(self._storage, worker, self.emit)
             self.restored: Restoration | None = None
+        self.follow_epochs(follow_epochs(checkpoint.objects))
 
     @property
     def url(self) -> str:
@@ -218,6 +221,11 @@ class CheckpointManager:
         """The duration of the newest committed save until it was durable, without waits before it; None before one."""
         newest = self._engine.newest
         return None if newest is None else newest.blocked_seconds + newest.durable_seconds
+
+    def follow_epochs(self, find: Callable[[], int | None]) -> None:
+        """Called with what counts the complete epochs, once all is restored, by a loop whose loader is not saved."""
+        if counts_epochs(self.save_every):
+            self.lineage.pace.follow_epochs(find)
 
     def wait_until_free(self) -> None:
         """**Blocks.** Waits a while if another process of this machine has the run open; called before a restore."""

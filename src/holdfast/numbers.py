@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from typing import Any, Final
 
 from holdfast.errors import OutOfRangeError, UsageError
@@ -57,7 +58,7 @@ def check_seconds(
         OutOfRangeError: If it is not in that range, or not a number (NaN).
         UsageError: If it is neither an int nor a float.
     """
-    wanted = " above 0" if least is None else "" if least == -math.inf else f"of at least {least:g}"
+    wanted = " above 0" if least is None else "" if least == -math.inf else f" of at least {least:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name} must be a number of seconds{wanted}, got {value!r}", hint=hint)
     if value > most:
@@ -65,6 +66,41 @@ def check_seconds(
     if math.isnan(value) or (value <= 0 if least is None else value < least):
         raise OutOfRangeError(f"{name} must be a number of seconds{wanted}, got {value!r}", hint=hint)
     return value
+
+
+_UNITS: Final = {
+    0.001: ("ms", "millisecond", "milliseconds"),
+    1.0: ("s", "sec", "secs", "second", "seconds"),
+    60.0: ("m", "min", "mins", "minute", "minutes"),
+    3600.0: ("h", "hr", "hrs", "hour", "hours"),
+    86_400.0: ("d", "day", "days"),
+}
+_SECONDS: Final = {name: seconds for seconds, names in _UNITS.items() for name in names}
+_PART: Final = re.compile(rf"(\d+(?:\.\d*)?|\.\d+)\s*({'|'.join(_SECONDS)})(?![a-z])[\s,]*|\s+", re.IGNORECASE)
+
+
+def parse_time(text: str) -> float | None:
+    """**Pure.** Returns the seconds of a time with units, such as "90 s", "10min" or "1h 30m"; None for other text."""
+    parts = [(number, unit.lower()) for number, unit in _PART.findall(text) if unit]
+    if not parts or _PART.sub("", text):
+        return None
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def read_time(name: str, value: Any, *, least: float | None = None) -> float:
+    """**Pure.** Returns the seconds of an argument: a number of seconds, or text such as "30s".
+
+    Raises:
+        OutOfRangeError: If it is not in the range of `check_seconds`.
+        UsageError: If it is neither a number nor a time.
+    """
+    seconds = parse_time(value) if isinstance(value, str) else value
+    if seconds is None:
+        raise UsageError(
+            f'{name} must be a number of seconds such as 600, or a time such as "10min", got {value!r}',
+            hint='Write the unit: "30s", "10min", "1h30m" or "2 days".',
+        )
+    return check_seconds(name, seconds, least=least)
 
 
 def check_share(name: str, value: Any, *, hint: str = "") -> float:

@@ -19,7 +19,7 @@ from holdfast.errors import UsageError
 from holdfast.events import Sink
 from holdfast.format.names import MAX_STEP
 from holdfast.numbers import check_seconds, check_whole
-from holdfast.policies import All, RetentionPolicy, SavePolicy
+from holdfast.policies import All, RetentionPolicy, SavePolicy, read_keep, read_save_every
 from holdfast.state.data.sampler import BatchIterator
 from holdfast.state.leaves import alias_of
 from holdfast.storage import Storage
@@ -28,17 +28,6 @@ LEAST_LIVENESS_SECONDS: Final = 1.0
 
 _NAMES_OF_BEST: Final = ("best", "keep_best", "save_best", "monitor", "metric_for_best_model")
 """The names that other libraries use for the metric by which the best checkpoint is kept."""
-_EXAMPLES: Final = {
-    "Steps": "500",
-    "Seconds": "600",
-    "Auto": "",
-    "Latest": "3",
-    "EveryN": "1000",
-    "EveryHours": "6",
-    "Best": '"val_loss"',
-    "Newer": "86_400",
-    "All": "",
-}
 
 
 class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +63,8 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name, first, second in (("when_busy", "wait", "skip"), ("on_resize", "allow", "refuse")):
             if (value := getattr(self, name)) not in (first, second):
                 raise UsageError(f'{name} must be "{first}" or "{second}", got {value!r}')
-        check_policies(self.save_every, self.keep)
+        msgspec.structs.force_setattr(self, "save_every", read_save_every(self.save_every))
+        msgspec.structs.force_setattr(self, "keep", read_keep(self.keep))
         check_switches(overlap_copy=self.overlap_copy, incremental=self.incremental, reuse_space=self.reuse_space)
         if replicas != "first" and not isinstance(replicas, bool):
             raise UsageError(
@@ -101,27 +91,6 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
 def check_step(step: int, name: str = "a step") -> int:
     """**Pure.** Returns the step, which errors call `name`, as a plain number; raises as `check_timeout` does."""
     return check_whole(name, step, 0, MAX_STEP)
-
-
-def check_policies(save_every: object, keep: object) -> None:
-    """**Pure.** Raises `UsageError` if one is neither None nor a policy."""
-    for name, policy, method, known in (
-        ("save_every", save_every, "decide_save", "Steps, Seconds and Auto"),
-        ("keep", keep, "choose_kept", "Latest, EveryN, EveryHours, Best, Newer and All"),
-    ):
-        if isinstance(policy, type) and hasattr(policy, method):
-            raise UsageError(
-                f"{name} must be a policy, got the class {policy.__name__}",
-                hint=f"Write {name}=holdfast.{policy.__name__}({_EXAMPLES.get(policy.__name__, '...')}).",
-            )
-        if policy is not None and not callable(getattr(policy, method, None)):
-            meant = "Steps" if name == "save_every" else "Latest"
-            is_number = isinstance(policy, int) and not isinstance(policy, bool) and policy > 0
-            raise UsageError(
-                f"{name} must be a policy such as holdfast.{meant}({_EXAMPLES[meant]}), "
-                f"got {type(policy).__name__} {policy!r}",
-                hint=f"Write {name}=holdfast.{meant}({policy})." if is_number else f"The policies are {known}.",
-            )
 
 
 def check_switches(**switches: object) -> None:

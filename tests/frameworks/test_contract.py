@@ -18,6 +18,8 @@ from lives import Life, check_example, check_same, compiled, interrupt, live, li
 
 import holdfast as hf
 import preloaded
+from holdfast.catalog import StoredRun
+from holdfast.storage import open_storage
 
 HOME = "holdfast.integrations.frameworks."
 KERAS = ("numpy.random", "keras", "holdfast.manager", "holdfast.training.run", f"{HOME}keras.callbacks")
@@ -307,15 +309,33 @@ def make_run(name: str, directory: Path, **options: Any) -> None:
         getattr(hf, name.partition("-")[0]).Resumable(directory, **options)
 
 
+@pytest.mark.parametrize("name", [pick(name) for name in ("accelerate", "transformers", "lightning", "keras-torch")])
+def test_every_epoch_is_saved_once_before_and_after_a_kill(tmp_path: Path, name: str) -> None:
+    framework = INTEGRATIONS[name]
+    for ends_with, given in ((-signal.SIGKILL, ("4", "4")), (-signal.SIGKILL, ("4", "8")), (0, ("4",))):
+        life = Life(
+            "plain_epochs.py",
+            tmp_path / "run",
+            name.partition("-")[0],
+            *given,
+            preload=framework.preload,
+            variables=dict(framework.variables),
+        )
+        assert life.end() == ends_with, life.errors
+        assert "saves every epoch" in life.errors
+    assert [name.step for name in StoredRun(open_storage(tmp_path / "run")).look().living] == [3, 6, 9, 12]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"save_every": 500}, "save_every must be a policy such as holdfast.Steps"),
+        ({"save_every": "500"}, "save_every must be a policy such as holdfast.Steps"),
         ({"save_evry": hf.Steps(5)}, "save_evry"),
-        ({"keep": 3}, "keep must be a policy"),
+        ({"keep": "three"}, "keep must be a policy"),
+        ({"grace": "30"}, "grace must be a number of seconds"),
         ({"preemption": "never"}, "preemption"),
     ],
-    ids=["save_every", "misspelt", "keep", "preemption"],
+    ids=["save_every", "misspelt", "keep", "grace", "preemption"],
 )
 @pytest.mark.parametrize("name", [pick(name) for name in ("accelerate", "transformers", "lightning", "keras-torch")])
 def test_wrong_option_is_refused_at_creation(tmp_path: Path, name: str, options: dict[str, Any], words: str) -> None:

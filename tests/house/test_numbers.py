@@ -112,10 +112,13 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "EveryHours hours": (lambda _, v: hf.EveryHours(v), SECONDS),
     "Best n": (lambda _, v: hf.Best("loss", n=v), FROM_ONE),
     "Newer seconds": (lambda _, v: hf.Newer(v), SECONDS),
+    "Epochs n": (lambda _, v: hf.Epochs(v), FROM_ONE),
     "Steps n": (lambda _, v: hf.Steps(v), FROM_ONE),
     "Seconds seconds": (lambda _, v: hf.Seconds(v), SECONDS),
     "Auto overhead": (lambda _, v: hf.Auto(overhead=v), (0, 1, -1, 2, NAN, INF)),
     "Auto mtbf_seconds": (lambda _, v: hf.Auto(mtbf_seconds=v), SECONDS),
+    "CheckpointManager save_every": (lambda p, v: manager(p, save_every=v), FROM_ONE),
+    "CheckpointManager keep": (lambda p, v: manager(p, keep=v), FROM_ONE),
     "CheckpointManager failures_allowed": (lambda p, v: manager(p, failures_allowed=v), COUNTS),
     "CheckpointManager timeout_seconds": (lambda p, v: manager(p, timeout_seconds=v), SECONDS),
     "CheckpointManager threads": (lambda p, v: manager(p, threads=v), FROM_ONE),
@@ -136,6 +139,9 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "resumable start_from": (lambda p, v: hf.resumable(p, x=1, start_from=v), STEPS),
     "CheckpointManager start_from": (lambda p, v: hf.CheckpointManager(p, hf.Checkpoint(x=1), start_from=v), STEPS),
     "CheckpointManager.add_metrics step": (lambda p, v: use_manager(p, lambda m: m.add_metrics(v, {})), STEPS),
+    "resumable save_every": (lambda p, v: hf.resumable(p, x=1, save_every=v), FROM_ONE),
+    "resumable keep": (lambda p, v: hf.resumable(p, x=1, keep=v), FROM_ONE),
+    "resumable grace": (lambda p, v: hf.resumable(p, x=1, grace=v), (-1, NAN, INF)),
     "resumable failures_allowed": (lambda p, v: hf.resumable(p, x=1, failures_allowed=v), COUNTS),
     "resumable timeout_seconds": (lambda p, v: hf.resumable(p, x=1, timeout_seconds=v), SECONDS),
     "resumable threads": (lambda p, v: hf.resumable(p, x=1, threads=v), FROM_ONE),
@@ -146,6 +152,8 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "PreemptionCheckpointHandler.steps total": (lambda p, v: use_handler(p, lambda h: h.steps(v)), COUNTS),
     "TerminationConfig grace_period": (lambda _, v: hf.TerminationConfig(grace_period=v), (-1, NAN, INF)),
     "TerminationConfig exit_code": (lambda _, v: hf.TerminationConfig(exit_code=v), (0, -1, 256)),
+    "WorkerTrainingState keep": (lambda p, v: backups(p, keep=v), FROM_ONE),
+    "WorkerTrainingState grace": (lambda p, v: backups(p, grace=v), (-1, NAN, INF)),
     "WorkerTrainingState failures_allowed": (lambda p, v: backups(p, failures_allowed=v), COUNTS),
     "WorkerTrainingState timeout_seconds": (lambda p, v: backups(p, timeout_seconds=v), SECONDS),
     "WorkerTrainingState threads": (lambda p, v: backups(p, threads=v), FROM_ONE),
@@ -197,6 +205,7 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
         (-1, NAN, INF),
     ),
     "TorchrunSession liveness_seconds": (lambda _, v: hf.TorchrunSession(cluster="alone", liveness_seconds=v), SECONDS),
+    "MultiNodeCheckpointManager keep": (lambda p, v: hf.MultiNodeCheckpointManager(p, keep=v), FROM_ONE),
     "MultiNodeCheckpointManager timeout_seconds": (
         lambda p, v: hf.MultiNodeCheckpointManager(p, timeout_seconds=v),
         SECONDS,
@@ -230,6 +239,7 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "import_checkpoint step": (lambda p, v: hf.import_checkpoint(p / "in", p / "run", step=v), STEPS),
     # Of modules of their own:
     "dcp.StorageWriter step": (lambda _, v: hf.dcp.StorageWriter(step=v), STEPS),
+    "dcp.StorageWriter keep": (lambda _, v: hf.dcp.StorageWriter(keep=v), FROM_ONE),
     "dcp.StorageReader step": (lambda _, v: hf.dcp.StorageReader(step=v), STEPS),
     "JsonLinesSink limit_bytes": (lambda p, v: JsonLinesSink(p / "log", limit_bytes=v), (0, -1)),
     "Notice left_seconds": (lambda _, v: Notice(source="a", text="b", left_seconds=v), (NAN,)),
@@ -253,6 +263,7 @@ if importlib.util.find_spec("torch") is None:  # pragma: no cover
     TABLE = {name: entry for name, entry in TABLE.items() if not any(part in name for part in NEEDS_TORCH)}
 
 NOT_GIVEN_BY_USERS = {
+    "CheckpointManager.follow_epochs",
     # Made by holdfast, and handed to the user; or called by it.
     *("Backup", "Restoration", "SaveHandle", "UploadTaskGroupBuilder.build", "MultiNodeCheckpointManager.finish_save"),
     *(f"{policy}.choose_kept" for policy in ("All", "Best", "EveryHours", "EveryN", "Latest", "Newer")),

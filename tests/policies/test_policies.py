@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import UsageError
+import holdfast
+from holdfast.errors import OutOfRangeError, UsageError
 from holdfast.policies import (
     All,
     Auto,
     Best,
+    Epochs,
     EveryHours,
     EveryN,
     KeptCandidate,
@@ -25,6 +29,8 @@ from holdfast.policies import (
     Seconds,
     Steps,
     plan_retention,
+    read_keep,
+    read_save_every,
     spare_referred,
 )
 from holdfast.policies.saving import PROBE_STEPS, daly_interval_seconds
@@ -445,3 +451,58 @@ class TestReferences:
         wanted = kept(policy, committed) | {candidate.key for candidate in committed[-1:]}
         needed = {one for key in staying for one in sources[key]}
         assert set(plan.keep) <= wanted | needed
+
+
+@pytest.mark.parametrize(
+    ("value", "policy"),
+    [
+        (None, None),
+        (500, Steps(500)),
+        (np.int64(3), Steps(3)),
+        ("500 steps", Steps(500)),
+        ("1_000 Steps", Steps(1000)),
+        ("step", Steps(1)),
+        ("epoch", Epochs(1)),
+        ("1 epoch", Epochs(1)),
+        (" 2epochs ", Epochs(2)),
+        ("90 s", Seconds(90)),
+        ("10min", Seconds(600)),
+        ("1h", Seconds(3600)),
+        ("1h30m", Seconds(5400)),
+        ("1 hour, 30 minutes", Seconds(5400)),
+        ("0.5 days", Seconds(43_200)),
+        ("auto", Auto()),
+        (Steps(5) | Seconds(9), Steps(5) | Seconds(9)),
+    ],
+)
+def test_plain_value_of_save_every_is_read_as_its_policy(value: Any, policy: SavePolicy | None) -> None:
+    assert read_save_every(value) == policy
+
+
+@pytest.mark.parametrize(
+    ("value", "policy"),
+    [
+        (None, None),
+        (3, Latest(3)),
+        ("7 days", Newer(604_800)),
+        ("all", All()),
+        (Best("a"), Best("a")),
+    ],
+)
+def test_plain_value_of_keep_is_read_as_its_policy(value: Any, policy: RetentionPolicy | None) -> None:
+    assert read_keep(value) == policy
+
+
+OUT_OF_RANGE: list[Any] = [0, -1, "0s"]
+WRONG: list[Any] = [True, 3.0, math.nan, "", "3", "-5s", "1h30", "10 parsecs", "1 epoch s", "9" * 5000, [], holdfast]
+
+
+@pytest.mark.parametrize("read", [read_save_every, read_keep])
+@pytest.mark.parametrize("value", [*OUT_OF_RANGE, *WRONG])
+def test_wrong_plain_value_says_what_to_write(read: Callable[[Any], object], value: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"must be a policy such as holdfast\..*, a number of .* text such as"
+    ) as caught:
+        read(value)
+    assert f"got {type(value).__name__}" in str(caught.value)
+    assert isinstance(caught.value, OutOfRangeError) == (value in OUT_OF_RANGE)

@@ -36,7 +36,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import Event, Failed, Retained, Warned
-from holdfast.storage import LocalStorage
+from holdfast.storage import LocalStorage, open_storage
 from mounts import fill, mounted
 from patience import PATIENCE_SECONDS, killed_after, read_line
 from places import PROGRAMS
@@ -369,12 +369,13 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(tmp_path: Path) -> N
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"save_every": hf.Steps}, r"save_every must be a policy, got the class.*\n.*holdfast.Steps\(500\)"),
         ({"keep": hf.Best}, r'keep must be a policy, got the class Best.*\n.*holdfast.Best\("val_loss"\)'),
-        ({"keep": 3}, r"keep must be a policy such as holdfast.Latest.3., got int 3\n.*holdfast.Latest\(3\)"),
-        (
-            {"save_every": 5},
-            r"save_every must be a policy such as holdfast.Steps.500., got int 5\n.*holdfast.Steps\(5\)",
-        ),
+        ({"keep": 0}, r'keep must be a policy such as .* or text such as "7 days" or "all", got int 0\n.*Latest'),
+        ({"save_every": "500"}, r'such as 500, or text such as "10min".*got str .500.\n.*Write 500 .*or "500 s"'),
         ({"save_every": True}, r"got bool True\n.*The policies are Steps"),
+        ({"grace": "30"}, r'grace must be a number of seconds such as 600, or .* "10min".*\n.*Write the unit: "30s"'),
+        ({"grace": "-1s"}, r"grace must be .*got .-1s."),
+        ({"grace": -1}, r"grace must be a number of seconds of at least 0, got -1"),
+        ({"grace": 5, "preemption": "off"}, r'grace=5 needs preemption="auto", got .off.'),
         (
             {"optimizer": optimizer.state_dict()},
             r"optimizer is the result of an optimizer's.*\n.*optimizer=optimizer, without",
@@ -1204,3 +1205,32 @@ def test_a_second_failure_of_a_save_is_one_short_line(caplog: pytest.LogCaptureF
     with pytest.raises(SaveFailedError, match="no room") as failed:
         train(FullStorage(), 20)
     assert failed.value.__notes__ == [f"holdfast: step {failed.value.step + 3} was not saved either"]
+
+
+@pytest.mark.parametrize("kind", ["run", "manager"])
+def test_save_every_epoch_saves_the_last_step_of_each(tmp_path: Path, kind: str) -> None:
+    def train(batches: int, every: str) -> list[int]:
+        loader, given = hf.ResumableDataLoader(torch.arange(12.0), batch_size=4, seed=1), {"count": torch.zeros(1)}
+        if kind == "run":
+            with hf.resumable(tmp_path, loader=loader, count=given, save_every=every, keep="all") as run:
+                for _ in zip(range(batches), loader.stream(), strict=False):
+                    given["count"] += 1
+                    run.finish_step()
+        else:
+            with hf.CheckpointManager(tmp_path, hf.Checkpoint(loader=loader, count=given), save_every=every) as manager:
+                manager.restore()
+                for _ in zip(range(batches), loader.stream(), strict=False):
+                    given["count"] += 1
+                    manager.save_if_due(int(given["count"]))
+        return [name.step for name in StoredRun(open_storage(tmp_path)).look().living]
+
+    # The end of a run saves, too.
+    assert train(8, "1 epoch") == ([3, 6, 8] if kind == "run" else [3, 6])
+    # Two epochs are complete: the fourth is the next one.
+    assert train(8, "2 epochs") == ([3, 6, 8, 12, 16] if kind == "run" else [3, 6, 12])
+
+
+def test_save_every_epoch_without_a_saved_loader_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"Epochs\(1\) saves at the end of an epoch.*\n.*ResumableDataLoader; or"):
+        with hf.resumable(tmp_path, count=[0], save_every="epoch") as run:
+            run.finish_step()

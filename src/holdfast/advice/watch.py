@@ -85,6 +85,17 @@ def count_taken(objects: Mapping[str, object]) -> dict[str, int]:
     return {path: sampler.count.batches for path, sampler in _find_samplers(objects).items()}
 
 
+def follow_epochs(objects: Mapping[str, object]) -> Callable[[], int | None]:
+    """Returns a function that counts the complete epochs of the first saved sampler; None while there is none."""
+    found: list[ResumableSampler] = []
+
+    def count() -> int | None:
+        found.extend(() if found else [*_find_samplers(objects).values()][:1])
+        return found[0].count_complete() if found else None
+
+    return count
+
+
 def describe_epochs(objects: Mapping[str, object]) -> str:
     """Returns how many epochs the first of the saved samplers has completed, in words; "" if none has."""
     for path, sampler in _find_samplers(objects).items():

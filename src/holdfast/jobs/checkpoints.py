@@ -37,8 +37,8 @@ from holdfast.jobs.node_store import (
 )
 from holdfast.jobs.session import Session
 from holdfast.numbers import check_whole
-from holdfast.options import check_policies, check_step, check_switches, check_timeout
-from holdfast.policies import All, RetentionPolicy
+from holdfast.options import check_step, check_switches, check_timeout
+from holdfast.policies import All, RetentionPolicy, read_keep
 from holdfast.restore.verify import open_step
 from holdfast.save.run_writer import RunWriter
 from holdfast.state import Differences
@@ -183,7 +183,7 @@ class MultiNodeCheckpointManager:
         self,
         directory: str | os.PathLike[str] | Storage,
         *,
-        keep: RetentionPolicy | None = None,
+        keep: RetentionPolicy | int | str | None = None,
         metadata_handler: MetadataHandler | None = None,
         begin_anew: bool = False,
         take_over_nodes: bool = False,
@@ -213,7 +213,7 @@ class MultiNodeCheckpointManager:
         Raises:
             UsageError: If an argument is wrong.
         """
-        check_policies(None, keep)
+        kept = read_keep(keep) or All()
         check_timeout(timeout_seconds)
         check_whole("threads", threads, 1)
         check_switches(begin_anew=begin_anew, take_over_nodes=take_over_nodes, strict=strict, background=background)
@@ -233,7 +233,7 @@ class MultiNodeCheckpointManager:
         self._strict = strict
         self._emit = Fanout([LoggingSink(), *sinks])
         sinks = (self._note, *sinks)
-        self._options = NodeStoreOptions(self.storage, keep or All(), begin_anew, timeout_seconds, threads, sinks)
+        self._options = NodeStoreOptions(self.storage, kept, begin_anew, timeout_seconds, threads, sinks)
         self._begins_anew = begin_anew
         self._session: Session | None = None
         self._store: NodeStore | None = None

@@ -9,6 +9,7 @@ Any object with that method is a policy, and can be combined with these:
 Policies read no clock, file or counter: the caller passes the facts, and gets the answer with its reason.
 """
 
+from holdfast.policies.plain import read_keep, read_save_every
 from holdfast.policies.retention import (
     All,
     AnyKeeps,
@@ -29,11 +30,13 @@ from holdfast.policies.saving import (
     AnySave,
     Auto,
     ChosenInterval,
+    Epochs,
     SaveDecision,
     SaveMoment,
     SavePolicy,
     Seconds,
     Steps,
+    counts_epochs,
     is_by_step,
 )
 
@@ -44,6 +47,7 @@ __all__ = [
     "Auto",
     "Best",
     "ChosenInterval",
+    "Epochs",
     "EveryHours",
     "EveryN",
     "KeptCandidate",
@@ -58,7 +62,10 @@ __all__ = [
     "Seconds",
     "Steps",
     "absent_metrics",
+    "counts_epochs",
     "is_by_step",
     "plan_retention",
+    "read_keep",
+    "read_save_every",
     "spare_referred",
 ]

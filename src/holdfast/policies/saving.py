@@ -36,6 +36,8 @@ class SaveMoment(msgspec.Struct, frozen=True, kw_only=True):
             save changes little. The first save, which touches fresh memory, counts only until two others are known.
             None before any was measured.
         save_durable_seconds: The time from the call of the newest durable save until it was durable; None before one.
+        epochs: The number of complete epochs; None if it is not known, or the policy contains no `Epochs`.
+        last_saved_epochs: How many of them were complete at the last save, or when this process began.
     """
 
     step: int
@@ -45,6 +47,8 @@ class SaveMoment(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float | None = None
     save_blocked_seconds: float | None = None
     save_durable_seconds: float | None = None
+    epochs: int | None = None
+    last_saved_epochs: int = 0
 
     @property
     def saved_from_step(self) -> int:
@@ -107,7 +111,7 @@ class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
             if not isinstance(policy, SavePolicy):
                 raise UsageError(
                     f"{policy!r} is not a save policy",
-                    hint="Combine save policies (Steps, Seconds, Auto) with each other, "
+                    hint="Combine save policies (Steps, Seconds, Epochs, Auto) with each other, "
                     "and retention policies (Latest, EveryN, EveryHours, Best, Newer) with each other.",
                 )
             flat.extend(policy.policies if isinstance(policy, AnySave) else (policy,))
@@ -138,6 +142,32 @@ class Steps(_SavePolicy, msgspec.Struct, frozen=True):
         if multiple > moment.saved_from_step:
             return SaveDecision(True, f"{multiple} steps are a multiple of {self.n}")
         return SaveDecision(False, f"the next multiple of {self.n} steps is {multiple + self.n}")
+
+
+class Epochs(_SavePolicy, msgspec.Struct, frozen=True):
+    """Saves with the last step of every `n`-th epoch.
+
+    Epochs are those of the framework that trains. In your own loop they are those of the first saved loader or sampler
+    of holdfast.
+    """
+
+    n: int = 1
+
+    @short_traceback
+    def __post_init__(self) -> None:
+        check_whole("Epochs(n)", self.n, 1)
+
+    def _decide(self, moment: SaveMoment) -> SaveDecision:
+        if moment.epochs is None:
+            raise UsageError(
+                f"{self!r} saves at the end of an epoch, and no saved object counts epochs: is the data loader saved?",
+                hint="Pass loader=loader, a holdfast.ResumableDataLoader; or save by steps or by time: save_every=500, "
+                'or save_every="10min".',
+            )
+        multiple = moment.epochs // self.n * self.n
+        if multiple > moment.last_saved_epochs:
+            return SaveDecision(True, f"epoch {multiple} has ended")
+        return SaveDecision(False, f"the next save is at the end of epoch {multiple + self.n}")
 
 
 class Seconds(_SavePolicy, msgspec.Struct, frozen=True):
@@ -248,4 +278,9 @@ def is_by_step(policy: SavePolicy) -> bool:
     """
     if isinstance(policy, AnySave):
         return all(is_by_step(each) for each in policy.policies)
-    return isinstance(policy, Steps) or getattr(policy, "by_step", False) is True
+    return isinstance(policy, Steps | Epochs) or getattr(policy, "by_step", False) is True
+
+
+def counts_epochs(policy: SavePolicy | None) -> bool:
+    """**Pure.** Returns True if a policy contains `Epochs`."""
+    return isinstance(policy, Epochs) or (isinstance(policy, AnySave) and any(map(counts_epochs, policy.policies)))

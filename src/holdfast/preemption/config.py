@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.numbers import check_seconds, check_whole
+from holdfast.numbers import check_whole, read_time
 from holdfast.preemption.sources.detect import choose_sources, look_around
 from holdfast.preemption.sources.local import Watcher, check_function
 from holdfast.preemption.sources.protocol import NoticeSource
@@ -32,8 +32,9 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
             stop. Used in addition to the other sources.
         exit_fn: Called without arguments once a checkpoint of the state is committed, instead of exiting with
             `exit_code`. If it returns, training continues, and a later notice works again.
-        grace_period: How many seconds to train on after a notice: the state is saved at once, and again before the time
-            is over. 0 to exit at once. None to exit at once too, unless the source knows the time of the end.
+        grace_period: How long to train on after a notice: seconds, or text such as "30s". The state is saved at once,
+            and again before the time is over. 0 to exit at once. None to exit at once too, unless the source knows the
+            time of the end.
         save_fn: Called instead of the manager's `save`, without arguments, or with those of
             `save_checkpoint_if_preempted`; not in a block of `checkpointable`, which the manager saves. If it returns a
             handle, that save is waited for. If it raises, or calls `sys.exit`, nothing counts as saved.
@@ -44,7 +45,7 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     termination_watcher_fn: Callable[[], object] | None = None
     exit_fn: Callable[[], object] | None = None
-    grace_period: float | None = None
+    grace_period: float | str | None = None
     save_fn: Callable[..., Any] | None = None
     sources: Literal["auto"] | Iterable[NoticeSource] = "auto"
     exit_code: int = EXIT_RESTART
@@ -56,7 +57,8 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None:
                 check_function(name, value)
         if self.grace_period is not None:
-            check_seconds("grace_period", self.grace_period, least=0)
+            seconds = read_time("grace_period", self.grace_period, least=0)
+            msgspec.structs.force_setattr(self, "grace_period", seconds)
         hint = f"0 means that the job is done, and shells use codes above {_MAX_EXIT_CODE}."
         check_whole("exit_code", self.exit_code, 1, _MAX_EXIT_CODE, hint=hint)
         if self.sources != "auto":
@@ -72,6 +74,11 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
                     )
             msgspec.structs.force_setattr(self, "sources", sources)
 
+    @property
+    def grace_seconds(self) -> float | None:
+        """The grace period in seconds, or None."""
+        return cast("float | None", self.grace_period)
+
     def make_sources(self) -> list[NoticeSource]:
         """Returns the sources to listen to."""
         sources = choose_sources(look_around()) if self.sources == "auto" else list(self.sources)
@@ -79,12 +86,15 @@ class TerminationConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sources if watcher is None else [*sources, Watcher(watcher)]
 
 
-def make_termination(preemption: object, objects: Mapping[str, object] | None = None) -> TerminationConfig:
-    """Returns the configuration for the argument of that name.
+def make_termination(
+    preemption: object, objects: Mapping[str, object] | None = None, *, grace: object = None
+) -> TerminationConfig:
+    """Returns the configuration for the arguments of these names.
 
     Args:
         preemption: The argument.
         objects: The objects to save that were passed along with it.
+        grace: The argument.
 
     Raises:
         UsageError: If it is not valid, or one of the objects was meant to be this argument.
@@ -95,10 +105,16 @@ def make_termination(preemption: object, objects: Mapping[str, object] | None = 
                 f"{name}={value!r} says how to stop the job, and is not an object to save",
                 hint="Pass it as preemption=TerminationConfig(...); sources of notices go into its sources=[...].",
             )
+    seconds = None if grace is None else read_time("grace", grace, least=0)
+    if seconds is not None and preemption != "auto":
+        raise UsageError(
+            f'grace={grace!r} needs preemption="auto", got {preemption!r}',
+            hint="In a TerminationConfig, write grace_period=... instead.",
+        )
     if isinstance(preemption, TerminationConfig):
         return preemption
     if preemption == "auto":
-        return TerminationConfig()
+        return TerminationConfig(grace_period=seconds)
     if preemption == "off":
         # Python handles signals in the main thread only; elsewhere Ctrl-C is not this thread's.
         is_main = threading.current_thread() is threading.main_thread()

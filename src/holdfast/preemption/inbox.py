@@ -145,7 +145,7 @@ class NoticeInbox:
 
     def demand(self) -> CombinedDemand:
         """Returns the combined demand of all notices."""
-        return combine(self.pending, self._config.grace_period, time.monotonic())
+        return combine(self.pending, self._config.grace_seconds, time.monotonic())
 
     def forget(self, count: int) -> None:
         """Marks that many notices, counted from the beginning, as handled."""

@@ -176,9 +176,15 @@ _STALLS: Final = 5
 
 
 class StepTimer:
-    """Measures steps and the time since the last save. Not thread-safe: it belongs to the training thread."""
+    """Measures steps and the time since the last save. Not thread-safe: it belongs to the training thread.
+
+    Attributes:
+        find_epochs: Returns how many epochs are complete, or None if it is not known; None if no policy needs it.
+    """
 
     def __init__(self) -> None:
+        self.find_epochs: Callable[[], int | None] | None = None
+        self._saved_epochs = 0
         self._first_step = 0
         self._saved_step: int | None = None
         self._saved_at = self._seen_at = time.monotonic()
@@ -193,12 +199,24 @@ class StepTimer:
         self._saved_step = step
         self._saved_at = time.monotonic()
         self._seen_step = None
+        self._note_epochs()
+
+    def follow_epochs(self, find: Callable[[], int | None]) -> None:
+        """Sets `find_epochs`: epochs that are complete now need no save."""
+        self.find_epochs = find
+        self._note_epochs()
+
+    def _note_epochs(self) -> None:
+        if self.find_epochs is not None:
+            self._saved_epochs = self.find_epochs() or 0
 
     def note_begun_save(self, step: int) -> None:
         """Called when a save of this step has begun; the time that it blocked training does not count as a step's."""
         self._saved_step = step
         self._saved_at = self._seen_at = time.monotonic()
         self._seen_step = step
+        if self.find_epochs is not None:
+            self._note_epochs()
 
     def moment(self, step: int, blocked_seconds: float | None, durable_seconds: float | None) -> SaveMoment:
         """Returns the facts for a policy after a step; the costs are those of the newest durable save, if any."""
@@ -222,6 +240,8 @@ class StepTimer:
             step_seconds=self._step_seconds,
             save_blocked_seconds=self._usual_stall_seconds,
             save_durable_seconds=durable_seconds,
+            epochs=None if self.find_epochs is None else self.find_epochs(),
+            last_saved_epochs=self._saved_epochs,
         )
 
 

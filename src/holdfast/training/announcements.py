@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events.kinds import span_text
 from holdfast.events.sinks import logger
 from holdfast.format.records import Worker
-from holdfast.policies import AnySave, Auto, SavePolicy, Seconds, Steps
+from holdfast.policies import AnySave, Auto, Epochs, SavePolicy, Seconds, Steps
 from holdfast.process.terminal import inform
 from holdfast.restore.records import Restoration
 from holdfast.state import Differences
@@ -184,6 +184,8 @@ def _describe_rhythm(policy: SavePolicy) -> str:
         return "as often as is worthwhile (holdfast.Auto)"
     if isinstance(policy, Steps):
         return f"every {policy.n} steps" if policy.n > 1 else "every step"
+    if isinstance(policy, Epochs):
+        return f"every {policy.n} epochs" if policy.n > 1 else "every epoch"
     if isinstance(policy, Seconds):
         return f"every {span_text(policy.seconds)}"
     if isinstance(policy, AnySave):

@@ -44,8 +44,8 @@ _ADVICE: Final = "call run.finish_step() at the end of each step, or loop over r
 def resumable(
     directory: str | os.PathLike[str] | Storage,
     *checkpoint: Checkpoint,
-    save_every: SavePolicy | None = None,
-    keep: RetentionPolicy | None = None,
+    save_every: SavePolicy | int | str | None = None,
+    keep: RetentionPolicy | int | str | None = None,
     strict: bool = True,
     begin_anew: bool = False,
     start_from: int | None = None,
@@ -63,6 +63,7 @@ def resumable(
     check_replicas: bool | Literal["first"] = "first",
     on_resize: Literal["allow", "refuse"] = "allow",
     preemption: Literal["auto", "off"] | TerminationConfig = "auto",
+    grace: float | str | None = None,
     keep_current: str | Iterable[str] = (),
     strict_resume: bool = False,
     quiet: bool = False,
@@ -82,8 +83,9 @@ def resumable(
     Args:
         directory: The run's directory, a `file://` URL, or an open storage.
         checkpoint: A `Checkpoint` with the objects, instead of `objects`: it allows any names.
-        save_every: When to save; None for `Auto()`, which measures the cost of a save.
-        keep: Which checkpoints to keep; None for `Latest(3)`.
+        save_every: When to save: a policy, a number of steps such as 500, or text such as "10min" or "1 epoch"; None
+            for `Auto()`, which measures the cost of a save.
+        keep: Which checkpoints to keep: a policy, or how many of the newest; None for `Latest(3)`.
         strict: False to restore what fits, if objects have changed since the save; a warning names the rest.
         begin_anew: True to start from the beginning even if there are checkpoints.
         start_from: A step to go back to, once: the run resumes there, and newer steps no longer count. The next start
@@ -104,6 +106,9 @@ def resumable(
         on_resize: "refuse" to resume only with the number of workers that saved; "allow" for any number.
         preemption: How to notice a preemption, and how to exit: "auto" for signals and the sources that fit the
             machine, "off" for Ctrl-C only, or a `TerminationConfig`. Several workers stop at the same step.
+        grace: How long to train on after a notice such as SIGTERM: seconds, or text such as "30s". The state is saved
+            at once, and again before that time is over. None to stop at once, unless the notice says how much time
+            remains.
         keep_current: What the restore leaves as the script set it, as in `CheckpointManager.restore`: hyperparameters
             such as `"optimizer.lr"`, or names of whole objects.
         strict_resume: True to make it an error if a step is repeated with other data, or another loss, than before the
@@ -125,7 +130,7 @@ def resumable(
     check_names(objects, named)
     kept = _find_checkpoint(directory, checkpoint, objects)
     check_kept_objects(kept.objects)
-    termination = make_termination(preemption, objects)
+    termination = make_termination(preemption, objects, grace=grace)
     if not isinstance(strict, bool):
         raise UsageError(f"strict must be True or False, got {strict!r}")
     check_switches(quiet=quiet, strict_resume=strict_resume)

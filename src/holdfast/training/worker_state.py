@@ -74,7 +74,7 @@ class WorkerTrainingState:
         checkpoint: Checkpoint,
         *,
         save_freq: Literal["epoch"] | int = "epoch",
-        keep: RetentionPolicy | None = None,
+        keep: RetentionPolicy | int | str | None = None,
         begin_anew: bool = False,
         failures_allowed: int | None = None,
         sinks: Iterable[Sink] = (),
@@ -83,6 +83,7 @@ class WorkerTrainingState:
         cluster: Cluster | Literal["auto", "alone"] = "auto",
         liveness_seconds: float = LIVENESS_SECONDS,
         preemption: Literal["auto", "off"] | TerminationConfig = "auto",
+        grace: float | str | None = None,
         on_resize: Literal["allow", "refuse"] = "allow",
         keep_current: str | Iterable[str] = (),
         quiet: bool = False,
@@ -96,7 +97,8 @@ class WorkerTrainingState:
             checkpoint: The objects to back up. Include `RNG()` and the source of the batches (a `ResumableDataLoader`
                 or `ResumableSampler`), so that a backup within an epoch resumes with the next batch.
             save_freq: How often `back_up_if_due` backs up: after that many batches of an epoch, or never within one.
-            keep: How many backups to keep; None for `Latest(2)`: a second one in case the newest is damaged.
+            keep: Which backups to keep: a policy, or how many of the newest; None for `Latest(2)`: a second one in case
+                the newest is damaged.
             begin_anew: True to start from the beginning even if there are backups.
             failures_allowed: How many backups in a row may fail before training ends; None for any number.
             sinks: Functions that are called with each event.
@@ -107,6 +109,7 @@ class WorkerTrainingState:
             preemption: How to notice a preemption, and how to exit: "auto" for signals and the sources that fit the
                 machine, "off" for none, or a `TerminationConfig`. Notices are handled from the first backup or
                 `maybe_load_initial_...` until the end, unless a run or a handler does so in the same thread.
+            grace: How long to train on after a notice, such as 30 or "30s"; see `resumable`.
             on_resize: "refuse" to restore only backups of the same number of workers; "allow" for any number.
             keep_current: What `restore` leaves as the script set it, as in `CheckpointManager.restore`.
             quiet: True to omit the lines that say where training begins and ends; warnings and errors stay.
@@ -125,7 +128,8 @@ class WorkerTrainingState:
             if save_freq == "epoch"
             else check_whole("save_freq", save_freq, 1, hint='"epoch" is also allowed.')
         )
-        self._termination = None if preemption == "off" else make_termination(preemption)
+        is_off = preemption == "off" and grace is None
+        self._termination = None if is_off else make_termination(preemption, grace=grace)
         self._storage = open_storage(directory)
         self._options = SaveOptions.pick(locals(), keep=Latest(2), failures_allowed=sys.maxsize)
         self._emit = Fanout([LoggingSink(), *self._options.sinks])

@@ -381,7 +381,7 @@ def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="use_collectives"):
         dcp.save({"x": 1}, storage_writer=hf.dcp.StorageWriter(tmp_path), use_collectives=False)
     with pytest.raises(errors.UsageError, match="keep must be a policy"):
-        hf.dcp.StorageWriter(tmp_path, keep=3)  # type: ignore[arg-type]
+        hf.dcp.StorageWriter(tmp_path, keep="three")
     with pytest.raises(CheckpointException, match="no path to save to was given"):
         save(None, {"x": 1})
     assert steps_of(tmp_path) == []

@@ -32,8 +32,7 @@ from holdfast.format.scalars import Node
 from holdfast.format.shapes import Box, StridesRecord, find_box_problem
 from holdfast.integrations.dcp.state_tree import TREE, find_path, join_nodes, leaf_name, list_leaves
 from holdfast.numbers import check_whole
-from holdfast.options import check_policies
-from holdfast.policies import All, RetentionPolicy
+from holdfast.policies import All, RetentionPolicy, read_keep
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.restore.verify import list_objects
 from holdfast.save.handle import Origin
@@ -124,7 +123,7 @@ class StorageWriter(dcp.StorageWriter):
         path: str | os.PathLike[str] | Storage | None = None,
         *,
         step: int | None = None,
-        keep: RetentionPolicy | None = None,
+        keep: RetentionPolicy | int | str | None = None,
     ) -> None:
         """Stores the settings; writes nothing yet.
 
@@ -140,8 +139,7 @@ class StorageWriter(dcp.StorageWriter):
         """
         self.step = None if step is None else check_whole("step", step, most=MAX_STEP)
         self.saved_step: int | None = None
-        check_policies(None, keep)
-        self._keep = keep or All()
+        self._keep = read_keep(keep) or All()
         self._location = path
         self._storage: Storage | None = None
         self._line: RunWriter | None = None

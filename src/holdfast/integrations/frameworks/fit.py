@@ -55,7 +55,7 @@ def split_options(directory: Directory, given: Mapping[str, Any], taken: Collect
     check_untaken(objects, taken)
     check_kept_objects(objects)
     every = {**known, **options}
-    make_termination(every["preemption"], objects)
+    make_termination(every["preemption"], objects, grace=every["grace"])
     check_switches(**{name: every[name] for name in ("strict", "strict_resume", "quiet")})
     SaveOptions.pick(every, save_every=Auto(), keep=Latest(3))
     return Settings(directory, options, objects)

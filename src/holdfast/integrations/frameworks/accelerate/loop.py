@@ -77,6 +77,8 @@ def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
     kept["rng"] = RNG()
     run = holdfast.training.run.resumable(directory, Checkpoint(**kept), **settings.options)
     run.completes_step = lambda: progress.end_batch(run)
+    if places:
+        run.manager.follow_epochs(lambda: places[0].source.iteration + bool(places[0].outline().get("ended")))
     for place in places:
         # The loop goes on where it was by the loader: it need not ask for the step.
         place.on_resume = lambda: progress.begin_where_it_was(run)

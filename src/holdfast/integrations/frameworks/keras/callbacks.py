@@ -15,14 +15,14 @@ from holdfast.errors import UsageError
 from holdfast.integrations.frameworks.fit import Directory, check_single, split_options, walk_callers
 from holdfast.integrations.frameworks.keras.fit import (
     OWN_NAMES,
+    EveryBatches,
     FitRun,
-    FitSaves,
     end_left_fits,
     find_fit,
 )
 from holdfast.numbers import check_whole
 from holdfast.options import check_switches
-from holdfast.policies import Latest, RetentionPolicy, SavePolicy
+from holdfast.policies import Epochs, Latest, RetentionPolicy, SavePolicy
 from holdfast.preemption.config import TerminationConfig
 from holdfast.storage import open_storage
 
@@ -45,8 +45,8 @@ class Resumable(keras.callbacks.Callback):
         self,
         directory: Directory,
         *,
-        save_every: SavePolicy | Literal["epoch"] | None = None,
-        keep: RetentionPolicy | None = None,
+        save_every: SavePolicy | int | str | None = None,
+        keep: RetentionPolicy | int | str | None = None,
         preemption: Literal["auto", "off"] | TerminationConfig = "auto",
         **options: Any,
     ) -> None:
@@ -54,11 +54,12 @@ class Resumable(keras.callbacks.Callback):
 
         Args:
             directory: The run's directory, a URL, or an open storage, used by this `fit` only.
-            save_every: When to save: a policy, "epoch" for the end of each epoch, or None for `Auto()`.
-            keep: Which checkpoints to keep; None for `Latest(3)`.
+            save_every: When to save: a policy, a number of steps such as 500, or text such as "10min" or "1 epoch";
+                None for `Auto()`.
+            keep: Which checkpoints to keep: a policy, or how many of the newest; None for `Latest(3)`.
             preemption: How to notice a preemption, and how to exit, as in `resumable`.
-            **options: Other options of `resumable`, such as `failures_allowed`, `incremental` or `quiet`. Any other
-                name is a further object to save.
+            **options: Other options of `resumable`, such as `grace`, `failures_allowed`, `incremental` or `quiet`. Any
+                other name is a further object to save.
 
         Raises:
             UsageError: If an argument is wrong, or the backend is not torch, JAX or TensorFlow. Also a `ValueError`.
@@ -72,8 +73,7 @@ class Resumable(keras.callbacks.Callback):
             )
         if not directory:
             raise UsageError("the directory is empty", hint="Pass the path of the run's directory.")
-        saves = FitSaves(at_epochs=True) if save_every == "epoch" else save_every
-        given = {"save_every": saves, "keep": keep, "preemption": preemption, **options}
+        given = {"save_every": save_every, "keep": keep, "preemption": preemption, **options}
         self._settings = split_options(directory, given, OWN_NAMES)
         # Called when training has ended and the run is left; None if a failure of its last save is an error.
         self._at_end: Callable[[], None] | None = None
@@ -160,7 +160,7 @@ class BackupAndRestore(Resumable):
             batches = check_whole("save_freq", save_freq, 1, hint='"epoch" and False are also allowed.')
         super().__init__(
             backup_dir,
-            save_every=FitSaves(batches=batches, at_epochs=save_freq == "epoch"),
+            save_every=Epochs() if save_freq == "epoch" else EveryBatches(batches),
             keep=Latest(2 if double_checkpoint else 1),
             preemption="auto" if save_before_preemption else "off",
             failures_allowed=sys.maxsize,

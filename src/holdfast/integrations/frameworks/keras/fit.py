@@ -33,7 +33,7 @@ from holdfast.integrations.frameworks.keras.state import (
     read_global_seed,
     write_global_seed,
 )
-from holdfast.policies import SavePolicy
+from holdfast.policies import SavePolicy, counts_epochs
 from holdfast.policies.saving import SaveDecision, SaveMoment
 from holdfast.process.terminal import inform
 from holdfast.state.data.replay import Watched, describe_change
@@ -45,37 +45,32 @@ _UNSET: Final = object()
 OWN_NAMES: Final = ("model", "optimizer", "metrics", "buffers", "fit", "rng")
 
 
-class FitSaves(SavePolicy):
-    """Saves at the end of each epoch, or when that many batches were trained since the previous save.
+class EveryBatches(SavePolicy):
+    """Saves when that many batches were trained since the previous save.
 
     Attributes:
-        batches: After how many batches; 0 for never within an epoch.
-        at_epochs: True to save at the end of each epoch.
+        batches: After how many batches; 0 for never.
     """
 
     # Workers find the same by themselves.
     by_step = True
 
-    def __init__(self, *, batches: int = 0, at_epochs: bool = False) -> None:
-        self.batches, self.at_epochs = batches, at_epochs
-        self._since, self._ends_epoch = 0, False
+    def __init__(self, batches: int) -> None:
+        self.batches, self._since = batches, 0
 
-    def note(self, batches: int, *, ends_epoch: bool) -> None:
+    def note(self, batches: int) -> None:
         """Counts a step with that many batches."""
         self._since += batches
-        self._ends_epoch = ends_epoch
 
     def decide_save(self, moment: SaveMoment) -> SaveDecision:
         """Returns whether to save at this moment, and why."""
         if self.batches and self._since >= self.batches:
             self._since = 0
             return SaveDecision(True, f"{self.batches} batches were trained")
-        if self.at_epochs and self._ends_epoch:
-            return SaveDecision(True, "an epoch has ended")
-        return SaveDecision(False, "no epoch has ended, and too few batches were trained")
+        return SaveDecision(False, "too few batches were trained")
 
     def __repr__(self) -> str:
-        return f"FitSaves(batches={self.batches}, at_epochs={self.at_epochs})"
+        return f"EveryBatches({self.batches})"
 
 
 def find_fit(model: Any) -> tuple[Any, Any]:
@@ -399,6 +394,8 @@ class FitRun(keras.callbacks.Callback, Fit):
                 self._is_stopped = True
                 inform(f"a callback stopped training after epoch {restored['epoch']}; it stays stopped")
             model._initial_epoch = epochs if restored["is_stopped"] else restored["epoch"]
+            self._epoch = restored["epoch"]
+        run.manager.follow_epochs(lambda: self._epoch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Notes the epoch."""
@@ -562,16 +559,16 @@ class FitRun(keras.callbacks.Callback, Fit):
             if callbacks is not None and hasattr(callbacks, name):
                 getattr(callbacks, name)()
                 break
-        was_counted, saves = self._is_counted, self._settings.options["save_every"]
+        was_counted, saves = self._is_counted, self.run.manager.save_every
         self._is_counted = not ends_epoch and self._feed.place.is_complete
         if was_counted:
-            if is_last or (ends_epoch and isinstance(saves, FitSaves) and saves.at_epochs):
+            if is_last or (ends_epoch and counts_epochs(saves)):
                 # In place of what was saved before the evaluation, which has none of its results.
                 self.run.save_last(again=True)
             self.run.pass_boundary()
             return
-        if isinstance(saves, FitSaves):
-            saves.note(int(self.iterator().steps_per_execution), ends_epoch=ends_epoch)
+        if isinstance(saves, EveryBatches):
+            saves.note(int(self.iterator().steps_per_execution))
         self.run.finish_step()
 
     @contextmanager

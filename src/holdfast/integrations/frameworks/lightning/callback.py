@@ -57,8 +57,8 @@ class Resumable(Callback):
         self,
         directory: Directory,
         *,
-        save_every: SavePolicy | None = None,
-        keep: RetentionPolicy | None = None,
+        save_every: SavePolicy | int | str | None = None,
+        keep: RetentionPolicy | int | str | None = None,
         strict: bool = True,
         preemption: Literal["auto", "off"] | Any = "auto",
         **options: Any,
@@ -67,8 +67,10 @@ class Resumable(Callback):
 
         Args:
             directory: The run's directory, a URL, or an open storage.
-            save_every: When to save; None for `Auto()`, which measures the cost of a save.
-            keep: Which checkpoints to keep; None for `Latest(3)`. `Best` compares the metrics that validation logs.
+            save_every: When to save: a policy, a number of steps such as 500, or text such as "10min" or "1 epoch";
+                None for `Auto()`, which measures the cost of a save.
+            keep: Which checkpoints to keep: a policy, or how many of the newest; None for `Latest(3)`. `Best` compares
+                the metrics that validation logs.
             strict: False to restore everything that fits, if the model has changed since the save.
             preemption: How to notice a preemption: "auto", "off", or a `TerminationConfig`.
             **options: Other options of `holdfast.resumable`. `on_resize` is "refuse" here.

@@ -179,6 +179,8 @@ class LightningFit(Fit):
     def _run_fit(self, original: Callable[[], None]) -> None:
         loop = self._trainer.fit_loop
         loop.setup_data()
+        if self.run is not None:
+            self.run.manager.follow_epochs(self._count_epochs)
         if isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise UsageError(
                 "Resumable does not support training_step(self, dataloader_iter)",
@@ -260,6 +262,10 @@ class LightningFit(Fit):
         """Called with what a training step has returned."""
         if self.run is not None and isinstance(outputs, Mapping):
             self.run.manager.witness.note_loss(outputs.get("loss"))
+
+    def _count_epochs(self) -> int:
+        loop = self._trainer.fit_loop.epoch_loop
+        return int(self._trainer.current_epoch + (self._is_in_epoch and loop.batch_progress.is_last_batch))
 
     def _end_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)

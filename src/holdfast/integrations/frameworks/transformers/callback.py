@@ -40,16 +40,17 @@ class Resumable(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self,
         directory: Directory,
         *,
-        save_every: SavePolicy | None = None,
-        keep: RetentionPolicy | None = None,
+        save_every: SavePolicy | int | str | None = None,
+        keep: RetentionPolicy | int | str | None = None,
         **options: Any,
     ) -> None:
         """Stores the settings; nothing is read before `trainer.train()`.
 
         Args:
             directory: The run's directory, a URL, or an open storage.
-            save_every: When to save; None for `holdfast.Auto()`, which measures the cost of a save.
-            keep: Which checkpoints to keep; None for `holdfast.Latest(3)`.
+            save_every: When to save: a policy, a number of steps such as 500, or text such as "10min" or "1 epoch";
+                None for `holdfast.Auto()`, which measures the cost of a save.
+            keep: Which checkpoints to keep: a policy, or how many of the newest; None for `holdfast.Latest(3)`.
             **options: Other options of `holdfast.resumable`, and further objects to save. `on_resize` is "refuse" here.
 
         Raises:

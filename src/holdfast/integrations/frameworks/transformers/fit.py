@@ -183,6 +183,7 @@ class TrainerFit(TrainerCallback, Fit):  # type: ignore[misc, unused-ignore]
         trainer, progress, imported = self._trainer, self._live, self._start.imported
         place = self._place
         run = self.enter(*self._list_objects(progress), imported)
+        run.manager.follow_epochs(lambda: progress.epochs)
         self._counted = state.global_step
         if place is not None:
             if place.caveat:
@@ -205,6 +206,7 @@ class TrainerFit(TrainerCallback, Fit):  # type: ignore[misc, unused-ignore]
             run.warn(place.remark)
         self._is_over = self._start.is_finished
         progress.apply(trainer)
+        run.manager.follow_epochs(lambda: progress.epochs)
         self._worker.apply()
         if progress.unfinished is None and is_finished:
             self._worker.end_loss()

@@ -125,6 +125,11 @@ class TrainerProgress:
             max_steps = self.global_step + max_steps - begin
         return Begin(begin, taken if is_within else None, left, max_steps)
 
+    @property
+    def epochs(self) -> int:
+        """How many epochs are over."""
+        return self._epochs
+
     def end_epoch(self) -> None:
         """Counts an epoch."""
         self._epochs, self._steps_before = self._epochs + 1, int(self._trainer.state.global_step)
