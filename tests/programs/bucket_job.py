@@ -1,4 +1,4 @@
-"""Trains a small model and saves it to a bucket: `bucket_job.py URL STEPS [KILL_AT]`. Prints the steps that are committed."""
+"""Trains, saves to a bucket, and prints the steps that are committed: `bucket_job.py URL STEPS [KILL_AT]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ def main(url: str, steps: int, kill_at: int = -1) -> None:
     weights, moments = np.zeros(300_000), np.zeros(300_000, dtype=np.float32)
     rng = np.random.default_rng(0)
     with holdfast.resumable(
-        url, weights=weights, moments=moments, rng=rng, save_every=holdfast.Steps(3), keep=holdfast.Latest(2), sinks=[report]
+        url,
+        weights=weights,
+        moments=moments,
+        rng=rng,
+        save_every=holdfast.Steps(3),
+        keep=holdfast.Latest(2),
+        sinks=[report],
     ) as run:
         for step in run.steps(steps):
             moments[:] = 0.9 * moments + rng.standard_normal(300_000, dtype=np.float32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-import pytest
 from obstore.store import MemoryStore
 
 from holdfast.storage.objects import ObjectStorage

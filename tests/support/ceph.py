@@ -14,8 +14,9 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 PROGRAMS: Final = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "ceph", "ceph-authtool", "monmaptool")
 _CONFIG: Final = """
@@ -69,7 +70,11 @@ class CephServer:
         (self._port, mon_v1, mon_v2) = _free_ports(3)
         self.endpoint = f"http://127.0.0.1:{self._port}"
         config = _CONFIG.format(
-            fsid=(fsid := str(uuid.uuid4())), directory=directory, mon_v1=mon_v1, mon_v2=mon_v2, memory_bytes=memory_bytes
+            fsid=(fsid := str(uuid.uuid4())),
+            directory=directory,
+            mon_v1=mon_v1,
+            mon_v2=mon_v2,
+            memory_bytes=memory_bytes,
         )
         (directory / "ceph.conf").write_text(config)
         try:
@@ -134,13 +139,37 @@ class CephServer:
         address = f"[v2:127.0.0.1:{mon_v2},v1:127.0.0.1:{mon_v1}]"
         _call("monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, f"{here}/monmap")
         (here / "mon").mkdir()
-        _call("ceph-mon", "--mkfs", "-i", "a", f"--mon-data={here}/mon", "--monmap", f"{here}/monmap", "-c", f"{here}/ceph.conf", "--keyring", keyring)
+        _call(
+            "ceph-mon",
+            "--mkfs",
+            "-i",
+            "a",
+            f"--mon-data={here}/mon",
+            "--monmap",
+            f"{here}/monmap",
+            "-c",
+            f"{here}/ceph.conf",
+            "--keyring",
+            keyring,
+        )
         self._spawn("ceph-mon", "-f", "-i", "a", f"--mon-data={here}/mon", f"--public-addrv={address}")
         self._call("ceph", "--connect-timeout=30", "auth", "import", "-i", keyring)
         osd = str(uuid.uuid4())
         self._call("ceph", "osd", "new", osd, "0")
         (here / "osd").mkdir()
-        _call("ceph-osd", "--mkfs", "-i", "0", f"--osd-data={here}/osd", "--osd-uuid", osd, "-c", f"{here}/ceph.conf", "-k", keyring)
+        _call(
+            "ceph-osd",
+            "--mkfs",
+            "-i",
+            "0",
+            f"--osd-data={here}/osd",
+            "--osd-uuid",
+            osd,
+            "-c",
+            f"{here}/ceph.conf",
+            "-k",
+            keyring,
+        )
         self._call("ceph", "osd", "crush", "add-bucket", "here", "host")
         self._call("ceph", "osd", "crush", "move", "here", "root=default")
         self._call("ceph", "osd", "crush", "add", "osd.0", "1.0", "host=here")
@@ -165,11 +194,12 @@ def _call(program: str, *args: str) -> str:
     return done.stdout
 
 
-def _wait(attempt: Any, child: subprocess.Popen[bytes], seconds: float = 60.0) -> None:
+def _wait(attempt: Callable[[], object], child: subprocess.Popen[bytes], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
-            return attempt()
+            attempt()
+            return
         except OSError:
             if child.poll() is not None or time.monotonic() > end:
                 raise
@@ -203,7 +233,8 @@ def _signed_put(server: CephServer, path: str) -> None:
     headers = {
         "x-amz-content-sha256": body,
         "x-amz-date": now,
-        "Authorization": f"AWS4-HMAC-SHA256 Credential={server.access_key}/{scope}, SignedHeaders={names}, Signature={signature}",
+        "Authorization": f"AWS4-HMAC-SHA256 Credential={server.access_key}/{scope}, SignedHeaders={names}, "
+        f"Signature={signature}",
     }
     urllib.request.urlopen(urllib.request.Request(server.endpoint + path, method="PUT", headers=headers), timeout=60)
 
@@ -211,5 +242,6 @@ def _signed_put(server: CephServer, path: str) -> None:
 if __name__ == "__main__":
     with CephServer(Path(sys.argv[1])) as running:
         running.make_bucket("trial")
-        print(json.dumps(running.environment), flush=True)
+        sys.stdout.write(f"{json.dumps(running.environment)}\n")
+        sys.stdout.flush()
         sys.stdin.read()

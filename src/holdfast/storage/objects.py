@@ -1,7 +1,7 @@
 """Storage in a bucket of S3, Google Cloud Storage or Azure, through the package obstore.
 
 An object appears when its upload has ended, and never in part. Only small files are published create-only; the data
-of a step lies under names that no other attempt uses. Directories do not exist.
+of a step has names that no other attempt uses. There are no directories.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from holdfast.errors import DamageError, NotFoundError, StorageError, UsageError
+from holdfast.errors import NotFoundError, StorageError, UsageError
 from holdfast.process.latch import Latch, start_thread
 from holdfast.storage.checks import (
     check_offset,
@@ -126,7 +126,7 @@ class ObjectStorage:
                 try:
                     self._client.put(self._store, path, data, mode="create", attributes={_TOKEN: token})
                 except self._client.exceptions.AlreadyExistsError:
-                    # It may be ours: a reply was lost, and the client has asked again. Or two conflicted, and neither won.
+                    # It may be ours: a reply was lost, and the client has asked again. Or two met, and neither won.
                     found = self._find_token(path)
                     if found is not None:
                         return found == token
@@ -273,8 +273,8 @@ class ObjectStorage:
 class ObjectWriter:
     """One new object, written in pieces; see `FileWriter`.
 
-    The upload takes the pieces in their order. A piece that comes early waits for those before it, so whoever writes
-    several at once begins them in that order. Each is copied: the client still sends it when a write has returned.
+    The upload takes the pieces in their order. A piece that comes early waits for those before it, so a caller with
+    several threads begins the pieces in that order. Each is copied, for the client still sends it when a write returns.
     """
 
     def __init__(self, storage: ObjectStorage, path: str, size_bytes: int) -> None:
@@ -339,7 +339,7 @@ class ObjectWriter:
             self._storage.upload(self._path, self._take_pieces(), self._size_bytes)
         except StorageError as error:
             failure = error
-        except _Abandoned:
+        except _AbandonedError:
             return
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread that writes
             failure = StorageError(f"cannot write {self._path}: {error!r}", path=self._path)
@@ -355,7 +355,7 @@ class ObjectWriter:
             with self._changed:
                 while not self._queue:
                     if self._is_closed:
-                        raise _Abandoned
+                        raise _AbandonedError
                     self._changed.wait()
                 piece = self._queue.popleft()
                 self._changed.notify_all()
@@ -413,7 +413,7 @@ class ObjectReader:
             at += part.nbytes
 
 
-class _Abandoned(Exception):
+class _AbandonedError(Exception):
     """The upload has been given up."""
 
 
@@ -433,19 +433,25 @@ def _move(source: memoryview, into: memoryview) -> None:
 
 
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
-_NO_CREDENTIALS: Final = "169\\.254\\.|metadata.google.internal"
-"""Where machines of a cloud ask for their own credentials, when no others were found."""
-_HINTS: Final = (
-    ("NoSuchBucket|ContainerNotFound|bucket does not exist", "There is no such bucket, or it is in another region or account: check the URL."),
-    (_NO_CREDENTIALS, "No credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in; see the page on buckets."),
-    ("PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation", "The bucket is in another region: set AWS_REGION, or pass region= to holdfast.open_storage."),
-    ("RequestTimeTooSkewed|RequestExpired", "The clock of this machine is wrong: set it (chronyc makestep), and start again."),
-    ("ExpiredToken|TokenExpired|InvalidToken", "The credentials have expired: log in again, or use credentials that renew themselves."),
-    ("SignatureDoesNotMatch|InvalidAccessKeyId|AuthenticationFailed", "The credentials are wrong: check the key and the secret, and the clock of this machine."),
-    ("SlowDown|TooManyRequests|429|503", "The service asks for fewer requests: save less often, or use another prefix."),
-    ("error sending request|dns error|Connection refused", "The service cannot be reached: check the endpoint, the proxy and the network."),
-    ("AccessDenied|Forbidden|privileges", "The credentials do not allow this: `holdfast doctor URL` says what is missing."),
-)  # fmt: skip
+_NO_BUCKET: Final = "NoSuchBucket|ContainerNotFound|bucket does not exist"
+_HINTS: Final = {
+    _NO_BUCKET: "There is no such bucket, or it is in another region or account: check the URL.",
+    # Where the machines of a cloud ask for their own credentials, if no others are found.
+    r"169\.254\.|metadata\.google\.internal": "No credentials were found: set AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, or those of your cloud.",
+    "PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation": "The bucket is in another region: set AWS_REGION "
+    "or pass region= to holdfast.open_storage.",
+    "RequestTimeTooSkewed|RequestExpired": "The clock of this machine is wrong: set it, and start again.",
+    "ExpiredToken|TokenExpired|InvalidToken": "The credentials have expired: log in again, or use credentials that "
+    "renew themselves.",
+    "SignatureDoesNotMatch|InvalidAccessKeyId|AuthenticationFailed": "The credentials are wrong: check the key and the "
+    "secret.",
+    "SlowDown|TooManyRequests|429|503": "The service asks for fewer requests: save less often, or use another prefix.",
+    "error sending request|dns error|Connection refused": "The service cannot be reached: check the endpoint, the "
+    "proxy and the network.",
+    "AccessDenied|Forbidden|privileges": "The credentials do not allow this: see the permissions in the guide.",
+}
+"""Hints, by a pattern of the client's message; the first that fits."""
 
 
 def _explain(error: BaseException) -> tuple[str, str]:
@@ -456,11 +462,11 @@ def _explain(error: BaseException) -> tuple[str, str]:
     text = " ".join(re.sub(r"<\?xml.*", "", text, flags=re.S).split()).rstrip(": ")
     if code is not None:
         text = f"{text} ({code[1]})"
-    return text, next((hint for pattern, hint in _HINTS if re.search(pattern, whole)), "")
+    return text, next((hint for pattern, hint in _HINTS.items() if re.search(pattern, whole)), "")
 
 
 def _names_bucket(error: BaseException) -> bool:
-    return re.search(_HINTS[0][0], str(error)) is not None
+    return re.search(_NO_BUCKET, str(error)) is not None
 
 
 def _check_bucket(error: FileNotFoundError) -> None:

@@ -45,9 +45,8 @@ def register_scheme(scheme: str, example: str, factory: Callable[[str], Storage]
 def open_storage(location: str | os.PathLike[str] | Storage, **options: Any) -> Storage:
     """Returns the storage at a location; nothing is read or written yet.
 
-    A bucket whose URL says all does not need it: pass the URL wherever a directory is taken. What a URL cannot say is an
-    option here, and the storage is passed in place of the URL:
-    `holdfast.open_storage("s3://bucket/run", endpoint="https://minio.example:9000")`.
+    A URL can be passed wherever a directory is taken. What it cannot say is an option here; then pass the storage, and
+    not the URL: `holdfast.open_storage("s3://bucket/run", endpoint="https://minio.example:9000")`.
 
     Args:
         location: A directory's path, `~` for the user's home; a `file://` URL; the URL of a bucket: `s3://bucket/run`,
@@ -76,7 +75,9 @@ def open_storage(location: str | os.PathLike[str] | Storage, **options: Any) -> 
     if scheme is None:
         raise UsageError(f"{text!r}: {found[1] if found else ''}:// is not supported", hint=hint)
     if options and scheme.open is not _open_bucket:
-        raise UsageError(f"{text!r} has no options, got {', '.join(options)}", hint="they are for buckets: leave them out")
+        raise UsageError(
+            f"{text!r} has no options, got {', '.join(options)}", hint="they are for buckets: leave them out"
+        )
     return scheme.open(text, **options)
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -15,13 +15,16 @@ from holdfast.errors import MissingPackageError, UsageError
 from holdfast.extras import install_command
 from holdfast.storage.objects import ObjectStorage
 
-if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
-
 _EXAMPLES: Final = {"s3": "s3://bucket/run", "gs": "gs://bucket/run", "az": "az://container/run"}
+_CLASSES: Final = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 
 _RETRY_SECONDS: Final = 180
 """For so long one request is repeated. A save that has failed by then is made again at the next step that is due."""
+_RETRIES: Final = {
+    "max_retries": 1000,
+    "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
+}
 _REQUEST_SECONDS: Final = 60
 _CONNECT_SECONDS: Final = 10
 
@@ -50,7 +53,7 @@ class BucketOptions(msgspec.Struct, frozen=True, kw_only=True):
     anonymous: bool = False
 
 
-class _Place(NamedTuple):
+class _BucketPlace(NamedTuple):
     scheme: str
     bucket: str
     prefix: str
@@ -79,16 +82,25 @@ def open_bucket(url: str, **options: Any) -> ObjectStorage:
         raise MissingPackageError(
             f"{url!r} needs obstore, which is not installed", hint=f"Install it: {install_command('objects')}"
         ) from error
-    makers = {"s3": _open_s3, "gs": _open_gcs, "az": _open_azure}
+    config = {"s3": _say_s3, "gs": _say_gcs, "az": _say_azure}[place.scheme](chosen)
     try:
-        store = makers[place.scheme](obstore.store, place, chosen)
+        store = getattr(obstore.store, _CLASSES[place.scheme])(
+            place.bucket,
+            prefix=place.prefix or None,
+            client_options=_client_options(chosen, config.get("endpoint") or config.get("base_url", "")),
+            retry_config=_RETRIES,
+            **({"skip_signature": True} if chosen.anonymous else {}),
+            **config,
+        )
     except (ValueError, OSError, obstore.exceptions.BaseError) as error:
         text = str(error).partition("Debug source")[0].strip()
-        raise UsageError(f"{place.url} cannot be opened: {text}", hint="check the options and the credentials") from None
+        raise UsageError(
+            f"{place.url} cannot be opened: {text}", hint="check the options and the credentials"
+        ) from None
     return ObjectStorage(place.url, store)
 
 
-def _split(url: str) -> _Place:
+def _split(url: str) -> _BucketPlace:
     parts = urlsplit(url)
     prefix = unquote(parts.path).strip("/")
     names_one = all(part not in ("", ".", "..") for part in prefix.split("/")) if prefix else True
@@ -96,12 +108,12 @@ def _split(url: str) -> _Place:
         # What is before @ may be a secret.
         raise UsageError(
             f"{parts.scheme}://... is not the URL of a bucket",
-            hint=f"write {_EXAMPLES[parts.scheme]}; credentials and options are no part of it",
+            hint=f"write {_EXAMPLES[parts.scheme]}; credentials and options do not belong in it",
         )
-    return _Place(parts.scheme, parts.netloc, prefix)
+    return _BucketPlace(parts.scheme, parts.netloc, prefix)
 
 
-def _check_options(place: _Place, options: Mapping[str, Any]) -> BucketOptions:
+def _check_options(place: _BucketPlace, options: Mapping[str, Any]) -> BucketOptions:
     try:
         chosen = BucketOptions(**options)
     except TypeError as error:
@@ -115,58 +127,32 @@ def _check_options(place: _Place, options: Mapping[str, Any]) -> BucketOptions:
     return chosen
 
 
-def _open_s3(module: Any, place: _Place, options: BucketOptions) -> ObjectStore:
-    endpoint = options.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+def _say_s3(options: BucketOptions) -> dict[str, Any]:
+    environment = os.environ
     config: dict[str, Any] = {}
-    if endpoint:
+    if endpoint := options.endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"):
         config["endpoint"] = endpoint
-    if region := options.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+    if region := options.region or environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"):
         config["region"] = region
     if options.path_style is not None:
         config["virtual_hosted_style_request"] = not options.path_style
     if options.kms_key:
         config |= {"server_side_encryption": "aws:kms", "sse_kms_key_id": options.kms_key}
-    if options.anonymous:
-        config["skip_signature"] = True
-    provider = None if options.anonymous or os.environ.get("AWS_ACCESS_KEY_ID") else _find_session()
-    if provider is not None and "region" in config:
-        provider.config.pop("region", None)
-    return module.S3Store(
-        place.bucket,
-        prefix=place.prefix or None,
-        client_options=_client(options, endpoint),
-        retry_config=_retries(),
-        credential_provider=provider,
-        **config,
-    )  # type: ignore[no-any-return]
+    if not options.anonymous and not environment.get("AWS_ACCESS_KEY_ID"):
+        provider = config["credential_provider"] = _find_session()
+        if provider is not None and "region" in config:
+            # The client takes one region only.
+            provider.config.pop("region", None)
+    return config
 
 
-def _open_gcs(module: Any, place: _Place, options: BucketOptions) -> ObjectStore:
-    config: dict[str, Any] = {"base_url": options.endpoint} if options.endpoint else {}
-    if options.anonymous:
-        config["skip_signature"] = True
-    return module.GCSStore(
-        place.bucket,
-        prefix=place.prefix or None,
-        client_options=_client(options, options.endpoint),
-        retry_config=_retries(),
-        **config,
-    )  # type: ignore[no-any-return]
+def _say_gcs(options: BucketOptions) -> dict[str, Any]:
+    return {"base_url": options.endpoint} if options.endpoint else {}
 
 
-def _open_azure(module: Any, place: _Place, options: BucketOptions) -> ObjectStore:
-    config: dict[str, Any] = {"endpoint": options.endpoint} if options.endpoint else {}
-    if options.account:
-        config["account_name"] = options.account
-    if options.anonymous:
-        config["skip_signature"] = True
-    return module.AzureStore(
-        place.bucket,
-        prefix=place.prefix or None,
-        client_options=_client(options, options.endpoint),
-        retry_config=_retries(),
-        **config,
-    )  # type: ignore[no-any-return]
+def _say_azure(options: BucketOptions) -> dict[str, Any]:
+    config = {"endpoint": options.endpoint} if options.endpoint else {}
+    return config | ({"account_name": options.account} if options.account else {})
 
 
 def _find_session() -> Any:
@@ -186,19 +172,15 @@ def _find_session() -> Any:
         return None
 
 
-def _client(options: BucketOptions, endpoint: str) -> ClientConfig:
-    config: dict[str, Any] = {
+def _client_options(options: BucketOptions, endpoint: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
         "timeout": timedelta(seconds=_REQUEST_SECONDS),
     }
     if endpoint.startswith("http://"):
-        config["allow_http"] = True
+        found["allow_http"] = True
     if options.ca_file:
-        config["root_certificate"] = Path(options.ca_file).read_bytes()
+        found["root_certificate"] = Path(options.ca_file).read_bytes()
     if options.proxy:
-        config["proxy_url"] = options.proxy
-    return config  # type: ignore[return-value]
-
-
-def _retries() -> RetryConfig:
-    return {"max_retries": 10, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)}
+        found["proxy_url"] = options.proxy
+    return found
