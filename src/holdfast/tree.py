@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from holdfast.catalog import StoredRun
+from holdfast.catalog import Asked, StoredRun, find_step, split_place
+from holdfast.catalog.named_step import EXAMPLES
 from holdfast.checkpoint import Checkpoint
 from holdfast.cluster import Cluster
 from holdfast.errors import MismatchError, NoCheckpointError, StepExistsError, UsageError
@@ -70,10 +71,11 @@ def load(
 ) -> Any:
     """**Blocks.** Loads the tree that `save` saved; every byte that is read is checked.
 
-    The run of a training loop is loaded as a dict of the objects in its newest checkpoint, by name.
+    The run of a training loop is loaded as a dict of the objects in its newest checkpoint, by name; or in another one,
+    as in `"runs/gpt@500"`, `"runs/gpt@best:val_loss"` or `"runs/gpt@max:accuracy"`.
 
     Args:
-        path: The directory, a URL, or an open storage.
+        path: The directory, with or without a step; a URL, or an open storage.
         like: A tree of the same structure, which is left unchanged. Each array is created like the one in this tree: of
             the same library, on the same device, with the same sharding. A `jax.ShapeDtypeStruct`, with or without a
             sharding, is enough. For a run, a dict with some of its objects. None for NumPy arrays in plain containers.
@@ -89,10 +91,11 @@ def load(
         NoWholeCheckpointError: If the checkpoint is damaged.
         StorageError: If the storage fails.
     """
-    storage = open_storage(path)
-    newest, names = _look(storage)
+    storage, _, asked = split_place(path)
+    newest, names = _look(storage, asked)
     if newest is None:
-        raise NoCheckpointError(f"{storage.url} contains no checkpoint")
+        hint = f"A step is written as {EXAMPLES}." if "@" in storage.url and asked is None else ""
+        raise NoCheckpointError(f"{storage.url} contains no checkpoint", hint=hint)
     wanted: Any = like
     is_tree = names == [_TREE]
     if is_tree:
@@ -105,7 +108,7 @@ def load(
         )
     with CheckpointManager(storage, Checkpoint(), cluster=cluster) as manager:
         try:
-            manager.restore(newest if is_tree else None, only=map(escape, wanted), like=wanted)
+            manager.restore(newest if is_tree or asked is not None else None, only=map(escape, wanted), like=wanted)
         except MismatchError as error:
             hint = "`like` must have the structure of all that is stored there; without it, all comes as NumPy arrays."
             raise MismatchError(error.message, differences=error.differences, hint=hint) from None
@@ -113,9 +116,10 @@ def load(
         return found[_TREE] if is_tree else {name: found[name] for name in wanted}
 
 
-def _look(storage: Storage) -> tuple[int | None, list[str]]:
-    """**Blocks.** Returns the newest step, and the names of its objects in their order."""
-    name = max(StoredRun(storage).look().living, default=None)
-    if name is None:
+def _look(storage: Storage, asked: Asked = None) -> tuple[int | None, list[str]]:
+    """**Blocks.** Returns the step that was asked for, or the newest one, and the names of its objects in order."""
+    run = StoredRun(storage)
+    if not (catalog := run.look()).living:
         return None, []
+    name = find_step(run, catalog, asked)
     return name.step, list_objects(storage, name)

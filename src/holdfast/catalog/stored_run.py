@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -229,7 +229,13 @@ class StoredRun:
         parsed = (parse_generation_file(entry.name) for entry in self.storage.list(GENERATIONS_DIRECTORY))
         return sorted(generation for generation in parsed if generation is not None)
 
-    def open_generation(self, token: str = "", *, seen_generation: int | None = None) -> int:
+    def open_generation(
+        self,
+        token: str = "",
+        *,
+        seen_generation: int | None = None,
+        best: Mapping[str, Literal["min", "max"]] | None = None,
+    ) -> int:
         """**Blocks.** Opens the next generation of the run and returns its number; from now on older ones are fenced.
 
         A crash after this leaves a generation without a base, which saved nothing and does not change the lineage.
@@ -238,6 +244,7 @@ class StoredRun:
             token: Random text that identifies the opener; empty for one made here.
             seen_generation: The newest generation when this job chose where to resume from: no other job may have
                 opened a newer one since. None to open one regardless.
+            best: By metric, which value is the best one, for those who ask for it later.
 
         Raises:
             FencedError: If another job has opened a newer one since. Then this job opens none, and fences no other.
@@ -266,6 +273,7 @@ class StoredRun:
                 generation=generation,
                 token=token or os.urandom(16).hex(),
                 opened_at_unix_seconds=time.time(),
+                best=dict(best or {}),
                 **identify(os.getpid()),
             )
             path, record = generation_path(generation), seal(opening)

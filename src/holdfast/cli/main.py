@@ -16,6 +16,7 @@ from holdfast.errors import HoldfastError
 from holdfast.tracebacks import TRACEBACK_VARIABLE
 
 VERBS: Final = {
+    "init": "Write a script that trains and resumes, to begin with.",
     "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
     "diff": "Show what changed from one checkpoint to another.",

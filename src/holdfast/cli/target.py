@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from holdfast.catalog import Catalog, StoredRun, StoredStep, make_lost_error
+from holdfast.catalog import Asked, Catalog, StoredRun, StoredStep, find_step, make_lost_error, split_place
+from holdfast.catalog.named_step import EXAMPLES
 from holdfast.catalog.survey import State, checkpoint_bytes
 from holdfast.convert.leaf_stream import StoredLeaf
 from holdfast.errors import (
@@ -34,7 +35,7 @@ from holdfast.format.records import Manifest
 from holdfast.format.scalars import Node
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
-from holdfast.storage import Entry, LocalStorage, Storage, open_storage
+from holdfast.storage import Entry, LocalStorage, Storage
 
 MOST_LOOKS: Final = 30
 """Most tries at finding the newest checkpoint: a running job may remove the one that was found."""
@@ -43,7 +44,6 @@ MAX_DEPTH: Final = 3
 """How many levels below a directory are searched for runs, as in `runs/experiment/model/seed-1`."""
 
 _MOST_DIRECTORIES: Final = 20_000
-_MAX_STEP_DIGITS: Final = 16
 _NAMED_RUNS: Final = 5
 
 
@@ -54,13 +54,13 @@ class RunTarget:
     Attributes:
         storage: Its root is the run's directory, or that of a single step.
         location: The directory as it was written, without the step.
-        step: The step that was asked for, or None.
+        step: The step that was asked for: its number, or a name such as `latest` or `best:val_loss`; or None.
         is_step: Whether the root is the directory of a single step. Such a directory may have any name and parent.
     """
 
     storage: Storage
     location: str
-    step: int | None
+    step: Asked
     is_step: bool
 
     @property
@@ -83,11 +83,10 @@ def find_target(
 ) -> RunTarget:
     """**Blocks.** Finds a run, a step of a run, or the directory of a single step.
 
-    If a directory of that name exists, `@` included, it is used. Otherwise the text after the last `@` is a step.
+    If a directory of that name exists, `@` included, it is used. Otherwise the text after the `@` is a step.
     Raises `NoCheckpointError` if there is no such directory, or no file of holdfast in it.
     """
-    location, step = _split(text)
-    storage = open_storage(location)
+    storage, location, step = split_place(text)
     entries = storage.list("")
     is_step = any(not entry.is_directory and is_own_file(entry.name) for entry in entries)
     if not is_step and not any(belongs_to_run(entry) for entry in entries):
@@ -115,10 +114,10 @@ def find_run(text: str) -> RunTarget:
 
 def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
     """**Blocks.** Returns the step that was named, or else the newest step of the current lineage."""
-    if target.step is None:
+    if not isinstance(target.step, int):
         if catalog.newest is None:
             raise no_living(catalog, target)
-        return catalog.newest
+        return find_step(target.run, catalog, target.step)
     if all(name.step != target.step for name in catalog.committed):
         if lost := [name for name in target.run.find_lost(catalog) if name.step == target.step]:
             raise make_lost_error(lost, target.location)
@@ -149,15 +148,6 @@ def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:
     return NoCheckpointError(
         f"{target.location} has no checkpoint yet", hint="A job has started there and has not saved yet."
     )
-
-
-def _split(text: str) -> tuple[str, int | None]:
-    location, at, step = text.rpartition("@")
-    if at and location and step.isascii() and step.isdigit() and len(step) <= _MAX_STEP_DIGITS:
-        whole = open_storage(text)
-        if not (whole.list("") if whole.location is None else os.path.lexists(whole.location)):
-            return location, int(step)
-    return text, None
 
 
 def belongs_to_run(entry: Entry) -> bool:
@@ -210,7 +200,7 @@ def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: 
         hint = "Check the path."
         before, at, after = location.rpartition("@")
         if at and before and os.path.isdir(before):  # noqa: PTH112
-            hint = f"{before} exists, but {after!r} is not a step. A step is a number, as in {before}@500."
+            hint = f"{before} exists, but {after!r} is not a step. Write {before} and {EXAMPLES}."
         return NoCheckpointError(f"there is no directory {location}", hint=hint)
     return NoCheckpointError(f"{location} is empty", hint="No job has saved there yet.")
 

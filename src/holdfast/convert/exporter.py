@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
 from msgspec import structs
 
-from holdfast.catalog import Catalog, StoredRun
+from holdfast.catalog import Catalog, StoredRun, find_step, split_place
 from holdfast.convert.dcp import write_dcp
 from holdfast.convert.leaf_stream import LeafReader
 from holdfast.convert.leaf_tree import KeyPath, LeftOut, ObjectState, join_objects, list_arrays, list_values, make_tree
@@ -25,7 +26,7 @@ from holdfast.format.names import MAX_STEP, StepName, is_own
 from holdfast.numbers import check_whole
 from holdfast.restore.candidates import make_selection
 from holdfast.restore.verify import open_step
-from holdfast.storage import Storage, open_storage
+from holdfast.storage import Storage
 from holdfast.tracebacks import short_traceback
 
 FORMATS: Final = ("safetensors", "transformers", "torch", "dcp")
@@ -105,7 +106,8 @@ def export_checkpoint(
     Memory use does not depend on the size of the checkpoint. The export appears under its name once it is complete.
 
     Args:
-        run: The run's directory, a URL, or an open storage.
+        run: The run's directory, with a step after it or not, such as `runs/gpt@best:val_loss`; a URL, or an open
+            storage.
         out: The path to write. For safetensors, a directory, which gets `model.safetensors` or several files and an
             index, or one file, if the name ends in `.safetensors`; for torch a file; for dcp a directory.
         to: The format: `safetensors`; `transformers`, a directory for `from_pretrained`, of a model that the Hugging
@@ -126,18 +128,12 @@ def export_checkpoint(
         DamageError: If the checkpoint is damaged.
         StorageError: If the storage fails.
     """
-    storage = open_storage(run)
+    storage, location, asked = split_place(run)
     if step is not None:
         check_whole("step", step, 0, MAX_STEP)
-
-    def choose(catalog: Catalog) -> StepName:
-        name = catalog.newest if step is None else catalog.find(step)
-        if name is None:
-            raise NoCheckpointError(
-                f"{storage.url} has no checkpoint", hint="`holdfast list --all` shows what the run contains."
-            )
-        return name
-
+        if asked is not None:
+            raise UsageError(f"{run} names a step, and step={step} another", hint=f"Write {location!r} or omit step.")
+    choose = partial(find_step, StoredRun(storage), asked=asked if step is None else step)
     options = ExportOptions(to, only, keep_prefix, repeat_shared, overwrite, file_bytes, threads, watcher)
     return export_chosen(storage, choose, Path(out), options)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
@@ -273,11 +273,13 @@ class Opening(Opener, frozen=True, kw_only=True):
 
     Attributes:
         generation: Its number.
+        best: By metric, `min` or `max`: which value is the best one for the job's retention policy.
     """
 
     kind: ClassVar[str] = "generation"
 
     generation: GenerationNumber
+    best: dict[str, Literal["min", "max"]] = msgspec.field(default_factory=dict)
 
 
 class Base(SealedRecord, frozen=True, omit_defaults=True):

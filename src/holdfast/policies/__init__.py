@@ -23,6 +23,8 @@ from holdfast.policies.retention import (
     RetentionPlan,
     RetentionPolicy,
     absent_metrics,
+    count_kept,
+    find_modes,
     plan_retention,
     spare_referred,
 )
@@ -62,7 +64,9 @@ __all__ = [
     "Seconds",
     "Steps",
     "absent_metrics",
+    "count_kept",
     "counts_epochs",
+    "find_modes",
     "is_by_step",
     "plan_retention",
     "read_keep",

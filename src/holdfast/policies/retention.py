@@ -290,6 +290,13 @@ def plan_retention(
     return RetentionPlan({key: reasons[key] for key in keys if key in reasons}, tuple(going))
 
 
+def count_kept(policy: RetentionPolicy) -> int:
+    """**Pure.** Returns how many checkpoints a policy keeps at a time, as far as it has a limit."""
+    if isinstance(policy, AnyKeeps):
+        return sum(map(count_kept, policy.policies))
+    return policy.n if isinstance(policy, Latest | Best) else 0
+
+
 def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Key]]) -> tuple[str, ...]:
     """**Pure.** Returns the metrics of a `Best` that no checkpoint has: perhaps misspelled, or never reported."""
     if isinstance(policy, AnyKeeps):
@@ -297,3 +304,10 @@ def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Ke
     if not isinstance(policy, Best) or any(policy.metric in candidate.metrics for candidate in committed):
         return ()
     return (policy.metric,)
+
+
+def find_modes(policy: RetentionPolicy) -> dict[str, Literal["min", "max"]]:
+    """**Pure.** Returns the mode of each `Best` in a policy, by its metric."""
+    if isinstance(policy, AnyKeeps):
+        return {metric: mode for part in policy.policies for metric, mode in find_modes(part).items()}
+    return {policy.metric: policy.mode} if isinstance(policy, Best) else {}

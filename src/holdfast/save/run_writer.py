@@ -15,7 +15,7 @@ from holdfast.events import Event, GenerationOpened, Warned
 from holdfast.format.digests import seal
 from holdfast.format.names import MAX_ATTEMPT, MAX_STEP, StepName, metrics_name, parse_step_directory
 from holdfast.format.records import MAX_LATE_METRICS, Base, LateMetrics, Manifest, make_base
-from holdfast.policies import RetentionPolicy
+from holdfast.policies import RetentionPolicy, find_modes
 from holdfast.process.terminal import inform
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.handle import Origin, SaveRequest
@@ -207,8 +207,9 @@ class RunWriter(CheckpointWriter):
         self.base: Base | None = None
         # By this it knows an opening of its own that has failed half-way.
         self._token = os.urandom(16).hex()
+        self._best = find_modes(keep)
         self._run = StoredRun(storage)
-        self._retention = Retention(self._run, keep, self._token, reuse_space=reuse_space)
+        self._retention = Retention(self._run, keep, self._token, incremental=incremental, reuse_space=reuse_space)
         self.recycler = self._retention.recycler
         # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
         self._attempts: tuple[StepName, ...] = ()
@@ -242,7 +243,7 @@ class RunWriter(CheckpointWriter):
             self.recycler.lock.take(inform)
             self._run.check_unpassed(origin.seen_generation, self._token)
             before = self._keep_lost()
-            generation = self._run.open_generation(self._token, seen_generation=origin.seen_generation)
+            generation = self._run.open_generation(self._token, seen_generation=origin.seen_generation, best=self._best)
             self._retention.begin(generation)
             base = make_base(generation, origin.base, origin.start_from)
             self._run.record_base(base)
