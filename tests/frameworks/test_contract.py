@@ -283,6 +283,20 @@ def test_loss_with_parameters_that_is_not_named_is_kept(tmp_path: Path, name: st
     check_same([killed, live("own_loss.py", tmp_path / "killed", kind, "2", preload=preload)], untouched)
 
 
+@pytest.mark.parametrize("name", [pick(name) for name in ("transformers", "lightning", "keras-torch")])
+def test_a_mismatch_shows_the_users_frames_alone(tmp_path: Path, name: str) -> None:
+    framework = INTEGRATIONS[name]
+    given = (tmp_path / "run", name.partition("-")[0])
+    refused = Life("refitted.py", *given, preload=framework.preload, variables=dict(framework.variables))
+    assert refused.end() == 1
+    said, _, error = refused.errors.partition("Traceback (most recent call last):\n")
+    assert re.search(r"\d saves?; training stopped for .* \(\d.* %\); 1 checkpoint, [\d.]+ kB\n", said), said
+    frames = re.findall(r'  File "(.*?)", line', error)
+    assert [Path(name).name for name in frames] == ["refitted.py"] * 2, error
+    assert "MismatchError: step 3 does not fit" in error
+    assert "Traceback" not in error
+
+
 def make_run(name: str, directory: Path, **options: Any) -> None:
     """Creates what resumes a training, with these options."""
     if name == "accelerate":
