@@ -201,9 +201,9 @@ def _try_wheel(python: str, wheel: Path, work: Path, *, with_torch: bool) -> Non
         programs += [place / "README.py"]
         run([place / "bin" / "holdfast", "init", "--output", place / "train.py"])
         programs += [place / "train.py"]
-    for program in programs:
-        done = train_killed_and_resumed(inner, program, place / program.stem)
-        print(f"Python {found['python']}: {program.name}: {done}", flush=True)
+    for path in programs:
+        done = train_killed_and_resumed(inner, path, place / path.stem)
+        print(f"Python {found['python']}: {path.name}: {done}", flush=True)
     run_directory = place / "train_numpy" / "killed" / "runs" / "numpy"
     verified = run([place / "bin" / "holdfast", "verify", "--all", run_directory])
     print(f"Python {found['python']}: {verified.splitlines()[-1]}", flush=True)
