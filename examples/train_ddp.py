@@ -2,7 +2,8 @@
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 10 examples/train_ddp.py
 
-If a worker dies, torchrun starts all of them again. They may be started again with another number of workers, too.
+If a worker dies, torchrun starts all of them again. The number of workers may change between two epochs; with a
+`holdfast.ResumableDataLoader` it may change in the middle of an epoch, too.
 """
 
 from __future__ import annotations
