@@ -305,6 +305,7 @@ class Run:
         if not data.has_loaders:
             objects_of(self.checkpoint).own[FOLLOWED_DATA] = data
             self.manager.witness.follow(CALL, data.count.follow_batches, data.describe)
+            self.manager.follow_epochs(data.count_complete)
         return data
 
     def finish_step(self) -> None:

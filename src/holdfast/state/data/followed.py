@@ -367,11 +367,16 @@ class FollowedData:
     def has_taken_last(self) -> bool:
         """Returns True if the newest batch was the last one of an epoch, and none was asked for since."""
         one = self._newest
-        return self._is_in_epochs and one is not None and one.current is not None and one.done == one.total
+        return self._is_in_epochs and one is not None and one.current is not None and self._is_at_end(one)
 
     def count_complete(self) -> int:
-        """Returns how many epochs are complete."""
-        return self.epoch
+        """Returns how many epochs are complete; outside of epochs, how many passes of the first loader."""
+        if self._was_in_epochs or not self._loaders:
+            return self.epoch + self.has_taken_last()
+        return self._loaders[0].passes + self._is_at_end(self._loaders[0])
+
+    def _is_at_end(self, one: FollowedLoader) -> bool:
+        return one.done - (one.lead if self.is_between else 0) == one.total
 
     def take_caveats(self) -> list[str]:
         """Returns what a restart has to do, or cannot, each once."""
