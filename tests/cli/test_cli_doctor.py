@@ -173,7 +173,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
         "save_every=holdfast.Seconds(",
     ):
         assert text in shown.text
-    assert "\x1b[1;32m  save_every" in shown.raw
+    assert "\x1b[1;32msave_every" in shown.raw
 
 
 def test_progress_is_on_the_error_stream_only(tmp_path: Path) -> None:
