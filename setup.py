@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the extensions in C, the tag of the wheel, and where the project lives.
+"""What pyproject.toml cannot say: the extensions in C, the wheel's tag and examples, and the project's address.
 
 The extensions make saves quicker. Without a C compiler everything else is installed, and Python does their work;
 `holdfast doctor` says which of the two is in use.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 URL = os.environ.get("HOLDFAST_PROJECT_URL", "").rstrip("/")
@@ -32,6 +33,19 @@ class BuildExtensions(build_ext):
                 "A C compiler and the headers of Python are needed (Debian: build-essential python3-dev)."
             )
             raise
+
+
+class BuildModules(build_py):
+    """Puts the examples that `holdfast init` writes into the package; an editable install has them in the checkout."""
+
+    def run(self) -> None:
+        """Builds the package."""
+        super().run()
+        if not self.editable_mode:
+            place = Path(self.build_lib) / "holdfast" / "cli" / "templates"
+            place.mkdir(parents=True, exist_ok=True)
+            for example in (ROOT / "examples").glob("train_*.py"):
+                self.copy_file(str(example), str(place))
 
 
 def readme() -> str:
@@ -60,7 +74,7 @@ setup(
         )
         for name in ("holdfast.save._moves", "holdfast.storage._digesting")
     ],
-    cmdclass={"build_ext": BuildExtensions},
+    cmdclass={"build_ext": BuildExtensions, "build_py": BuildModules},
     # One wheel for all versions of Python from 3.11 on.
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -27,6 +27,7 @@ from holdfast.cluster.discover import describe_lone_task
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import UsageError
 from holdfast.events import Sink, Skipped, Sums, Warned
+from holdfast.events.sinks import describe_cost
 from holdfast.format.encoding import escape
 from holdfast.format.records import ALONE, Worker
 from holdfast.options import (
@@ -56,6 +57,7 @@ from holdfast.witness.ring import remove_rings
 from holdfast.witness.watch import Witness
 
 _PARTING_SECONDS: Final = 2.0
+_MOMENT_SECONDS: Final = 0.3
 
 
 @short_traceback
@@ -160,7 +162,7 @@ class CheckpointManager:
             if self.participant is not None:
                 is_new = not self.lineage.steps
                 self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=is_new)
-            self.emit = RunEvents(self._storage, options.sinks, is_leader=worker.is_leader)
+            self.emit = RunEvents(self._storage, options.sinks, worker)
             if cluster == "auto" and self.participant is None and (text := describe_lone_task(os.environ)):
                 self.emit(Warned(text=text))
             self._failures, self._calls = PendingFailures(failures_allowed), CallGuard(self.url)
@@ -215,6 +217,17 @@ class CheckpointManager:
     def totals(self) -> Sums:
         """The time that saving and restoring have taken in this process so far."""
         return self.emit.totals.sums
+
+    def describe_cost(self) -> str:
+        """**Blocks** for a moment at most, for the clean-up after the newest save. Describes what saving has cost.
+
+        Empty if nothing was saved since a run was entered, on all workers but the leader, and if the run is quiet.
+        """
+        if self.emit.entered_at is None:
+            return ""
+        if (newest := self.lineage.in_flight) is not None:
+            newest.request.ended.wait(_MOMENT_SECONDS)
+        return describe_cost(self.totals, time.monotonic() - self.emit.entered_at)
 
     @property
     def save_seconds(self) -> float | None:
@@ -389,6 +402,7 @@ class CheckpointManager:
             worker=self.worker,
             named=frozenset() if self.participant is None else frozenset().union(*self.participant.named),
             agreement=make_agreement(None if self.participant is None else self.participant.peers, self.url),
+            shows_progress=self.worker.is_leader,
         )
         if restoration is None:
             self._begin_from(0)

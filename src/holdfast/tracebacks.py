@@ -6,7 +6,8 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, Final, TypeVar, cast
 
@@ -18,6 +19,11 @@ TRACEBACK_VARIABLE: Final = "HOLDFAST_TRACEBACK"
 """The environment variable that makes tracebacks show all frames."""
 
 _PACKAGE: Final = __name__.partition(".")[0]
+
+_LIBRARIES: Final = frozenset(
+    {_PACKAGE, "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate", "keras"}
+)
+"""Packages between the user's code and an error, whose frames are not shown when that ends the program."""
 
 _ENTRIES: Final = ("__init__", "__enter__", "__exit__", "__setitem__")
 
@@ -42,6 +48,7 @@ def short_traceback(target: _Target) -> _Target:
         try:
             return target(*args, **kwargs)
         except (HoldfastError, KeyboardInterrupt) as error:
+            print_short()
             # An interrupt of Python's own has no text; holdfast's says what is saved.
             if _is_own(sys._getframe(1)) or (isinstance(error, KeyboardInterrupt) and not error.args):
                 raise
@@ -94,6 +101,9 @@ def _find_code(handler: Any) -> object:
     return code or getattr(getattr(type(handler), "__call__", None), "__code__", None)  # noqa: B004  Its code is wanted.
 
 
+_CAUSED_BY: Final = "Caused by "
+
+
 def _shorten(error: BaseException) -> None:
     """Removes holdfast's frames from an error and its cause, and hides what the cause was raised from.
 
@@ -113,7 +123,7 @@ def _shorten(error: BaseException) -> None:
         one = _find_shown_cause(one)
     if behind and not any(one.__traceback__ for one in behind):
         root = behind[-1]
-        cause.add_note(f"Caused by {type(root).__name__}: {root}")
+        cause.add_note(f"{_CAUSED_BY}{type(root).__name__}: {root}")
         cause.__context__ = behind[0]
         cause.__cause__ = None
 
@@ -122,13 +132,53 @@ def _find_shown_cause(error: BaseException) -> BaseException | None:
     return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _leave_out_own(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the frames of holdfast and of the standard library that it called."""
+_print_before: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = None
+
+
+def print_short() -> None:
+    """Makes the interpreter show only what adds a fact when an error of holdfast ends the program.
+
+    These are left out: frames of holdfast and of frameworks, which add theirs after an error has left holdfast; and
+    causes whose text is a part of the error's own. A program that catches the error finds them all.
+    """
+    global _print_before
+    if _print_before is None:
+        _print_before, sys.excepthook = sys.excepthook, _print_error
+
+
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, HoldfastError) and not os.environ.get(TRACEBACK_VARIABLE):
+        with suppress(Exception):  # Else it is shown as it is.
+            _leave_out_repeated(error)
+            trace = error.__traceback__ = _leave_out_own(trace, _LIBRARIES) or trace
+    assert _print_before is not None  # It is set with this.
+    _print_before(kind, error, trace)
+
+
+def _leave_out_repeated(error: BaseException) -> None:
+    """Removes the cause of an error if it adds nothing, else only its frames of libraries."""
+    one, seen = error, {error}
+    while (behind := _find_shown_cause(one)) is not None and behind not in seen:
+        seen.add(behind)
+        behind.__traceback__ = _leave_out_own(behind.__traceback__, _LIBRARIES)
+        text = getattr(behind, "message", None) or getattr(behind, "strerror", None) or str(behind)
+        notes = [note for note in getattr(behind, "__notes__", ()) if not note.startswith(_CAUSED_BY)]
+        # Without a cause that was named, it only happened before: a collective that was cut off, say.
+        if not behind.__traceback__ and not notes and (text in str(one) or one.__cause__ is None):
+            one.__cause__ = None
+            return
+        one = behind
+
+
+def _leave_out_own(
+    trace: TracebackType | None, packages: Collection[str] = frozenset({_PACKAGE})
+) -> TracebackType | None:
+    """Returns a traceback without the frames of some packages and of the standard library that they called."""
     kept: list[TracebackType] = []
     is_within = False
     while trace is not None:
         frame = trace.tb_frame
-        is_within = _is_own(frame) or (is_within and _find_package(frame) in sys.stdlib_module_names)
+        is_within = _find_package(frame) in packages or (is_within and _find_package(frame) in sys.stdlib_module_names)
         if not is_within:
             kept.append(trace)
         trace = trace.tb_next

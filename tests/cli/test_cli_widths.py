@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     given: dict[str, str] = request.param
     root = tmp_path_factory.mktemp("runs")
     state = {"note": given["note"], "betas": (0.9, 0.999)}
-    objects = {"model": {given["array"]: np.zeros((30, 20)), "bias": np.zeros(3)}, "state": state}
+    objects: dict[str, Any] = {"model": {given["array"]: np.zeros((30, 20)), "bias": np.zeros(3)}, "state": state}
     for _ in range(2):
         with holdfast.CheckpointManager(root / given["run"], holdfast.Checkpoint(**objects)) as manager:
             manager.restore(2 if manager.steps() else None)
@@ -110,7 +110,7 @@ def test_columns_without_room_are_named_with_the_way_to_see_them(
     assert f"not shown: {gone} (a wider terminal, or --json)" in text
 
 
-def test_human_form_goes_into_a_pipe_with_colors_unless_there_are_to_be_none(run: Path) -> None:
+def test_human_form_in_a_pipe_is_that_of_a_terminal(run: Path) -> None:
     on_terminal = show_on_terminal("list", run, columns=80)
     piped = Terminal("list", run, "--human", columns=80, pipe_output=True).finish()
     assert piped.output.splitlines()[1:] == on_terminal.raw.splitlines()[1:-1]

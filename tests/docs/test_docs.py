@@ -145,5 +145,5 @@ def test_messages_that_troubleshooting_explains_are_in_the_source() -> None:
     assert [text for text in quoted if text not in plain] == []
 
 
-def test_the_readme_fits_a_screen() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 70
+def test_the_readme_fits_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 95

@@ -289,6 +289,7 @@ class TestTotals:
             saves_skipped=2,
             restores=2,
             steps_passed_over=2,
+            steps_kept=2,
         )
 
     def test_a_failure_that_loses_no_save_is_not_counted(self) -> None:

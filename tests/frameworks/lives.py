@@ -20,7 +20,6 @@ import pytest
 
 import patience
 import preloaded
-from places import EXAMPLES
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -70,7 +69,7 @@ class Life:
                 start_new_session=True,
             )
 
-    def wait_steps(self, count: int, beginning: str = '{"step"') -> None:
+    def wait_steps(self, count: int, beginning: str | tuple[str, ...] = '{"step"') -> None:
         """Reads until so many steps are reported, or the program ends."""
         found = 0
         while found < count and (line := patience.read_line(self.process)):
@@ -120,6 +119,15 @@ def live(program: str | Path, *options: str | Path, preload: tuple[str, ...]) ->
     return life
 
 
+def join_two() -> tuple[dict[str, str], dict[str, str]]:
+    """The variables of the two workers of a job on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return {**job, "RANK": "0", "LOCAL_RANK": "0"}, {**job, "RANK": "1", "LOCAL_RANK": "1"}
+
+
 def live_together(
     program: str, *options: str | Path, preload: tuple[str, ...], kill_after: int | None = None, ends_with: int = 0
 ) -> tuple[Life, Life]:
@@ -127,13 +135,7 @@ def live_together(
 
     Unless it is, both end with the exit code `ends_with`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    first, second = (
-        Life(program, *options, preload=preload, variables={**job, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
-    )
+    first, second = (Life(program, *options, preload=preload, variables=variables) for variables in join_two())
     if kill_after is not None:
         second.wait_steps(kill_after)
         second.send(signal.SIGKILL)
@@ -171,17 +173,3 @@ def interrupt(begin: Callable[[], Life], signals: Sequence[int], first: int, las
         assert life.end() in (0, 42 if number == signal.SIGTERM else -number), life.errors
         lives.append(life)
     return lives
-
-
-def check_example(name: str, directory: Path, preload: tuple[str, ...], beginning: str) -> None:
-    """An example that is killed after two lines that begin so, and begun again, ends as an untouched one."""
-    example = EXAMPLES / name
-    untouched = live(example, directory / "untouched", preload=preload)
-    killed = Life(example, directory / "killed", preload=preload)
-    killed.wait_steps(2, beginning)
-    killed.send(signal.SIGKILL)
-    killed.end()
-    after = live(example, directory / "killed", preload=preload)
-    assert "resumed" in after.errors
-    assert after.last == untouched.last
-    assert after.last.startswith("step 630: loss ")

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
-from lives import Life, check_example, check_same, compiled, interrupt, live, live_together  # noqa: F401
+from lives import Life, check_same, compiled, interrupt, live, live_together  # noqa: F401
 
 import holdfast as hf
 import preloaded
@@ -272,18 +272,6 @@ def test_two_workers_killed_and_asked_to_leave_end_as_untouched(
         assert all(life[rank].first_step() != untouched[rank].first_step() for life in lives[1:])
 
 
-@pytest.mark.parametrize(
-    ("name", "example", "line"),
-    [
-        pick("accelerate", "accelerate_loop.py", "epoch", is_long=True),
-        pick("transformers", "transformers_trainer.py", "{'loss'"),
-        pick("lightning", "lightning_trainer.py", "epoch"),
-    ],
-)
-def test_killed_example_resumes(tmp_path: Path, name: str, example: str, line: str) -> None:
-    check_example(example, tmp_path, INTEGRATIONS[name].preload, line)
-
-
 @pytest.mark.parametrize(("name", "kind"), [pick("accelerate", "accelerate"), pick("transformers", "trainer")])
 def test_loss_with_parameters_that_is_not_named_is_kept(tmp_path: Path, name: str, kind: str) -> None:
     preload = INTEGRATIONS[name].preload
@@ -293,6 +281,20 @@ def test_loss_with_parameters_that_is_not_named_is_kept(tmp_path: Path, name: st
     killed.send(signal.SIGKILL)
     killed.end()
     check_same([killed, live("own_loss.py", tmp_path / "killed", kind, "2", preload=preload)], untouched)
+
+
+@pytest.mark.parametrize("name", [pick(name) for name in ("transformers", "lightning", "keras-torch")])
+def test_a_mismatch_shows_the_users_frames_alone(tmp_path: Path, name: str) -> None:
+    framework = INTEGRATIONS[name]
+    given = (tmp_path / "run", name.partition("-")[0])
+    refused = Life("refitted.py", *given, preload=framework.preload, variables=dict(framework.variables))
+    assert refused.end() == 1
+    said, _, error = refused.errors.partition("Traceback (most recent call last):\n")
+    assert re.search(r"\d saves?; training stopped for .* \(\d.* %\); 1 checkpoint, [\d.]+ kB\n", said), said
+    frames = re.findall(r'  File "(.*?)", line', error)
+    assert [Path(name).name for name in frames] == ["refitted.py"] * 2, error
+    assert "MismatchError: step 3 does not fit" in error
+    assert "Traceback" not in error
 
 
 def make_run(name: str, directory: Path, **options: Any) -> None:

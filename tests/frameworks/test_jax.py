@@ -25,7 +25,6 @@ from lives import Life, check_same, live
 import holdfast as hf
 import preloaded
 from holdfast import errors
-from places import EXAMPLES
 
 PRELOAD = (*preloaded.HOLDFAST, *preloaded.JAX, "equinox", "flax.nnx", "optax", "holdfast.integrations.jax.nnx")
 
@@ -171,16 +170,3 @@ def test_killed_five_times_and_stopped_twice_it_ends_as_untouched(tmp_path: Path
         lives[-1].send(number)
         assert lives[-1].end() == (42 if number == signal.SIGTERM else -number), lives[-1].errors
     check_same([*lives, train(tmp_path / "other")], untouched)
-
-
-def test_example_resumes_where_it_was_killed(tmp_path: Path) -> None:
-    example = EXAMPLES / "jax_training.py"
-    untouched = live(example, tmp_path / "untouched", preload=PRELOAD)
-    killed = Life(example, tmp_path / "killed", preload=PRELOAD)
-    killed.wait_steps(3, "step")
-    killed.send(signal.SIGKILL)
-    killed.end()
-    after = live(example, tmp_path / "killed", preload=PRELOAD)
-    assert "resumed" in after.errors
-    assert after.last == untouched.last
-    assert after.last.startswith("1 + 2 + 3 + 4 = ")

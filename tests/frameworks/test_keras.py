@@ -22,11 +22,9 @@ from lives import compiled  # noqa: F401
 
 import preloaded
 from patience import PATIENCE_SECONDS, killed_after
-from places import EXAMPLES
 
 PROGRAMS = Path(__file__).parent / "programs"
 BATCH = 8
-EXAMPLE = EXAMPLES / "keras_training.py"
 NEEDS_TENSORFLOW = pytest.mark.skipif(
     find_spec("tensorflow") is None, reason="needs TensorFlow: `make test-tensorflow` runs it"
 )
@@ -391,16 +389,3 @@ def test_a_second_fit_is_left_alone(tmp_path: Path) -> None:
         {"two optimizers of a model go on": True},
         {"a log whose rows are trained again is as without": True},
     ]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_example_resumes_where_it_was_killed(backend: str, tmp_path: Path) -> None:
-    whole, code, problems = follow(start(backend, EXAMPLE, tmp_path / "whole"))
-    assert code == 0, problems
-    process = start(backend, EXAMPLE, tmp_path / "killed")
-    follow(process, lambda lines: signal.SIGKILL if lines[-1].startswith("Epoch 4") else None)
-    last, code, problems = follow(start(backend, EXAMPLE, tmp_path / "killed"))
-    assert code == 0, problems
-    assert "resumed" in problems
-    assert len(last) < len(whole)
-    assert last[-1] == whole[-1]

@@ -20,9 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import holdfast as hf
-from places import ROOT
+from places import EXAMPLES, ROOT
 
-KILLED_AT = "step 1130:"
+KILLED_AT = "step 2000:"
 SHORT_TESTS = (
     "tests/format/test_format.py",
     "tests/policies/test_policies.py",
@@ -99,7 +99,9 @@ def find_wheel_problems(wheel: Path, *, compiled: bool = True) -> list[str]:
     if len(libraries) != (2 if compiled else 0):
         problems.append(f"the compiled modules are {libraries}")
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
-    problems += [f"{name} is lacking" for name in sorted((sources | {"holdfast/py.typed"}) - set(names))]
+    templates = {f"holdfast/cli/templates/{path.name}" for path in EXAMPLES.glob("train_*.py")}
+    wanted_files = sources | templates | {"holdfast/py.typed"}
+    problems += [f"{name} is lacking" for name in sorted(wanted_files - set(names))]
     wanted = ("Author: ", "Classifier: ", "# holdfast", f"\nVersion: {hf.__version__}\n")
     problems += [f"{line!r} is lacking" for line in wanted if line not in metadata]
     problems += [] if any(name.endswith("/LICENSE") for name in names) else ["the license is lacking"]
@@ -144,19 +146,20 @@ def train_killed_and_resumed(python: Path, example: str, place: Path) -> str:
     assert job.stdout is not None
     with job:
         for line in job.stdout:
-            if line.startswith(KILLED_AT if example == "train_numpy.py" else "step 130:"):
+            if line.startswith(KILLED_AT):
                 with suppress(ProcessLookupError):
                     job.send_signal(signal.SIGKILL)
                 break
     if job.returncode != -signal.SIGKILL:
         raise RuntimeError(f"{example} ended with {job.returncode} before it could be killed")
     resumed = run([python, program, "killed"], where=place).splitlines()
-    begun = next(line for line in resumed if line.startswith("beginning with step "))
-    if begun == "beginning with step 0":
+    begun = [line for line in resumed if line.startswith("holdfast: resumed killed at step ")]
+    if not begun:
         raise RuntimeError(f"{example} began anew after it was killed")
-    if resumed[-2:] != whole[-2:] and resumed[-1] != whole[-1]:
-        raise RuntimeError(f"{example} ended with {resumed[-1]!r}, and with {whole[-1]!r} if it is not killed")
-    return f"killed, {begun.replace('beginning with', 'resumed at')}, {whole[-1]}"
+    last, expected = ([line for line in lines if line.startswith("step ")][-1] for lines in (resumed, whole))
+    if last != expected:
+        raise RuntimeError(f"{example} ended with {last!r}, and with {expected!r} if it is not killed")
+    return f"killed, {begun[0].partition(', ')[0].removeprefix('holdfast: ')}, {last}"
 
 
 def main() -> None:
@@ -190,7 +193,7 @@ def _try_wheel(python: str, wheel: Path, work: Path, *, with_torch: bool) -> Non
     found = dict(line.split(None, 1) for line in run([place / "bin" / "holdfast", "doctor"]).splitlines())
     if found["compiled_code"] != "in use" or str(place) not in found["holdfast"]:
         raise RuntimeError(f"doctor says {found}")
-    for example in ("train_numpy.py", "train.py")[: 2 if with_torch else 1]:
+    for example in ("train_numpy.py", "train_torch.py")[: 2 if with_torch else 1]:
         where = place / example
         where.mkdir()
         print(f"Python {found['python']}: {example}: {train_killed_and_resumed(inner, example, where)}", flush=True)

@@ -18,6 +18,9 @@ FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.M
 FRESH = ("quickstart.md", *(("several-workers.md",) if "HOLDFAST_LONG" in os.environ else ()))
 """Pages whose programs are run as their readers run them. To import torch takes longer than those of other pages."""
 
+SHORTER = {"README.md": ("20_000", "600")}
+"""What is replaced in the programs of a page: the reader is to have a minute for killing them, but a test has not."""
+
 RUN_AS = ("torchrun", "run")
 """What stands behind the language of a block that is run; on one page these programs come one after the other."""
 
@@ -64,7 +67,8 @@ def run_page(page: Path, tmp_path: Path) -> None:
             continue
         program = tmp_path / f"{page.stem}_{way}.py"
         is_fresh = page.name in FRESH
-        program.write_text("\n".join([*lines, LEAVE if is_fresh and way == "torchrun" else ""]))
+        text = "\n".join([*lines, LEAVE if is_fresh and way == "torchrun" else ""])
+        program.write_text(text.replace(*SHORTER.get(page.name, ("", ""))))
         run: Any = subprocess.run if is_fresh else partial(preloaded.run, preload=preloaded.TRAINING)
         ended = run(
             launched(program, way, is_fresh=is_fresh),

@@ -841,22 +841,26 @@ def test_a_loader_that_trains_and_evaluates_is_warned_of(caplog: pytest.LogCaptu
 
 SAID = """
 holdfast: runs/gpt is new; saves every 5 steps
-holdfast: runs/gpt is at step 7, saved; 2 checkpoints kept
+holdfast: runs/gpt is at step 7, saved
+holdfast: 2 saves; COST; 2 checkpoints, SIZE
 --
 holdfast: resumed runs/gpt at step 7 (saved N), saves every 5 steps
 holdfast: runs/gpt: optimizer.lr 0.1 restored (your script says 0.5); keep_current=["optimizer.lr"] keeps the script's
-holdfast: runs/gpt is at step 16, saved; 2 checkpoints kept
+holdfast: runs/gpt is at step 16, saved
+holdfast: 3 saves; COST; 2 checkpoints, SIZE
 --
 holdfast: resumed runs/gpt at step 16 (saved N), saves every 5 steps
 holdfast: runs/gpt was already at step 16; no step was added
 --
 --
 holdfast: runs/gpt starts from the beginning; saves every 5 steps
-holdfast: runs/gpt is at step 5, saved; 1 checkpoint kept
+holdfast: runs/gpt is at step 5, saved
+holdfast: 1 save; COST; 1 checkpoint, SIZE
 --
 holdfast: runs/handled is new; saves only when the job is asked to stop, and at save(); \
 to save while it trains: CheckpointManager(save_every=holdfast.Steps(n))
-holdfast: runs/handled is at step 3, saved; 1 checkpoint kept
+holdfast: runs/handled is at step 3, saved
+holdfast: 1 save; COST; 1 checkpoint, SIZE
 --
 holdfast: resumed runs/handled at step 3 (saved N), saves only when the job is asked to stop, and at save(); \
 to save while it trains: CheckpointManager(save_every=holdfast.Steps(n))
@@ -888,6 +892,8 @@ def test_a_run_says_where_it_begins_and_where_it_ends(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     said = re.sub(r"(?<=saved )(\d+ s ago|just now)|(?<=0 B in )[\d.]+ m?s", "N", done.stderr)
+    said = re.sub(r"training stopped for [\d.]+ m?s of [\d.]+ m?s \([\d.]+ %\)", "COST", said)
+    said = re.sub(r"(?<=heckpoint, |eckpoints, )[\d.]+ kB$", "SIZE", said, flags=re.MULTILINE)
     assert said == SAID.replace("\\\n", "").replace("PLACE", str(tmp_path)).lstrip()
 
 

@@ -17,6 +17,7 @@ from holdfast.errors import HoldfastError
 from holdfast.tracebacks import TRACEBACK_VARIABLE
 
 VERBS: Final = {
+    "init": "Write a script that trains and resumes, to begin with.",
     "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
     "diff": "Show what changed from one checkpoint to another.",
@@ -170,7 +171,7 @@ def _complain(message: str, hint: str) -> None:
 
 
 def _complain_of_usage(error: click.ClickException) -> None:
-    """Writes what click says of a wrong command line, so that no word of it is broken."""
+    """Writes click's message for a wrong command line, wrapped between words."""
     from holdfast.cli.screen import make_notes
 
     text = io.StringIO()

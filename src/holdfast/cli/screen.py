@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeAlias
 
@@ -18,7 +17,6 @@ from holdfast.events.kinds import span_text
 from holdfast.numbers import parse_time
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from rich.text import Text
 
 DOCUMENT_VERSION: Final = 1
@@ -76,7 +74,7 @@ class Screen:
         self._wrap(text[:indent], text[indent:], indent + 2)
 
     def _wrap(self, head: Text, text: Text, hang: int) -> None:
-        """Writes a line whose `text` wraps between words, at the column `hang`; a word that is too long has its own."""
+        """Writes a line whose `text` wraps between words, at the column `hang`; too long a word has its own."""
         if head.cell_len + text.cell_len > self.width:
             longest = max(map(terminal_width, text.plain.split()), default=0)
             if longest > self.width - hang:
@@ -186,57 +184,6 @@ def _text(words: Words) -> str:
 
 def _legible(words: Words) -> Words:
     return legible(words) if isinstance(words, str) else (legible(words[0]), words[1])
-
-
-class Bar:
-    """**Thread-safe.** Shows how far something is; a `ProgressWatcher`. Without a terminal it does nothing."""
-
-    def __init__(self, progress: Progress | None = None) -> None:
-        self._progress = progress
-
-    def label(self, text: str) -> None:
-        """Says what is being done."""
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], description=text, refresh=True)
-
-    def expect(self, total_bytes: int) -> None:
-        """Starts, or restarts, the bar with this many bytes to do."""
-        if self._progress is not None:
-            self._progress.reset(self._progress.task_ids[0], total=total_bytes)
-
-    def advance(self, moved_bytes: int) -> None:
-        """Adds bytes that are done."""
-        if self._progress is not None:
-            self._progress.advance(self._progress.task_ids[0], moved_bytes)
-
-
-@contextmanager
-def show_progress(label: str, *, counts_bytes: bool = True) -> Iterator[Bar]:
-    """Shows a bar, or a spinner, while the body runs, if the error stream is a terminal; gone afterwards."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield Bar()
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.theme import Theme
-
-    text = TextColumn("{task.description}", markup=False)
-    bar = BarColumn(complete_style="cyan", finished_style="cyan", pulse_style="cyan")
-    columns = (text, bar, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    quiet = Theme({"progress.download": "none", "progress.data.speed": "none", "progress.remaining": "dim"})
-    console = Console(file=sys.stderr, theme=quiet)
-    shown = columns if counts_bytes else (SpinnerColumn(style="cyan"), text)
-    with Progress(*shown, console=console, transient=True) as progress:
-        progress.add_task(label, total=None)
-        yield Bar(progress)
 
 
 def legible(text: str) -> str:

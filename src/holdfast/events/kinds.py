@@ -261,12 +261,14 @@ class Retained(Event, frozen=True):
         removed: The steps that were removed.
         background_seconds: How long it took.
         more_kept: How many older steps stay that `kept` does not name.
+        kept_bytes: The size of all kept steps; bytes that several of them share count once.
     """
 
     kept: dict[int, str]
     removed: tuple[int, ...]
     background_seconds: float = 0.0
     more_kept: int = 0
+    kept_bytes: int = 0
 
     def __str__(self) -> str:
         removed = ", ".join(map(str, self.removed)) or "none"
@@ -288,6 +290,7 @@ class Failed(Event, frozen=True):
         background_seconds: The time spent on it in the background.
         rank: The worker on which it failed, if there are several; None if it is not known.
         path: The directory of the run; empty if that does not matter.
+        is_raised: True if an error says it as well, because a save before has failed too.
     """
 
     stage: str
@@ -298,6 +301,7 @@ class Failed(Event, frozen=True):
     background_seconds: float = 0.0
     rank: int | None = None
     path: str = ""
+    is_raised: bool = False
 
     def __str__(self) -> str:
         # An error of another worker names that one itself, with its node.

@@ -37,6 +37,8 @@ from holdfast.events.kinds import (
     WitnessAgreed,
     WitnessDiffers,
     Written,
+    size_text,
+    time_text,
 )
 from holdfast.numbers import check_whole
 
@@ -81,19 +83,25 @@ class LoggingSink:
     Of workers that find the same, one logs it at that level, and the others at level INFO.
     """
 
-    def __init__(self, *, is_leader: bool = True) -> None:
-        self._is_leader = is_leader
+    def __init__(self, *, is_leader: bool = True, is_second: bool = False) -> None:
+        """Logs for one worker of a job; the second one, of rank 1, logs why the training of the leader has failed."""
+        self._is_leader, self._is_second = is_leader, is_second
 
     def __call__(self, event: Event) -> None:
         """Logs the event."""
         level = _LEVELS.get(type(event), logging.INFO)
         if isinstance(event, Warned) and event.is_error:
             level = logging.ERROR
-        elif isinstance(event, WitnessDiffers) and event.is_raised:
+        elif isinstance(event, WitnessDiffers | Failed) and event.is_raised:
             level = logging.DEBUG
         elif isinstance(event, Failed) and event.stage == "retain":
             level = logging.WARNING  # No step is lost.
-        elif not self._is_leader and (isinstance(event, PassedOver | Resized) or getattr(event, "by_each", False)):
+        elif isinstance(event, Failed) and event.stage == "training":
+            # An error that was raised there is printed there.
+            level = logging.ERROR if (self._is_second if event.rank == 0 else self._is_leader) else logging.INFO
+        elif not self._is_leader and (
+            isinstance(event, PassedOver | Resized | Failed) or getattr(event, "by_each", False)
+        ):
             level = logging.INFO
         logger.log(level, "%s", event, extra={"event": event})
 
@@ -136,6 +144,8 @@ class Sums(msgspec.Struct, frozen=True):
         saves_skipped: The number of requested saves that were skipped.
         restores: The number of restores.
         steps_passed_over: The number of damaged steps that were skipped.
+        steps_kept: How many checkpoints the run has, as of the newest save; of several workers, rank 0 knows it.
+        kept_bytes: Their size.
     """
 
     blocked_seconds: float = 0.0
@@ -147,6 +157,8 @@ class Sums(msgspec.Struct, frozen=True):
     saves_skipped: int = 0
     restores: int = 0
     steps_passed_over: int = 0
+    steps_kept: int = 0
+    kept_bytes: int = 0
 
 
 class Totals:
@@ -195,7 +207,28 @@ def add_event(sums: Sums, event: Event) -> Sums:
             return replace(sums, restores=sums.restores + 1)
         case PassedOver():
             return replace(sums, steps_passed_over=sums.steps_passed_over + 1)
+        case Retained():
+            return replace(sums, steps_kept=len(event.kept) + event.more_kept, kept_bytes=event.kept_bytes)
     return sums
+
+
+def describe_cost(sums: Sums, seconds: float) -> str:
+    """**Pure.** Describes in one line what saving has cost a training of so many seconds; empty without a save."""
+    if not sums.saves_committed:
+        return ""
+    percent = min(100 * sums.blocked_seconds / max(seconds, sums.blocked_seconds, 1e-9), 100.0)
+    share = f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"
+    stopped = f"training stopped for {time_text(sums.blocked_seconds)} of {time_text(seconds)} ({share} %)"
+    parts = [_count(sums.saves_committed, "save"), stopped]
+    if sums.saves_failed:
+        parts[0] += f", {sums.saves_failed} failed"
+    if sums.steps_kept:
+        parts.append(f"{_count(sums.steps_kept, 'checkpoint')}, {size_text(sums.kept_bytes)}")
+    return "; ".join(parts)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -326,6 +359,8 @@ JOURNAL_NAME: Final = "events.jsonl"
 JOURNAL_NAMES: Final = ("events.1.jsonl", JOURNAL_NAME)
 """The renamed file, if there is one, and the current one."""
 _MAX_WAITING: Final = 100
+_ENDS_SAVES: Final = frozenset({errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+"""By these a save fails as well, and says so."""
 
 
 class RunJournal:
@@ -358,6 +393,7 @@ class RunJournal:
                 except OSError as error:
                     if not self._has_failed:
                         self._has_failed = True
-                        logger.warning(
-                            "the run's events are not recorded (saves and restores don't need them): %s", error
+                        level = logging.DEBUG if error.errno in _ENDS_SAVES else logging.WARNING
+                        logger.log(
+                            level, "the run's events are not recorded (saves and restores don't need them): %s", error
                         )

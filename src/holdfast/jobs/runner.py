@@ -67,6 +67,9 @@ class _Epochs:
         self.timeout_seconds = manager.timeout_seconds
         self._manager = manager
 
+    def describe_cost(self) -> str:
+        return ""
+
     def mark(self) -> Mark:
         raise UsageError("a job saves its nodes only at the end of an epoch")
 

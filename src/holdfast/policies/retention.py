@@ -290,6 +290,13 @@ def plan_retention(
     return RetentionPlan({key: reasons[key] for key in keys if key in reasons}, tuple(going))
 
 
+def count_kept(policy: RetentionPolicy) -> int:
+    """**Pure.** Returns how many checkpoints a policy keeps at a time, as far as it has a limit."""
+    if isinstance(policy, AnyKeeps):
+        return sum(map(count_kept, policy.policies))
+    return policy.n if isinstance(policy, Latest | Best) else 0
+
+
 def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Key]]) -> tuple[str, ...]:
     """**Pure.** Returns the metrics of a `Best` that no checkpoint has: perhaps misspelled, or never reported."""
     if isinstance(policy, AnyKeeps):

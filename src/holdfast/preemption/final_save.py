@@ -69,6 +69,10 @@ class Saves(Protocol):
         """How long the newest committed save took until it was durable."""
         ...
 
+    def describe_cost(self) -> str:
+        """Describes what saving has cost; empty if nothing was saved."""
+        ...
+
     def mark(self) -> Mark:
         """Notes the current state, to be saved later."""
         ...
@@ -447,6 +451,8 @@ class FinalSave:
             then = f"leaving with exit code {code}"
         line = self._say_lost(step, error) if error else self._describe_saved(step)
         advice = next((each.notice.advice for each in self._inbox.pending if each.notice.advice), "")
+        if cost := self._manager.describe_cost():
+            say(f"holdfast: {cost}")
         say(f"holdfast: {who}{line}; {then}." + (f" {advice}." if advice and not error else ""))
 
     def _settle(self, end_at: float | None) -> None:

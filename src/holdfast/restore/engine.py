@@ -27,6 +27,7 @@ from holdfast.events import PassedOver, Resized, Restored, Sink, Warned
 from holdfast.format.names import IMPORTED_FROM, StepName, is_own
 from holdfast.format.records import ALONE, Worker
 from holdfast.process.latch import gc_paused
+from holdfast.process.progress import LongRead
 from holdfast.restore.agreement import Agreement
 from holdfast.restore.aliasing import find_clashes
 from holdfast.restore.candidates import Selection, choose_candidates
@@ -65,6 +66,7 @@ def restore_objects(
     on_resize: Literal["allow", "refuse"] = "allow",
     keeping: Keeping | None = None,
     made_anew: Collection[str] = (),
+    shows_progress: bool = False,
 ) -> Restoration | None:
     """**Blocks.** Restores the live objects from a checkpoint.
 
@@ -78,7 +80,8 @@ def restore_objects(
     `named` has the objects of all workers: this one may lack an object that another one has. If the lineage
     `begins_anew`, nothing is restored unless a step is requested. The step of `start_from` is restored, unless the
     lineage has gone back there already. Entries of `keeping` stay as the script set them, and
-    so do objects in `made_anew`, from which new ones are created.
+    so do objects in `made_anew`, from which new ones are created. With `shows_progress` a person sees how far a long
+    read is.
 
     Returns:
         The result, or None if there is no checkpoint at all.
@@ -93,7 +96,19 @@ def restore_objects(
     begun_at = time.monotonic()
     agreement = agreement or Agreement()
     request = _Request(
-        storage, objects, step, start_from, select, strict, threads, worker, named, on_resize, keeping, made_anew
+        storage,
+        objects,
+        step,
+        start_from,
+        select,
+        strict,
+        threads,
+        worker,
+        named,
+        on_resize,
+        keeping,
+        made_anew,
+        shows_progress,
     )
     candidates = _Candidates(request, agreement, emit)
     if not candidates.find(begins_anew=begins_anew):
@@ -151,6 +166,7 @@ class _Request(NamedTuple):
     on_resize: Literal["allow", "refuse"]
     keeping: Keeping | None
     made_anew: Collection[str]
+    shows_progress: bool
 
 
 class _Candidates:
@@ -395,10 +411,12 @@ class _RestoreTrial:
         self.touched = True
         request, manifest = self._request, self.opened.manifest
         size_bytes = manifest.data_bytes + manifest.referred_bytes
-        with _enough_memory(self.opened), open_pool(request.storage, request.threads, size_bytes) as pool:
+        shown = LongRead(f"restoring step {self.name.step}", self._plan.measure_bytes)
+        advance = shown.advance if request.shows_progress else None
+        with _enough_memory(self.opened), open_pool(request.storage, request.threads, size_bytes) as pool, shown:
 
             def read(plan: ReadPlan) -> int:
-                return read_orders(request.storage, plan.orders, self._readers, pool, request.storage)
+                return read_orders(request.storage, plan.orders, self._readers, pool, request.storage, advance)
 
             self.size_bytes = read(self._plan)
             overlapping = self._plan.overlapping

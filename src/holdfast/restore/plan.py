@@ -33,6 +33,11 @@ class ReadPlan(msgspec.Struct, frozen=True):
     orders: list[tuple[Part, Order]]
     overlapping: list[Target]
 
+    def measure_bytes(self) -> int:
+        """Returns the size of the arrays that are read, at least in part."""
+        found = ((part.index.leaves, {*order.whole, *order.shares}) for part, order in self.orders)
+        return sum(leaves[number].end - leaves[number].begin for leaves, numbers in found for number in numbers)
+
 
 def plan_reads(
     opened: OpenedStep,

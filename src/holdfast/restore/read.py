@@ -384,6 +384,7 @@ def read_orders(
     readers: Mapping[str, FileReader],
     pool: WorkerPool,
     beside: Storage | None,
+    advance: Callable[[int], object] | None = None,
 ) -> int:
     """**Blocks.** Fills all targets; every byte is checked before it counts. Returns how many bytes were read.
 
@@ -393,6 +394,7 @@ def read_orders(
         readers: Files that are open already, by their paths; others are opened while they are read.
         pool: The threads that read.
         beside: Where the steps are that the step refers to, if that is known.
+        advance: Called with the size of each piece, in the thread that has read it.
 
     Raises:
         DamageError: If a span does not match its digest; targets may have been filled by then, some with bad bytes.
@@ -418,6 +420,8 @@ def read_orders(
             for damage in find_damages(part.index, part.path, piece, found):
                 raise damage
             destinations.receive(piece, parts)
+            if advance is not None:
+                advance(piece.size_bytes)
 
         yield from list_reads(part, reader, list_pieces(), destinations.parts_of, receive)
 

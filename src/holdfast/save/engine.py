@@ -340,12 +340,12 @@ class Engine:
         message = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
         hint = error.hint if isinstance(error, HoldfastError) else ""
         failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
-        failure.__cause__ = error
+        failure.__cause__, is_further = error, False
         try:
             # Before anybody here hears of it, who may end the process at once.
             self._writer.fail(error)
         finally:
-            self._failures.add(failure)
+            is_further = self._failures.add(failure)
             request.fail(failure)
         self._emit(
             Failed(
@@ -357,6 +357,7 @@ class Engine:
                 background_seconds=time.monotonic() - request.copied.completed_at,
                 rank=None if self._worker.is_alone else getattr(error, "rank", self._worker.rank),
                 path="" if self._worker.is_alone else handle.url,
+                is_raised=is_further,
             )
         )
         if isinstance(error, ChangedError):

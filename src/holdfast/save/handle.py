@@ -426,9 +426,10 @@ class PendingFailures:
             self._release_if_done()
         handle.request.ended.open()
 
-    def add(self, error: HoldfastError) -> None:
-        """Adds a failure that must be raised."""
+    def add(self, error: HoldfastError) -> bool:
+        """Adds a failure that must be raised; returns True if one before it must be, too."""
         with self._lock:
+            is_further = self._failures_in_a_row > self._failures_allowed
             self._unraised.append(error)
             if isinstance(error, SaveFailedError):
                 cause = error.__cause__
@@ -438,6 +439,7 @@ class PendingFailures:
                     self._changes_in_a_row += 1
                 else:
                     self._failures_in_a_row += 1
+        return is_further
 
     def take(self, *, last: bool) -> list[HoldfastError]:
         """Returns the failures to raise now, oldest first; they count as raised. The `last` call tolerates none."""

@@ -14,6 +14,7 @@ from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageEr
 from holdfast.events import Fanout, Sink, Totals, Warned
 from holdfast.events.sinks import LoggingSink, RunJournal
 from holdfast.format.names import GENERATIONS_DIRECTORY, MANIFEST_NAME, TRASH_PREFIX
+from holdfast.format.records import Worker
 from holdfast.options import SaveOptions
 from holdfast.process.terminal import inform
 from holdfast.save.host_memory import GENTLE, Readying
@@ -236,9 +237,12 @@ class RunEvents(Fanout):
 
     Attributes:
         totals: Sums them up.
+        entered_at: When training began, by the monotonic clock, if the cost of saving is reported here; None otherwise.
     """
 
-    def __init__(self, storage: Storage, sinks: Iterable[Sink], *, is_leader: bool) -> None:
+    def __init__(self, storage: Storage, sinks: Iterable[Sink], worker: Worker) -> None:
         self.totals = Totals()
-        journal = [RunJournal(storage.location)] if is_leader and storage.location is not None else []
-        super().__init__([LoggingSink(is_leader=is_leader), *journal, self.totals, *sinks])
+        self.entered_at: float | None = None
+        journal = [RunJournal(storage.location)] if worker.is_leader and storage.location is not None else []
+        log = LoggingSink(is_leader=worker.is_leader, is_second=worker.rank == 1)
+        super().__init__([log, *journal, self.totals, *sinks])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -16,10 +17,11 @@ from holdfast.catalog.deletion import FileRecycler, sweep
 from holdfast.catalog.summary import FEW, Summarizer
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Failed, Retained, Sink, Warned
+from holdfast.events.kinds import size_text
 from holdfast.format.digests import seal
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest
-from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, plan_retention
+from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, count_kept, plan_retention
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.handle import Origin, PendingFailures, SaveHandle
 from holdfast.save.lineage import CallGuard
@@ -42,6 +44,8 @@ class Cleaning(msgspec.Struct, frozen=True):
         reported: The metrics that the checkpoints have.
         lost: Committed steps that have lost their manifests. Their data is kept.
         hindrance: What makes saves slower than they could be; see `Traits`.
+        kept_bytes: The size of the kept steps.
+        shortage: A warning that the disk has no room for all that is to be kept, or empty.
     """
 
     kept: dict[StepName, str]
@@ -51,6 +55,8 @@ class Cleaning(msgspec.Struct, frozen=True):
     reported: tuple[str, ...]
     lost: tuple[StepName, ...] = ()
     hindrance: str = ""
+    kept_bytes: int = 0
+    shortage: str = ""
 
 
 class Retention:
@@ -60,12 +66,16 @@ class Retention:
         recycler: Recycles the data file of a removed checkpoint; the owner of this closes it.
     """
 
-    def __init__(self, run: StoredRun, keep: RetentionPolicy, token: str, *, reuse_space: bool) -> None:
+    def __init__(
+        self, run: StoredRun, keep: RetentionPolicy, token: str, *, incremental: bool, reuse_space: bool
+    ) -> None:
         """`token` identifies the generations that are opened here."""
         self._run, self._keep = run, keep
         self._summarizer = Summarizer(run, token)
         # Whether what older generations had left has been removed, as far as it was there when this one began.
         self._has_swept = False
+        # How many saves are to come before their size is known, and with it what all that is kept will take.
+        self._until_measured = 2 if incremental else 1
         self.recycler = FileRecycler(run.storage, reuse=reuse_space)
 
     def begin(self, generation: int) -> None:
@@ -162,6 +172,14 @@ class Retention:
             # Whether or not they are gone: some may be half removed.
             self._summarizer.update(catalog, plan.remove, newest.generation)
         self._run.history.forget_all_but(set(catalog.committed) - set(removed))
+        known_facts = self._run.history.known
+        kept_bytes = sum(known_facts[name].data_bytes for name in plan.keep if name in known_facts)
+        shortage = ""
+        if manifest is not None:
+            self._until_measured -= 1
+            if not self._until_measured:
+                present = len(plan.keep) + (catalog.spare_bytes is not None)
+                shortage = self._find_shortage(manifest.facts.data_bytes, present, len(set(protected) - {newest}))
         return Cleaning(
             dict(plan.keep),
             tuple(removed),
@@ -170,7 +188,26 @@ class Retention:
             reported,
             catalog.lost,
             self._run.storage.traits.hindrance,
+            kept_bytes,
+            shortage,
         )
+
+    def _find_shortage(self, size_bytes: int, present: int, protected: int) -> str:
+        """Returns how many checkpoints of that size the disk has room for, if these are too few; empty otherwise.
+
+        Besides those of the policy, `protected` ones are there, and one more while it is written.
+        """
+        location, count = self._run.storage.location, max(count_kept(self._keep), 1) + protected + 1
+        with suppress(OSError):
+            if location is not None and size_bytes:
+                fitting = present + shutil.disk_usage(location).free // size_bytes
+                base = ", the one that the run resumed from" if protected else ""
+                if fitting < count:
+                    return (
+                        f"the disk has room for {fitting} of {count} checkpoints of {size_text(size_bytes)}: those of "
+                        f"keep={self._keep!r}{base} and the one being written. Free space, or keep fewer"
+                    )
+        return ""
 
     def find_wanted(self, name: StepName, metrics: Mapping[str, float]) -> Collection[StepName]:
         """Returns the steps that the policy will keep for their own sake when a save is committed."""
@@ -330,8 +367,7 @@ class Tidier:
         ]
         if cleaning.lost:
             warnings.append(f"{describe_lost(cleaning.lost)}, and are kept until `holdfast prune --lost`")
-        if cleaning.hindrance:
-            warnings.append(cleaning.hindrance)
+        warnings += [text for text in (cleaning.hindrance, cleaning.shortage) if text]
         for text in warnings:
             if text not in self._warned:
                 self._warned.add(text)
@@ -344,6 +380,7 @@ class Tidier:
                 removed=tuple(removed.step for removed in cleaning.removed),
                 background_seconds=time.monotonic() - begun_at,
                 more_kept=len(cleaning.kept) - len(named),
+                kept_bytes=cleaning.kept_bytes,
             )
         )
         if cleaning.problems:

@@ -209,7 +209,7 @@ class RunWriter(CheckpointWriter):
         self._token = os.urandom(16).hex()
         self._best = find_modes(keep)
         self._run = StoredRun(storage)
-        self._retention = Retention(self._run, keep, self._token, reuse_space=reuse_space)
+        self._retention = Retention(self._run, keep, self._token, incremental=incremental, reuse_space=reuse_space)
         self.recycler = self._retention.recycler
         # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
         self._attempts: tuple[StepName, ...] = ()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.advice.hyperparameters import HyperparameterChange
 from holdfast.advice.watch import describe_epochs, list_overruled
+from holdfast.catalog import StoredRun
 from holdfast.errors import HoldfastError
 from holdfast.events.kinds import span_text
 from holdfast.events.sinks import logger
@@ -20,12 +24,15 @@ from holdfast.policies import AnySave, Auto, Epochs, SavePolicy, Seconds, Steps
 from holdfast.process.terminal import inform
 from holdfast.restore.records import Restoration
 from holdfast.state import Differences
+from holdfast.storage import open_storage
 from holdfast.training.backup import Backup
 
 if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
 
 _MOST_SHOWN: Final = 3
+_MOST_SIBLINGS: Final = 1000
+_SHORTEST_WORD: Final = 4
 
 
 class Announcements:
@@ -38,16 +45,27 @@ class Announcements:
         self._began_at: int | None = None
 
     def begin(self, manager: CheckpointManager, restored: Restoration | None, step: int) -> None:
-        """Reports that training begins with a step, after a restore, if there was one."""
+        """Reports that training begins with a step, after a restore, if there was one; its witness has begun by now."""
         self._begin(step)
+        manager.emit.entered_at = None if self._is_quiet else time.monotonic()
+        reached = manager.witness.reached
         rhythm = describe_saving(manager.options.save_every)
         if restored is None:
             how = "starts from the beginning" if manager.options.begin_anew else "is new"
-            self.say(f"{self.place} {how}" + (f"; {rhythm}" if rhythm else ""))
+            again = ""
+            if reached and not manager.options.begin_anew:
+                again = f"; the steps of an earlier start, up to {reached}, are trained again and not compared"
+            self.say(f"{self.place} {how}" + (f"; {rhythm}" if rhythm else "") + again)
+            if self._worker.is_leader and (found := find_namesake(manager.url)) is not None:
+                other = name_place(found[0])
+                logger.warning(
+                    "%s is new; %s has %d steps: if you meant that one, stop this job and correct the name",
+                    *(self.place, other, found[1]),
+                )
         else:
             epochs = describe_epochs(manager.checkpoint.objects)
             after = f", after {epochs}" if epochs else ""
-            self.say(self.describe(restored, f"at step {step}{after}", rhythm))
+            self.say(self.describe(restored, f"at step {step}{after}", rhythm, reached - step))
             set_otherwise = list_overruled(manager.checkpoint.objects).items()
             loaders = {path: HyperparameterChange(*pair, can_be_kept=False) for path, pair in set_otherwise}
             self._warn_of_changes(restored, {**restored.hyperparameters, **loaders})
@@ -73,12 +91,12 @@ class Announcements:
             if step == self._began_at:
                 self.say(f"{self.place} was already at step {step}; no step was added")
             elif step in steps:
-                kept = f"{len(steps)} {'checkpoint' if len(steps) == 1 else 'checkpoints'} kept"
-                of_total = f" of {total}" if step < total else ""
-                self.say(f"{self.place} is at step {step}{of_total}, saved; {kept}")
+                self.say(f"{self.place} is at step {step}{f' of {total}' if step < total else ''}, saved")
             else:
                 newest = f"the newest checkpoint is step {steps[-1]}" if steps else "there is no checkpoint"
                 self.say(f"{self.place} is at step {step}; {newest}")
+            if cost := manager.describe_cost():
+                self.say(cost)
 
     def begin_epochs(self, backup: Backup | None, *, begins_anew: bool) -> None:
         """Reports that training in epochs begins, after a restored backup, if there was one."""
@@ -104,14 +122,26 @@ class Announcements:
             else:
                 self.say(f"{self.place}: training is complete, and no backup of it was made")
 
-    def describe(self, restored: Restoration, where: str, rhythm: str = "") -> str:
-        """Describes a restore in one line: `where` training continues, and how often it is saved, if known."""
+    def describe(self, restored: Restoration, where: str, rhythm: str = "", lost: int = 0) -> str:
+        """Describes a restore in one line.
+
+        Args:
+            restored: The restore.
+            where: Where training continues.
+            rhythm: How often it is saved; empty if that is not known.
+            lost: How many steps had been done after that.
+        """
         seconds = time.time() - restored.manifest.committed_at_unix_seconds
         ago = f"{span_text(seconds)} ago" if seconds >= 1 else "just now"
         # Of another number of workers there is a warning already.
         is_shared = restored.workers == self._worker.world_size > 1
         by = f" by {restored.workers} workers" if is_shared else ""
-        return f"resumed {self.place} {where} (saved {ago}{by})" + (f", {rhythm}" if rhythm else "")
+        again = ""
+        if lost > 0:
+            again = (
+                f"; {lost} steps done after that are repeated" if lost > 1 else "; 1 step done after that is repeated"
+            )
+        return f"resumed {self.place} {where} (saved {ago}{by}{again})" + (f", {rhythm}" if rhythm else "")
 
     def _warn_of_changes(self, restored: Restoration, changes: Mapping[str, HyperparameterChange]) -> None:
         """Warns, even if this is quiet, of what was not restored; on the leader, of values other than the script's."""
@@ -192,6 +222,38 @@ def _describe_rhythm(policy: SavePolicy) -> str:
         parts = [_describe_rhythm(each) for each in policy.policies]
         return " or ".join(parts) if all(parts) else ""
     return ""
+
+
+def find_namesake(url: str) -> tuple[str, int] | None:
+    """**Blocks.** Returns the run beside a new one whose name differs by a slip, and how many steps it has.
+
+    Only a directory is looked into, and no more than some of its entries: a start waits for no long listing.
+    """
+    path = Path(url)
+    if path.is_absolute():
+        with suppress(OSError, HoldfastError), os.scandir(path.parent) as entries:
+            for entry in islice(entries, _MOST_SIBLINGS):
+                if is_slip(path.name, entry.name) and entry.is_dir():
+                    living = StoredRun(open_storage(entry.path)).look().living
+                    if living:
+                        return entry.path, living[-1].step
+    return None
+
+
+def is_slip(one: str, other: str) -> bool:
+    """**Pure.** Returns True if two names differ by one letter, or by two that are swapped, in a long word.
+
+    Other names of runs are made to differ by little: `exp1` and `exp2`, or `model-s` and `model-m`.
+    """
+    if len(one) > len(other):
+        one, other = other, one
+    begin = next((place for place, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1), len(one))
+    same, rest, longer = len(one) == len(other), one[begin:], other[begin:]
+    is_swapped = same and rest[1:2] + rest[:1] + rest[2:] == longer
+    if one == other or not (is_swapped or rest[same:] == longer[1:]):
+        return False
+    word = next(found for found in re.finditer(r"[^\W\d_]+|.", other) if found.end() > begin)[0]
+    return len(word) >= _SHORTEST_WORD and (not same or rest[0].isalpha())
 
 
 def name_place(url: str) -> str:

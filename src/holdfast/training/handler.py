@@ -114,11 +114,11 @@ class PreemptionCheckpointHandler:
             count.is_torn = False
             count.join(manager)
             loop.pause(count.done)
-            if self.restored is not earlier or not count.done:
-                self._announcements.begin(manager, self.restored, count.done)
             if self.restored is not earlier or not manager.witness.process:
                 say = self._announcements.say
                 loop.begin_witness(self.restored, say, keeps_current=bool(kept), strict=strict_resume)
+            if self.restored is not earlier or not count.done:
+                self._announcements.begin(manager, self.restored, count.done)
         except BaseException as error:
             try:
                 self._guard.fail(error)

@@ -194,7 +194,8 @@ class TrainingLoop:
         is_same = restored is None or not (restored.differences or keeps_current)
         base = None if restored is None else self.count.done
         objects = self.manager.checkpoint.objects
-        self.manager.witness.begin(objects, base, say, same_loss=is_same, strict=strict)
+        saved_at = 0.0 if restored is None else restored.manifest.committed_at_unix_seconds
+        self.manager.witness.begin(objects, base, say, saved_at=saved_at, same_loss=is_same, strict=strict)
 
     def fail(self, error: BaseException) -> None:
         """**Blocks** for a moment. Called when an error ends training; raises the one from which it results, if any."""

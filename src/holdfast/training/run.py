@@ -427,9 +427,9 @@ class Run:
         self._loop.count.join(self.manager)
         self._guard.pause(step)
         self._loop.begin(_ADVICE, self._warn_uncounted, self.__exit__)
-        self._announcements.begin(self.manager, self._restored, step)
         keeps_current, strict = bool(self._resumption.keep_current), self._resumption.strict_resume
         self._loop.begin_witness(self._restored, self._announcements.say, keeps_current=keeps_current, strict=strict)
+        self._announcements.begin(self.manager, self._restored, step)
         self._phase, self.manager.lineage.find_steps = _Phase.ENTERED, lambda: (step, self._loop.count.done)
         return self
 

@@ -11,6 +11,8 @@ import math
 import os
 import stat
 import struct
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +23,11 @@ import xxhash
 from holdfast.storage import Storage
 
 SLOTS: Final = 4096
+_SIGN_SECONDS: Final = 1.0
 FOLDER: Final = "witness"
 DATA, LOSS = 1, 2
 _FIELDS: Final = struct.Struct("<QIIIIIIQd8x")
+_SIGN: Final = struct.Struct("<Qd")
 _CHECK: Final = struct.Struct("<Q")
 _BYTES: Final = 64
 _FORMAT: Final = 0x686F6C64_00000002
@@ -75,11 +79,13 @@ class Repetition:
         expected: The records that were not repeated yet, by step.
         repeated: The steps that were compared and do not differ, each with what was known of it both times.
         why: Why something was not compared; empty if all was.
+        reached: The last step that had been done before; 0 if that is not known.
     """
 
     expected: dict[int, StepRecord] = field(default_factory=dict)
     repeated: list[tuple[int, int]] = field(default_factory=list)
     why: str = ""
+    reached: int = 0
 
     def compare(self, now: StepRecord) -> tuple[str, int, float, float] | None:
         """Returns what differs, what is known of both, and both values; None if nothing differs."""
@@ -111,6 +117,7 @@ class Ring:
         self._storage, self._rank = storage, rank
         self._descriptor: int | None = None
         self._has_place = True
+        self._sign_at = 0.0
 
     def write(self, record: StepRecord) -> None:
         """Writes a record in place of the one that is `SLOTS` steps older, if there is a place for the file."""
@@ -120,6 +127,18 @@ class Ring:
             body = _FIELDS.pack(*record)
             check = _CHECK.pack(xxhash.xxh3_64_intdigest(body, _FORMAT))
             os.pwrite(self._descriptor, body + check, record.step % SLOTS * _BYTES)
+
+    def sign(self, step: int) -> None:
+        """Notes how far training has come, and when, of steps without a record; at most once a second."""
+        if (now := time.time()) < self._sign_at:
+            return
+        self._sign_at = now + _SIGN_SECONDS
+        if self._descriptor is None:
+            self._try_open()
+        if self._descriptor is not None:
+            body = _SIGN.pack(step, now)
+            check = _CHECK.pack(xxhash.xxh3_64_intdigest(body, _FORMAT))
+            os.pwrite(self._descriptor, body + check, SLOTS * _BYTES)
 
     def _try_open(self) -> None:
         """Opens the file, if the run's directory or else the user's cache is on a local file system with space."""
@@ -156,12 +175,28 @@ def decode(data: bytes) -> dict[int, StepRecord]:
 def read_ring(storage: Storage, rank: int) -> dict[int, StepRecord]:
     """Returns the records of a worker by step, as far as they can be read."""
     found: dict[int, StepRecord] = {}
+    for data in _read_files(storage, rank, 0, SLOTS * _BYTES):
+        found |= decode(data)
+    return found
+
+
+def read_sign(storage: Storage, rank: int) -> tuple[int, float]:
+    """Returns how far a worker had come, and when, as it was noted by `Ring.sign`; zeros if that is not known."""
+    for data in _read_files(storage, rank, SLOTS * _BYTES, _SIGN.size + _CHECK.size):
+        body, check = data[: _SIGN.size], data[_SIGN.size :]
+        if xxhash.xxh3_64_intdigest(body, _FORMAT).to_bytes(8, "little") == check:
+            step, at_seconds = _SIGN.unpack(body)
+            return step, at_seconds
+    return 0, 0.0
+
+
+def _read_files(storage: Storage, rank: int, begin: int, size_bytes: int) -> Iterator[bytes]:
     for path in reversed(list_rings(storage, rank)):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
-                found |= decode(file.read(SLOTS * _BYTES))
-    return found
+                file.seek(begin)
+                yield file.read(size_bytes)
 
 
 def remove_rings(storage: Storage) -> None:

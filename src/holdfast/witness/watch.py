@@ -21,7 +21,7 @@ from holdfast.format.records import Worker
 from holdfast.state.registry import backend_of, list_members
 from holdfast.storage import Storage
 from holdfast.witness.batches import BatchLog, combine
-from holdfast.witness.ring import DATA, LOSS, Repetition, Ring, StepRecord, read_ring
+from holdfast.witness.ring import DATA, LOSS, Repetition, Ring, StepRecord, read_ring, read_sign
 
 P = ParamSpec("P")
 
@@ -74,6 +74,7 @@ class Witness:
         step: int | None,
         say: Callable[[str], object],
         *,
+        saved_at: float,
         same_loss: bool,
         strict: bool,
     ) -> None:
@@ -83,19 +84,23 @@ class Witness:
             objects: The saved objects, by name: the loaders among them are followed.
             step: The step that was restored; None if none was, so that nothing is compared.
             say: Called with the line for people when all repeated steps agree.
+            saved_at: When that step was saved, in seconds since 1970; 0 if none was restored.
             same_loss: False if the restore has changed something that changes the loss.
             strict: True to make a difference an error.
         """
         self.end()
         self.process, self._say, self._is_strict = os.getpid(), say, strict
         self._contexts, self._ring = (0, 0), Ring(self._storage, self._worker.rank)
-        self._begin(objects, step, same_loss=same_loss)
+        self._begin(objects, step, saved_at, same_loss=same_loss)
+
+    @property
+    def reached(self) -> int:
+        """The last step that an earlier process had done and this one is to repeat, as this begins; 0 if none is."""
+        return self._repetition.reached
 
     @_harmless
-    def _begin(self, objects: Mapping[str, object], step: int | None, *, same_loss: bool) -> None:
+    def _begin(self, objects: Mapping[str, object], step: int | None, saved_at: float, *, same_loss: bool) -> None:
         records = read_ring(self._storage, self._worker.rank)
-        if step is None and records:
-            self._say(f"the steps of an earlier start, up to {max(records)}, are begun again and not compared")
         # What lies beyond a place to which the program went back is of another line.
         begin = min((one for one in records if step is not None and one >= step), default=None)
         line, loss_line = (int.from_bytes(os.urandom(4), "little") for _ in range(2))
@@ -105,6 +110,9 @@ class Witness:
         self._repetition = Repetition(
             {one: record for one, record in records.items() if step is not None and one > step and record.line == line}
         )
+        signed, signed_at = read_sign(self._storage, self._worker.rank)
+        done = records if step is None else self._repetition.expected
+        self._repetition.reached = max([*done, signed if signed_at >= saved_at else 0])
         for path, obj, adapter in list_members(objects):
             if adapter.follow_batches is not None:
                 self.follow(path, partial(adapter.follow_batches, obj), partial(adapter.facts_of_batches, obj))
@@ -156,7 +164,9 @@ class Witness:
             return  # A child of the run's process.
         loss, self._loss = self._loss, None
         known = (DATA if self._logs else 0) | (LOSS if loss is not None else 0)
-        if known:
+        if not known:
+            self._ring.sign(step)  # There is nothing to compare, but a restart can report how far this came.
+        else:
             if self._contexts == (0, 0):
                 facts = [(log.name, log.facts()) for log in self._logs]
                 first = repr([self._worker.world_size, self._worker.rank, facts]).encode(errors="replace")

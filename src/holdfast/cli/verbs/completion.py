@@ -14,11 +14,9 @@ from holdfast.cli.report import Report, verb
 def command(report: Report, shell: str) -> None:
     """Print a script that completes verbs, options, runs, and steps after RUN@.
 
-    For bash: holdfast completion bash > ~/.local/share/bash-completion/completions/holdfast
+    In ~/.bashrc, or in ~/.zshrc with zsh: eval "$(holdfast completion bash)"
 
-    For zsh: holdfast completion zsh > a file _holdfast in a directory of $fpath
-
-    For fish: holdfast completion fish > ~/.config/fish/completions/holdfast.fish
+    In ~/.config/fish/config.fish: holdfast completion fish | source
     """
     kind = get_completion_class(shell)
     assert kind is not None, shell

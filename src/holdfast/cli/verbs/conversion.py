@@ -12,13 +12,14 @@ from msgspec import structs
 
 from holdfast.cli.completion import RunPath
 from holdfast.cli.report import Report, name_fields, verb
-from holdfast.cli.screen import FAINT, counted, parse_size, show_progress
+from holdfast.cli.screen import FAINT, counted, parse_size
 from holdfast.cli.target import choose_step, find_target
 from holdfast.convert.exporter import FILE_BYTES, ExportOptions, export_chosen, export_step
 from holdfast.convert.importer import import_checkpoint
 from holdfast.errors import DamageError, UsageError
 from holdfast.events.kinds import time_text
 from holdfast.process.exit import ending_on
+from holdfast.process.progress import show_progress
 
 _SHOWN: Final = 20
 

@@ -13,10 +13,11 @@ from holdfast.cli.completion import RunPath
 from holdfast.cli.difference import WINDOW_BYTES, LeafChange, ValueChange, compare_values, find_changed, measure
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import COUNT, NAME, SHARE, SIZE, TIME, Column, Kind, Report, name_fields, time_fields, verb
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, counted, shape_text, share_text, show_progress
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, counted, shape_text, share_text
 from holdfast.cli.target import Contents, Heading, RunTarget, find_target, read_checkpoint
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.errors import DamageError, NoCheckpointError, StorageError, UsageError
+from holdfast.process.progress import show_progress
 from holdfast.restore.candidates import make_selection
 from holdfast.witness.ring import DATA, LOSS, differs, read_ring
 

@@ -36,7 +36,6 @@ from holdfast.cli.screen import (
     figure_text,
     parse_seconds,
     parse_size,
-    show_progress,
 )
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.events.kinds import size_text, span_text, time_text
@@ -45,6 +44,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.policies import Auto, Latest, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound
 from holdfast.process.exit import ending_on
+from holdfast.process.progress import show_progress
 from holdfast.save import copy_plan
 from holdfast.storage import LocalStorage, digesting, open_storage
 from holdfast.storage.checks import as_storage_errors

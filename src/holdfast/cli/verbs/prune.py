@@ -25,12 +25,13 @@ from holdfast.catalog.survey import (
 )
 from holdfast.cli.completion import RunPath
 from holdfast.cli.report import SIZE, Column, Kind, Report, found_fields, verb
-from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, counted, show_progress
+from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, counted
 from holdfast.cli.target import find_run
 from holdfast.errors import NoCheckpointError, NoWholeCheckpointError, UsageError
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
 from holdfast.policies import Best, EveryHours, EveryN, Latest, Newer, RetentionPolicy, read_keep
 from holdfast.policies.retention import AnyKeeps
+from holdfast.process.progress import show_progress
 from holdfast.restore.verify import CheckOutcome, judge_step
 from holdfast.storage import Storage
 

@@ -7,11 +7,12 @@ import click
 from holdfast.catalog import StoredRun, describe_steps, find_owner
 from holdfast.cli.completion import RunPath
 from holdfast.cli.report import Report, name_fields, verb
-from holdfast.cli.screen import FAINT, GOOD, show_progress
+from holdfast.cli.screen import FAINT, GOOD
 from holdfast.cli.target import choose_step, find_target
 from holdfast.errors import DamageError, UsageError
 from holdfast.format.names import parse_step_directory
 from holdfast.format.records import choose_living, make_base
+from holdfast.process.progress import show_progress
 from holdfast.restore.verify import CheckOutcome, judge_step
 from holdfast.witness.ring import remove_rings
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from holdfast.cluster.barrier import LEADER, READ_SECONDS, wait_counted
 from holdfast.cluster.peers import Failure, Namespace, Peers
 from holdfast.deadlines import LEAST_SECONDS
-from holdfast.errors import ClusterError, HoldfastError
+from holdfast.errors import ClusterError, HoldfastError, SaveFailedError
 from holdfast.events import Event, Failed
 from holdfast.preemption.consensus.abort import StuckThreadAborter, VainWait, count_begun
 from holdfast.preemption.consensus.error_cause import (
@@ -242,7 +242,8 @@ class PeerFailures:
         first = self._peers.failures.make_error(found)
         if may_follow(error, first.kind):
             return first
-        _note(error, f"Another worker failed too: {first.message}")
+        if not (isinstance(error, SaveFailedError) and first.kind == SaveFailedError.__name__):  # Of one save.
+            _note(error, f"Another worker failed too: {first.message}")
         return None
 
     def _log(self, error: BaseException) -> None:
@@ -252,7 +253,8 @@ class PeerFailures:
         emit, self._emit_failed = self._emit_failed, None
         failure = (self.error and self._failure) or self._peers.failures.describe(error)
         text = " ".join(self._peers.failures.make_error(failure).message.split())
-        emit(stage="training", error=text, step=self.step if failure.step is None else failure.step, rank=failure.rank)
+        step, is_logged = self.step if failure.step is None else failure.step, failure.kind == SaveFailedError.__name__
+        emit(stage="training", error=text, step=step, rank=failure.rank, is_raised=is_logged)
 
     def _await_cause(self) -> ClusterError | None:
         """**Blocks** until another worker has failed or is missed; None if all stay alive for longer than that takes.

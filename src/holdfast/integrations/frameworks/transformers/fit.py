@@ -34,6 +34,9 @@ _OF_OBJECTS: Final = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", 
 _OF_A_READER: Final = ("start_from", "cluster", "liveness_seconds", "timeout_seconds", "threads")
 """The options that are also needed to read the newest checkpoint."""
 
+_OF_SPEED: Final = ("_runtime", "_per_second", "_preparation_time", "_compilation_time")
+"""The ends of the names of metrics that describe the speed of the Trainer, and not the model."""
+
 _BEYOND_ANY: Final = 10**40
 """A step beyond every epoch, also where the Trainer plans `sys.maxsize` of them, as it does for a stream: it trains no
 more, and ends as it does after the last step."""
@@ -229,12 +232,13 @@ class TrainerFit(TrainerCallback, Fit):  # type: ignore[misc, unused-ignore]
             self._live.end_epoch()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Records metrics for the next save."""
+        """Records metrics for the next save, but for those of the Trainer's own speed."""
         if self.run is not None and not self._is_over:
             figures = {
                 name: value
                 for name, value in (logs or {}).items()
                 if isinstance(name, str) and type(value) in (int, float) and name.isidentifier()
+                if not name.endswith(_OF_SPEED)
             }
             self.run.report(**figures)
 

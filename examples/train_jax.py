@@ -1,6 +1,6 @@
-"""Trains a small network with Flax and optax. Kill it and start it again: it ends as if nothing had happened.
+"""Trains a small network with Flax and optax. Kill it at any moment and start it again: it resumes where it was.
 
-python examples/jax_training.py runs/jax
+python examples/train_jax.py
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from flax import nnx
 
 import holdfast
 
+STEPS = 20_000
+
 
 class Network(nnx.Module):
-    """Two layers that learn to add."""
+    """Two layers that learn to add. Replace it by your own model."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(4, 64, rngs=rngs)
@@ -40,16 +42,16 @@ def train_step(model: Any, optimizer: Any, key: Any) -> tuple[Any, Any]:
 
 
 def main(directory: str) -> None:
-    """Trains for 600 steps, those of earlier processes included."""
+    """Trains, from the newest checkpoint in the directory if there is one."""
     model = Network(nnx.Rngs(1))
     optimizer = nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param)
     objects = {"model": model, "optimizer": optimizer, "key": jax.random.key(1)}
-    with holdfast.resumable(directory, **objects, save_every=holdfast.Steps(50), keep=holdfast.Latest(3)) as run:
-        for step in run.steps(600):
+    with holdfast.resumable(directory, **objects, save_every=500, keep=3) as run:
+        for step in run.steps(STEPS):  # the steps that remain
             # The model and its optimizer are filled where they are; a key cannot be changed, so it is put back.
             loss, run.checkpoint.key = train_step(model, optimizer, run.checkpoint.key)
-            if step % 50 == 49:
-                print(f"step {step}: loss {loss}", flush=True)
+            if step % 100 == 99:
+                print(f"step {step + 1}: loss {loss:.6f}", flush=True)
 
     # One tree without a loop: the trained model, for another program, which needs no more of it than its shapes.
     holdfast.save(f"{directory}-model", model, overwrite=True)

@@ -1,6 +1,6 @@
-"""Trains a small network with the Trainer of Hugging Face. Kill it and start it again: it ends as if nothing happened.
+"""Trains a small network with the Trainer of Hugging Face. Kill it at any moment and start it again: it resumes.
 
-python examples/transformers_trainer.py runs/trainer
+python examples/train_trainer.py
 """
 
 from __future__ import annotations
@@ -9,51 +9,53 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import Trainer, TrainingArguments
 
 import holdfast
 
+STEPS = 20_000
 
-class Network(torch.nn.Module):
-    """Two layers that learn to add."""
+
+class Network(nn.Module):
+    """Replace it by your own model, such as one from `AutoModel`: holdfast asks nothing of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        self.layers = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
 
     def forward(self, numbers: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss, as the Trainer expects it."""
-        return {"loss": (self.layers(numbers)[:, 0] - labels).pow(2).mean()}
+        return {"loss": (self.layers(numbers)[:, 0] - labels).square().mean()}
 
 
 def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
-    """A batch of samples."""
+    """A batch of samples. Replace it by your own collator."""
     numbers = torch.stack([sample[0] for sample in samples])
     return {"numbers": numbers, "labels": numbers.sum(1)}
 
 
 def main(directory: str) -> None:
-    """Trains for ten epochs, those of earlier processes included."""
+    """Trains, from the newest checkpoint in the directory if there is one."""
     torch.manual_seed(1)
     trainer = Trainer(
         Network(),
         TrainingArguments(
             f"{directory}-output",
-            num_train_epochs=10,
+            max_steps=STEPS,
             per_device_train_batch_size=32,
             logging_steps=100,
-            save_strategy="no",
+            save_strategy="no",  # holdfast saves
             report_to=[],
+            disable_tqdm=True,
             remove_unused_columns=False,
-            use_cpu=True,
         ),
         data_collator=collate,
-        train_dataset=TensorDataset(torch.randn(2000, 4)),
-        callbacks=[holdfast.transformers.Resumable(directory, save_every=holdfast.Steps(50))],
+        train_dataset=TensorDataset(torch.randn(10_000, 4)),  # replace it, too
+        callbacks=[holdfast.transformers.Resumable(directory, save_every=500, keep=3)],
     )
-    result = trainer.train()
-    print(f"step {result.global_step}: loss {result.training_loss}")
+    trainer.train()
 
 
 if __name__ == "__main__":

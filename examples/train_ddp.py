@@ -1,0 +1,59 @@
+"""Trains a small network with DDP. Kill a worker, or all of them, at any moment and start them again: they resume.
+
+torchrun --standalone --nproc-per-node 2 --max-restarts 10 examples/train_ddp.py
+
+If a worker dies, torchrun starts all of them again. They may be started again with another number of workers, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import holdfast
+
+STEPS = 5_000
+
+
+def main(directory: str) -> None:
+    """Trains, from the newest checkpoint in the directory if there is one."""
+    holdfast.init_process_group("gloo")  # on GPUs: "nccl", and move the model and each batch to the worker's GPU
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # Replace these by your own dataset, model and optimizer. All workers begin with the same weights and data.
+    torch.manual_seed(0)
+    points = torch.rand(9_600, 2) * 2 - 1
+    dataset = TensorDataset(points, (points.square().sum(1, keepdim=True) < 0.5).float())
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 128), nn.GELU(), nn.Linear(128, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # The batch size is that of the whole job: each worker gets its part of each batch.
+    loader = holdfast.ResumableDataLoader(dataset, batch_size=96, seed=1, rank=rank, world_size=world_size)
+    batches = loader.stream()  # epoch after epoch, without end
+
+    with holdfast.resumable(
+        directory,
+        model=model,  # what is named here is saved and restored: name all that training changes
+        optimizer=optimizer,
+        loader=loader,
+        rng=holdfast.RNG(),
+        save_every=500,
+        keep=3,
+    ) as run:
+        print(f"worker {rank} of {world_size}, process {os.getpid()}, begins with step {run.step}", flush=True)
+        for step in run.steps(STEPS):  # the steps that remain
+            inputs, targets = next(batches)
+            loss = nn.functional.binary_cross_entropy_with_logits(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 100 == 99 and rank == 0:
+                print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/ddp")
