@@ -53,7 +53,7 @@ def test_a_plain_loader_is_named_once_and_one_for_evaluation_is_not(
     loader = DataLoader(DATA, batch_size=2)
     with caplog.at_level(logging.WARNING, "holdfast"):
         train(tmp_path / "plain", lambda _: [*loader, *loader])
-        assert ["no loader is saved" in text for text in texts(caplog)] == [True]
+        assert ["whose place is not saved" in text for text in texts(caplog)] == [True]
         caplog.clear()
 
         def evaluated(run: Any) -> Iterator[Any]:

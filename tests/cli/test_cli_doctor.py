@@ -400,13 +400,14 @@ def test_text_that_is_not_a_size_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("24h", 86400.0), ("90min", 5400.0), ("350ms", 0.35), ("7 d", 604800.0), ("1.5S", 1.5)]
+    ("text", "seconds"),
+    [("24h", 86400.0), ("90min", 5400.0), ("350ms", 0.35), ("7 d", 604800.0), ("1h30m", 5400.0), ("1.5S", 1.5)],
 )
 def test_times(text: str, seconds: float) -> None:
     assert parse_seconds(CONTEXT, OPTION, text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "24", "5m", "-1h", "inf", "0s", "99999999d", "1h30min"])
+@pytest.mark.parametrize("text", ["", "24", "5x", "-1h", "inf", "0s", "99999999d", "1h30", "٣h"])
 def test_text_that_is_not_a_time_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match=r"is not a time|is not between"):
         parse_seconds(CONTEXT, OPTION, text)

@@ -148,6 +148,7 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "resumable reserve_bytes": (lambda p, v: hf.resumable(p, x=1, reserve_bytes=v), COUNTS),
     "resumable liveness_seconds": (lambda p, v: hf.resumable(p, x=1, liveness_seconds=v), SECONDS),
     "Run.begin_at step": (lambda p, v: use_run(p, lambda run: run.begin_at(v)), COUNTS),
+    "Run.epochs total": (lambda p, v: use_run(p, lambda run: run.epochs(v)), COUNTS),
     "Run.steps total": (lambda p, v: use_run(p, lambda run: run.steps(v)), COUNTS),
     "PreemptionCheckpointHandler.steps total": (lambda p, v: use_handler(p, lambda h: h.steps(v)), COUNTS),
     "TerminationConfig grace_period": (lambda _, v: hf.TerminationConfig(grace_period=v), (-1, NAN, INF)),

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from holdfast.advice.rules import EPOCHS, is_number
 from holdfast.advice.strays import StrayOptimizers, is_own_class, keeps_draws, list_values
+from holdfast.format.names import is_own
+from holdfast.state.data.followed import CALL, FollowedData
 from holdfast.state.data.sampler import BatchCount, ResumableSampler, SamplerAdapter
 from holdfast.state.registry import list_members
 from holdfast.state.rng import RNG
@@ -35,9 +37,9 @@ _IDLE: Final = (
     "saved: pass the objects that are trained, and create them before entering the run"
 )
 _PLAIN: Final = (
-    "training takes batches from a DataLoader, and no loader is saved, so a restart begins the data from scratch: use "
-    "ResumableDataLoader or torchdata's StatefulDataLoader, and pass loader=loader. If your loop skips what was "
-    "trained, ignore this"
+    "training takes batches from a DataLoader whose place is not saved, so a restart begins the data from scratch: "
+    "write `for batch in run.batches(loader)`, or pass a ResumableDataLoader, loader=loader. If your loop skips what "
+    "was trained, ignore this"
 )
 _DRAWS: Final = (
     "each step draws from random generators that are not saved ({names}), so a restart draws other numbers: pass "
@@ -46,14 +48,16 @@ _DRAWS: Final = (
 
 
 class TakenBatches:
-    """Counts what is taken from the samplers that are saved when this is created.
+    """Counts what is taken from the samplers that are saved when this is created, and from the loaders of `data`.
 
     Attributes:
-        counts: The count of each, by its path.
+        data: The loaders of `run.batches`.
+        counts: The count of each sampler, by its path, and that of these loaders.
     """
 
-    def __init__(self, objects: Mapping[str, object]) -> None:
-        samplers = _find_samplers(objects)
+    def __init__(self, objects: Mapping[str, object], data: FollowedData | None = None) -> None:
+        self.data = FollowedData() if data is None else data
+        samplers: dict[str, ResumableSampler | FollowedData] = {**_find_samplers(objects), CALL: self.data}
         self.counts: dict[str, BatchCount] = {path: sampler.count for path, sampler in samplers.items()}
         self._samplers = [*samplers.values()]
         self._step_began = self.count()
@@ -68,7 +72,8 @@ class TakenBatches:
 
     def begin_step(self) -> None:
         """Called when a step begins that will be counted."""
-        self._step_began = self.count()
+        batches, ends = self.count()
+        self._step_began = batches - self.data.begin_step(), ends
 
     def is_step_empty(self) -> bool:
         """Returns True if the step took no batch and ended an epoch, like the last one of `zip(steps, loader)`."""
@@ -100,7 +105,7 @@ def describe_epochs(objects: Mapping[str, object]) -> str:
     """Returns how many epochs the first of the saved samplers has completed, in words; "" if none has."""
     for path, sampler in _find_samplers(objects).items():
         if complete := sampler.count_complete():
-            return f"{_epochs_text(complete)} of {path}"
+            return _epochs_text(complete) + ("" if is_own(path) else f" of {path}")
     return ""
 
 
@@ -117,8 +122,7 @@ def _find_samplers(objects: Mapping[str, object]) -> dict[str, ResumableSampler]
     """Returns each sampler once, even if a loader that is built on it is saved as well."""
     found: dict[int, tuple[str, ResumableSampler]] = {}
     for path, obj, adapter in list_members(objects):
-        sampler = adapter.find_sampler(obj) if isinstance(adapter, SamplerAdapter) else None
-        if sampler is not None:
+        if (sampler := adapter.find_sampler(obj)) is not None:
             found.setdefault(id(sampler), (path, sampler))
     return dict(found.values())
 
@@ -218,7 +222,7 @@ class TrainingWatch:
 
     def note_saved(self) -> None:
         """Called when everything trained until now is saved."""
-        if self._has_plain:
+        if self._has_plain and not self._taken.data.has_loaders:
             self._has_plain = None
             self._warn_else(_PLAIN)
         for text in self._strays.list_lost():

@@ -23,6 +23,9 @@ RUN_CALLS: Final = OWN_PREFIX + "total_run_calls"
 HYPERPARAMETERS: Final = OWN_PREFIX + "hyperparameters"
 """The name of the script's settings of optimizers and schedules."""
 
+FOLLOWED_DATA: Final = OWN_PREFIX + "data"
+"""The name of the places in the loaders of `run.batches`."""
+
 OLD_RUN_CALLS: Final = "total_run_calls"
 """The name of that count before holdfast had reserved names."""
 

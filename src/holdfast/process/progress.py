@@ -45,8 +45,10 @@ class Bar:
 
 
 @contextmanager
-def show_progress(label: str, *, counts_bytes: bool = True) -> Iterator[Bar]:
-    """Shows a bar, or a spinner, while the body runs, if the error stream is a terminal; gone afterwards."""
+def show_progress(label: str, *, counts_bytes: bool = True, unit: str = "") -> Iterator[Bar]:
+    """Shows a bar, of bytes or of another unit, or a spinner, while the body runs, if the error stream is a terminal;
+    gone afterwards.
+    """
     if sys.stderr is None or not sys.stderr.isatty():
         yield Bar()
         return
@@ -54,6 +56,7 @@ def show_progress(label: str, *, counts_bytes: bool = True) -> Iterator[Bar]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        MofNCompleteColumn,
         Progress,
         SpinnerColumn,
         TextColumn,
@@ -64,7 +67,8 @@ def show_progress(label: str, *, counts_bytes: bool = True) -> Iterator[Bar]:
 
     text = TextColumn("{task.description}", markup=False)
     bar = BarColumn(complete_style="cyan", finished_style="cyan", pulse_style="cyan")
-    columns = (text, bar, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    figures = (MofNCompleteColumn(), TextColumn(unit)) if unit else (DownloadColumn(), TransferSpeedColumn())
+    columns = (text, bar, *figures, TimeRemainingColumn())
     quiet = Theme({"progress.download": "none", "progress.data.speed": "none", "progress.remaining": "dim"})
     console = Console(file=sys.stderr, theme=quiet)
     shown = columns if counts_bytes else (SpinnerColumn(style="cyan"), text)
@@ -76,9 +80,9 @@ def show_progress(label: str, *, counts_bytes: bool = True) -> Iterator[Bar]:
 class LongRead:
     """**Thread-safe.** Shows how far a read is that takes longer than a moment. Use it with `with`."""
 
-    def __init__(self, label: str, measure: Callable[[], int]) -> None:
-        """Shows nothing yet; `measure` returns the bytes to read, and is called once that takes long."""
-        self._label, self._measure = label, measure
+    def __init__(self, label: str, measure: Callable[[], int], unit: str = "") -> None:
+        """Shows nothing yet; `measure` returns the bytes to read, or what `unit` says, once that takes long."""
+        self._label, self._measure, self._unit = label, measure, unit
         # Guards these two; and, held by one thread at most, what is shown: the others read on meanwhile.
         self._lock, self._showing = threading.Lock(), threading.Lock()
         self._done_bytes = self._shown_bytes = 0
@@ -103,12 +107,14 @@ class LongRead:
         self._next_at = math.inf  # If this fails, it is not tried again.
         if self._bar is None:
             self._total_bytes = self._measure()
-            self._bar = self._open.enter_context(show_progress(self._label))
+            self._bar = self._open.enter_context(show_progress(self._label, unit=self._unit))
             self._bar.expect(self._total_bytes)
         self._bar.advance(self._done_bytes - self._shown_bytes)
         self._shown_bytes = self._done_bytes
         if not is_terminal:
-            inform(f"{self._label}: {size_text(self._done_bytes)} of {size_text(self._total_bytes)} read")
+            done, total = self._done_bytes, self._total_bytes
+            of_total = f"{done} of {total} {self._unit}" if self._unit else f"{size_text(done)} of {size_text(total)}"
+            inform(f"{self._label}: {of_total} read")
         self._next_at = time.monotonic() + (_BAR_SECONDS if is_terminal else _LINE_SECONDS)
 
     def __enter__(self) -> Self:

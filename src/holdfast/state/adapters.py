@@ -307,6 +307,7 @@ class Adapter:
             begins to iterate; returns a function that ends that.
         follow_batches: For objects that may give batches: is passed one, and a function to call with each batch that
             training takes from it. Returns what ends that; None if the object gives none, or is followed already.
+        make_place: For loaders: returns a `LoaderPlace` for one; None if it can only be read again.
         facts_of_batches: For such an object, returns what decides which batches come, as far as the program announces
             it: the batch size, say.
     """
@@ -318,6 +319,7 @@ class Adapter:
     follow_optimizers: Callable[[Callable[[Any], None]], Callable[[], None]] | None = None
     follow_loaders: Callable[[Callable[[Any], None]], Callable[[], None]] | None = None
     follow_batches: Callable[[Any, Callable[[Any], None]], Callable[[], object] | None] | None = None
+    make_place: Callable[[Any], Any] = staticmethod(lambda _: None)
     facts_of_batches: Callable[[Any], object] = staticmethod(lambda _: None)
 
     def check(self, obj: Any, path: str) -> None:
@@ -345,6 +347,10 @@ class Adapter:
     def replication_of(self, obj: Any) -> Replication:
         """Returns which workers hold the plain arrays of an object's state, and which of these training keeps equal."""
         return Replication()
+
+    def find_sampler(self, obj: Any) -> Any:
+        """Returns what counts the batches that training takes from an object; None if nothing does."""
+        return None
 
     def gives_batches(self, obj: Any, path: str) -> bool:
         """Returns True if the object's own state is a position in the data, which moves when a batch is taken from it.

@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -34,6 +34,7 @@ class RandomSource(msgspec.Struct, frozen=True):
 
 
 _sources: dict[str, RandomSource] = {}
+_ON_CPU: Final = frozenset({"python", "numpy", "torch"})
 
 
 def register_random_source(name: str, source: RandomSource) -> None:
@@ -108,6 +109,35 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         rng.load_state_dict(state)
+
+
+@contextmanager
+def seeded(number: int) -> Iterator[None]:
+    """In the block, the generators on the CPU continue from a number; those before are restored after it."""
+    states = [(source, source.read()) for name, source in _sources.items() if name in _ON_CPU]
+    used = [(source, state) for source, state in states if state is not None]
+    for place, (source, _) in enumerate(used):
+        source.seed(derive(number, place))
+    try:
+        yield
+    finally:
+        for source, state in used:
+            source.write(state)
+
+
+def digest_generators() -> int:
+    """Returns a number that follows from the states of the generators on the CPU."""
+    ahead: list[Any] = [source.read() for name, source in _sources.items() if name in _ON_CPU]
+    contents = []
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, dict):
+            ahead += value.values()
+        elif hasattr(value, "tobytes") or hasattr(value, "numpy"):
+            contents.append((value if hasattr(value, "tobytes") else value.numpy()).tobytes())
+        else:
+            contents.append(repr(value).encode())
+    return int(digest(b"".join(contents))[:16], 16)
 
 
 def _seed_all(number: int) -> None:

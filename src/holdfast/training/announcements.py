@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from holdfast.advice.hyperparameters import HyperparameterChange
 from holdfast.advice.watch import describe_epochs, list_overruled
 from holdfast.catalog import StoredRun
+from holdfast.checkpoint import objects_of
 from holdfast.errors import HoldfastError
 from holdfast.events.kinds import span_text
 from holdfast.events.sinks import logger
@@ -63,7 +64,7 @@ class Announcements:
                     *(self.place, other, found[1]),
                 )
         else:
-            epochs = describe_epochs(manager.checkpoint.objects)
+            epochs = describe_epochs(objects_of(manager.checkpoint).all())
             after = f", after {epochs}" if epochs else ""
             self.say(self.describe(restored, f"at step {step}{after}", rhythm, reached - step))
             set_otherwise = list_overruled(manager.checkpoint.objects).items()

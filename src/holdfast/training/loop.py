@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.advice.watch import TakenBatches, TrainingWatch, count_taken
+from holdfast.checkpoint import objects_of
 from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
 from holdfast.events import Warned
 from holdfast.preemption.guard import Guard
@@ -72,7 +73,7 @@ class StepCount:
         if saved is None or not saved.skipped:
             self.saved_step, self.saved, self.late_metrics = step, saved, {}
             if self._manager is not None:
-                self.taken = count_taken(self._manager.checkpoint.objects)
+                self.taken = count_taken(objects_of(self._manager.checkpoint).all())
 
     def store_metrics(self) -> bool:
         """Stores the late metrics with their step, unless it was restored and has them; returns True if any are."""
@@ -175,7 +176,9 @@ class TrainingLoop:
         """
         objects = self.manager.checkpoint.objects
         self.thread = threading.get_ident()
-        self.taken = TakenBatches(objects)
+        self.watch.end()
+        self.taken = TakenBatches(objects, self.taken.data)
+        self.taken.data.warn = self.warn
         self.watch = TrainingWatch(objects, self.taken, warn, advice, self.warn)
         self._leave = leave
         atexit.register(self._leave_at_exit)
@@ -208,6 +211,7 @@ class TrainingLoop:
         atexit.unregister(self._leave_at_exit)
         self._leave = _stay
         self.watch.end()
+        self.taken.data.close()
         self.is_in_step = False
         if self.guard.inbox.gave_up:
             # A second Ctrl-C exits at once, also out of the waits before.
@@ -257,6 +261,7 @@ class TrainingLoop:
         """
         if done > self.count.done:
             self.count.done = done
+            self.taken.data.note_step()
             self.manager.witness.note_step(done)
 
     def count_own_step(self, *arguments: Any, **options: Any) -> None:
@@ -264,6 +269,7 @@ class TrainingLoop:
         self.finish_step()  # A loop of `steps` may have been left in the middle of one, by `break` say.
         step_break.end()
         self.watch.note_own_step()
+        self.taken.data.note_own_step()
         self.count_to(self.count.done + 1)
         self.guard.is_tentative = True
         self.pass_boundary(*arguments, **options)
@@ -337,7 +343,11 @@ class TrainingLoop:
 
     def pause(self, step: int) -> None:
         """Pauses the loop, so that another thread may save that many complete steps from a mark."""
-        mark = None if self.is_safe(step) else self._find_mark(step) or self.manager.mark(self.metrics)
+        self.taken.data.keeps_epoch = True  # What follows is done again after a restart.
+        try:
+            mark = None if self.is_safe(step) else self._find_mark(step) or self.manager.mark(self.metrics)
+        finally:
+            self.taken.data.keeps_epoch = False
         self.guard.pause(step, mark=mark, saved=self.count.find(step))
 
     def _mark_epoch_end(self) -> None:
@@ -487,6 +497,8 @@ class TrainingLoop:
         if saved is not None and not saved.skipped:
             self.count.note(step, saved)
             self.watch.note_saved()
+            for text in self.taken.data.take_caveats():
+                self.warn(text)
             self.metrics, self._saved_notes = {}, (metrics, metadata)
             self.guard.provisional = None
 
@@ -514,6 +526,7 @@ class StepNumbers(Iterator[int]):
         self._name, self._loop, self._total = name, loop, total
         self._begin_turn, self._end = begin_turn, end
         self._taken: dict[str, int] | None = count_taken(loop.manager.checkpoint.objects)
+        self._followed = loop.taken.data.note_taken()
 
     @short_traceback
     def __next__(self) -> int:
@@ -522,7 +535,7 @@ class StepNumbers(Iterator[int]):
             self._taken = None
         loop = self._loop
         self._begin_turn(self)
-        loop.turn = no_turn
+        loop.turn, loop.taken.data.is_between = no_turn, True
         loop.finish_step()
         if not loop.is_stopped and loop.count.done < self._total:
             loop.pass_boundary()
@@ -544,6 +557,7 @@ class StepNumbers(Iterator[int]):
         return max(self._total - self._loop.count_with_open_step(), 0)
 
     def _check_begin(self, taken: dict[str, int]) -> None:
+        self._loop.taken.data.find_lead(self._followed)
         for path, number in count_taken(self._loop.manager.checkpoint.objects).items():
             if number > taken.get(path, number):
                 raise UsageError(

@@ -5,21 +5,22 @@ from __future__ import annotations
 import enum
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, Self, SupportsFloat
+from typing import Any, Final, Literal, NamedTuple, Self, SupportsFloat, TypeVar
 
 from msgspec.structs import asdict
 
 from holdfast.advice.hyperparameters import check_kept
 from holdfast.advice.watch import count_taken
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, objects_of
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
 from holdfast.errors import ClosedError, HoldfastError, UnnamedError, UsageError
 from holdfast.events import Sink
+from holdfast.format.names import FOLLOWED_DATA
 from holdfast.manager import CheckpointManager
 from holdfast.numbers import check_whole
 from holdfast.options import SaveOptions, check_kept_objects, check_metrics, check_names, check_switches
@@ -32,10 +33,13 @@ from holdfast.process.terminal import say
 from holdfast.restore.records import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.setup import explaining
+from holdfast.state.data.followed import CALL, FollowedData, LoaderBatches
 from holdfast.storage import Storage
 from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements, warn_never_entered
 from holdfast.training.loop import StepNumbers, TrainingLoop
+
+Batch = TypeVar("Batch")
 
 _ADVICE: Final = "call run.finish_step() at the end of each step, or loop over run.steps(n)"
 
@@ -244,6 +248,65 @@ class Run:
         whole = check_whole("total", total)
         return StepNumbers("run.steps(n)", self._loop, whole, partial(self._begin_turn, whole), self._end_steps)
 
+    def epochs(self, total: int) -> Iterator[int]:
+        """Yields the numbers of the remaining epochs, up to `total`, exclusive; take their batches from `batches`.
+
+            for epoch in run.epochs(10):
+                for batch in run.batches(loader):
+                    train_step(batch)
+                    run.finish_step()
+
+        A restart in the middle of an epoch yields that epoch again, and `batches` gives the rest of it. After a save in
+        the last step of an epoch, or in a `checkpointable` block after it, that rest has no batch. After a later save,
+        such as that of `save` at the end of an epoch, the next epoch is yielded.
+
+        Args:
+            total: How many epochs the run has in total, including those of earlier processes.
+
+        Raises:
+            UsageError: If a saved loader counts epochs of its own; or if the number of workers has changed in an epoch.
+        """
+        self._check_entered()
+        whole = check_whole("total", total)
+        if own := [*count_taken(self.checkpoint.objects)]:
+            raise UsageError(
+                f"{own[0]} is saved by its name and counts its own epochs, which run.epochs does not know",
+                hint=f"Write `for epoch in {own[0]}.epochs({whole})` and iterate the loader; or do not pass it to "
+                "resumable, and write `for batch in run.batches(loader)`.",
+            )
+        return self._follow_data().epochs(whole)
+
+    def batches(self, loader: Iterable[Batch] | Callable[[], Iterable[Batch]]) -> LoaderBatches[Batch]:
+        """Returns the batches of a loader, and saves how far training is in it: it needs not be passed to `resumable`.
+
+        Inside of `epochs`, this is one pass through the loader; a pass that is left by `break` is over. Outside, it is
+        one pass after the other without end, for `zip(run.steps(n), run.batches(loader))`. Each pass begins with
+        `set_epoch` of the loader, its samplers and its dataset, where they have it. It counts no step.
+
+        After a restart a torch `DataLoader` draws the order of the epoch again, and loads no sample that was trained.
+        Other data continues by its `state_dict`, or else is begun again and read up to its place. A loader that only
+        evaluates may be passed as well.
+
+        Args:
+            loader: A `DataLoader` or any other iterable that gives the same batches when it is begun the same; or a
+                function that returns one. Create it once, before the loop.
+
+        Raises:
+            UsageError: If the loader is an iterator, or saved by its name; or as in `epochs`.
+        """
+        self._check_entered()
+        data = self._follow_data()
+        data.check_unnamed(loader, self.checkpoint.objects)
+        return data.batches(loader)
+
+    def _follow_data(self) -> FollowedData:
+        """Returns what keeps the places in loaders; it is saved from the first use on."""
+        data = self._loop.taken.data
+        if not data.has_loaders:
+            objects_of(self.checkpoint).own[FOLLOWED_DATA] = data
+            self.manager.witness.follow(CALL, data.count.follow_batches, data.describe)
+        return data
+
     def finish_step(self) -> None:
         """Counts one step as complete and saves it if a save is due: for your own loop, for example over epochs.
 
@@ -302,7 +365,7 @@ class Run:
         is_late = not self._loop.is_in_step and count.is_begun(count.done)
         if is_late and self._counts_own:
             # A batch begins the next step. Where no saved loader counts them, `save` says so.
-            is_late = bool(count.taken) and count.taken == count_taken(self.checkpoint.objects)
+            is_late = bool(count.taken) and count.taken == count_taken(objects_of(self.checkpoint).all())
         (count.late_metrics if is_late else self._loop.metrics).update(figures)
         if "loss" in figures:
             self.manager.witness.note_loss(figures["loss"])
@@ -412,10 +475,7 @@ class Run:
             self._guard.pause(None)
             self._guard.open()
             self.manager.wait_until_free()
-            if not self.manager.begin_anew:
-                self._restored = self.manager.restore(
-                    strict=self._resumption.strict, keep_current=self._resumption.keep_current
-                )
+            self._restored = self._restore()
             self.manager.check_ready()
         except BaseException as error:
             try:
@@ -432,6 +492,17 @@ class Run:
         self._announcements.begin(self.manager, self._restored, step)
         self._phase, self.manager.lineage.find_steps = _Phase.ENTERED, lambda: (step, self._loop.count.done)
         return self
+
+    def _restore(self) -> Restoration | None:
+        data, own = self._loop.taken.data, objects_of(self.checkpoint).own
+        own[FOLLOWED_DATA] = data
+        try:
+            if self.manager.begin_anew:
+                return None
+            return self.manager.restore(strict=self._resumption.strict, keep_current=self._resumption.keep_current)
+        finally:
+            if not data.is_used:
+                del own[FOLLOWED_DATA]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

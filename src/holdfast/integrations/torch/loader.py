@@ -407,6 +407,26 @@ class LoaderAdapter(SamplerAdapter):
         """See `Adapter`."""
         return super().facts_of_batches(obj) or describe_loader(obj)
 
+    def make_place(self, obj: Any) -> Any:
+        """See `Adapter`.
+
+        Raises:
+            UsageError: If accelerate, or one of holdfast's integrations, iterates the loader.
+        """
+        from holdfast.integrations.torch.places import DataPlace
+
+        place = getattr(obj, "__dict__", {}).get("_place")
+        if not issubclass(type(obj), DataLoader) or not getattr(place, "is_driven", True):
+            raise UsageError(
+                f"run.batches cannot follow this {type(obj).__name__}, which is prepared or followed already",
+                hint="Iterate it directly, in a run of holdfast.accelerate.resumable(accelerator, ...).",
+            )
+        if place is not None:
+            place.forget()
+            return place
+        is_plain = type(obj).__iter__ is DataLoader.__iter__ or type(obj).__name__ == "StatefulDataLoader"
+        return DataPlace(obj, is_driven=True) if is_plain else None
+
     def gives_batches(self, obj: Any, path: str) -> bool:
         """See `Adapter`. One that has not begun is not asked for its state, because that would start its workers."""
         return _has_state(obj, path) and getattr(obj, "_iterator", None) is not None
@@ -474,8 +494,8 @@ def _sampler_of(loader: DataLoader[Any], path: str = "") -> ResumableSampler:
         path=path,
         hint=f"Its batches are those of a {type(loader.batch_sampler).__name__}: use {_STATEFUL}."
         if is_own
-        else "Use ResumableDataLoader, which takes a sampler= as well, or a DataLoader with "
-        "batch_sampler=ResumableSampler(...), or torchdata's StatefulDataLoader.",
+        else "Take its batches from run.batches(loader), and do not pass it to resumable; or use ResumableDataLoader, "
+        "which takes a sampler= as well, or torchdata's StatefulDataLoader.",
     )
 
 

@@ -6,22 +6,22 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    get_worker_info,
 )
 
 from holdfast.errors import UsageError
 from holdfast.format.digests import derive, digest
+from holdfast.integrations.torch.batch_tasks import BatchTasks, SeededBatches
 from holdfast.integrations.torch.draws import (
     has_state,
     note_parts,
@@ -41,7 +41,7 @@ from holdfast.integrations.torch.loader import (
     seed_generators,
     signals_blocked,
 )
-from holdfast.state.data.replay import Taken, Untrained, Watched, Way, describe_change, describe_reading
+from holdfast.state.data.replay import Taken, Watched, Way, describe_change, describe_reading, read_past
 
 _PASSED_ON: Final = ("num_workers", "pin_memory", "timeout", "multiprocessing_context")
 
@@ -61,15 +61,22 @@ class DataPlace(Watched):
     ends the epoch with the data.
 
     Attributes:
-        way: How a restart comes back to the position.
+        lookahead: How many of the batches that were taken from the loader are not passed on yet.
         caveat: What a restart will have to do nevertheless, or cannot; empty if there is no such thing.
         resumes: True if the next epoch that begins continues at the restored position.
         on_resume: Called when it does.
+        is_driven: As in `__init__`.
         remark: What a restore has found changed since the save, and how the epoch continues; empty if nothing has.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], owner: Any = None, lookahead: int = 0, *, is_dispatched: bool = False
+        self,
+        loader: DataLoader[Any],
+        owner: Any = None,
+        lookahead: int = 0,
+        *,
+        is_dispatched: bool = False,
+        is_driven: bool = False,
     ) -> None:
         """Follows a loader from now on; the loader is changed in place.
 
@@ -78,6 +85,7 @@ class DataPlace(Watched):
             owner: The object that iterates it and passes its batches on, if any; its `iteration` counts the epochs.
             lookahead: How many batches the owner takes from the loader before it passes on the one before.
             is_dispatched: True if the owner gives a part of each batch to each worker; it asks `try_pass` first.
+            is_driven: True if only `start` begins an epoch, and a loop over the loader itself counts for nothing.
 
         Raises:
             UsageError: If the loader has its own way of iterating.
@@ -89,11 +97,11 @@ class DataPlace(Watched):
                 f"{cls.__name__} overrides __iter__, so its position in the data cannot be saved",
                 hint="Use torch's DataLoader, or a subclass that does not override __iter__.",
             )
-        self._loader, self._owner, self._lookahead = loader, owner, lookahead
-        self._is_dispatched = is_dispatched
+        self._loader, self._owner, self.lookahead = loader, owner, lookahead
+        self._is_dispatched, self.is_driven = is_dispatched, is_driven
         note_parts(loader)
         self._data = _Stream(loader) if isinstance(loader.dataset, IterableDataset) else _Indexed(loader)
-        self.way, self.caveat = self._data.way, self._data.caveat
+        self.caveat = self._data.caveat
         self._begin: dict[str, Any] | None = None
         self._taken, self._begun_iteration = Taken(), 0
         self._is_left = False
@@ -122,7 +130,7 @@ class DataPlace(Watched):
 
     def _count_trained(self) -> int:
         taken = self._taken
-        return taken.batches if taken.has_ended else max(taken.batches - self._lookahead, 0)
+        return taken.batches if taken.has_ended else max(taken.batches - self.lookahead, 0)
 
     def outline(self) -> dict[str, Any]:
         """Returns the position without the order: `taken` in batches, `ended`, and `sizes` for `fit`.
@@ -170,7 +178,7 @@ class DataPlace(Watched):
         state = {"iteration": iteration, "parts": read_parts(self._loader)}
         if self._begin is None or iteration != self._begun_iteration:
             return {**state, "begin": None, "taken": 0, "ended": False, "stream": None}
-        stream = None if self.has_ended else self._data.read(self._lookahead)
+        stream = None if self.has_ended else self._data.read(self.lookahead)
         return {**state, "begin": self._begin, "stream": stream, **self.outline()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -193,7 +201,13 @@ class DataPlace(Watched):
     def forget_left(self) -> None:
         """Called when training goes on. If its loop has left the epoch by `break`, the next one starts at batch 0."""
         if self._is_left:
-            self._begin, self._is_left = None, False
+            self.forget()
+
+    def forget(self) -> None:
+        """Leaves the epoch: the next one starts at batch 0."""
+        self._begin, self._is_left, self.resumes = None, False, False
+        if self._restored is not None:
+            self._restored = {**self._restored, "begin": None, "taken": 0, "ended": False, "stream": None}
 
     def try_pass(self) -> bool:
         """Returns True if the epoch that begins is the restored one, and nothing is left of it: then it is over."""
@@ -236,7 +250,7 @@ class DataPlace(Watched):
         taken = self._taken
         while True:
             try:
-                batch = self._data.take(batches, taken.batches, self._lookahead)
+                batch = self._data.take(batches, taken.batches, self.lookahead)
             except StopIteration:
                 taken.has_ended = True
                 while ahead and self.see is not None:
@@ -247,7 +261,7 @@ class DataPlace(Watched):
             taken.batches += 1
             if self.see is not None:
                 ahead.append(batch)
-                if len(ahead) > self._lookahead:
+                if len(ahead) > self.lookahead:
                     self.see(ahead.popleft())
             try:
                 yield batch
@@ -262,7 +276,7 @@ class _FollowedLoader(DataLoader[Any]):
     _place: DataPlace
 
     def __iter__(self) -> Any:
-        return self._place.start()
+        return DataLoader.__iter__(self) if self._place.is_driven else self._place.start()
 
 
 class _Indexed:
@@ -385,8 +399,8 @@ class _Indexed:
             options["prefetch_factor"] = loader.prefetch_factor
             options["persistent_workers"] = loader.persistent_workers
         return SignalProofLoader(
-            _SeededBatches(loader.dataset, loader.collate_fn, is_batched),
-            batch_sampler=_BatchTasks(loader.batch_sampler if is_batched else loader.sampler),
+            SeededBatches(loader.dataset, loader.collate_fn, is_batched),
+            batch_sampler=BatchTasks(loader.batch_sampler if is_batched else loader.sampler),
             collate_fn=as_it_is,
             worker_init_fn=IgnoreSignals(loader.worker_init_fn),
             **options,
@@ -465,9 +479,8 @@ class _Stream(_Indexed):
         with signals_blocked() if self._loader.num_workers else nullcontext():
             batches = DataLoader.__iter__(self._loader)
         if kept is None:
-            with suppress(StopIteration):  # It may have become shorter.
-                for number in range(taken.batches):
-                    self._next(batches, number)
+            past = map(partial(self._next, batches), range(taken.batches))  # It may have become shorter.
+            read_past(past, taken.batches, type(self._loader.dataset).__name__)
         return batches
 
     def take(self, batches: Iterator[Any], number: int, lookahead: int) -> Any:
@@ -523,76 +536,3 @@ def _sampling_from(batches: Any, indices: Any) -> Iterator[None]:
         yield
     finally:
         batches.sampler = plain
-
-
-class _BatchTasks:
-    """A `batch_sampler` that yields tasks in the order of another sampler.
-
-    Attributes:
-        begin: How the next iterator begins: the key of the epoch's seeds, its first batch, how many it skips.
-        newest: The newest iterator.
-    """
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler, self.begin = sampler, (0, 0, 0)
-        self.newest = _TaskIterator(iter(()), *self.begin)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> _TaskIterator:
-        self.newest = _TaskIterator(iter(self._sampler), *self.begin)
-        return self.newest
-
-
-class _TaskIterator(Untrained):
-    """Yields for each batch its indices and its seed."""
-
-    def __init__(self, indices: Iterator[Any], key: int, number: int, skipped: int) -> None:
-        super().__init__(indices, skipped)
-        self._key, self._number = key, number
-        self._ready: list[Any] = []
-        self._has_begun = False
-
-    def prime(self) -> None:
-        """Prepares the next task, if it is not in progress already."""
-        if not self._has_begun:
-            with suppress(StopIteration):
-                self._ready.append(next(self))
-
-    def __next__(self) -> Any:
-        self._has_begun = True
-        if self._ready:
-            return self._ready.pop()
-        task = super().__next__(), derive(self._key, self._number)
-        self._number += 1
-        return task
-
-
-class _SeededBatches(Dataset[Any]):
-    """A dataset that makes a whole batch, with every generator seeded for it.
-
-    It has the attributes of the user's dataset, which a `worker_init_fn` may read and set by `get_worker_info()`.
-    """
-
-    def __init__(self, dataset: Any, collate: Any, is_batched: bool) -> None:
-        vars(self)["_kept"] = dataset, collate, is_batched
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_kept" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._kept[0], name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._kept[0], name, value)
-
-    def __getitems__(self, task: tuple[Any, int]) -> Any:
-        indices, seed = task
-        # A worker's generators belong to nothing else.
-        with generators_put_back() if get_worker_info() is None else nullcontext():
-            seed_generators(seed)
-            dataset, collate, is_batched = self._kept
-            if not is_batched:
-                return collate(dataset[indices])
-            load_many = getattr(dataset, "__getitems__", None)
-            return collate(load_many(indices) if callable(load_many) else [dataset[index] for index in indices])

@@ -9,10 +9,18 @@ followed in this way; their followers show each batch that is passed on to train
 from __future__ import annotations
 
 import enum
+import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+
+from holdfast.events.kinds import span_text
+from holdfast.process.progress import LongRead
+from holdfast.process.terminal import inform
+
+_LONG_SECONDS: Final = 1.0
 
 
 class Way(enum.Enum):
@@ -40,6 +48,22 @@ def describe_reading(name: str, advice: str) -> str:
         f"{name} can only be read from its beginning: a restart in the middle of an epoch loads the trained batches "
         f"again and discards them. {advice}"
     )
+
+
+def read_past(batches: Iterator[Any], number: int, name: str) -> None:
+    """**Blocks.** Reads batches that were trained, and reports it if that takes a while; the data may have fewer.
+
+    Args:
+        batches: The batches of a pass from its beginning.
+        number: How many were trained.
+        name: The data.
+    """
+    begun_at = time.monotonic()
+    with LongRead(f"returning to the place in {name}", lambda: number, "batches") as shown:
+        for _ in itertools.islice(batches, number):
+            shown.advance(1)
+    if (seconds := time.monotonic() - begun_at) >= _LONG_SECONDS:
+        inform(f"read {number} trained batches of {name} again in {span_text(seconds)}, to continue after them")
 
 
 class Taken(msgspec.Struct):

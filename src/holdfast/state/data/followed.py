@@ -1,0 +1,468 @@
+"""The loaders of `run.batches`: the epoch that training is in, and its progress in each loader.
+
+A loader is followed from its first call on. Its `LoaderPlace` leads back to a batch of a pass; this module counts the
+passes, and decides which batches belong to a step that is saved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+from holdfast.errors import UsageError
+from holdfast.format.records import Worker
+from holdfast.state.adapters import StateDictAdapter
+from holdfast.state.data.reading import ReadPlace
+from holdfast.state.data.sampler import BatchCount
+from holdfast.state.leaves import Skeleton
+from holdfast.state.registry import adapter_of, list_members, register_adapter
+from holdfast.tracebacks import short_traceback
+
+Batch = TypeVar("Batch")
+
+CALL: Final = "run.batches(loader)"
+"""The name of these loaders in messages."""
+
+_ENDLESS: Final = (
+    "a whole pass of {name} is over, and run.batches(loader) begins the next one: outside of run.epochs(n) it gives "
+    "batches without end. Write `for epoch in run.epochs(n)` around it. If your loop ends at a number of steps, ignore "
+    "this"
+)
+
+
+class LoaderPlace(Protocol):
+    """The progress of training in one loader.
+
+    Attributes:
+        caveat: What a restart has to do, or cannot; empty if there is no such thing.
+        remark: What a restore has found changed since the save; empty if nothing has.
+        resumes: True if the next pass begins at the restored batch.
+        lookahead: How many of the batches that were taken are not trained yet.
+    """
+
+    caveat: str
+    remark: str
+    resumes: bool
+    lookahead: int
+
+    def start(self) -> Iterator[Any]:
+        """Begins a pass, or continues in the restored one."""
+
+    def forget(self) -> None:
+        """Leaves the pass in progress: the next one is whole."""
+
+    def outline(self) -> Mapping[str, Any]:
+        """Returns `taken`, the batches of this pass that were trained, and `total`; None if that is not known."""
+
+    def describe(self) -> Any:
+        """Returns what decides which batches come, as a row of plain values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place as plain values; `begin` is None if no pass is in progress."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Stores the place for the next pass that begins."""
+
+
+class FollowedLoader:
+    """A loader that is followed.
+
+    Attributes:
+        loader: The loader.
+        place: The progress in its pass.
+        facts: What it is recognized by after a restart.
+        passes: How many of its passes are over: in this epoch, or outside of epochs since the beginning.
+        spent: How many of these a restored epoch has still to repeat, without a batch.
+        taken: The batches that were taken in this process.
+        done: Those of its pass in progress, including those before a restart.
+        total: How many a pass has; None if that is not known.
+        epoch: The last epoch in which it was used; -1 for none.
+        trains: True if a step was counted in one of its passes. Others only evaluate.
+        current: Its pass in progress; None for none.
+        is_left: True if the program has left the pass by `break`.
+        is_remade: True if the program creates it again for each epoch.
+        lead: How many batches its loop takes before the step that trains them begins.
+        ahead: These batches, of the step to come.
+    """
+
+    def __init__(self, loader: Any, place: LoaderPlace) -> None:
+        kinds = [getattr(one, "__name__", type(one).__name__) for one in (loader, getattr(loader, "dataset", None))]
+        self.loader, self.place = loader, place
+        self.facts = [*(kind.removeprefix("Followed") for kind in kinds), *place.describe()]
+        self.passes = self.spent = self.taken = self.done = self.lead = 0
+        self.total: int | None = None
+        self.epoch = -1
+        self.trains = self.is_left = self.is_remade = False
+        self.current: Any = None
+        self.ahead: deque[Any] = deque()
+
+    def read(self, *, is_within: bool, is_over: bool, is_between: bool) -> dict[str, Any]:
+        """Returns the state to store: of the middle of a pass, or else of the next epoch if the present one is over."""
+        lookahead, self.place.lookahead = self.place.lookahead, self.lead if is_between else 0
+        try:
+            state = self.place.state_dict()
+        finally:
+            self.place.lookahead = lookahead
+        passes = 0 if is_over else self.passes + (self.is_left and not is_within)
+        place = state if is_within else None if self.is_remade else {**state, "begin": None}
+        return {"facts": self.facts, "passes": passes, "trains": self.trains, "within": is_within, "place": place}
+
+    def load(self, state: Mapping[str, Any], *, is_in_epochs: bool) -> None:
+        """Continues at a stored state."""
+        self.passes, self.trains = state["passes"], state["trains"]
+        self.spent = self.passes if is_in_epochs else 0
+        if state["place"] is not None:
+            self.place.load_state_dict(state["place"])
+        self.done = self.place.outline()["taken"] if self.place.resumes else 0
+
+    def begin_pass(self, number: int) -> None:
+        """Called before a pass of the epoch of that number begins."""
+        batches = getattr(self.loader, "batch_sampler", None)
+        parts = [getattr(self.loader, name, None) for name in ("sampler", "dataset")]
+        for part in {
+            id(one): one for one in (self.loader, batches, getattr(batches, "sampler", None), *parts)
+        }.values():
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(number)
+        outline = self.place.outline()
+        self.done, self.total = outline["taken"] if self.place.resumes else 0, outline["total"]
+
+    def end_pass(self) -> None:
+        """Called when a pass is over."""
+        self.passes += 1
+        self.drop_pass()
+
+    def drop_pass(self) -> None:
+        """Forgets the pass in progress."""
+        self.current, self.is_left, self.done = None, False, 0
+        self.place.forget()
+
+
+class FollowedData:
+    """The epoch that training is in, and its loaders in the order of their first use.
+
+    Attributes:
+        warn: Called with each warning.
+        count: Counts the batches that training takes; not those of loaders that only evaluate.
+        epoch: The epoch in progress, or to begin with.
+        is_between: True while a step is saved, of which batches of the next one may be taken already.
+        keeps_epoch: True while a state is noted that belongs to the epoch although its passes are over.
+    """
+
+    def __init__(self) -> None:
+        self.warn: Callable[[str], object] = lambda _: None
+        self.count = BatchCount()
+        self.epoch = 0
+        self.is_between = self.keeps_epoch = False
+        self._loaders: list[FollowedLoader] = []
+        self._newest: FollowedLoader | None = None
+        # The states of loaders that the restarted program has not used yet.
+        self._pending: list[Mapping[str, Any]] = []
+        self._is_in_epochs = self._is_epoch_left = self._was_in_epochs = False
+        self._is_resized = self._has_warned = self._has_own_steps = False
+        # True if a batch was taken, since the last step, from a loader that is not known to train.
+        self._has_unknown = False
+
+    @property
+    def is_used(self) -> bool:
+        """True if there is something to save."""
+        return bool(self._loaders or self._pending or self._was_in_epochs)
+
+    @property
+    def has_loaders(self) -> bool:
+        """True if a loader is followed in this process."""
+        return bool(self._loaders)
+
+    def check_unnamed(self, loader: Any, objects: Mapping[str, object]) -> None:
+        """Raises `UsageError` if the program saves a loader by name."""
+        is_known = any(one.loader is loader for one in self._loaders)
+        cut = getattr(loader, "batch_sampler", loader)
+        for path, obj, _ in () if is_known else list_members(objects):
+            if obj is loader or obj is cut:
+                raise UsageError(
+                    f"{path} is saved by its name, and keeps its own place: run.batches cannot follow it as well",
+                    hint=f"Iterate it directly, or remove {path} from the arguments of resumable.",
+                )
+
+    # What the program calls.
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Yields the numbers of the remaining epochs."""
+        self._check_workers()
+        if self._is_in_epochs:
+            raise UsageError("run.epochs cannot be called inside of an epoch of run.epochs")
+        if not self._was_in_epochs:
+            self._end_epoch()  # What was taken before was outside of epochs.
+        while self.epoch < total:
+            self._is_in_epochs, self._is_epoch_left, self._was_in_epochs = True, False, True
+            try:
+                yield self.epoch
+            except GeneratorExit:
+                self._is_epoch_left = True
+                raise
+            finally:
+                self._is_in_epochs = False
+            self.epoch += 1
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._pending = [_begin_again(state) for state in self._pending]
+        for one in self._loaders:
+            one.drop_pass()
+            one.passes = one.spent = 0
+
+    def batches(self, loader: Iterable[Batch] | Callable[[], Iterable[Batch]]) -> LoaderBatches[Batch]:
+        """Returns one pass of a loader in an epoch; outside of epochs, one after the other without end."""
+        self._check_workers()
+        one = self._find(loader)
+        if self._is_in_epochs:
+            one.epoch = self.epoch
+            return LoaderBatches(self._pass_once(one), one)
+        if one.current is None:
+            one.current = self._pass_for_ever(one)
+        return LoaderBatches(one.current, one)
+
+    def _check_workers(self) -> None:
+        if self._is_resized:
+            raise UsageError(
+                "this job has another number of workers than the one that was saved in the middle of an epoch of "
+                "run.batches, where each worker has a place of its own in the data",
+                hint="Start with the number of workers that it had, or go back to the end of an epoch (start_from=). A "
+                "holdfast.ResumableDataLoader(..., rank=, world_size=) that is passed to resumable as loader=loader "
+                "continues with any number.",
+            )
+
+    def _find(self, loader: Any) -> FollowedLoader:
+        found = next((one for one in self._loaders if one.loader is loader), None)
+        is_new = found is None
+        if found is None:
+            adapter = adapter_of(loader)
+            place = None if adapter is None else adapter.make_place(loader)
+            found = FollowedLoader(loader, ReadPlace(loader) if place is None else place)
+        if self._was_in_epochs == self._is_in_epochs and (is_new or found.epoch < 0):
+            # Of the same kinds and sizes, or else of the same kinds: the batch size may have changed.
+            for facts in (found.facts, found.facts[:2]):
+                state = next((one for one in self._pending if one["facts"][: len(facts)] == facts), None)
+                if state is not None:
+                    self._pending.remove(state)
+                    found.load(state, is_in_epochs=self._is_in_epochs)
+                    if found.place.remark:
+                        self.warn(f"{found.facts[0]}: {found.place.remark}")
+                    break
+        if is_new:
+            self._add(found)
+        return found
+
+    def _add(self, loader: FollowedLoader) -> None:
+        """Follows a loader, in place of the one of an earlier epoch if the program creates it again for each."""
+        for number, one in enumerate(self._loaders):
+            if one.facts == loader.facts and self._is_in_epochs and 0 <= one.epoch < self.epoch:
+                loader.trains, loader.is_remade = one.trains, True
+                self._loaders[number] = loader
+                return
+        self._loaders.append(loader)
+
+    def _pass_once(self, one: FollowedLoader) -> Iterator[Any]:
+        if one.spent:
+            one.spent -= 1
+        else:
+            if one.current is not None or one.is_left:
+                one.end_pass()
+            one.begin_pass(self.epoch)
+            one.current = own = object()
+            for batch in one.place.start():
+                self._take(one, batch)
+                try:
+                    yield batch
+                except GeneratorExit:
+                    if one.current is own:
+                        one.current, one.is_left = None, True
+                    raise
+                if one.current is not own:
+                    raise UsageError(
+                        "another pass of this loader has begun, or its epoch has ended: this loop cannot continue",
+                        hint="Call run.batches(loader) again.",
+                    )
+            one.end_pass()
+        if self._counts(one):
+            self.count.ends += 1
+
+    def _pass_for_ever(self, one: FollowedLoader) -> Iterator[Any]:
+        while True:
+            was_within = one.place.resumes
+            one.begin_pass(one.passes)
+            for batch in one.place.start():
+                self._take(one, batch)
+                yield batch
+            if not (one.done or was_within):
+                raise UsageError(f"{one.facts[0]} has no batches")
+            one.passes, one.done = one.passes + 1, 0
+            if self._has_own_steps and not self._has_warned:
+                self._has_warned = True
+                self.warn(_ENDLESS.format(name=one.facts[0]))
+
+    def _take(self, one: FollowedLoader, batch: Any) -> None:
+        one.taken += 1
+        one.done += 1
+        self._newest = one
+        self._has_unknown = self._has_unknown or not one.trains
+        if not self._counts(one):
+            return
+        self.count.batches += 1
+        for call in [*self.count.calls]:
+            call()
+        if self.count.see is not None:
+            one.ahead.append(batch)
+            if len(one.ahead) > one.lead:
+                self.count.see(one.ahead.popleft())
+
+    def _counts(self, one: FollowedLoader) -> bool:
+        return one.trains or not any(each.trains for each in self._loaders)
+
+    # What a loop calls.
+
+    def note_taken(self) -> dict[int, int]:
+        """Returns how many batches were taken of each loader."""
+        return {id(one): one.taken for one in self._loaders}
+
+    def find_lead(self, before: Mapping[int, int]) -> None:
+        """Called before the first step of a loop over steps: what was taken since is of the step to come.
+
+        Raises:
+            UsageError: If that is more than one batch.
+        """
+        for one in self._loaders:
+            one.lead = one.place.lookahead = one.taken - before.get(id(one), 0)
+            if one.lead > 1:
+                raise UsageError(
+                    f"{one.lead} batches were taken from {CALL} before the first step of run.steps(n) began",
+                    hint="Take the batch inside the step: for step, batch in zip(run.steps(n), run.batches(loader)).",
+                )
+
+    def begin_step(self) -> int:
+        """Called when a step of such a loop begins; returns how many batches were taken for it before."""
+        self.is_between = False
+        for one in self._loaders:
+            while one.ahead and self.count.see is not None:
+                self.count.see(one.ahead.popleft())
+        return sum(one.lead for one in self._loaders)
+
+    def note_own_step(self) -> None:
+        """Called when the program's own loop counts a step."""
+        self.is_between, self._has_own_steps = False, True
+
+    def note_step(self) -> None:
+        """Called when a step is counted: a loader in whose pass that is trains."""
+        if not self._has_unknown:
+            return
+        self._has_unknown = False
+        found = [one for one in self._loaders if one.current is not None and one.done]
+        if not found and self._newest is not None and self._counts(self._newest):
+            found = [self._newest]  # The step has taken a whole pass.
+        for one in found:
+            one.trains = True
+
+    def has_taken_last(self) -> bool:
+        """Returns True if the newest batch was the last one of an epoch, and none was asked for since."""
+        one = self._newest
+        return self._is_in_epochs and one is not None and one.current is not None and one.done == one.total
+
+    def count_complete(self) -> int:
+        """Returns how many epochs are complete."""
+        return self.epoch
+
+    def take_caveats(self) -> list[str]:
+        """Returns what a restart has to do, or cannot, each once."""
+        found = [one for one in self._loaders if one.place.caveat and self._counts(one)]
+        texts = [one.place.caveat for one in found]
+        for one in found:
+            one.place.caveat = ""
+        return texts
+
+    def describe(self) -> object:
+        """Returns what decides which batches come first."""
+        return self._loaders[0].facts if self._loaders else None
+
+    def close(self) -> None:
+        """Ends all passes, and with them the workers of their loaders."""
+        for one in self._loaders:
+            one.current = None
+
+    # What is stored.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the epoch and the places; those of the next epoch if all passes of the present one are over."""
+        # A pass that was left by `break` is over, unless its epoch was left as well.
+        within = [
+            one.current is not None or one.place.resumes or (one.is_left and self._is_epoch_left)
+            for one in self._loaders
+        ]
+        is_within = any(within) or any(state["within"] for state in self._pending)
+        is_over = (
+            (self._is_in_epochs or self._is_epoch_left)
+            and not (self.keeps_epoch or is_within or any(one.spent for one in self._loaders))
+            and any(one.passes or one.is_left for one in self._loaders)
+        )
+        loaders = [
+            one.read(is_within=is_in, is_over=is_over, is_between=self.is_between)
+            for one, is_in in zip(self._loaders, within, strict=True)
+        ]
+        loaders += [_begin_again(state) if is_over else dict(state) for state in self._pending]
+        epoch, was_in_epochs = self.epoch + is_over, self._was_in_epochs
+        return {"epoch": epoch, "in_epochs": was_in_epochs, "within": is_within, "loaders": loaders}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues at a stored state."""
+        self.epoch, self._was_in_epochs, self._pending = state["epoch"], state["in_epochs"], [*state["loaders"]]
+        self._loaders, self._newest, self._is_resized = [], None, False
+
+    def load_resized(self, stored: Any) -> None:
+        """Continues between two epochs with another number of workers; in the middle of one, `batches` refuses."""
+        self.load_state_dict({**stored, "loaders": [{**state, "place": None} for state in stored["loaders"]]})
+        self._is_resized = stored["within"]
+
+
+class LoaderBatches(Iterator[Batch]):
+    """The batches of a loader of `run.batches`."""
+
+    def __init__(self, batches: Iterator[Batch], loader: FollowedLoader) -> None:
+        self._batches, self._loader = batches, loader
+
+    @short_traceback
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    @property
+    def batches_done(self) -> int:
+        """The batches of this pass that were taken, including those before a restart: `enumerate(batches,
+        start=batches.batches_done)` gives each its number in the pass.
+        """
+        return self._loader.done
+
+    def __repr__(self) -> str:
+        return f"<LoaderBatches of {self._loader.loader!r}: {self._loader.done} taken>"
+
+
+class _FollowedAdapter(StateDictAdapter):
+    is_per_worker = True
+
+    def __init__(self) -> None:
+        super().__init__(may_change=False)
+        self.kind = "followed_data"
+
+    def find_sampler(self, obj: FollowedData) -> FollowedData:
+        return obj
+
+    def begin_anew(self, obj: FollowedData, stored: Skeleton, worker: Worker) -> Callable[[], None]:
+        return partial(obj.load_resized, stored)
+
+
+register_adapter(FollowedData, _FollowedAdapter())
+
+
+def _begin_again(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state of a loader that is not used yet, at the beginning of an epoch."""
+    place = None if state["place"] is None else {**state["place"], "begin": None}
+    return {**state, "passes": 0, "within": False, "place": place}
