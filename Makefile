@@ -35,7 +35,7 @@ DRY ?=
 # For instance: make gpu GPU="--only tests"; GPU=--help shows what there is.
 GPU ?=
 
-.PHONY: demo dist docs test test-ray test-slurm test-frameworks test-tensorflow test-oldest check crash bench bench-frameworks gpu gpu-wheels clean
+.PHONY: demo dist docs test test-objects test-ray test-slurm test-frameworks test-tensorflow test-oldest check crash bench bench-frameworks gpu gpu-wheels clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -52,6 +52,11 @@ test-ray: $(RAY_VENV)/ready
 test-slurm: .venv/ready
 	@command -v slurmctld munged >/dev/null || { echo "first: apt-get install --no-install-recommends slurm-wlm munge"; exit 2; }
 	HOLDFAST_SLURM=1 $(BIN)/pytest tests/examples/test_slurm.py
+
+# Buckets, on a real S3 server (Ceph's gateway) that the tests start and stop: installs it from Debian's packages, as root.
+test-objects: .venv/ready
+	command -v radosgw ceph-osd >/dev/null || apt-get install -qq --no-install-recommends ceph-mon ceph-osd radosgw ceph-common
+	$(BIN)/pytest tests/objects
 
 # Lightning, transformers, Keras and Flax are large: the tests of their integrations have an environment of their own.
 # What the gate leaves out of the tests of Accelerate runs here, too.

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
     from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
+    from holdfast.storage.open import open_storage
     from holdfast.training.backup import Backup
     from holdfast.training.handler import PreemptionCheckpointHandler
     from holdfast.training.run import Run, resumable
@@ -88,6 +89,7 @@ __all__ = [
     "keras",
     "lightning",
     "load",
+    "open_storage",
     "preemption",
     "register_codec",
     "register_type",
@@ -123,6 +125,7 @@ _HOMES: Final = {
     "import_checkpoint": "holdfast.convert.importer",
     "init_process_group": "holdfast.integrations.torch.cluster",
     "load": "holdfast.tree",
+    "open_storage": "holdfast.storage.open",
     "register_codec": "holdfast.state",
     "register_type": "holdfast.state",
     "resumable": "holdfast.training.run",

@@ -71,6 +71,7 @@ PUBLIC = [
     "lightning",
     "keras",
     "load",
+    "open_storage",
     "preemption",
     "register_codec",
     "register_type",
@@ -85,11 +86,11 @@ MAX_LINES = 600
 MAX_FILES_IN_A_FOLDER = 15
 BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
-    ".": 2106,
+    ".": 2109,
     # A table of rules and four moments.
     "advice": 1501,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2306,
+    "catalog": 2315,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 3736,
     # Joining, the store, failures of workers, a barrier.
@@ -127,7 +128,7 @@ BUDGETS = {
     # A tree of objects taken apart, captured, and matched.
     "state": 7138,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 2333,
+    "storage": 3014,
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
@@ -148,7 +149,7 @@ directories. process: one owner of interrupts. save: the lineage and
 the guard of calls, which were the manager's and the options'.
 """
 
-MAX_MODULES = 263
+MAX_MODULES = 265
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""
@@ -477,6 +478,7 @@ def test_public_errors_have_one_base_class_and_are_documented() -> None:
         "PeerFailedError",
         "LeftOutError",
         "CalledOffError",
+        "_AbandonedError",
         "_CommittedError",
     }
 

@@ -160,8 +160,11 @@ def test_named_memories_are_one() -> None:
 @pytest.mark.parametrize(
     ("location", "says"),
     [
-        ("s3://bucket/run", r"s3:// is not supported(.|\n)*file:///directory"),
-        ("gs://bucket", "gs:// is not supported"),
+        ("hdfs://bucket/run", r"hdfs:// is not supported(.|\n)*file:///directory(.|\n)*s3://bucket/run"),
+        ("s3://", "not the URL of a bucket"),
+        ("gs://bucket/a/../b", "not the URL of a bucket"),
+        ("az://name:secret@bucket/run", "not the URL of a bucket"),
+        ("s3://bucket/run?versionId=1", "not the URL of a bucket"),
         ("memory://", "has no name"),
         ("file://host/run", "of this machine"),
         ("file://run", "of this machine"),

@@ -276,7 +276,16 @@ class StoredRun:
                 best=dict(best or {}),
                 **identify(os.getpid()),
             )
-            if self.storage.publish(generation_path(generation), seal(opening)):
+            path, record = generation_path(generation), seal(opening)
+            if self.storage.publish(path, record):
+                # A file system cannot link over a name. Some services of buckets ignore the condition of a put.
+                if not self.storage.traits.has_directories and self.storage.publish(path, record):
+                    raise StorageError(
+                        f"{self.url}: the service replaced an object that was to be created only if there is none, so "
+                        "two jobs could overwrite each other's checkpoints",
+                        path=path,
+                        hint="Use a service that honors If-None-Match: S3, Google Cloud Storage, Azure, Ceph or MinIO.",
+                    )
                 return generation
             generation += 1  # Another job took the number in the same moment.
         raise StorageError(

@@ -1,8 +1,9 @@
-"""Storage of bytes: a directory, or memory; and the interface of a storage."""
+"""Storage of bytes: a directory, memory or a bucket; and the interface of a storage."""
 
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
-from holdfast.storage.open import open_storage, register_scheme
+from holdfast.storage.open import open_storage as open_storage
+from holdfast.storage.open import register_scheme
 from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage, Traits
 
 __all__ = [
@@ -13,6 +14,5 @@ __all__ = [
     "MemoryStorage",
     "Storage",
     "Traits",
-    "open_storage",
     "register_scheme",
 ]

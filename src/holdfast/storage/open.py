@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import UsageError
@@ -24,7 +24,7 @@ _memories: dict[str, MemoryStorage] = {}
 
 class _Scheme(NamedTuple):
     example: str
-    open: Callable[[str], Storage]
+    open: Callable[..., Storage]
 
 
 _schemes: Final[dict[str, _Scheme]] = {}
@@ -42,19 +42,26 @@ def register_scheme(scheme: str, example: str, factory: Callable[[str], Storage]
     _schemes[scheme] = _Scheme(example, factory)
 
 
-def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
+def open_storage(location: str | os.PathLike[str] | Storage, **options: Any) -> Storage:
     """Returns the storage at a location; nothing is read or written yet.
 
+    A URL can be passed wherever a directory is taken. What it cannot say is an option here; then pass the storage, and
+    not the URL: `holdfast.open_storage("s3://bucket/run", endpoint="https://minio.example:9000")`.
+
     Args:
-        location: A directory's path, `~` for the user's home; a `file://` URL; `memory://name`, which is the same store
-            each time it is opened under that name in this process, for tests; or a storage, which is returned.
+        location: A directory's path, `~` for the user's home; a `file://` URL; the URL of a bucket: `s3://bucket/run`,
+            `gs://bucket/run` or `az://container/run`; `memory://name`, which is the same store each time it is opened
+            under that name in this process, for tests; or a storage, which is returned.
+        options: Of a bucket: `endpoint` (the address of the service), `region`, `path_style`, `kms_key` (SSE-KMS) for
+            S3, `account` for Azure, `ca_file` (a private authority), `proxy`, and `anonymous` (send no credentials).
 
     Raises:
-        UsageError: If the location is of another kind.
+        UsageError: If the location is of another kind, or has no such option.
+        MissingPackageError: If the location is a bucket, and obstore is not installed.
     """
     hint = f"use {', '.join(scheme.example for scheme in _schemes.values())}"
     if not isinstance(location, str | os.PathLike):
-        if isinstance(getattr(location, "traits", None), Traits):
+        if isinstance(getattr(location, "traits", None), Traits) and not options:
             return location
         raise UsageError(f"expected the location of a storage, got {type(location).__name__}", hint=hint)
     text = os.fspath(location)
@@ -67,7 +74,18 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
     scheme = _schemes.get("" if found is None else found[1].lower())
     if scheme is None:
         raise UsageError(f"{text!r}: {found[1] if found else ''}:// is not supported", hint=hint)
-    return scheme.open(text)
+    if options and scheme.open is not _open_bucket:
+        raise UsageError(
+            f"{text!r} has no options, got {', '.join(options)}", hint="they are for buckets: leave them out"
+        )
+    return scheme.open(text, **options)
+
+
+def _open_bucket(url: str, **options: Any) -> Storage:
+    # Most programs need no bucket.
+    from holdfast.storage.services import open_bucket
+
+    return open_bucket(url, **options)
 
 
 def _open_file(url: str) -> LocalStorage:
@@ -92,3 +110,5 @@ def _open_memory(url: str) -> MemoryStorage:
 register_scheme("", "a directory's path", lambda path: LocalStorage(os.path.expanduser(path)))  # noqa: PTH111
 register_scheme("file", "file:///directory", _open_file)
 register_scheme("memory", "memory://name", _open_memory)
+for _name, _example in (("s3", "s3://bucket/run"), ("gs", "gs://bucket/run"), ("az", "az://container/run")):
+    register_scheme(_name, _example, _open_bucket)
