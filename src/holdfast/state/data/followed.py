@@ -98,6 +98,11 @@ class FollowedLoader:
         self.current: Any = None
         self.ahead: deque[Any] = deque()
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the last batch of the pass in progress was taken."""
+        return self.done == self.total and self.total is not None
+
     def read(self, *, is_within: bool, is_over: bool, is_between: bool) -> dict[str, Any]:
         """Returns the state to store: of the middle of a pass, or else of the next epoch if the present one is over."""
         lookahead, self.place.lookahead = self.place.lookahead, self.lead if is_between else 0
@@ -107,11 +112,13 @@ class FollowedLoader:
             self.place.lookahead = lookahead
         passes = 0 if is_over else self.passes + (self.is_left and not is_within)
         place = state if is_within else None if self.is_remade else {**state, "begin": None}
-        return {"facts": self.facts, "passes": passes, "trains": self.trains, "within": is_within, "place": place}
+        kept = {"facts": self.facts, "passes": passes, "trains": self.trains, "within": is_within, "place": place}
+        return {**kept, "ended": is_within and self.has_ended}
 
     def load(self, state: Mapping[str, Any], *, is_in_epochs: bool) -> None:
         """Continues at a stored state."""
         self.passes, self.trains = state["passes"], state["trains"]
+        self.total = self.place.outline()["total"]
         self.spent = self.passes if is_in_epochs else 0
         if state["place"] is not None:
             self.place.load_state_dict(state["place"])
@@ -367,11 +374,20 @@ class FollowedData:
     def has_taken_last(self) -> bool:
         """Returns True if the newest batch was the last one of an epoch, and none was asked for since."""
         one = self._newest
-        return self._is_in_epochs and one is not None and one.current is not None and one.done == one.total
+        return self._is_in_epochs and one is not None and one.current is not None and one.has_ended
 
     def count_complete(self) -> int:
         """Returns how many epochs are complete."""
         return self.epoch
+
+    def count_ended(self) -> int:
+        """Returns how many epochs have ended, also if their validation has not; outside of epochs, how many passes."""
+        loaders = [one for one in self._loaders if self._counts(one)]
+        ended = [state["passes"] + state.get("ended", False) for state in self._pending if state["trains"]]
+        ended += [one.passes + one.has_ended for one in loaders]
+        if self._was_in_epochs:
+            return self.epoch + (bool(ended) and all(ended))
+        return max(ended[:1], default=0)
 
     def take_caveats(self) -> list[str]:
         """Returns what a restart has to do, or cannot, each once."""
@@ -465,4 +481,4 @@ register_adapter(FollowedData, _FollowedAdapter())
 def _begin_again(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state of a loader that is not used yet, at the beginning of an epoch."""
     place = None if state["place"] is None else {**state["place"], "begin": None}
-    return {**state, "passes": 0, "within": False, "place": place}
+    return {**state, "passes": 0, "within": False, "ended": False, "place": place}
