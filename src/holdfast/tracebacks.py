@@ -156,18 +156,21 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
 
 
 def _leave_out_repeated(error: BaseException) -> None:
-    """Removes the cause of an error if it adds nothing, else only its frames of libraries."""
-    one, seen = error, {error}
-    while (behind := _find_shown_cause(one)) is not None and behind not in seen:
-        seen.add(behind)
-        behind.__traceback__ = _leave_out_own(behind.__traceback__, _LIBRARIES)
-        text = getattr(behind, "message", None) or getattr(behind, "strerror", None) or str(behind)
-        notes = [note for note in getattr(behind, "__notes__", ()) if not note.startswith(_CAUSED_BY)]
-        # Without a cause that was named, it only happened before: a collective that was cut off, say.
-        if not behind.__traceback__ and not notes and (text in str(one) or one.__cause__ is None):
-            one.__cause__ = None
-            return
-        one = behind
+    """Removes the causes at the end of the chain that add nothing, and of the others the frames of libraries."""
+    chain = [error]
+    while (cause := _find_shown_cause(chain[-1])) is not None and cause not in chain:
+        cause.__traceback__ = _leave_out_own(cause.__traceback__, _LIBRARIES)
+        chain.append(cause)
+    while len(chain) > 1 and _repeats(chain[-1], chain[-2]):
+        chain.pop()
+        chain[-1].__cause__ = None
+
+
+def _repeats(cause: BaseException, error: BaseException) -> bool:
+    text = getattr(cause, "message", None) or getattr(cause, "strerror", None) or str(cause)
+    has_notes = any(not note.startswith(_CAUSED_BY) for note in getattr(cause, "__notes__", ()))
+    # What is not named as the cause only happened before: a collective that was cut off, say.
+    return not cause.__traceback__ and not has_notes and (text in str(error) or error.__cause__ is None)
 
 
 def _leave_out_own(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.testing.processes import Workers
-from places import EXAMPLES, PROGRAMS
+from places import EXAMPLES, PROGRAMS, ROOT
 
 RECIPES = EXAMPLES / "recipes"
 PATIENCE_SECONDS = 120.0
@@ -209,3 +210,45 @@ def test_pod_asked_to_leave_is_started_again_without_counting(tmp_path: Path) ->
         again = start(workers, tmp_path, environment, *container["command"])
         assert workers.wait(PATIENCE_SECONDS, [again]) == [0], workers.report(again)
         assert_went_on(workers, asked, again)
+
+
+LOGGED = """
+import os, signal, sys
+
+os.chdir(sys.argv[1])
+log = CSVLog("log.csv")
+with holdfast.resumable("run", log=log, save_every=holdfast.Steps(5), quiet=True) as run:
+    if run.restored is None:
+        log.cut(0)
+    for step in run.steps(20):
+        log.write(step=step, loss=1 / (step + 1))
+        if step == int(sys.argv[2]):
+            run.manager.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_log_of_ones_own_has_each_row_once_after_kills(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "recipes" / "tracking.md").read_text()
+    (recipe,) = re.findall(r"^(import csv\n.*?)\nlog = CSVLog", page, re.DOTALL | re.MULTILINE)
+    for kill_in in (3, 7, 12, -1):
+        command = [sys.executable, "-c", recipe + LOGGED, str(tmp_path), str(kill_in)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
+        assert done.returncode == (0 if kill_in < 0 else -signal.SIGKILL), done.stderr
+    rows = [f"{step},{1 / (step + 1)}" for step in range(20)]
+    assert (tmp_path / "log.csv").read_text().splitlines() == ["step,loss", *rows]
+
+
+def test_bars_begin_at_the_resumed_step(tmp_path: Path) -> None:
+    tqdm, track = pytest.importorskip("tqdm").tqdm, pytest.importorskip("rich.progress").track
+    seen = []
+    for end in (3, 5, 8):
+        with hf.resumable(tmp_path, state=[1.0], quiet=True, preemption="off") as run:
+            if end == 8:
+                seen += list(track(run.steps(end), total=end, completed=run.step, disable=True))
+                continue
+            bar = tqdm(run.steps(end), total=end, initial=run.step, file=io.StringIO())
+            assert (bar.n, bar.total) == (run.step, end)
+            seen += list(bar)
+            assert bar.n == end
+    assert seen == list(range(8))

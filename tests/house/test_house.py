@@ -86,7 +86,7 @@ MAX_LINES = 600
 MAX_FILES_IN_A_FOLDER = 15
 BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
-    ".": 2109,
+    ".": 2112,
     # A table of rules and four moments.
     "advice": 1501,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
@@ -106,7 +106,7 @@ BUDGETS = {
     # The reader and the writer of DCP.
     "integrations/dcp": 946,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 4463,
+    "integrations/frameworks": 4465,
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 629,
     # Sessions of Ray.
@@ -120,19 +120,19 @@ BUDGETS = {
     # Notices, the agreement of workers, the last save.
     "preemption": 4908,
     # Threads, terminal, interrupts, end of the process.
-    "process": 908,
+    "process": 911,
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2100,
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5784,
     # A tree of objects taken apart, captured, and matched.
-    "state": 7138,
+    "state": 7153,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 3014,
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
-    "training": 2645,
+    "training": 2646,
     # The ring of repeated steps.
     "witness": 644,
 }

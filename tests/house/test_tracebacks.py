@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,6 +161,29 @@ def test_an_error_that_ends_a_program_is_short_unless_all_is_asked_for(tmp_path:
     assert lengths[0] == 0
     assert lengths[1] > 5
     assert causes == [False, True]  # The cause only repeats what the error says.
+
+
+def test_what_the_users_object_raised_is_printed_where_it_did(tmp_path: Path) -> None:
+    program = """
+        import sys, holdfast as hf
+        class Fickle:
+            def state_dict(self):
+                if sys.argv[2] == "fails":
+                    raise ValueError("of the user's own")
+                return {}
+            def load_state_dict(self, state):
+                raise ValueError("of the user's own")
+        with hf.resumable(sys.argv[1], x=Fickle(), save_every=hf.Steps(1)) as run:
+            for step in run.steps(3):
+                pass
+    """
+    printed = []
+    for way in ("fails", "saves", "restores"):
+        command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "run"), way]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+        printed.append((done.returncode, done.stderr.count("ValueError: of the user's own\n"), SOURCE in done.stderr))
+        assert done.returncode == 0 or re.search(r"line \d+, in (load_)?state_dict", done.stderr), done.stderr
+    assert printed == [(1, 1, False), (0, 0, False), (1, 1, False)]
 
 
 def test_an_interrupt_before_the_first_step_shows_one_frame_of_holdfast(tmp_path: Path) -> None:

@@ -401,9 +401,9 @@ def test_steps_rise_over_failed_saves_too() -> None:
     "options",
     [
         {"keep": hf.Steps(2)},
-        {"keep": 3},
+        {"keep": 0},
         {"save_every": hf.Latest(2)},
-        {"save_every": 5},
+        {"save_every": 0},
         {"threads": "2"},
         {"threads": 1.5},
         {"timeout_seconds": "1"},

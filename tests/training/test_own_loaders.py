@@ -7,13 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import holdfast
 import preloaded
+from holdfast.errors import UsageError
 from jobs import find_port
 from places import PROGRAMS
 
@@ -85,3 +89,81 @@ def test_each_of_several_workers_continues_at_its_own_batch(tmp_path: Path) -> N
     live_together(tmp_path / "left", *options)
     for rank in "01":
         assert read(tmp_path / f"left{rank}") == read(tmp_path / f"untouched{rank}")
+
+
+def train(directory: Path, loop: Callable[[holdfast.Run], object], **options: Any) -> list[int]:
+    """Runs a loop in this process; the steps that are saved."""
+    with holdfast.resumable(directory, model=torch.nn.Linear(1, 1), keep=holdfast.All(), **options) as run:
+        loop(run)
+    return list(run.manager.steps())
+
+
+DATA = [torch.tensor([float(number)]) for number in range(5)]
+
+
+def by_epochs(run: holdfast.Run) -> None:
+    for _ in run.epochs(3):
+        for _ in run.batches(DATA):
+            run.finish_step()
+
+
+def steps_first(run: holdfast.Run) -> None:
+    for _ in zip(run.steps(15), run.batches(DATA), strict=False):
+        pass
+
+
+def batches_first(run: holdfast.Run) -> None:
+    for _ in zip(run.batches(DATA), run.steps(15), strict=False):
+        pass
+
+
+@pytest.mark.parametrize("loop", [by_epochs, steps_first, batches_first])
+def test_each_epoch_of_such_a_loader_is_saved_if_asked_for(loop: Callable[..., object], tmp_path: Path) -> None:
+    assert train(tmp_path, loop, save_every="1 epoch") == [5, 10, 15]
+
+
+def read_on(run: holdfast.Run) -> None:
+    """Another size of the batches, in the middle of an epoch."""
+    loader = DataLoader(TensorDataset(torch.arange(5.0)), batch_size=2)
+    for _ in run.epochs(1):
+        for (batch,) in run.batches(loader):
+            SEEN.extend(batch.tolist())
+            run.finish_step()
+
+
+SEEN: list[float] = []
+
+
+def begin_singly(run: holdfast.Run) -> None:
+    for _ in run.epochs(1):
+        for (batch,) in run.batches(DataLoader(TensorDataset(torch.arange(5.0)), batch_size=1)):
+            SEEN.extend(batch.tolist())
+            run.finish_step()
+            if run.step == 3:
+                return
+
+
+def test_a_new_batch_size_gives_the_rest_of_the_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    SEEN.clear()
+    train(tmp_path, begin_singly)
+    train(tmp_path, read_on)
+    assert SEEN == [0, 1, 2, 3, 4]
+    assert "batch size 2 (1 at the save)" in caplog.text
+
+
+NO_DATA: Any = 5
+REFUSED: dict[str, tuple[Callable[[holdfast.Run], object], str]] = {
+    "iterator": (lambda run: run.batches(iter(DATA)), "the iterator list_iterator"),
+    "generator": (lambda run: run.batches(one for one in DATA), "run.batches\\(read\\)"),
+    "no data": (lambda run: run.batches(NO_DATA), "got int"),
+    "empty": (lambda run: next(run.batches([])), "list has no batches"),
+    "named": (lambda run: run.batches(run.checkpoint["loader"]), "is saved by its name"),
+    "named epochs": (lambda run: run.epochs(2), "loader.epochs\\(2\\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_uses_are_refused_with_what_to_write_instead(name: str, tmp_path: Path) -> None:
+    loop, text = REFUSED[name]
+    with pytest.raises(UsageError, match=text):
+        train(tmp_path, loop, loader=holdfast.ResumableDataLoader(DATA, 2))

@@ -146,3 +146,29 @@ def test_a_long_read_is_a_line_in_the_log_from_time_to_time(caplog: pytest.LogCa
     (line,) = caplog.messages
     assert re.fullmatch(r"restoring step 3: [\d.]+ [kMGT]?B of 1.0 PB read", line)
     assert moved > 1
+
+
+FILLING = """
+import sys, numpy as np, holdfast
+
+with holdfast.resumable(sys.argv[1], w=np.ones(1 << 18), save_every=holdfast.Steps(1), keep=holdfast.All()) as run:
+    for step in run.steps(1000):
+        run.manager.lineage.in_flight and run.manager.lineage.in_flight.wait_ended()
+"""
+
+
+def test_a_disk_that_fills_is_one_line_and_one_error_without_its_cause(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=6M", "none") as disk:
+        command = [sys.executable, "-c", FILLING, str(disk / "run")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "holdfast: " in line and "room for" not in line]
+    new, failed, further = lines
+    assert new.endswith("is new; saves every step")
+    step = int(re.findall(r"save of step (\d+) failed: .*\(ENOSPC\)$", failed)[0])
+    assert further == f"holdfast: step {step + 1} was not saved either"
+    _, error = done.stderr.split("Traceback (most recent call last):\n")  # There is one.
+    assert "direct cause" not in done.stderr
+    assert re.findall(r'File "(.*?)"', error) == ["<string>"]
+    assert f"SaveFailedError: step {step} was not saved" in error
+    assert "bytes are needed and" in error

@@ -147,8 +147,8 @@ class Steps(_SavePolicy, msgspec.Struct, frozen=True):
 class Epochs(_SavePolicy, msgspec.Struct, frozen=True):
     """Saves with the last step of every `n`-th epoch.
 
-    Epochs are those of the framework that trains. In your own loop they are those of `run.epochs`, of the passes of
-    `run.batches`, or of the first saved loader or sampler of holdfast.
+    Epochs are those of the framework that trains. In your own loop they are those of `run.epochs`, or of the first
+    saved loader or sampler of holdfast.
     """
 
     n: int = 1
@@ -161,8 +161,8 @@ class Epochs(_SavePolicy, msgspec.Struct, frozen=True):
         if moment.epochs is None:
             raise UsageError(
                 f"{self!r} saves at the end of an epoch, and no saved object counts epochs: is the data loader saved?",
-                hint="Take the batches from run.batches(loader), or pass a holdfast.ResumableDataLoader by its name. "
-                'Or save by steps or time: save_every=500, or save_every="10min".',
+                hint="Take the batches from run.batches(loader), or pass loader=loader, a ResumableDataLoader; "
+                'or save by steps or by time: save_every=500, or save_every="10min".',
             )
         multiple = moment.epochs // self.n * self.n
         if multiple > moment.last_saved_epochs:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
+from holdfast.tracebacks import print_short
+
 SIGNAL: Final = signal.SIGURG
 
 
@@ -52,6 +54,7 @@ class Interrupter:
         # In a forked child it was not.
         is_asked, self._is_asked = self._is_asked, False
         if is_asked and (error := self._find_error()) is not None:
+            print_short()  # It passes through no public call.
             raise error
 
 

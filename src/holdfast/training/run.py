@@ -304,8 +304,8 @@ class Run:
         data = self._loop.taken.data
         if not data.has_loaders:
             objects_of(self.checkpoint).own[FOLLOWED_DATA] = data
-            self.manager.follow_epochs(data.count_ended)
             self.manager.witness.follow(CALL, data.count.follow_batches, data.describe)
+            self.manager.follow_epochs(data.count_complete)
         return data
 
     def finish_step(self) -> None:

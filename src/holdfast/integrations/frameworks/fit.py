@@ -18,6 +18,7 @@ from holdfast.options import SaveOptions, check_kept_objects, check_names, check
 from holdfast.policies import Auto, Latest
 from holdfast.preemption.config import make_termination
 from holdfast.storage import Storage, open_storage
+from holdfast.tracebacks import print_short
 from holdfast.training.run import Run, resumable
 
 Directory = str | os.PathLike[str] | Storage
@@ -175,6 +176,7 @@ class Fit:
     def __init__(self) -> None:
         self.run: Run | None = None
         self.replaced = Replaced()
+        print_short()  # The framework calls what is replaced, and adds its frames to an error.
 
     def enter(self, settings: Settings, objects: Mapping[str, Any], imported: ImportedStart | None = None) -> Run:
         """**Blocks.** Restores, from what an imported checkpoint has, if there is one, and begins the run.

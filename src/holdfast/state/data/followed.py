@@ -98,10 +98,9 @@ class FollowedLoader:
         self.current: Any = None
         self.ahead: deque[Any] = deque()
 
-    @property
-    def has_ended(self) -> bool:
-        """True if the last batch of the pass in progress was taken."""
-        return self.done == self.total and self.total is not None
+    def is_at_end(self, *, is_between: bool) -> bool:
+        """Returns True if the last batch of the pass is taken, those of a step to come left out."""
+        return self.done - (self.lead if is_between else 0) == self.total
 
     def read(self, *, is_within: bool, is_over: bool, is_between: bool) -> dict[str, Any]:
         """Returns the state to store: of the middle of a pass, or else of the next epoch if the present one is over."""
@@ -113,7 +112,7 @@ class FollowedLoader:
         passes = 0 if is_over else self.passes + (self.is_left and not is_within)
         place = state if is_within else None if self.is_remade else {**state, "begin": None}
         kept = {"facts": self.facts, "passes": passes, "trains": self.trains, "within": is_within, "place": place}
-        return {**kept, "ended": is_within and self.has_ended}
+        return {**kept, "ended": is_within and self.is_at_end(is_between=is_between)}
 
     def load(self, state: Mapping[str, Any], *, is_in_epochs: bool) -> None:
         """Continues at a stored state."""
@@ -374,20 +373,20 @@ class FollowedData:
     def has_taken_last(self) -> bool:
         """Returns True if the newest batch was the last one of an epoch, and none was asked for since."""
         one = self._newest
-        return self._is_in_epochs and one is not None and one.current is not None and one.has_ended
+        return (
+            self._is_in_epochs
+            and one is not None
+            and one.current is not None
+            and one.is_at_end(is_between=self.is_between)
+        )
 
     def count_complete(self) -> int:
-        """Returns how many epochs are complete."""
-        return self.epoch
-
-    def count_ended(self) -> int:
-        """Returns how many epochs have ended, also if their validation has not; outside of epochs, how many passes."""
-        loaders = [one for one in self._loaders if self._counts(one)]
+        """Returns how many epochs are complete, but for a validation; outside of epochs, passes of the first loader."""
         ended = [state["passes"] + state.get("ended", False) for state in self._pending if state["trains"]]
-        ended += [one.passes + one.has_ended for one in loaders]
-        if self._was_in_epochs:
+        ended += [one.passes + one.is_at_end(is_between=self.is_between) for one in self._loaders if self._counts(one)]
+        if self._was_in_epochs or not ended:
             return self.epoch + (bool(ended) and all(ended))
-        return max(ended[:1], default=0)
+        return int(ended[0])
 
     def take_caveats(self) -> list[str]:
         """Returns what a restart has to do, or cannot, each once."""
