@@ -75,7 +75,8 @@ test-oldest: $(OLDEST_VENV)/ready
 		--ignore=tests/benchmarks/test_benchmarks_workers.py
 
 # The wheel and the sdist, in dist: checked, installed into empty environments, and an example trained, killed and resumed
-# there. DIST=--torch also trains the example for PyTorch.
+# there, in the first one the README's program too, with PyTorch. DIST=--light leaves out what needs PyTorch.
+# To publish them: HOLDFAST_PROJECT_URL=https://... make dist && .venv-dist/bin/twine upload dist/*
 dist: $(DIST_VENV)/ready
 	$(DIST_VENV)/bin/python tests/support/distribution.py --python $(PYTHONS) $(DIST)
 

@@ -2,7 +2,8 @@
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 10 examples/train_ddp.py
 
-If a worker dies, torchrun starts all of them again. They may be started again with another number of workers, too.
+If a worker dies, torchrun starts all of them again. The number of workers may change between two epochs; with a
+`holdfast.ResumableDataLoader` it may change in the middle of an epoch, too.
 """
 
 from __future__ import annotations
@@ -13,45 +14,44 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
 
-STEPS = 5_000
+EPOCHS = 50
 
 
 def main(directory: str) -> None:
     """Trains, from the newest checkpoint in the directory if there is one."""
     holdfast.init_process_group("gloo")  # on GPUs: "nccl", and move the model and each batch to the worker's GPU
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Replace these by your own dataset, model and optimizer. All workers begin with the same weights and data.
+    # Replace these by your own dataset, loader, model and optimizer. All workers begin with the same weights and data.
     torch.manual_seed(0)
     points = torch.rand(9_600, 2) * 2 - 1
     dataset = TensorDataset(points, (points.square().sum(1, keepdim=True) < 0.5).float())
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 128), nn.GELU(), nn.Linear(128, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # The batch size is that of the whole job: each worker gets its part of each batch.
-    loader = holdfast.ResumableDataLoader(dataset, batch_size=96, seed=1, rank=rank, world_size=world_size)
-    batches = loader.stream()  # epoch after epoch, without end
+    # Each worker gets its part of the data, in batches of this size; `set_epoch` is called for you.
+    loader = DataLoader(dataset, batch_size=48, sampler=DistributedSampler(dataset))
 
     with holdfast.resumable(
         directory,
         model=model,  # what is named here is saved and restored: name all that training changes
         optimizer=optimizer,
-        loader=loader,
         rng=holdfast.RNG(),
         save_every=500,
         keep=3,
     ) as run:
         print(f"worker {rank} of {world_size}, process {os.getpid()}, begins with step {run.step}", flush=True)
-        for step in run.steps(STEPS):  # the steps that remain
-            inputs, targets = next(batches)
-            loss = nn.functional.binary_cross_entropy_with_logits(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step % 100 == 99 and rank == 0:
-                print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
+        for _epoch in run.epochs(EPOCHS):  # the epochs that remain
+            for inputs, targets in run.batches(loader):  # the batches that remain; their place is saved too
+                loss = nn.functional.binary_cross_entropy_with_logits(model(inputs), targets)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.finish_step()  # counts the step, and saves it if a save is due
+                if run.step % 100 == 0 and rank == 0:
+                    print(f"step {run.step}: loss {loss.item():.6f}", flush=True)
     dist.destroy_process_group()
 
 

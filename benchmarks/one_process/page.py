@@ -40,6 +40,11 @@ _LOST: Final = {
     "wait": "wait, s",
 }
 _NAMES: Final = {"model": "A model and its optimizer", "small-tensors": "Many small tensors"}
+_SHORT: Final = (
+    *("holdfast", "holdfast, overlapped", "torch.save", "DCP async, thread, cached"),
+    *("Orbax async, uncompressed", "torch_checkpointing"),
+)
+"""Those that the page begins with: the usual ways to save, each at its quickest."""
 _STEADY: Final = 1.25
 """A machine is steady if its own limits differ by no larger factor between the rounds."""
 
@@ -50,13 +55,10 @@ What a save and a restore cost, compared with other libraries. `make bench` meas
 
 _HEAD: Final = """![Seconds that training stops, and seconds until the checkpoint is durable](speed.svg)
 
+{answer}
+
 A model with its AdamW state; medians, each library with the settings that are best here. For advice see
 [performance](../guides/performance.md).
-
-## Goals
-
-{targets}
-{noise}
 
 ## All medians
 
@@ -87,6 +89,11 @@ torch_checkpointing copies under the lock that its documentation puts around the
 I/O, with which it fails on ext4. The bare copy is the C library's; holdfast's own bypasses the processor's cache, and
 is faster for that reason ([why](../design/0012-what-a-save-does-again-and-again.md)). The machine has no accelerator:
 what was measured on a GPU is [on a page of its own](gpu.md).
+
+## Goals of the project
+
+{targets}
+{noise}
 """
 
 
@@ -97,12 +104,26 @@ def render_report(results: Results, picture: str) -> str:
         parts = [_TITLE, "Nothing was measured.\n", *machine]
     else:
         targets = "\n".join(draw_targets(find_targets(results)))
-        head = _HEAD.format(targets=targets, noise=_noise(results), picture=picture, rounds=_rounds(results))
+        answer = "\n".join(_answer(results)).strip()
+        head = _HEAD.format(
+            answer=answer, targets=targets, noise=_noise(results), picture=picture, rounds=_rounds(results)
+        )
         parts = [_TITLE, head, *machine]
         for workload in _NAMES:
             parts += _workload(results, workload)
         parts += [*_training(results), *_frozen(results), *_many_saves(results), *_small(results)]
     return "\n".join([*parts, *_failures(results)]).rstrip() + "\n"
+
+
+def _answer(results: Results) -> Iterator[str]:
+    """The figures that most readers come for, one row for each library."""
+    rows = []
+    for name in _SHORT:
+        found = summary_of(results, "model", name)
+        if found is not None and "durable" in found.figures:
+            times = [found.figures.get(key) for key in ("stall", "durable", "restore_cold")]
+            rows.append([show_strong(name), *(show_number(time.value.median) if time else "" for time in times)])
+    yield from draw_table(["", "training stops for, s", "durable after, s", "restored after, s (cold)"], rows)
 
 
 def _rounds(results: Results) -> str:

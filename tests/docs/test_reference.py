@@ -119,6 +119,8 @@ def public_paths() -> dict[str, str]:
         # What `holdfast.jobs` has is shown as `holdfast.Job` where it is there too; `accelerate.resumable` is another.
         names = set(hf.jobs.__all__) - set(hf.__all__) if module == "jobs" else exported(home)
         paths |= {f"holdfast.{module}.{name}": find(home, name) for name in names}
+    for name in ("SavePolicy", "RetentionPolicy"):  # What a policy of a user's own derives from.
+        paths[f"holdfast.policies.{name}"] = find("holdfast.policies", name)
     names = set(holdfast.storage.__all__)
     return paths | {f"holdfast.storage.{name}": find("holdfast.storage", name) for name in names}
 

@@ -54,7 +54,7 @@ def write_script(kind: str, place: Path) -> Path:
     assert call("init", kind, "--output", str(script)).exit_code == 0
     text = script.read_text()
     text = re.sub(r"^STEPS = \d+(?:_\d+)?$", "STEPS = 600", text, flags=re.MULTILINE)
-    text = re.sub(r"^EPOCHS = \d+$", "EPOCHS = 4", text, flags=re.MULTILINE).replace("save_every=500", "save_every=100")
+    text = re.sub(r"^EPOCHS = \d+$", "EPOCHS = 6", text, flags=re.MULTILINE).replace("save_every=500", "save_every=100")
     script.write_text(text)
     return script
 

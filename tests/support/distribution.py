@@ -1,7 +1,8 @@
 """Builds the wheel and the sdist, and tries them as a user would: `make dist`.
 
 The wheel is installed into an empty environment of each Python that is given, and an example is trained there, killed
-with SIGKILL in the middle, and started again: it must end with the weights of a run that nobody killed.
+with SIGKILL in the middle, and started again: it must end as a run that was never killed. The first environment has
+PyTorch too: the README's program and the script of `holdfast init` are run, killed and resumed there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import holdfast as hf
+from pages import blocks
 from places import EXAMPLES, ROOT
 
 KILLED_AT = "step 2000:"
@@ -131,18 +133,15 @@ def make_environment(python: str, place: Path, *requirements: str | Path) -> Pat
     return inner
 
 
-def train_killed_and_resumed(python: Path, example: str, place: Path) -> str:
-    """Trains an example, kills it, and starts it again; it must end as one that was not killed. Says how it went."""
-    program = ROOT / "examples" / example
+def train_killed_and_resumed(python: Path, program: Path, place: Path) -> str:
+    """Runs a program, kills it, and starts it again; it must end as one that was not killed. Returns how it went."""
+    name = program.name
+    untouched, killed = place / "untouched", place / "killed"
+    untouched.mkdir(parents=True)
+    killed.mkdir()
     # In another directory, so that the installed package is taken.
-    whole = run([python, program, "whole"], where=place).splitlines()
-    job = subprocess.Popen(
-        [python, program, "killed"],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    whole = run([python, program], where=untouched).splitlines()
+    job = subprocess.Popen([python, program], cwd=killed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert job.stdout is not None
     with job:
         for line in job.stdout:
@@ -151,14 +150,14 @@ def train_killed_and_resumed(python: Path, example: str, place: Path) -> str:
                     job.send_signal(signal.SIGKILL)
                 break
     if job.returncode != -signal.SIGKILL:
-        raise RuntimeError(f"{example} ended with {job.returncode} before it could be killed")
-    resumed = run([python, program, "killed"], where=place).splitlines()
-    begun = [line for line in resumed if line.startswith("holdfast: resumed killed at step ")]
+        raise RuntimeError(f"{name} ended with {job.returncode} before it could be killed")
+    resumed = run([python, program], where=killed).splitlines()
+    begun = [line for line in resumed if line.startswith("holdfast: resumed runs/")]
     if not begun:
-        raise RuntimeError(f"{example} began anew after it was killed")
+        raise RuntimeError(f"{name} began anew after it was killed")
     last, expected = ([line for line in lines if line.startswith("step ")][-1] for lines in (resumed, whole))
     if last != expected:
-        raise RuntimeError(f"{example} ended with {last!r}, and with {expected!r} if it is not killed")
+        raise RuntimeError(f"{name} ended with {last!r}, and with {expected!r} if it is not killed")
     return f"killed, {begun[0].partition(', ')[0].removeprefix('holdfast: ')}, {last}"
 
 
@@ -167,7 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the wheel and the sdist go")
     parser.add_argument("--python", nargs="*", default=[sys.executable], help="the Pythons to install them into")
-    parser.add_argument("--torch", action="store_true", help="also train the example for PyTorch, in the first of them")
+    parser.add_argument(
+        "--light", action="store_true", help="leave out what needs PyTorch, which the first of them has"
+    )
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
@@ -181,7 +182,7 @@ def main() -> None:
             raise SystemExit("\n".join(problems))
         print(run([sys.executable, "-m", "twine", "check", "--strict", sdist, wheel]).strip())
         for python in options.python:
-            _try_wheel(python, wheel, work, with_torch=options.torch and python == options.python[0])
+            _try_wheel(python, wheel, work, with_torch=not options.light and python == options.python[0])
         _try_without_compiler(options.python[0], sdist, work)
         _try_tests(options.python[0], sdist, wheel, work)
     print(f"{wheel.name} and {sdist.name} are in {options.out}")
@@ -193,12 +194,19 @@ def _try_wheel(python: str, wheel: Path, work: Path, *, with_torch: bool) -> Non
     found = dict(line.split(None, 1) for line in run([place / "bin" / "holdfast", "doctor"]).splitlines())
     if found["compiled_code"] != "in use" or str(place) not in found["holdfast"]:
         raise RuntimeError(f"doctor says {found}")
-    for example in ("train_numpy.py", "train_torch.py")[: 2 if with_torch else 1]:
-        where = place / example
-        where.mkdir()
-        print(f"Python {found['python']}: {example}: {train_killed_and_resumed(inner, example, where)}", flush=True)
-    listed = run([place / "bin" / "holdfast", "verify", "--all", "killed"], where=place / "train_numpy.py")
-    print(f"Python {found['python']}: {listed.splitlines()[-1]}", flush=True)
+    programs = [EXAMPLES / "train_numpy.py"]
+    if with_torch:
+        (_, _, program), *_ = blocks(ROOT / "README.md", "python")
+        (place / "README.py").write_text(program)
+        programs += [place / "README.py"]
+        run([place / "bin" / "holdfast", "init", "--output", place / "train.py"])
+        programs += [place / "train.py"]
+    for path in programs:
+        done = train_killed_and_resumed(inner, path, place / path.stem)
+        print(f"Python {found['python']}: {path.name}: {done}", flush=True)
+    run_directory = place / "train_numpy" / "killed" / "runs" / "numpy"
+    verified = run([place / "bin" / "holdfast", "verify", "--all", run_directory])
+    print(f"Python {found['python']}: {verified.splitlines()[-1]}", flush=True)
 
 
 def _try_without_compiler(python: str, sdist: Path, work: Path) -> None:
@@ -211,7 +219,7 @@ def _try_without_compiler(python: str, sdist: Path, work: Path) -> None:
     said = run([out / "venv" / "bin" / "holdfast", "doctor"])
     if "the slow path is in use for copying and digests" not in " ".join(said.split()):
         raise RuntimeError(f"doctor says nothing of the slow path: {said}")
-    print(f"sdist without a compiler: {train_killed_and_resumed(inner, 'train_numpy.py', out)}", flush=True)
+    print(f"sdist without a compiler: {train_killed_and_resumed(inner, EXAMPLES / 'train_numpy.py', out)}", flush=True)
 
 
 def _try_tests(python: str, sdist: Path, wheel: Path, work: Path) -> None:

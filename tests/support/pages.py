@@ -18,7 +18,7 @@ FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.M
 FRESH = ("quickstart.md", *(("several-workers.md",) if "HOLDFAST_LONG" in os.environ else ()))
 """Pages whose programs are run as their readers run them. To import torch takes longer than those of other pages."""
 
-SHORTER = {"README.md": ("20_000", "600")}
+SHORTER = {"README.md": ("run.epochs(100)", "run.epochs(3)")}
 """What is replaced in the programs of a page: the reader is to have a minute for killing them, but a test has not."""
 
 RUN_AS = ("torchrun", "run")

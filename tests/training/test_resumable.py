@@ -246,7 +246,7 @@ def wait_for_line(program: subprocess.Popen[str], text: str) -> None:
 def test_ctrl_c_finishes_the_step_saves_and_leaves(tmp_path: Path) -> None:
     program = start(tmp_path, "once")
     program.send_signal(signal.SIGINT)
-    wait_for_line(program, "as soon as a step ends")
+    wait_for_line(program, "finishing this step, then saving and exiting")
     assert program.stdin is not None
     program.stdin.write("\n")
     program.stdin.flush()
@@ -261,7 +261,7 @@ def test_ctrl_c_finishes_the_step_saves_and_leaves(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, mode: str) -> None:
     program = start(tmp_path, mode)
     program.send_signal(signal.SIGINT)
-    wait_for_line(program, "as soon as a step ends")
+    wait_for_line(program, "finishing this step, then saving and exiting")
     if mode == "held":
         assert program.stdin is not None
         program.stdin.write("\n")

@@ -136,9 +136,9 @@ class NoticeInbox:
         self.alarmed = True
         if notice.by_hand and notice.insists:
             if is_interactive():
-                then = "saving and stopping as soon as a step ends. A second interrupt stops at once"
+                then = "finishing this step, then saving and stopping. A second interrupt stops at once"
             else:
-                then = "saving and exiting as soon as a step ends. Press Ctrl-C again to exit at once"
+                then = "finishing this step, then saving and exiting. Press Ctrl-C again to exit at once"
             say_from_signal_handler(f"\nholdfast: {then}, without that save.")
         self._bell.ring()
         return True
