@@ -132,7 +132,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
-    "training": 2646,
+    "training": 2639,
     # The ring of repeated steps.
     "witness": 644,
 }
