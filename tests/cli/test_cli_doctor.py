@@ -349,7 +349,8 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 def test_doctor_refuses_places_that_are_not_local_directories(run: Path) -> None:
     for place, text in (
         ("memory://trial", "is not a directory on this machine"),
-        ("s3://bucket/run", "s3:// is not supported"),
+        ("s3://bucket/run", "is not a directory on this machine"),
+        ("hdfs://host/run", "hdfs:// is not supported"),
     ):
         code, said = complaint("doctor", place)
         assert code == ExitCode.USAGE
