@@ -92,7 +92,7 @@ BUDGETS = {
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2315,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 3736,
+    "cli": 3737,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
