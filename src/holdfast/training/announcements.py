@@ -66,7 +66,8 @@ class Announcements:
         else:
             epochs = describe_epochs(objects_of(manager.checkpoint).all())
             after = f", after {epochs}" if epochs else ""
-            self.say(self.describe(restored, f"at step {step}{after}", rhythm, reached - step))
+            lost = ("at least " if manager.witness.reached_is_least else "") + str(reached - step)
+            self.say(self.describe(restored, f"at step {step}{after}", rhythm, lost if reached > step else ""))
             set_otherwise = list_overruled(manager.checkpoint.objects).items()
             loaders = {path: HyperparameterChange(*pair, can_be_kept=False) for path, pair in set_otherwise}
             self._warn_of_changes(restored, {**restored.hyperparameters, **loaders})
@@ -123,18 +124,16 @@ class Announcements:
             else:
                 self.say(f"{self.place}: training is complete, and no backup of it was made")
 
-    def describe(self, restored: Restoration, where: str, rhythm: str = "", lost: int = 0) -> str:
+    def describe(self, restored: Restoration, where: str, rhythm: str = "", lost: str = "") -> str:
         """Describes a restore in one line: `where` training continues, how often it is saved, and the lost steps."""
         seconds = time.time() - restored.manifest.committed_at_unix_seconds
         ago = f"{span_text(seconds)} ago" if seconds >= 1 else "just now"
         # Of another number of workers there is a warning already.
         is_shared = restored.workers == self._worker.world_size > 1
         by = f" by {restored.workers} workers" if is_shared else ""
-        again = ""
-        if lost > 0:
-            again = (
-                f"; {lost} steps done after that are repeated" if lost > 1 else "; 1 step done after that is repeated"
-            )
+        again = f"; {lost} steps done after that are repeated" if lost else ""
+        if lost == "1":
+            again = "; 1 step done after that is repeated"
         return f"resumed {self.place} {where} (saved {ago}{by}{again})" + (f", {rhythm}" if rhythm else "")
 
     def _warn_of_changes(self, restored: Restoration, changes: Mapping[str, HyperparameterChange]) -> None:

@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +19,7 @@ from holdfast.advice.watch import TakenBatches, TrainingWatch, count_taken
 from holdfast.checkpoint import objects_of
 from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
 from holdfast.events import Warned
+from holdfast.policies import find_modes
 from holdfast.preemption.guard import Guard
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.process.exit import EXIT_SAVE_FAILED, LeavingExit, end_interrupted, end_process
@@ -41,6 +42,7 @@ class StepCount:
         saved_step: The step that was saved last; None if nothing is saved.
         saved: Its save; None if it was restored, or saved by other code.
         late_metrics: Its metrics that were reported since.
+        measured: By metric, how many steps were complete when it was reported.
         taken: How many batches had been taken from each saved sampler when that save was begun.
     """
 
@@ -49,6 +51,7 @@ class StepCount:
         self.saved_step: int | None = None
         self.saved: SaveHandle | None = None
         self.late_metrics: dict[str, Any] = {}
+        self.measured: dict[str, int] = {}
         self.taken: dict[str, int] = {}
         self._manager: CheckpointManager | None = None
         self._restored: Restoration | None = None
@@ -74,6 +77,11 @@ class StepCount:
             self.saved_step, self.saved, self.late_metrics = step, saved, {}
             if self._manager is not None:
                 self.taken = count_taken(objects_of(self._manager.checkpoint).all())
+
+    def note_measured(self, names: Iterable[str]) -> None:
+        """Records that metrics were reported now, unless it was warned of them."""
+        for name in names:
+            self.measured[name] = max(self.measured.get(name, 0), self.done)
 
     def store_metrics(self) -> bool:
         """Stores the late metrics with their step, unless it was restored and has them; returns True if any are."""
@@ -499,8 +507,22 @@ class TrainingLoop:
             self.watch.note_saved()
             for text in self.taken.data.take_caveats():
                 self.warn(text)
+            self._check_best(step, metrics)
             self.metrics, self._saved_notes = {}, (metrics, metadata)
             self.guard.provisional = None
+
+    def _check_best(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Warns, once for each metric, if `Best` is to judge a step by what was measured at an earlier one."""
+        for name in find_modes(self.manager.options.keep).keys() & metrics.keys():
+            at = self.count.measured.get(name, step)
+            # A metric that is reported within a step is measured before that step counts.
+            if at < step - 1:
+                self.count.measured[name] = sys.maxsize
+                self.warn(
+                    f"{name} was reported at step {at} and is stored with step {step}, whose weights are later, so "
+                    f"Best({name!r}) may keep weights that were not measured. Save where you validate: with "
+                    'save_every="1 epoch", or by run.save() after run.report()'
+                )
 
 
 class StepNumbers(Iterator[int]):

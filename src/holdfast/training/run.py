@@ -368,6 +368,7 @@ class Run:
             # A batch begins the next step. Where no saved loader counts them, `save` says so.
             is_late = bool(count.taken) and count.taken == count_taken(objects_of(self.checkpoint).all())
         (count.late_metrics if is_late else self._loop.metrics).update(figures)
+        count.note_measured(figures)
         if "loss" in figures:
             self.manager.witness.note_loss(figures["loss"])
 

@@ -80,12 +80,14 @@ class Repetition:
         repeated: The steps that were compared and do not differ, each with what was known of it both times.
         why: Why something was not compared; empty if all was.
         reached: The last step that had been done before; 0 if that is not known.
+        is_least: True if more steps may have been done: only a sign that is given once a second is known of them.
     """
 
     expected: dict[int, StepRecord] = field(default_factory=dict)
     repeated: list[tuple[int, int]] = field(default_factory=list)
     why: str = ""
     reached: int = 0
+    is_least: bool = False
 
     def compare(self, now: StepRecord) -> tuple[str, int, float, float] | None:
         """Returns what differs, what is known of both, and both values; None if nothing differs."""

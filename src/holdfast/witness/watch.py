@@ -98,6 +98,11 @@ class Witness:
         """The last step that an earlier process had done and this one is to repeat, as this begins; 0 if none is."""
         return self._repetition.reached
 
+    @property
+    def reached_is_least(self) -> bool:
+        """True if that process may have done more steps than `reached`."""
+        return self._repetition.is_least
+
     @_harmless
     def _begin(self, objects: Mapping[str, object], step: int | None, saved_at: float, *, same_loss: bool) -> None:
         records = read_ring(self._storage, self._worker.rank)
@@ -113,6 +118,7 @@ class Witness:
         signed, signed_at = read_sign(self._storage, self._worker.rank)
         done = records if step is None else self._repetition.expected
         self._repetition.reached = max([*done, signed if signed_at >= saved_at else 0])
+        self._repetition.is_least = self._repetition.reached not in done
         for path, obj, adapter in list_members(objects):
             if adapter.follow_batches is not None:
                 self.follow(path, partial(adapter.follow_batches, obj), partial(adapter.facts_of_batches, obj))
