@@ -124,14 +124,7 @@ class Announcements:
                 self.say(f"{self.place}: training is complete, and no backup of it was made")
 
     def describe(self, restored: Restoration, where: str, rhythm: str = "", lost: int = 0) -> str:
-        """Describes a restore in one line.
-
-        Args:
-            restored: The restore.
-            where: Where training continues.
-            rhythm: How often it is saved; empty if that is not known.
-            lost: How many steps had been done after that.
-        """
+        """Describes a restore in one line: `where` training continues, how often it is saved, and the lost steps."""
         seconds = time.time() - restored.manifest.committed_at_unix_seconds
         ago = f"{span_text(seconds)} ago" if seconds >= 1 else "just now"
         # Of another number of workers there is a warning already.
