@@ -126,7 +126,7 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5784,
     # A tree of objects taken apart, captured, and matched.
-    "state": 7153,
+    "state": 7162,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 3014,
     # Contracts for storages and clusters of others.
