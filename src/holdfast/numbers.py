@@ -76,7 +76,9 @@ _UNITS: Final = {
     86_400.0: ("d", "day", "days"),
 }
 _SECONDS: Final = {name: seconds for seconds, names in _UNITS.items() for name in names}
-_PART: Final = re.compile(rf"(\d+(?:\.\d*)?|\.\d+)\s*({'|'.join(_SECONDS)})(?![a-z])[\s,]*|\s+", re.IGNORECASE)
+_PART: Final = re.compile(
+    rf"(\d+(?:\.\d*)?|\.\d+)\s*({'|'.join(_SECONDS)})(?![a-z])[\s,]*|\s+", re.ASCII | re.IGNORECASE
+)
 
 
 def parse_time(text: str) -> float | None:

@@ -84,7 +84,7 @@ def test_every_verb_has_help(verb: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("list",), ("lst", "x"), ("show", "x", "--depth", "-1"), ("verify", "--fast", "x")]
+    "arguments", [("show",), ("lst", "x"), ("show", "x", "--depth", "-1"), ("verify", "--fast", "x")]
 )
 def test_wrong_arguments_are_a_usage_error(arguments: tuple[str, ...]) -> None:
     code, text = complaint(*arguments)

@@ -92,7 +92,7 @@ def test_a_terminal_shows_runs_as_wide_as_it_is(runs: Path) -> None:
     assert "val_loss" in wide.text
     assert "3 runs" in wide.text
     narrow = show_on_terminal("list", ".", columns=60, working_directory=runs)
-    assert "no room for val_loss, accuracy" in narrow.text
+    assert "not shown: steps, size (a wider terminal, or --json)" in narrow.text
     assert "\nsweep/seed 1 " in narrow.text
     assert max(map(len, narrow.text.splitlines())) <= 60, narrow.text
 
@@ -113,7 +113,7 @@ def test_a_verb_that_wants_one_run_names_those_that_are_there(runs: Path) -> Non
         (("show", "nowhere", "--json"), ExitCode.NOTHING_THERE, "NoCheckpointError", "show"),
         (("verify", "--json", "nowhere"), ExitCode.NOTHING_THERE, "NoCheckpointError", "verify"),
         (("prune", "nowhere", "--json"), ExitCode.NOTHING_THERE, "NoCheckpointError", "prune"),
-        (("list", "--json"), ExitCode.USAGE, "UsageError", "list"),
+        (("diff", "x", "--json"), ExitCode.USAGE, "UsageError", "diff"),
         (("show", "x", "--depth", "-1", "--json"), ExitCode.USAGE, "UsageError", "show"),
         (("lst", "--json"), ExitCode.USAGE, "UsageError", "lst"),
         (("import", "nowhere", "out", "--json"), ExitCode.NOTHING_THERE, "NoCheckpointError", "import"),

@@ -113,7 +113,7 @@ def test_a_time_that_no_calendar_has(tmp_path: Path) -> None:
     assert (row[0], row[3], row[5]) == ("7", "-", "1")
     document = call_json("show", tmp_path / "run")
     assert (document["committed_at"], document["committed_at_unix_seconds"]) == (None, 1e300)
-    assert "committed   ?" in call("show", tmp_path / "run").stdout
+    assert "saved       ?" in call("show", tmp_path / "run").stdout
     assert call("verify", tmp_path / "run").exit_code == ExitCode.OK
 
 

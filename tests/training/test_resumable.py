@@ -1213,30 +1213,40 @@ def test_a_second_failure_of_a_save_is_one_short_line(caplog: pytest.LogCaptureF
     assert failed.value.__notes__ == [f"holdfast: step {failed.value.step + 3} was not saved either"]
 
 
-@pytest.mark.parametrize("kind", ["run", "manager"])
+@pytest.mark.parametrize("kind", ["loader", "epochs", "batches", "manager"])
 def test_save_every_epoch_saves_the_last_step_of_each(tmp_path: Path, kind: str) -> None:
     def train(batches: int, every: str) -> list[int]:
-        loader, given = hf.ResumableDataLoader(torch.arange(12.0), batch_size=4, seed=1), {"count": torch.zeros(1)}
-        if kind == "run":
-            with hf.resumable(tmp_path, loader=loader, count=given, save_every=every, keep="all") as run:
-                for _ in zip(range(batches), loader.stream(), strict=False):
-                    given["count"] += 1
-                    run.finish_step()
-        else:
+        data, given = torch.arange(12.0), {"count": torch.zeros(1)}
+        loader = hf.ResumableDataLoader(data, batch_size=4, seed=1)
+        if kind == "manager":
             with hf.CheckpointManager(tmp_path, hf.Checkpoint(loader=loader, count=given), save_every=every) as manager:
                 manager.restore()
                 for _ in zip(range(batches), loader.stream(), strict=False):
                     given["count"] += 1
                     manager.save_if_due(int(given["count"]))
+        else:
+            plain: Any = torch.utils.data.DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+            objects = {"count": given, **({"loader": loader} if kind == "loader" else {})}
+            with hf.resumable(tmp_path, **objects, save_every=every, keep="all") as run:  # type: ignore[arg-type]
+                source: Any = loader.stream()
+                if kind == "batches":
+                    source = run.batches(plain)
+                if kind == "epochs":
+                    source = (batch for _ in run.epochs(9) for batch in run.batches(plain))
+                for _ in zip(range(batches), source, strict=False):
+                    given["count"] += 1
+                    run.finish_step()
         return [name.step for name in StoredRun(open_storage(tmp_path)).look().living]
 
     # The end of a run saves, too.
-    assert train(8, "1 epoch") == ([3, 6, 8] if kind == "run" else [3, 6])
+    assert train(8, "1 epoch") == ([3, 6] if kind == "manager" else [3, 6, 8])
     # Two epochs are complete: the fourth is the next one.
-    assert train(8, "2 epochs") == ([3, 6, 8, 12, 16] if kind == "run" else [3, 6, 12])
+    assert train(8, "2 epochs") == ([3, 6, 12] if kind == "manager" else [3, 6, 8, 12, 16])
 
 
 def test_save_every_epoch_without_a_saved_loader_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"Epochs\(1\) saves at the end of an epoch.*\n.*ResumableDataLoader; or"):
+    with pytest.raises(
+        UsageError, match=r"Epochs\(1\) saves at the end of an epoch.*\n.*run.batches\(loader\), or pass"
+    ):
         with hf.resumable(tmp_path, count=[0], save_every="epoch") as run:
             run.finish_step()

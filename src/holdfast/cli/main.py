@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import sys
 from typing import Any, Final, NoReturn, TextIO
@@ -26,6 +27,7 @@ VERBS: Final = {
     "export": "Write a checkpoint as safetensors, torch.save, DCP or transformers files.",
     "import": "Make a checkpoint from files of torch.save, Lightning, transformers, Orbax, DCP or safetensors.",
     "doctor": "Check the installation and a directory, and recommend how often to save.",
+    "completion": "Print a script that completes verbs, options, runs and steps in bash, zsh or fish.",
 }
 """Each verb with its line of help. The module of a verb has the same name, and is imported only when the verb is
 called: help is quick, and no verb imports libraries that only another one needs."""
@@ -85,13 +87,13 @@ class Verbs(click.Group):
             text = "the checkpoint holds a value that is nested too deeply to show"
             _end(ctx, error_fields(error, ExitCode.DAMAGED, text, "holdfast did not write it."))
         except click.ClickException as error:
-            # click writes the text.
             text = " ".join(error.format_message().split())
             context = error.ctx if isinstance(error, click.UsageError) else None
             hint = f"Try '{context.command_path} --help' for help." if context is not None else ""
             fields = error_fields(error, error.exit_code, text, hint) | {"kind": "UsageError"}
             _write_error(ctx, fields)
-            raise
+            _complain_of_usage(error)
+            ctx.exit(error.exit_code)
         except (click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
@@ -142,12 +144,14 @@ def main() -> None:
     if sys.stdout is None:
         _complain("cannot write the output: it is closed", "Send it to /dev/null if it is not wanted.")
         raise SystemExit(ExitCode.FAILED)
+    if "_HOLDFAST_COMPLETE" in os.environ:
+        importlib.import_module("holdfast.cli.completion")  # Has a class of its own for bash.
     holdfast(prog_name="holdfast")
 
 
 def _complain(message: str, hint: str) -> None:
     """Flushes the output, then writes an error and its hint to the error stream."""
-    from holdfast.cli.screen import BAD, FAINT, Screen
+    from holdfast.cli.screen import BAD, FAINT, make_notes
 
     try:
         if sys.stdout is not None:
@@ -157,13 +161,24 @@ def _complain(message: str, hint: str) -> None:
     if sys.stderr is None:
         return
     with contextlib.suppress(OSError):
-        screen = Screen(sys.stderr)
+        screen = make_notes()
         first, *rest = message.splitlines() or [""]
         screen.say(("holdfast: ", BAD), first)
         for line in rest:
             screen.say(line)
         if hint:
             screen.say(("  hint: ", FAINT), hint)
+
+
+def _complain_of_usage(error: click.ClickException) -> None:
+    """Writes click's message for a wrong command line, wrapped between words."""
+    from holdfast.cli.screen import make_notes
+
+    text = io.StringIO()
+    error.show(text)
+    with contextlib.suppress(OSError):
+        for line in text.getvalue().splitlines() if sys.stderr is not None else ():
+            make_notes().say(line.expandtabs(4))
 
 
 def _silence(stream: TextIO) -> None:

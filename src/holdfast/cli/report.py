@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import click
@@ -20,12 +20,13 @@ from holdfast.cli.screen import (
     Words,
     figure_text,
     iso_text,
+    make_notes,
     terminal_width,
     unspaced,
     when_text,
     write_json,
 )
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.events.kinds import size_text
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest
@@ -33,6 +34,7 @@ from holdfast.format.records import Manifest
 Row = TypeVar("Row")
 
 _GAP: Final = 2
+_HUMAN_HELP: Final = "Write for people, also into a pipe, as in `holdfast list --human | less -R`."
 
 
 class Kind(NamedTuple):
@@ -67,7 +69,7 @@ class Column(Generic[Row]):
         mark: Finds the sign to the right of a figure on a page.
         on_page: Whether pages have it.
         in_pipe: Whether the lines for other programs have it.
-        may_go: Whether a page without room for it leaves it out.
+        may_go: How soon a page leaves it out if it has too little room: that of the greatest number first; 0 for never.
     """
 
     title: str
@@ -79,7 +81,7 @@ class Column(Generic[Row]):
     mark: Callable[[Row], str] | None = None
     on_page: bool = True
     in_pipe: bool = True
-    may_go: bool = False
+    may_go: int = 0
 
     def find_title(self, on_page: bool) -> str:
         """**Pure.** The title in this form of the report."""
@@ -101,7 +103,7 @@ class Column(Generic[Row]):
 
 def text_columns(*titles: str) -> list[Column[Sequence[Words]]]:
     """**Pure.** The columns of rows that are texts already."""
-    return [Column(title, operator.itemgetter(place)) for place, title in enumerate(titles)]
+    return [Column(title, itemgetter(place)) for place, title in enumerate(titles)]
 
 
 def split_style(fact: Any, style: str = PLAIN) -> tuple[Any, str]:
@@ -112,6 +114,23 @@ def split_style(fact: Any, style: str = PLAIN) -> tuple[Any, str]:
 def make_fields(columns: Sequence[Column[Row]], row: Row) -> dict[str, Any]:
     """**Pure.** The facts about a row that have a field of their own in JSON."""
     return {column.key: split_style(column.value(row))[0] for column in columns if column.key}
+
+
+def sort_rows(columns: Sequence[Column[Row]], rows: Sequence[Row], order: str) -> list[Row]:
+    """**Pure.** The rows in the order of a column, `-` before its title for the reverse; without a title as they are.
+
+    Rows without the fact are last. `UsageError` names the columns if there is none of that title.
+    """
+    if not order:
+        return list(rows)
+    titles = {alias: column for column in columns for alias in (column.find_title(False).lower(), column.title)}
+    column = {"name": columns[0], **titles}.get(order.removeprefix("-"))
+    if column is None or not column.title:
+        names = ", ".join(dict.fromkeys(column.title for column in columns if column.title))
+        raise UsageError(f"there is no column {order.removeprefix('-')!r} to sort by", hint=f"The columns are {names}.")
+    facts = [(split_style(column.value(row))[0], row) for row in rows]
+    known = sorted((entry for entry in facts if entry[0] is not None), key=itemgetter(0), reverse=order[0] == "-")
+    return [row for _, row in (*known, *(entry for entry in facts if entry[0] is None))]
 
 
 class Report:
@@ -128,11 +147,11 @@ class Report:
         exit_code: The exit code without an error.
     """
 
-    def __init__(self, verb: str, *, as_json: bool = False) -> None:
+    def __init__(self, verb: str, *, as_json: bool = False, is_human: bool = False) -> None:
         self._verb = verb
         self.is_json = as_json
-        self._screen = Screen(sys.stdout)
-        self._notes = Screen(sys.stderr) if sys.stderr is not None else None
+        self._screen = Screen(sys.stdout, is_human=is_human)
+        self._notes = make_notes() if sys.stderr is not None else None
         self.is_page = self._screen.is_terminal and not as_json
         self.has_symbols = self._screen.has_symbols
         self.fields: dict[str, Any] = {}
@@ -174,24 +193,23 @@ class Report:
             indent=indent,
         )
         if left_out:
-            self.line((f"no room for {', '.join(left_out)}", FAINT))
+            self.line((f"not shown: {', '.join(left_out)} (a wider terminal, or --json)", FAINT))
 
     def _find_wide(self, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[str]:
-        """Returns the titles of the columns that are to be left out: from the first one that does not fit."""
+        """Returns the titles of the columns that are to be left out."""
 
         def width(column: Column[Row]) -> int:
             cells: list[Words] = [column.find_title(True), *(column.find_cell(row, True) for row in rows)]
             return max(map(terminal_width, cells)) + _GAP
 
-        if not any(column.may_go for column in columns):
-            return []
-        room = self._screen.width - sum(width(column) for column in columns if not column.may_go)
-        left_out = []
-        for column in columns:
-            if column.may_go:
-                room -= width(column)
-                left_out += [column.title] if room < 0 else []
-        return left_out
+        widths = {column.title: width(column) for column in columns}
+        left_out: list[str] = []
+        # The last of those that go equally soon goes first.
+        for _, column in sorted(enumerate(columns), key=lambda entry: (entry[1].may_go, entry[0]), reverse=True):
+            if column.may_go and sum(widths.values()) - _GAP > self._screen.width:
+                left_out.append(column.title)
+                del widths[column.title]
+        return [column.title for column in columns if column.title in left_out]
 
     def finish(self) -> None:
         """Writes the JSON document, if it is asked for; then raises the error, or ends with the exit code.
@@ -212,16 +230,17 @@ class Report:
 
 
 def verb(name: str, *, json_help: str = "Write one JSON document.") -> Callable[[Callable[..., None]], click.Command]:
-    """Makes a verb of a function that fills a report, which is its first argument; adds the option --json."""
+    """Makes a verb of a function that fills a report, which is its first argument; adds --human and --json."""
 
     def make(fill: Callable[..., None]) -> click.Command:
         @functools.wraps(fill)
-        def run(as_json: bool, **options: Any) -> None:
-            report = Report(name, as_json=as_json)
+        def run(as_json: bool, is_human: bool, **options: Any) -> None:
+            report = Report(name, as_json=as_json, is_human=is_human)
             fill(report, **options)
             report.finish()
 
         command = click.command(name)(run)
+        command.params.append(click.Option(["--human", "is_human"], is_flag=True, help=_HUMAN_HELP))
         command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
         return command
 

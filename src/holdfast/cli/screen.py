@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TextIO, TypeAlias
 
 import click
 
 from holdfast.events.kinds import span_text
+from holdfast.numbers import parse_time
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 DOCUMENT_VERSION: Final = 1
 """Of all JSON documents. Fields may be added to them without a new version; none changes its meaning or goes."""
@@ -19,6 +25,9 @@ DOCUMENT_VERSION: Final = 1
 _HAS_DOCUMENT: Final = "holdfast.has_document"
 _GAP: Final = "  "
 """Between the columns of a table."""
+_INDENT: Final = 4
+_LEAST_WIDTH: Final = 12
+"""A last column of text that wraps needs no more."""
 
 PLAIN: Final = ""
 STRONG: Final = "bold"
@@ -35,34 +44,51 @@ reaches a terminal as it is."""
 class Screen:
     """Writes lines and tables to a stream.
 
-    On a terminal they have styles; elsewhere they are plain text that other programs can parse. Nothing is ever cut: on
-    a narrow terminal, lines wrap. The environment variable NO_COLOR turns colors off.
+    For people they have styles, and wrap between words; for other programs they are plain text that can be parsed, one
+    line for a row. Nothing is ever cut. The environment variable NO_COLOR turns colors off.
 
     Attributes:
-        is_terminal: Whether the stream is a terminal. Only then is rich imported.
-        has_symbols: Whether it is a terminal that shows more than ASCII.
+        is_terminal: Whether it writes for people: the stream is a terminal, or `is_human`. Only then is rich imported.
+        has_symbols: Whether people see more than ASCII.
         width: How many characters fit on a line of the terminal.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, is_human: bool = False) -> None:
         self._stream = stream
-        self.is_terminal = stream.isatty()
+        self.is_terminal = stream.isatty() or is_human
         self.has_symbols = self.is_terminal and (stream.encoding or "").lower().replace("-", "") == "utf8"
         self.width = 0
         if self.is_terminal:
             from rich.console import Console
 
-            self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+            self._console = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
             self.width = self._console.width
 
     def say(self, *words: Words) -> None:
-        """Writes one line."""
+        """Writes one line; if it wraps, its other lines begin further to the right."""
         if not self.is_terminal:
             self._stream.write("".join(_text(word) for word in words).rstrip() + "\n")
             return
-        from rich.text import Text
+        text = _assemble(words)
+        indent = len(text.plain) - len(text.plain.lstrip(" "))
+        self._wrap(text[:indent], text[indent:], indent + 2)
 
-        line = Text.assemble(*map(_legible, words))
+    def _wrap(self, head: Text, text: Text, hang: int) -> None:
+        """Writes a line whose `text` wraps between words, at the column `hang`; too long a word has its own."""
+        if head.cell_len + text.cell_len > self.width:
+            longest = max(map(terminal_width, text.plain.split()), default=0)
+            if longest > self.width - hang:
+                hang = min(_INDENT, hang)
+                if head.plain.strip():
+                    self._print(head)
+                    head = _assemble([" " * hang])
+            for line in _break(text, self.width - hang):
+                self._print(head + line)
+                head = _assemble([" " * hang])
+        else:
+            self._print(head + text)
+
+    def _print(self, line: Text) -> None:
         line.rstrip()
         self._console.print(line, soft_wrap=True)
 
@@ -71,17 +97,59 @@ class Screen:
     ) -> None:
         """Writes a table: a line of titles, unless all are empty, and each row; figures are right-aligned.
 
-        A row is always one line: its path stays in one piece and can be copied, and the terminal goes on below it.
+        For other programs a row is one line. For people the last cell of a row wraps within its column. If there is no
+        room for the widest column, a cell that is too long ends its line, and the rest of its row follows below.
         """
         measure = terminal_width if self.is_terminal else lambda words: len(_text(words))
         lines = [*([[(title, FAINT) for title in titles]] if any(titles) else []), *rows]
         widths = [max((measure(line[place]) for line in lines), default=0) for place in range(len(titles))]
+        last = len(titles) - 1
+        texts = [place for place in range(last) if not are_figures[place]] if self.is_terminal else []
+        widest = max(texts, key=lambda place: widths[place], default=last)
+        ending = widths[last] if are_figures[last] else min(widths[last], _LEAST_WIDTH)
+        excess = indent + sum(widths[:last]) + ending + last * len(_GAP) - self.width
+        if excess > 0 and widest != last:
+            fitting = (measure(line[widest]) for line in lines if measure(line[widest]) <= widths[widest] - excess)
+            widths[widest] = max(fitting, default=0)
         for line in lines:
             words: list[Words] = [" " * indent]
-            for cell, width, is_figure in zip(line, widths, are_figures, strict=True):
+            for place, (cell, width, is_figure) in enumerate(zip(line, widths, are_figures, strict=True)):
                 padding = " " * (width - measure(cell))
-                words += [padding, cell, _GAP] if is_figure else [cell, padding, _GAP]
-            self.say(*words)
+                if place == last or measure(cell) > width:
+                    self._end_row(words, padding * is_figure, cell)
+                    words = [" " * (indent + sum(widths[: place + 1]) + (place + 1) * len(_GAP))]
+                else:
+                    words += [padding, cell, _GAP] if is_figure else [cell, padding, _GAP]
+
+    def _end_row(self, words: Sequence[Words], padding: str, cell: Words) -> None:
+        if not self.is_terminal:
+            self.say(*words, padding, cell)
+            return
+        head = _assemble([*words, padding])
+        self._wrap(head, _assemble([cell]), head.cell_len)
+
+
+def make_notes() -> Screen:
+    """Returns the error stream, which no program parses: with FORCE_COLOR it is written for people in any case."""
+    assert sys.stderr is not None
+    return Screen(sys.stderr, is_human=bool(os.environ.get("FORCE_COLOR")))
+
+
+def _break(text: Text, room: int) -> Iterator[Text]:
+    """**Pure.** Divides text before words that do not fit in the room."""
+    breaks, used = [], 0
+    for word in re.finditer(r"\S+\s*", text.plain):
+        if used and used + terminal_width(word[0].rstrip()) > room:
+            breaks.append(word.start())
+            used = 0
+        used += terminal_width(word[0])
+    yield from text.divide(breaks)
+
+
+def _assemble(words: Sequence[Words]) -> Text:
+    from rich.text import Text
+
+    return Text.assemble(*map(_legible, words))
 
 
 def terminal_width(words: Words) -> int:
@@ -196,9 +264,7 @@ def counted(count: int, singular: str, plural: str = "") -> str:
 
 _NUMBER: Final = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _SIZE = re.compile(_NUMBER + r"\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
-_TIME = re.compile(_NUMBER + r"\s*(ms|s|min|h|d)", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_SECONDS: Final = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _MAX_BYTES: Final = 10**18
 _MIN_SECONDS: Final = 1e-6
 _MAX_SECONDS: Final = 1e10
@@ -222,12 +288,11 @@ def parse_seconds(ctx: click.Context, param: click.Parameter, text: str | None) 
     """**Pure.** Parses a time such as `350ms` or `24h` to seconds; None if the option is left out."""
     if text is None:
         return None
-    match = _TIME.fullmatch(text.strip())
-    if match is None:
+    seconds = parse_time(text)
+    if seconds is None:
         raise click.BadParameter(
             f"{text!r} is not a time; write it with its unit: 350ms, 30s, 90min, 24h or 7d.", ctx, param
         )
-    seconds = float(match[1]) * _SECONDS[match[2].lower()]
     if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
         raise click.BadParameter(f"{text!r} is not between a microsecond and 300 years.", ctx, param)
     return seconds

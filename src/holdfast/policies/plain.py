@@ -10,7 +10,7 @@ from holdfast.numbers import check_whole, parse_time
 from holdfast.policies.retention import All, Latest, Newer, RetentionPolicy
 from holdfast.policies.saving import Auto, Epochs, SavePolicy, Seconds, Steps
 
-_COUNT: Final = re.compile(r"(?:(\d[\d_]{0,17})\s*)?(step|epoch)s?")
+_COUNT: Final = re.compile(r"(?:(\d[\d_]{0,17})\s*)?(step|epoch)s?", re.ASCII)
 _ARGUMENTS: Final = {
     "Steps": "500",
     "Seconds": "600",

@@ -10,6 +10,7 @@ from typing import Final
 import click
 from msgspec import structs
 
+from holdfast.cli.completion import RunPath
 from holdfast.cli.report import Report, name_fields, verb
 from holdfast.cli.screen import FAINT, counted, parse_size
 from holdfast.cli.target import choose_step, find_target
@@ -24,7 +25,7 @@ _SHOWN: Final = 20
 
 
 @verb("export")
-@click.argument("run", metavar="RUN[@STEP]", type=click.Path())
+@click.argument("run", metavar="RUN[@STEP]", type=RunPath())
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option(
     "--to",

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import click
 
+from holdfast.cli.completion import RunPath
 from holdfast.cli.difference import WINDOW_BYTES, LeafChange, ValueChange, compare_values, find_changed, measure
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import COUNT, NAME, SHARE, SIZE, TIME, Column, Kind, Report, name_fields, time_fields, verb
@@ -29,8 +30,8 @@ _CHANGE: Final = Kind("{:+.4g}".format, "{:+.4g}".format, True)
 
 
 @verb("diff")
-@click.argument("a", metavar="A", type=click.Path())
-@click.argument("b", metavar="B", type=click.Path())
+@click.argument("a", metavar="A", type=RunPath())
+@click.argument("b", metavar="B", type=RunPath())
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--quick", is_flag=True, help="Compare digests only: read no arrays and compute no norms.")
 @click.option("--all", "show_all", is_flag=True, help=f"Show every change on a terminal, not the {_SHOWN} largest.")
@@ -196,9 +197,9 @@ def _show_headings(report: Report, a: Heading, b: Heading, metrics: Sequence[_Me
         Column("", lambda side: side[0], plain="SIDE"),
         Column("checkpoint", lambda side: side[1].location, NAME, style=STRONG),
         Column("step", lambda side: side[1].manifest.step, COUNT),
-        Column("saved", lambda side: side[1].manifest.committed_at_unix_seconds, TIME),
-        Column("size", lambda side: side[1].size_bytes, SIZE),
-        Column("workers", lambda side: side[1].manifest.world_size, COUNT),
+        Column("saved", lambda side: side[1].manifest.committed_at_unix_seconds, TIME, may_go=1),
+        Column("size", lambda side: side[1].size_bytes, SIZE, may_go=2),
+        Column("workers", lambda side: side[1].manifest.world_size, COUNT, may_go=3),
     ]
     report.table(columns, [("A", a), ("B", b)])
     if metrics:
@@ -224,15 +225,17 @@ def _show_changes(report: Report, changes: Sequence[LeafChange], limit: int | No
     columns: list[Column[LeafChange]] = [
         Column("", lambda one: (one.kind, _STYLES[one.kind]), _CHANGE_KIND, plain="CHANGE"),
         Column("array", lambda one: (one.name, _STYLES[one.kind]), NAME),
-        Column("dtype", lambda one: _both(one, lambda leaf: leaf.dtype)),
-        Column("shape", lambda one: _both(one, lambda leaf: shape_text(leaf.shape))),
+        Column("dtype", lambda one: _both(one, lambda leaf: leaf.dtype), may_go=3),
+        Column("shape", lambda one: _both(one, lambda leaf: shape_text(leaf.shape)), may_go=2),
     ]
     if is_measured:
         columns += [
-            Column("changed", lambda one: share_text(one.changed_elements, one.a.elements if one.a else 0), SHARE),
-            Column("norm A", lambda one: one.norm_a and one.norm_a.norm, _NUMBER),
-            Column("norm B", lambda one: one.norm_b and one.norm_b.norm, _NUMBER),
-            Column("norm B-A", lambda one: one.norm_difference and one.norm_difference.norm, _NUMBER),
+            Column(
+                "changed", lambda one: share_text(one.changed_elements, one.a.elements if one.a else 0), SHARE, may_go=1
+            ),
+            Column("norm A", lambda one: one.norm_a and one.norm_a.norm, _NUMBER, may_go=2),
+            Column("norm B", lambda one: one.norm_b and one.norm_b.norm, _NUMBER, may_go=2),
+            Column("norm B-A", lambda one: one.norm_difference and one.norm_difference.norm, _NUMBER, may_go=1),
             Column("relative", lambda one: one.relative, _NUMBER),
         ]
     report.line()

@@ -159,7 +159,8 @@ def _find_directory(location: str) -> LocalStorage:
     storage = open_storage(location)
     if not isinstance(storage, LocalStorage):
         raise UsageError(
-            f"{location} is not a directory on this machine", hint="Mount it first, and name the mounted directory."
+            f"{location} is not a directory on this machine",
+            hint="Name a mounted directory. A bucket is examined by the first save of a job.",
         )
     root = Path(storage.url)
     if os.path.isdir(root):  # noqa: PTH112  It gives False, not an error, where we may not look.

@@ -20,6 +20,7 @@ from holdfast.catalog.survey import (
     summarize_run,
     survey_run,
 )
+from holdfast.cli.completion import RunPath
 from holdfast.cli.report import (
     COUNT,
     FIGURE,
@@ -32,6 +33,7 @@ from holdfast.cli.report import (
     make_fields,
     manifest_fields,
     problem_fields,
+    sort_rows,
     time_fields,
     verb,
 )
@@ -49,15 +51,22 @@ _SHOWN_DAMAGES: Final = 10
 
 
 @verb("list", json_help="Write one JSON document with everything in it.")
-@click.argument("places", metavar="DIRECTORY...", type=click.Path(), nargs=-1, required=True)
+@click.argument("places", metavar="[DIRECTORY]...", type=RunPath(takes_step=False), nargs=-1)
 @click.option(
     "--all",
     "show_all",
     is_flag=True,
     help="Also show what a restore does not use, such as unfinished saves.",
 )
-def command(report: Report, places: tuple[str, ...], show_all: bool) -> None:
-    """List the checkpoints of a run, or the runs in a directory.
+@click.option(
+    "--sort",
+    "order",
+    metavar="COLUMN",
+    default="",
+    help="Sort by a column, such as run, saved, step, size or a metric; -COLUMN for the greatest, or newest, first.",
+)
+def command(report: Report, places: tuple[str, ...], show_all: bool, order: str) -> None:
+    """List the checkpoints of a run, or the runs in a directory, the current one by default.
 
     If DIRECTORY is a run (the directory that a job saves into), its checkpoints are listed, the newest last. These are
     the checkpoints that a restore can use.
@@ -65,6 +74,7 @@ def command(report: Report, places: tuple[str, ...], show_all: bool) -> None:
     If DIRECTORY holds runs, at most three levels down, or if several directories are given, there is one line for each
     run.
     """
+    places = places or (".",)
     try:
         target = find_run(places[0]) if len(places) == 1 else None
     except NoCheckpointError as error:
@@ -75,11 +85,11 @@ def command(report: Report, places: tuple[str, ...], show_all: bool) -> None:
             return
         target = None
     if target is None:
-        _list_runs(report, places)
+        _list_runs(report, places, order)
         return
     survey = survey_run(target.storage)
     shown = list(survey.found) if show_all else survey.of(State.LIVING)
-    columns = list_columns(survey, shown)
+    columns = list_columns(survey, shown, show_all=show_all)
     report.fields = _make_document(target.storage.url, survey, columns)
     if survey.newest is None:
         report.error = no_living(survey.catalog, target)
@@ -89,13 +99,14 @@ def command(report: Report, places: tuple[str, ...], show_all: bool) -> None:
         by, opening = "", survey.opening
         if opening is not None:
             age = age_text(time.time() - opening.opened_at_unix_seconds)
-            by = f"   generation {opening.generation}, opened {age} by process {opening.process} on {opening.host}"
+            which = f"generation {opening.generation}, " if show_all else ""
+            by = f"   {which}opened {age} by process {opening.process} on {opening.host}"
         report.line((target.location, STRONG), (by, FAINT))
-    report.table(columns, shown)
+    report.table(columns, sort_rows(columns, shown, order))
     _remark(report, survey, show_all)
 
 
-def list_columns(survey: Survey, shown: Sequence[Found]) -> list[Column[Found]]:
+def list_columns(survey: Survey, shown: Sequence[Found], *, show_all: bool = False) -> list[Column[Found]]:
     """**Pure.** The columns of a list of checkpoints. A fact with a `key` is in the JSON document too."""
     extremes, newest, styles = find_extremes(survey.of(State.LIVING)), survey.newest, {State.LIVING: PLAIN}
     several_generations = len({one.name.generation for one in shown if one.name}) > 1
@@ -108,11 +119,11 @@ def list_columns(survey: Survey, shown: Sequence[Found]) -> list[Column[Found]]:
             COUNT,
             plain="GENERATION",
             style=FAINT,
-            on_page=several_generations,
+            on_page=show_all and several_generations,
         ),
         Column("state", lambda one: one.state.value, on_page=False),
-        Column("committed", lambda one: one.committed_at_unix_seconds, TIME),
-        Column("size", lambda one: one.size_bytes, SIZE),
+        Column("saved", lambda one: one.committed_at_unix_seconds, TIME, plain="COMMITTED"),
+        Column("size", lambda one: one.size_bytes, SIZE, may_go=2),
         Column(
             "referred",
             lambda one: one.manifest.referred_bytes if one.manifest and one.refers_to else None,
@@ -120,8 +131,9 @@ def list_columns(survey: Survey, shown: Sequence[Found]) -> list[Column[Found]]:
             style=FAINT,
             on_page=with_references,
             in_pipe=False,
+            may_go=2,
         ),
-        Column("workers", lambda one: one.workers, COUNT, style=FAINT),
+        Column("workers", lambda one: one.workers, COUNT, style=FAINT, may_go=3),
         Column("directory", lambda one: one.directory, NAME, on_page=False),
         Column("marks", lambda one: ",".join(_list_marks(survey, one, extremes)) or None, NAME, on_page=False),
         *(_make_metric_column(metric, *ends) for metric, ends in extremes.items()),
@@ -151,7 +163,7 @@ def _make_metric_column(metric: str, lowest: StepName | None, highest: StepName 
             return ""
         return LOWEST if one.name == lowest else HIGHEST if one.name == highest else ""
 
-    return Column(metric, find, FIGURE, plain=unspaced(metric), mark=mark, may_go=True)
+    return Column(metric, find, FIGURE, plain=unspaced(metric), mark=mark, may_go=1)
 
 
 _STATE_MARKS: Final = {
@@ -233,7 +245,7 @@ _RUN_STYLES: Final[dict[RunState, str]] = {
 }
 
 
-def _list_runs(report: Report, places: Sequence[str]) -> None:
+def _list_runs(report: Report, places: Sequence[str], order: str) -> None:
     found: dict[str, RunSummary] = {}
     for place in places:
         root = open_storage(place).location
@@ -247,6 +259,7 @@ def _list_runs(report: Report, places: Sequence[str]) -> None:
         )
     runs = list(found.values())
     columns = list_run_columns(runs)
+    runs = sort_rows(columns, runs, order)
     report.fields = {"runs": [_run_fields(run) | make_fields(columns, run) for run in runs]}
     report.table(columns, runs)
     if report.is_page:
@@ -265,15 +278,17 @@ def list_run_columns(runs: Sequence[RunSummary]) -> list[Column[RunSummary]]:
         def find(run: RunSummary) -> float | None:
             return run.newest.metrics.get(metric) if run.newest else None
 
-        return Column(metric, find, FIGURE, plain=unspaced(metric), may_go=True)
+        return Column(metric, find, FIGURE, plain=unspaced(metric), may_go=1)
 
     metrics = dict.fromkeys(metric for run in runs if run.newest for metric in run.newest.metrics)
     return [
         Column("run", lambda run: run.location, NAME, style=STRONG),
         Column("step", lambda run: run.newest and run.newest.step, COUNT),
-        Column("saved", lambda run: run.newest and run.newest.committed_at_unix_seconds, TIME, plain="COMMITTED"),
-        Column("steps", lambda run: run.steps, COUNT, style=FAINT),
-        Column("size", lambda run: run.size_bytes, SIZE),
+        Column(
+            "saved", lambda run: run.newest and run.newest.committed_at_unix_seconds, TIME, plain="COMMITTED", may_go=1
+        ),
+        Column("steps", lambda run: run.steps, COUNT, style=FAINT, may_go=3),
+        Column("size", lambda run: run.size_bytes, SIZE, may_go=2),
         Column("workers", lambda run: run.newest and run.newest.workers, COUNT, on_page=False),
         Column("state", lambda run: (run.state, _RUN_STYLES[run.state])),
         *map(column, metrics),

@@ -23,12 +23,13 @@ from holdfast.catalog.survey import (
     plan_removals,
     survey_run,
 )
+from holdfast.cli.completion import RunPath
 from holdfast.cli.report import SIZE, Column, Kind, Report, found_fields, verb
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, counted
 from holdfast.cli.target import find_run
 from holdfast.errors import NoCheckpointError, NoWholeCheckpointError, UsageError
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
-from holdfast.policies import Best, EveryHours, EveryN, Latest, Newer, RetentionPolicy
+from holdfast.policies import Best, EveryHours, EveryN, Latest, Newer, RetentionPolicy, read_keep
 from holdfast.policies.retention import AnyKeeps
 from holdfast.process.progress import show_progress
 from holdfast.restore.verify import CheckOutcome, judge_step
@@ -41,8 +42,10 @@ BRING_BACK: Final = (
 
 
 @verb("prune", json_help="Write one JSON document; needs --yes or --dry-run.")
-@click.argument("run", metavar="RUN", type=click.Path())
-@click.option("--keep", metavar="N", type=click.IntRange(1), help="Keep the N newest steps and remove the older ones.")
+@click.argument("run", metavar="RUN", type=RunPath(takes_step=False))
+@click.option(
+    "--keep", metavar="N", help="Keep the N newest steps, or with a time such as 7d the newer ones; remove the others."
+)
 @click.option(
     "--policy",
     metavar="POLICY",
@@ -62,7 +65,7 @@ BRING_BACK: Final = (
 def command(
     report: Report,
     run: str,
-    keep: int | None,
+    keep: str | None,
     policy: str | None,
     off_line: bool,
     unfinished: bool,
@@ -81,8 +84,9 @@ def command(
     storage, survey = target.storage, survey_run(target.storage)
     named = [text.strip() for text in steps.split(",") if text.strip()]
     if keep is not None and policy is not None:
-        raise UsageError("--keep and --policy cannot be combined", hint=f"Write --policy 'Latest({keep}) | ...'.")
-    wanted = Latest(keep) if keep is not None else None if policy is None else parse_policy(policy)
+        raise UsageError("--keep and --policy cannot be combined", hint="Write --policy 'Latest(3) | ...'.")
+    wanted = read_keep(int(keep) if keep and keep.isdecimal() and len(keep) < 19 else keep, "--keep")
+    wanted = wanted if policy is None else parse_policy(policy)
     if not (off_line or unfinished or lost or named or wanted is not None):
         raise UsageError(
             "nothing is selected",

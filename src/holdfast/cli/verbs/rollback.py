@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast.catalog import StoredRun, describe_steps, find_owner
+from holdfast.cli.completion import RunPath
 from holdfast.cli.report import Report, name_fields, verb
 from holdfast.cli.screen import FAINT, GOOD
 from holdfast.cli.target import choose_step, find_target
@@ -17,7 +18,7 @@ from holdfast.witness.ring import remove_rings
 
 
 @verb("rollback")
-@click.argument("checkpoint", metavar="RUN@STEP", type=click.Path())
+@click.argument("checkpoint", metavar="RUN@STEP", type=RunPath())
 def command(report: Report, checkpoint: str) -> None:
     """Make an earlier step the newest one: the next start of the job resumes there.
 

@@ -13,6 +13,7 @@ import click
 from msgspec import to_builtins
 
 from holdfast.catalog.survey import State
+from holdfast.cli.completion import RunPath
 from holdfast.cli.report import COUNT, SHARE, SIZE, Column, Report, manifest_fields, name_fields, text_columns, verb
 from holdfast.cli.screen import (
     FAINT,
@@ -40,7 +41,7 @@ from holdfast.witness.ring import read_ring
 
 
 @verb("show")
-@click.argument("run", metavar="RUN[@STEP]", type=click.Path())
+@click.argument("run", metavar="RUN[@STEP]", type=RunPath())
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option(
     "--depth", type=click.IntRange(0, 16), default=2, show_default=True, help="How many levels of the tree are shown."
@@ -162,7 +163,7 @@ def _show_heading(report: Report, heading: Heading, witness: Mapping[str, Any] |
     restart = f"; last restart: {last['text']}" if last else ""
     facts = {
         "directory": f"{heading.url}/{heading.directory}".rstrip("/"),
-        "committed": f"{local_time_text(at)}, {age_text(time.time() - at)}" if report.is_page else iso_text(at) or "?",
+        "saved": f"{local_time_text(at)}, {age_text(time.time() - at)}" if report.is_page else iso_text(at) or "?",
         "generation": f"{manifest.generation}{attempt}",
         "workers": str(manifest.world_size),
         "size": report.size(heading.size_bytes),
@@ -192,16 +193,17 @@ def _show_tree(report: Report, contents: Contents, depth: int) -> None:
 
     columns: list[Column[Line]] = [
         Column("object", label),
-        Column("arrays", lambda line: line.branch.leaves or None, COUNT),
+        Column("arrays", lambda line: line.branch.leaves or None, COUNT, may_go=4),
         Column("size", lambda line: line.branch.size_bytes if line.branch.leaves else None, SIZE),
-        Column("share", lambda line: share_text(line.branch.size_bytes, total_bytes), SHARE, style=FAINT),
-        Column("dtype", lambda line: (leaf := form(line)) and leaf.dtype, style=FAINT),
-        Column("shape", lambda line: (leaf := form(line)) and shape_text(leaf.shape), style=FAINT),
+        Column("share", lambda line: share_text(line.branch.size_bytes, total_bytes), SHARE, style=FAINT, may_go=3),
+        Column("dtype", lambda line: (leaf := form(line)) and leaf.dtype, style=FAINT, may_go=2),
+        Column("shape", lambda line: (leaf := form(line)) and shape_text(leaf.shape), style=FAINT, may_go=2),
         Column(
             "other values",
             lambda line: _values_text(objects.get(line.label), line.branch.leaves > 0) if line.depth == 0 else "",
             plain="OTHER VALUES",
             style=FAINT,
+            may_go=1,
         ),
     ]
     report.line()
@@ -215,8 +217,8 @@ def _show_largest(report: Report, contents: Contents, largest: int) -> None:
     title = "array" if len(leaves) <= largest else f"largest of {len(leaves)} arrays"
     columns: list[Column[tuple[str, StoredLeaf]]] = [
         Column(title, lambda leaf: leaf[0], plain=title.upper()),
-        Column("dtype", lambda leaf: leaf[1].dtype),
-        Column("shape", lambda leaf: shape_text(leaf[1].shape)),
+        Column("dtype", lambda leaf: leaf[1].dtype, may_go=1),
+        Column("shape", lambda leaf: shape_text(leaf[1].shape), may_go=1),
         Column("size", lambda leaf: leaf[1].size_bytes, SIZE),
     ]
     report.line()
@@ -230,11 +232,11 @@ def _show_arrays(report: Report, heading: Heading, arrays: Sequence[Array]) -> N
     in_one_file = len({(array.source, array.file) for array in arrays}) == 1
     columns: list[Column[Array]] = [
         Column("leaf", lambda array: array.stored.leaf),
-        Column("dtype", lambda array: array.stored.record.dtype),
+        Column("dtype", lambda array: array.stored.record.dtype, may_go=1),
         Column("shape", _box_text),
-        Column("size", lambda array: array.stored.record.end - array.stored.record.begin, SIZE),
-        Column("offset", lambda array: array.stored.record.begin, COUNT),
-        Column("file", lambda array: join(array.source, array.file), style=FAINT, on_page=not in_one_file),
+        Column("size", lambda array: array.stored.record.end - array.stored.record.begin, SIZE, may_go=1),
+        Column("offset", lambda array: array.stored.record.begin, COUNT, may_go=3),
+        Column("file", lambda array: join(array.source, array.file), style=FAINT, on_page=not in_one_file, may_go=2),
     ]
     report.table(columns, arrays)
     if in_one_file and report.is_page:

@@ -12,6 +12,7 @@ import click
 from holdfast.catalog import Catalog, StoredStep
 from holdfast.catalog.named_step import LATEST
 from holdfast.catalog.survey import State, find_damaged_records
+from holdfast.cli.completion import RunPath
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import Report, name_fields, problem_fields, verb
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, counted
@@ -24,7 +25,7 @@ from holdfast.restore.verify import Checked, CheckOutcome, CheckVerdict, judge_s
 
 
 @verb("verify")
-@click.argument("run", metavar="RUN[@STEP]", type=click.Path())
+@click.argument("run", metavar="RUN[@STEP]", type=RunPath())
 @click.option(
     "--all", "verify_all", is_flag=True, help="Read every checkpoint, also those that are not in the current lineage."
 )

@@ -98,6 +98,10 @@ class FollowedLoader:
         self.current: Any = None
         self.ahead: deque[Any] = deque()
 
+    def is_at_end(self, *, is_between: bool) -> bool:
+        """Returns True if the last batch of the pass is taken, those of a step to come left out."""
+        return self.done - (self.lead if is_between else 0) == self.total
+
     def read(self, *, is_within: bool, is_over: bool, is_between: bool) -> dict[str, Any]:
         """Returns the state to store: of the middle of a pass, or else of the next epoch if the present one is over."""
         lookahead, self.place.lookahead = self.place.lookahead, self.lead if is_between else 0
@@ -107,11 +111,13 @@ class FollowedLoader:
             self.place.lookahead = lookahead
         passes = 0 if is_over else self.passes + (self.is_left and not is_within)
         place = state if is_within else None if self.is_remade else {**state, "begin": None}
-        return {"facts": self.facts, "passes": passes, "trains": self.trains, "within": is_within, "place": place}
+        kept = {"facts": self.facts, "passes": passes, "trains": self.trains, "within": is_within, "place": place}
+        return {**kept, "ended": is_within and self.is_at_end(is_between=is_between)}
 
     def load(self, state: Mapping[str, Any], *, is_in_epochs: bool) -> None:
         """Continues at a stored state."""
         self.passes, self.trains = state["passes"], state["trains"]
+        self.total = self.place.outline()["total"]
         self.spent = self.passes if is_in_epochs else 0
         if state["place"] is not None:
             self.place.load_state_dict(state["place"])
@@ -367,16 +373,20 @@ class FollowedData:
     def has_taken_last(self) -> bool:
         """Returns True if the newest batch was the last one of an epoch, and none was asked for since."""
         one = self._newest
-        return self._is_in_epochs and one is not None and one.current is not None and self._is_at_end(one)
+        return (
+            self._is_in_epochs
+            and one is not None
+            and one.current is not None
+            and one.is_at_end(is_between=self.is_between)
+        )
 
     def count_complete(self) -> int:
-        """Returns how many epochs are complete; outside of epochs, how many passes of the first loader."""
-        if self._was_in_epochs or not self._loaders:
-            return self.epoch + self.has_taken_last()
-        return self._loaders[0].passes + self._is_at_end(self._loaders[0])
-
-    def _is_at_end(self, one: FollowedLoader) -> bool:
-        return one.done - (one.lead if self.is_between else 0) == one.total
+        """Returns how many epochs are complete, but for a validation; outside of epochs, passes of the first loader."""
+        ended = [state["passes"] + state.get("ended", False) for state in self._pending if state["trains"]]
+        ended += [one.passes + one.is_at_end(is_between=self.is_between) for one in self._loaders if self._counts(one)]
+        if self._was_in_epochs or not ended:
+            return self.epoch + (bool(ended) and all(ended))
+        return int(ended[0])
 
     def take_caveats(self) -> list[str]:
         """Returns what a restart has to do, or cannot, each once."""
@@ -470,4 +480,4 @@ register_adapter(FollowedData, _FollowedAdapter())
 def _begin_again(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state of a loader that is not used yet, at the beginning of an epoch."""
     place = None if state["place"] is None else {**state["place"], "begin": None}
-    return {**state, "passes": 0, "within": False, "place": place}
+    return {**state, "passes": 0, "within": False, "ended": False, "place": place}

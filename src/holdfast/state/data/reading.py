@@ -62,7 +62,6 @@ class ReadPlace:
         if not is_iterable and not callable(data):
             raise UsageError(f"run.batches needs an iterable, such as a DataLoader or a list, got {name}")
         self._data, self._name = data, name
-        self._is_iterable = is_iterable
         # The state of a stream of `datasets` leaves out what is in its shuffle buffer.
         self._keeps_own = not kind.__module__.startswith("datasets.") and _find_state(data) is not None
         self._own = _find_state(data) if self._keeps_own else None
@@ -71,6 +70,8 @@ class ReadPlace:
         self.caveat = "" if self._keeps_own or kind in (list, tuple, range) else describe_reading(name, _QUICKER)
         self.resumes, self.lookahead = False, 0
         self._taken = 0
+        # How many passes have begun, including those of earlier processes, and how many iterators were made for them.
+        self._begun = self._made = 0
         # True if batches draw from the generators of the process; None before that is known.
         self._draws: bool | None = False if kind in (list, tuple, range) else None
         self._begin: dict[str, Any] | None = None
@@ -90,17 +91,21 @@ class ReadPlace:
         if self._restored is not None:
             return dict(self._restored)  # Nothing was taken since it was restored.
         state = {"begin": self._begin, "taken": self.outline()["taken"], "stream": None, "draws": self._draws}
-        state["parts"] = self._read_parts()
-        if self._begin is not None and self._own is not None:
+        state |= {"parts": self._read_parts(), "begun": self._begun}
+        if self._own is not None and (self._keeps_own or self._begin is not None):
             state["stream"] = self._states[0] if self.lookahead and self._states else self._own.read()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `LoaderPlace`."""
         self._restored, self._begin, self.resumes = state, None, state["begin"] is not None
-        self._draws = state["draws"]
-        if self._attributes is not None and not self.resumes:
+        self._draws, self._begun = state["draws"], state["begun"] - self.resumes
+        if self.resumes:
+            return
+        if self._attributes is not None:
             self._attributes.write(state["parts"])
+        if self._keeps_own and self._own is not None and state["stream"] is not None:
+            self._own.write(state["stream"])
 
     def forget(self) -> None:
         """See `LoaderPlace`."""
@@ -134,7 +139,11 @@ class ReadPlace:
         """Begins a pass; at a state of its own, if there is one."""
         if self._keeps_own and self._own is not None and stream is not None:
             self._own.write(stream)
-        batches: Iterator[Any] = iter(self._data if self._is_iterable else self._data())
+        is_function = not hasattr(self._data, "__iter__") and callable(self._data)
+        batches: Iterator[Any] = iter(self._data() if is_function else self._data)
+        self._begun, self._made = self._begun + 1, self._made + 1
+        while self._made < self._begun and type(self._data).__module__.startswith("tensorflow."):
+            batches, self._made = iter(self._data), self._made + 1  # A shuffle of tf.data draws a seed for each.
         if not self._keeps_own and (own := _find_state(batches)) is not None:
             self._own, self.caveat = own, ""
             if stream is not None:
