@@ -132,9 +132,9 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
-    "training": 2639,
+    "training": 2661,
     # The ring of repeated steps.
-    "witness": 644,
+    "witness": 652,
 }
 """How many lines a package may have, with what it does. A commit that raises one lowers another, or says in its message
 which feature is worth it.
