@@ -86,3 +86,17 @@ def test_directory_with_the_name_of_a_step_is_taken_by_its_name(tmp_path: Path) 
     save(tmp_path / "one@best", 1)
     for place in (f"{tmp_path}/one@best", f"{tmp_path}/one@best@latest"):
         assert call("show", place).stdout.startswith(f"{tmp_path}/one@best  step 5  newest\n")
+
+
+def test_prune_keeps_a_number_of_steps_or_those_newer_than_a_time(runs: Path) -> None:
+    def list_removed(keep: str) -> list[int]:
+        plan = call_json("prune", runs / "none", "--keep", keep, "--dry-run")
+        return [one["step"] for one in plan["remove"]]
+
+    assert list_removed("3") == [1, 2]
+    assert list_removed("7 days") == []
+    assert list_removed("1ms") == [1, 2, 3, 4]
+    for wrong in ("0", "7x", "3 steps"):
+        code, said = complaint("prune", runs / "none", "--keep", wrong, "--dry-run")
+        assert code == ExitCode.USAGE
+        assert f"--keep {wrong!r} is neither a number from 1 nor a time" in said

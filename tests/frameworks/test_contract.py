@@ -293,7 +293,7 @@ def test_a_mismatch_shows_the_users_frames_alone(tmp_path: Path, name: str) -> N
     assert re.search(r"\d saves?; training stopped for .* \(\d.* %\); 1 checkpoint, [\d.]+ kB\n", said), said
     frames = re.findall(r'  File "(.*?)", line', error)
     assert [Path(name).name for name in frames] == ["refitted.py"] * 2, error
-    assert "MismatchError: step 3 does not fit" in error
+    assert re.search(r"MismatchError: step \d does not fit", error)
     assert "Traceback" not in error
 
 

@@ -131,7 +131,8 @@ def _write_error(ctx: click.Context, fields: dict[str, Any]) -> None:
 def holdfast() -> None:
     """Inspect and manage the checkpoints of training jobs.
 
-    RUN is the directory that a job saves into, and RUN@STEP is one of its checkpoints. Every verb has a --help.
+    RUN is the directory that a job saves into, and RUN@STEP is one of its checkpoints, such as runs/gpt@500, @latest
+    or @best:val_loss. Every verb has a --help.
     """
 
 

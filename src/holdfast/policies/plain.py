@@ -59,19 +59,18 @@ def _parse_rhythm(text: str) -> tuple[float | None, type[Steps | Epochs | Second
     return parse_time(text), Auto if text == "auto" else Seconds
 
 
-def read_keep(value: Any, name: str = "keep") -> RetentionPolicy | None:
-    """**Pure.** Returns the policy for the argument `keep`, which errors call `name`; None for None.
+def read_keep(value: Any) -> RetentionPolicy | None:
+    """**Pure.** Returns the policy for the argument `keep`; None for None.
 
     Args:
         value: A policy, the number of newest checkpoints to keep, or text: a time such as "7 days" for all that are
             newer, or "all".
-        name: The argument.
 
     Raises:
         OutOfRangeError: If it is a number below 1, or no time at all.
         UsageError: If it is something else.
     """
-    if value is None or _is_policy(name, value, "choose_kept"):
+    if value is None or _is_policy("keep", value, "choose_kept"):
         policy: RetentionPolicy | None = value
         return policy
     is_text = isinstance(value, str)
@@ -81,7 +80,7 @@ def read_keep(value: Any, name: str = "keep") -> RetentionPolicy | None:
     if number is not None and number > 0:
         return Newer(number) if is_text else Latest(int(number))
     raise (UsageError if number is None else OutOfRangeError)(
-        f"{name} must be a policy such as holdfast.Latest(3), a number of checkpoints such as 3, or text such as "
+        "keep must be a policy such as holdfast.Latest(3), a number of checkpoints such as 3, or text such as "
         f'"7 days" or "all", got {type(value).__name__} {value!r}',
         hint="The policies are Latest, EveryN, EveryHours, Best, Newer and All.",
     )

@@ -85,7 +85,12 @@ def command(
     named = [text.strip() for text in steps.split(",") if text.strip()]
     if keep is not None and policy is not None:
         raise UsageError("--keep and --policy cannot be combined", hint="Write --policy 'Latest(3) | ...'.")
-    wanted = read_keep(int(keep) if keep and keep.isdecimal() and len(keep) < 19 else keep, "--keep")
+    try:
+        wanted = read_keep(int(keep) if keep and keep.isdecimal() and len(keep) < 19 else keep)
+    except UsageError as error:
+        raise UsageError(
+            f"--keep {keep!r} is neither a number from 1 nor a time", hint="Write --keep 3, or 7d."
+        ) from error
     wanted = wanted if policy is None else parse_policy(policy)
     if not (off_line or unfinished or lost or named or wanted is not None):
         raise UsageError(
