@@ -154,12 +154,16 @@ def test_a_new_batch_size_gives_the_rest_of_the_epoch(tmp_path: Path, caplog: py
 
 
 NO_DATA: Any = 5
+SAMPLED: DataLoader[Any] = DataLoader(
+    TensorDataset(torch.arange(5.0)), batch_sampler=holdfast.ResumableSampler(5, batch_size=2)
+)
 REFUSED: dict[str, tuple[Callable[[holdfast.Run], object], str]] = {
     "iterator": (lambda run: run.batches(iter(DATA)), "the iterator list_iterator"),
     "generator": (lambda run: run.batches(one for one in DATA), "run.batches\\(read\\)"),
     "no data": (lambda run: run.batches(NO_DATA), "got int"),
     "empty": (lambda run: next(run.batches([])), "list has no batches"),
     "named": (lambda run: run.batches(run.checkpoint["loader"]), "is saved by its name"),
+    "sampled": (lambda run: run.batches(SAMPLED), "keeps its own place"),
     "named epochs": (lambda run: run.epochs(2), "loader.epochs\\(2\\)"),
 }
 

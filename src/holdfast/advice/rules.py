@@ -374,7 +374,7 @@ RULES: Final = (
         Advisor._find_kept_number,
         "{name} is saved as the number {value}, and nothing has set it since: if the loop has its own variable, a "
         "restart begins with the old value. Set checkpoint.{name} in the loop (run.checkpoint, if run is resumable's) "
-        "and start from it, or take the epochs from a ResumableDataLoader's epochs()",
+        "and start from it, or take the epochs from run.epochs(n)",
     ),
     Rule(
         Moment.FIRST_END,

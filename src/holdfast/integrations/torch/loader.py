@@ -408,24 +408,10 @@ class LoaderAdapter(SamplerAdapter):
         return super().facts_of_batches(obj) or describe_loader(obj)
 
     def make_place(self, obj: Any) -> Any:
-        """See `Adapter`.
+        """See `Adapter`."""
+        from holdfast.integrations.torch.places import follow_loader
 
-        Raises:
-            UsageError: If accelerate, or one of holdfast's integrations, iterates the loader.
-        """
-        from holdfast.integrations.torch.places import DataPlace
-
-        place = getattr(obj, "__dict__", {}).get("_place")
-        if not issubclass(type(obj), DataLoader) or not getattr(place, "is_driven", True):
-            raise UsageError(
-                f"run.batches cannot follow this {type(obj).__name__}, which is prepared or followed already",
-                hint="Iterate it directly, in a run of holdfast.accelerate.resumable(accelerator, ...).",
-            )
-        if place is not None:
-            place.forget()
-            return place
-        is_plain = type(obj).__iter__ is DataLoader.__iter__ or type(obj).__name__ == "StatefulDataLoader"
-        return DataPlace(obj, is_driven=True) if is_plain else None
+        return follow_loader(obj)
 
     def gives_batches(self, obj: Any, path: str) -> bool:
         """See `Adapter`. One that has not begun is not asked for its state, because that would start its workers."""

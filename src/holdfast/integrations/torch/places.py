@@ -42,6 +42,7 @@ from holdfast.integrations.torch.loader import (
     signals_blocked,
 )
 from holdfast.state.data.replay import Taken, Watched, Way, describe_change, describe_reading, read_past
+from holdfast.state.data.sampler import ResumableSampler
 
 _PASSED_ON: Final = ("num_workers", "pin_memory", "timeout", "multiprocessing_context")
 
@@ -268,6 +269,31 @@ class DataPlace(Watched):
             except GeneratorExit:
                 self._is_left = True
                 raise
+
+
+def follow_loader(loader: Any) -> DataPlace | None:
+    """Follows a loader that only `start` drives; None if it iterates in its own way.
+
+    Raises:
+        UsageError: If accelerate, one of holdfast's integrations or a `ResumableSampler` keeps its place.
+    """
+    place: DataPlace | None = getattr(loader, "__dict__", {}).get("_place")
+    if not issubclass(type(loader), DataLoader) or not (place is None or place.is_driven):
+        raise UsageError(
+            f"run.batches cannot follow this {type(loader).__name__}, which is prepared or followed already",
+            hint="Iterate it directly, in a run of holdfast.accelerate.resumable(accelerator, ...).",
+        )
+    if isinstance(loader.batch_sampler, ResumableSampler):
+        raise UsageError(
+            "the ResumableSampler of this DataLoader keeps its own place: run.batches cannot follow it as well",
+            hint="Create the loader with shuffle=True or a sampler of yours; or pass it to resumable, loader=loader, "
+            "and iterate sampler.batches(loader).",
+        )
+    if place is not None:
+        place.forget()
+        return place
+    is_plain = type(loader).__iter__ is DataLoader.__iter__ or type(loader).__name__ == "StatefulDataLoader"
+    return DataPlace(loader, is_driven=True) if is_plain else None
 
 
 class _FollowedLoader(DataLoader[Any]):
