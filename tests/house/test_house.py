@@ -112,7 +112,7 @@ BUDGETS = {
     # Sessions of Ray.
     "integrations/ray": 522,
     # Modules, optimizers, tensors, meshes, loaders, and the position in a loader that is only followed.
-    "integrations/torch": 4209,
+    "integrations/torch": 4211,
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3287,
     # Saving and retention, as pure functions.
@@ -126,7 +126,7 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5784,
     # A tree of objects taken apart, captured, and matched.
-    "state": 7162,
+    "state": 7177,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 3014,
     # Contracts for storages and clusters of others.

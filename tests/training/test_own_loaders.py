@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,56 @@ def test_wrong_uses_are_refused_with_what_to_write_instead(name: str, tmp_path: 
     loop, text = REFUSED[name]
     with pytest.raises(UsageError, match=text):
         train(tmp_path, loop, loader=holdfast.ResumableDataLoader(DATA, 2))
+
+
+class Batches:
+    """A batch sampler without a length, which torch allows."""
+
+    def __iter__(self) -> Any:
+        yield from ([0, 1], [2, 3], [4])
+
+
+def take_steps(directory: Path, way: str, stop: int) -> list[tuple[int, int]]:
+    """Trains in two phases, or with loaders that look the same, and stops in the middle of a step."""
+    data = TensorDataset(torch.arange(20))
+    first, second = DataLoader(data, 4), DataLoader(data, 4)
+    third = DataLoader(data, batch_sampler=Batches())
+    seen: list[tuple[int, int]] = []
+
+    def step(batch: Any) -> None:
+        seen.append((run.step, int(batch[0][0])))
+        if run.step == stop:
+            raise InterruptedError
+        run.finish_step()
+
+    with holdfast.resumable(directory, w=torch.zeros(2), save_every=1) as run, suppress(InterruptedError):
+        if way == "warm-up" or (way == "warm-up left out" and run.step < 3):
+            for _, batch in zip(run.steps(3), run.batches(first), strict=False):
+                seen.append((run.step, int(batch[0][0])))
+        if way == "a look":
+            next(iter(run.batches(second)))
+        for epoch in run.epochs(3):
+            if way == "validation now and then" and epoch != 1:
+                list(run.batches(first))
+            for batch in run.batches(third if way == "no length" else second):
+                step(batch)
+        if way == "steps after the epochs":
+            batches = iter(run.batches(second))
+            while run.step < 24:
+                step(next(batches))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "warm-up", "warm-up left out", "a look", "validation now and then", "steps after the epochs", "no length",
+    ],
+)  # fmt: skip
+def test_phases_and_loaders_that_look_the_same_resume_where_they_were(tmp_path: Path, way: str) -> None:
+    untouched = take_steps(tmp_path / "untouched", way, -1)
+    found: dict[int, int] = {}
+    for stop in (2, 4, 7, 12, 17, 22, -1):
+        found.update(take_steps(tmp_path / "stopped", way, stop))
+    assert found == dict(untouched)
+    assert len(untouched) == len(dict(untouched))

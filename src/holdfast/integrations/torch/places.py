@@ -6,7 +6,7 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -139,7 +139,9 @@ class DataPlace(Watched):
         `total` is the number of batches of an epoch; None if it is not known, or workers share each batch.
         """
         is_unknown = self._data.length is None or self._is_dispatched
-        found: dict[str, Any] = {"total": None if is_unknown else len(self._loader)}
+        found: dict[str, Any] = {"total": None}
+        with suppress(TypeError):  # A batch sampler needs no length.
+            found["total"] = None if is_unknown else len(self._loader)
         state = self._restored if self._restored is not None and self._begin is None else None
         if state is not None and state["begin"]:
             return {**found, **{name: state.get(name) for name in ("taken", "ended", "sizes")}}

@@ -78,7 +78,7 @@ class FollowedLoader:
         taken: The batches that were taken in this process.
         done: Those of its pass in progress, including those before a restart.
         total: How many a pass has; None if that is not known.
-        epoch: The last epoch in which it was used; -1 for none.
+        used: The last epoch in which it was used, -1 for none; and as which of its loaders.
         trains: True if a step was counted in one of its passes. Others only evaluate.
         current: Its pass in progress; None for none.
         is_left: True if the program has left the pass by `break`.
@@ -93,7 +93,7 @@ class FollowedLoader:
         self.facts = [*(kind.removeprefix("Followed") for kind in kinds), *place.describe()]
         self.passes = self.spent = self.taken = self.done = self.lead = 0
         self.total: int | None = None
-        self.epoch = -1
+        self.used = (-1, 0)
         self.trains = self.is_left = self.is_remade = False
         self.current: Any = None
         self.ahead: deque[Any] = deque()
@@ -112,7 +112,13 @@ class FollowedLoader:
         passes = 0 if is_over else self.passes + (self.is_left and not is_within)
         place = state if is_within else None if self.is_remade else {**state, "begin": None}
         kept = {"facts": self.facts, "passes": passes, "trains": self.trains, "within": is_within, "place": place}
-        return {**kept, "ended": is_within and self.is_at_end(is_between=is_between)}
+        ended = is_within and self.is_at_end(is_between=is_between)
+        return {**kept, "ended": ended, "outside": self.is_outside}
+
+    @property
+    def is_outside(self) -> bool:
+        """True if it is used outside of epochs now, or was never used in one."""
+        return self.used[0] < 0 or isinstance(self.current, Iterator)
 
     def load(self, state: Mapping[str, Any], *, is_in_epochs: bool) -> None:
         """Continues at a stored state."""
@@ -201,6 +207,10 @@ class FollowedData:
             raise UsageError("run.epochs cannot be called inside of an epoch of run.epochs")
         if not self._was_in_epochs:
             self._end_epoch()  # What was taken before was outside of epochs.
+        for one in self._loaders:
+            if one.is_outside:
+                one.drop_pass()
+                one.passes = one.spent = 0
         while self.epoch < total:
             self._is_in_epochs, self._is_epoch_left, self._was_in_epochs = True, False, True
             try:
@@ -224,7 +234,8 @@ class FollowedData:
         self._check_workers()
         one = self._find(loader)
         if self._is_in_epochs:
-            one.epoch = self.epoch
+            if one.used[0] != self.epoch:
+                one.used = self.epoch, sum(other.used[0] == self.epoch for other in self._loaders)
             return LoaderBatches(self._pass_once(one), one)
         if one.current is None:
             one.current = self._pass_for_ever(one)
@@ -247,10 +258,12 @@ class FollowedData:
             adapter = adapter_of(loader)
             place = None if adapter is None else adapter.make_place(loader)
             found = FollowedLoader(loader, ReadPlace(loader) if place is None else place)
-        if self._was_in_epochs == self._is_in_epochs and (is_new or found.epoch < 0):
-            # Of the same kinds and sizes, or else of the same kinds: the batch size may have changed.
+        if is_new or found.used[0] < 0:
+            # Of the same kinds and sizes, or else of the same kinds: the batch size may have changed. What was used
+            # outside of epochs may be left out by the restarted program, or the other way round.
+            states = [one for one in self._pending if one.get("outside", False) != self._is_in_epochs]
             for facts in (found.facts, found.facts[:2]):
-                state = next((one for one in self._pending if one["facts"][: len(facts)] == facts), None)
+                state = next((one for one in states if one["facts"][: len(facts)] == facts), None)
                 if state is not None:
                     self._pending.remove(state)
                     found.load(state, is_in_epochs=self._is_in_epochs)
@@ -264,7 +277,7 @@ class FollowedData:
     def _add(self, loader: FollowedLoader) -> None:
         """Follows a loader, in place of the one of an earlier epoch if the program creates it again for each."""
         for number, one in enumerate(self._loaders):
-            if one.facts == loader.facts and self._is_in_epochs and 0 <= one.epoch < self.epoch:
+            if one.facts == loader.facts and self._is_in_epochs and 0 <= one.used[0] < self.epoch:
                 loader.trains, loader.is_remade = one.trains, True
                 self._loaders[number] = loader
                 return
@@ -305,7 +318,7 @@ class FollowedData:
             if not (one.done or was_within):
                 raise UsageError(f"{one.facts[0]} has no batches")
             one.passes, one.done = one.passes + 1, 0
-            if self._has_own_steps and not self._has_warned:
+            if (self._has_own_steps or self._has_unknown) and not self._has_warned:
                 self._has_warned = True
                 self.warn(_ENDLESS.format(name=one.facts[0]))
 
@@ -420,10 +433,12 @@ class FollowedData:
             and not (self.keeps_epoch or is_within or any(one.spent for one in self._loaders))
             and any(one.passes or one.is_left for one in self._loaders)
         )
-        loaders = [
-            one.read(is_within=is_in, is_over=is_over, is_between=self.is_between)
-            for one, is_in in zip(self._loaders, within, strict=True)
-        ]
+        # A restart repeats this epoch: its loaders come first, in the order in which it has used them.
+        by_use = sorted(
+            zip(self._loaders, within, strict=True),
+            key=lambda pair: (pair[0].used[0] != self.epoch, pair[0].used[1] if pair[0].used[0] == self.epoch else 0),
+        )
+        loaders = [one.read(is_within=is_in, is_over=is_over, is_between=self.is_between) for one, is_in in by_use]
         loaders += [_begin_again(state) if is_over else dict(state) for state in self._pending]
         epoch, was_in_epochs = self.epoch + is_over, self._was_in_epochs
         return {"epoch": epoch, "in_epochs": was_in_epochs, "within": is_within, "loaders": loaders}
