@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,18 @@ def found(records: list[dict[str, Any]], key: str) -> dict[int, Any]:
     return {record["rank"]: record[key] for record in records if key in record}
 
 
+def wait_until_watching(process: int) -> None:
+    """Waits until a worker watches the process of its neighbor, which it does from its second look at the store on."""
+    end_at = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < end_at:
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                if "pidfd" in str(descriptor.readlink()):
+                    return
+        time.sleep(0.01)
+    raise TimeoutError(f"process {process} watches no other")
+
+
 @pytest.mark.slow
 def test_worker_asked_to_leave_takes_other_along_and_both_restart(tmp_path: Path) -> None:
     with Workers(tmp_path) as workers:
@@ -65,6 +79,7 @@ def test_a_killed_worker_that_hosts_the_store_is_named(tmp_path: Path) -> None:
     with Workers(tmp_path) as workers:
         start_pair(workers, tmp_path / "run", "-")
         workers.wait_said(1, "reached", PATIENCE_SECONDS)
+        wait_until_watching(found(workers.records(1), "process")[1])
         workers.kill(0)
         assert workers.wait(PATIENCE_SECONDS, [1]) == [1], workers.report(1)
         assert "rank 0 has died: its process has ended" in workers.errors(1), workers.report(1)
