@@ -206,7 +206,10 @@ def test_state_that_a_restart_would_refuse_is_reported_at_first_save(
 
     with hf.resumable(tmp_path, **begin(), save_every=hf.Steps(1)) as run:
         kept, tree = run.checkpoint, run.checkpoint.tree
-        for step in run.steps(5):
+        for step in run.steps(2000):
+            # After a look that took long, as on a busy machine, some saves go without one.
+            if step > 4 and sum("A restart that" in text for text in caplog.messages) == 4:
+                run.stop()
             tree["seen"] = np.zeros(step)
             kept.number, kept.scalar, kept.later = np.ones(step), np.float64(step), {"a": np.ones(step)}
             if step == 2:
