@@ -350,6 +350,20 @@ def test_a_job_waits_for_one_that_is_leaving(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("refusing")
+def test_a_second_job_that_tolerates_failures_ends_and_does_not_train_in_vain(tmp_path: Path) -> None:
+    """A backup that fails is only reported; each one of a directory that another process has open would fail."""
+    run, weights = tmp_path / "run", np.ones(3)
+    with hf.WorkerTrainingState(run, hf.Checkpoint(weights=weights)) as state:
+        state.back_up(0).wait_committed()
+        second = run_program("back_up_on", run)
+        assert second.stdout == "trained 1\n", "the first one fails in the background"
+        assert second.returncode == 1
+        assert f"process {os.getpid()} on" in second.stderr
+        state.delete_backup()
+    assert not list(run.glob("step-*"))
+
+
+@pytest.mark.usefixtures("refusing")
 def test_a_job_that_was_killed_holds_up_no_other(tmp_path: Path) -> None:
     """Also while it is a zombie, and while a process that it had forked lives on."""
     run = tmp_path / "run"

@@ -124,11 +124,11 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2100,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5784,
+    "save": 5785,
     # A tree of objects taken apart, captured, and matched.
     "state": 7177,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 3014,
+    "storage": 3012,
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.

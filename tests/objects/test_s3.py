@@ -188,7 +188,7 @@ def test_saves_in_bad_weather_are_committed_whole_or_not_at_all(
         for step in call_json("list", url)["steps"]:
             assert step["state"] in ("living", "committed", "kept"), step
     assert sum(weather.made.values()) > 10, weather.made
-    assert FencedError not in causes, "nobody else has opened the run"
+    assert FencedError not in causes, "no other job has opened the run"
     manager.close()
 
 

@@ -22,6 +22,14 @@ def back_up(directory: str, epoch: str) -> None:
         print("backed up", epoch)
 
 
+def back_up_on(directory: str) -> None:
+    with hf.WorkerTrainingState(directory, hf.Checkpoint(weights=np.zeros(3))) as state:
+        state.restore()
+        for epoch in range(1, 4):
+            state.back_up(epoch)
+            print("trained", epoch)
+
+
 def delete_after(directory: str, *container: str) -> None:
     """Deletes the backups after another container has backed up: both are process 1 of theirs."""
     weights = np.zeros(3)

@@ -444,9 +444,10 @@ class PendingFailures:
     def take(self, *, last: bool) -> list[HoldfastError]:
         """Returns the failures to raise now, oldest first; they count as raised. The `last` call tolerates none."""
         with self._lock:
-            fenced = any(isinstance(error.__cause__, FencedError) for error in self._unraised)
+            # Of another job, or by a mistake: the next save would fail as well.
+            is_lasting = any(isinstance(error.__cause__, FencedError | UsageError) for error in self._unraised)
             counted, any_lost = self._failures_in_a_row, self._failures_in_a_row + self._changes_in_a_row > 0
-            tolerated = not last and not fenced and any_lost and counted <= self._failures_allowed
+            tolerated = not last and not is_lasting and any_lost and counted <= self._failures_allowed
             taken = [error for error in self._unraised if not (tolerated and isinstance(error, SaveFailedError))]
             self._unraised = [error for error in self._unraised if error not in taken]
             self._release_if_done()

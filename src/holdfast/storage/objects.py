@@ -52,8 +52,6 @@ _PAUSE_SECONDS: Final = 0.05
 
 _T = TypeVar("_T")
 
-# The answer to a create-only put may be lost. What the put that follows finds is recognized by its token.
-
 
 class ObjectStorage:
     """**Thread-safe.** A prefix of a bucket; see `Storage` for the contract of each method.
@@ -99,7 +97,7 @@ class ObjectStorage:
         split_path(path)
         check_size(size_bytes, path)
         with self.errors("write", path):
-            # Uploads in parts are not conditional. Nobody else writes this name.
+            # Uploads in parts are not conditional. No other attempt writes this name.
             try:
                 self._client.head(self._store, path)
             except FileNotFoundError as error:
