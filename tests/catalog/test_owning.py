@@ -350,7 +350,7 @@ def test_a_job_waits_for_one_that_is_leaving(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("refusing")
-def test_a_second_job_that_tolerates_failures_ends_and_does_not_train_in_vain(tmp_path: Path) -> None:
+def test_a_second_job_that_tolerates_failures_does_not_train_in_vain(tmp_path: Path) -> None:
     """A backup that fails is only reported; each one of a directory that another process has open would fail."""
     run, weights = tmp_path / "run", np.ones(3)
     with hf.WorkerTrainingState(run, hf.Checkpoint(weights=weights)) as state:
