@@ -97,11 +97,20 @@ def commit(
             path=name.manifest_path,
             hint="Two jobs act as the same job; give each its own directory.",
         )
-    run.check_fence(name.generation)
-    run.check_in_place(name.generation, token)
+    check_counts(run, manifest, name.generation, token)
+    return manifest
+
+
+def check_counts(run: StoredRun, manifest: Manifest, generation: int, token: str) -> None:
+    """**Blocks.** Checks that a step whose manifest has just been published counts; raises as `commit` does.
+
+    `generation` is the newest one that may have been opened, and `token` that of its opener.
+    """
+    run.check_fence(generation)
+    if generation:
+        run.check_in_place(generation, token)
     if manifest.references:
         _check_references(run, manifest)
-    return manifest
 
 
 def _check_references(run: StoredRun, manifest: Manifest) -> None:
