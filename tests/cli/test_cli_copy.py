@@ -49,7 +49,7 @@ def save(place: str | Path | Storage, steps: Iterable[int], **options: object) -
             manager.save(step, metrics={"loss": 1 / step}, metadata={"note": f"after {step}"})
 
 
-def test_copy_has_the_bytes_of_the_lineage_and_a_second_one_only_what_is_new(run: Path, tmp_path: Path) -> None:
+def test_copy_has_the_bytes_of_the_lineage_and_a_second_what_is_new(run: Path, tmp_path: Path) -> None:
     copied = call_json("copy", run, there := f"file://{tmp_path}/there")
     assert [(one["step"], one["outcome"]) for one in copied["steps"]] == [
         (step, "copied") for step in (100, 200, 250, 300)
@@ -119,7 +119,7 @@ def test_copy_that_ends_at_any_call_leaves_whole_steps_and_goes_on(
         assert list_files(inner).keys() - temporary == list_files(whole).keys()
 
 
-def test_job_that_begins_in_the_destination_ends_the_copy_and_loses_nothing() -> None:
+def test_job_that_begins_in_the_destination_ends_the_copy() -> None:
     source = MemoryStorage("source")
     save(source, (1, 2, 3))
     untouched = Interrupted()
@@ -262,7 +262,7 @@ def test_what_cannot_be_copied_is_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_step_that_differs_stays_and_a_copy_with_which_a_job_went_on_is_refused(run: Path, tmp_path: Path) -> None:
+def test_step_that_differs_stays_and_a_copy_that_went_on_is_refused(run: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     call("copy", run, there)
     with holdfast.CheckpointManager(tmp_path / "other", holdfast.Checkpoint(**make_objects(1))) as manager:

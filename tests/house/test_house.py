@@ -90,7 +90,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1501,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2324,
+    "catalog": 2315,
     # Twelve verbs, each with one report for a page, a pipe and JSON.
     "cli": 3910,
     # Joining, the store, failures of workers, a barrier.
@@ -122,7 +122,7 @@ BUDGETS = {
     # Threads, terminal, interrupts, end of the process.
     "process": 911,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
-    "restore": 2493,
+    "restore": 2496,
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5785,
     # A tree of objects taken apart, captured, and matched.

@@ -97,23 +97,14 @@ def commit(
             path=name.manifest_path,
             hint="Two jobs act as the same job; give each its own directory.",
         )
-    check_counts(run, manifest, name.generation, token)
+    run.check_fence(name.generation)
+    run.check_in_place(name.generation, token)
+    if manifest.references:
+        check_references(run, manifest)
     return manifest
 
 
-def check_counts(run: StoredRun, manifest: Manifest, generation: int, token: str) -> None:
-    """**Blocks.** Checks that a step whose manifest has just been published counts; raises as `commit` does.
-
-    `generation` is the newest one that may have been opened, and `token` that of its opener.
-    """
-    run.check_fence(generation)
-    if generation:
-        run.check_in_place(generation, token)
-    if manifest.references:
-        _check_references(run, manifest)
-
-
-def _check_references(run: StoredRun, manifest: Manifest) -> None:
+def check_references(run: StoredRun, manifest: Manifest) -> None:
     """**Blocks.** Checks that the steps to which a step refers are still committed; else takes it back.
 
     A crash in here leaves a step that no caller knows of, and that a restore may find damaged and skip.

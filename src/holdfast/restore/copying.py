@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from holdfast.catalog import RunLock, StoredRun, make_lost_error
-from holdfast.catalog.publish import check_counts
+from holdfast.catalog.publish import check_references
 from holdfast.catalog.survey import Found, State, look_at_step
 from holdfast.errors import DamageError, FencedError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.format.digests import digest, unseal
@@ -353,7 +353,10 @@ class RunCopier:
                 hint="A job saves there. Stop it, or copy into a new place.",
             )
         self._check_same_step(found, manifest)
-        check_counts(goal, manifest, self._generation, self._token)
+        self._check_unpassed(name)
+        if self._generation:
+            goal.check_in_place(self._generation, self._token)
+        check_references(goal, manifest)
         goal.step(name).renew_copy()
 
     def _check_unpassed(self, name: StepName) -> None:

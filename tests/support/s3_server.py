@@ -1,4 +1,4 @@
-"""A real S3 server for the tests of this folder."""
+"""A real S3 server for tests: the fixtures `server` and `url`."""
 
 from __future__ import annotations
 
