@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from command_line import call_json
 from holdfast.process.progress import LongRead
 from holdfast.training.announcements import is_slip
-from command_line import call_json
 from mounts import mounted
 from patience import PATIENCE_SECONDS
 

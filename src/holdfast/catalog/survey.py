@@ -245,7 +245,7 @@ def _find_misfits(directory: str, manifest: Manifest, sizes: dict[str, int]) -> 
 
 
 def _size_bytes(storage: Storage, directory: str) -> int:
-    """Returns the size of all files but the records of a commit, so that it is that of the checkpoint if it is whole."""
+    """Returns the size of all files but the records of a commit: that of the checkpoint if it is whole."""
     listed = storage.list(directory)
     return sum(one.size_bytes for one in listed if is_part(one.name) or not is_own_file(one.name))
 

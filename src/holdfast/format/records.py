@@ -138,7 +138,7 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
     @property
     def size_bytes(self) -> int:
         """The size of the checkpoint: that of its data files and indexes."""
-        return self.data_bytes + sum(worker.index_bytes for worker in self.workers)
+        return self.facts.size_bytes
 
     @property
     def referred_bytes(self) -> int:
@@ -148,8 +148,9 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
     @property
     def facts(self) -> StepFacts:
         """The part of it by which retention judges."""
+        size_bytes = sum(worker.data_bytes + worker.index_bytes for worker in self.workers)
         references = tuple((one.step, one.generation, one.attempt) for one in self.references)
-        return StepFacts(self.committed_at_unix_seconds, self.size_bytes, self.metrics, references)
+        return StepFacts(self.committed_at_unix_seconds, size_bytes, self.metrics, references)
 
 
 MAX_LATE_METRICS: Final = 100

@@ -179,7 +179,7 @@ class Retention:
             self._until_measured -= 1
             if not self._until_measured:
                 present = len(plan.keep) + (catalog.spare_bytes is not None)
-                shortage = self._find_shortage(manifest.size_bytes, present, len(set(protected) - {newest}))
+                shortage = self._find_shortage(manifest.facts.size_bytes, present, len(set(protected) - {newest}))
         return Cleaning(
             dict(plan.keep),
             tuple(removed),
