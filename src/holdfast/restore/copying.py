@@ -204,7 +204,7 @@ class RunCopier:
             # A job that has begun there removes what it takes for the remains of a save.
             self._check_unpassed(name)
             raise
-        return manifest.data_bytes
+        return manifest.size_bytes
 
     def record_base(self, generation: int) -> None:
         """**Blocks.** Copies the record of the step from which a generation began, if it has one."""
