@@ -192,3 +192,30 @@ def test_bucket_that_is_mounted_is_named_with_what_to_do(server: CephServer, url
     cause = saved.value.__cause__
     for hint in (caught.value.hint, found["findings"][0]["hint"], getattr(cause, "hint", saved.value.hint)):
         assert "mounted by s3fs, without atomic renames and links. Use s3:// instead" in hint
+
+
+def test_list_shows_the_runs_below_a_prefix_and_completion_offers_them(url: str) -> None:
+    for name in ("b", "a", "deep/c"):
+        save(f"{url}/{name}", 1, 2)
+    open_storage(url).write("notes.txt", b"no run")
+    found = call_json("list", url)["runs"]
+    assert [(one["run"], one["newest_step"], one["steps"]) for one in found] == [
+        (f"{url}/{name}", 2, 2) for name in ("a", "b", "deep/c")
+    ]
+    assert f"{url}/deep/c" in call("list", url.removesuffix("/run")).stdout
+    assert [one["run"] for one in call_json("list", f"{url}/a", f"{url}/b")["runs"]] == [f"{url}/a", f"{url}/b"]
+    assert f"It holds runs: {url}/a" in call("verify", url).stderr
+    assert "is empty" in call("list", f"{url}/nothing").stderr
+    variables = {"COMP_WORDS": f"holdfast show {url}/", "COMP_CWORD": "2", "_HOLDFAST_COMPLETE": "zsh_complete"}
+    offered = subprocess.run([PROGRAM], env={**os.environ, **variables}, capture_output=True, text=True, check=True)
+    assert [line for line in offered.stdout.splitlines() if "://" in line] == [
+        f"{url}/{name}" for name in ("a", "b", "deep")
+    ]
+
+
+def test_rollback_in_a_bucket_is_undone_by_the_line_that_it_prints(url: str) -> None:
+    save(url, 1, 2, 3)
+    undo = next(line for line in call("rollback", f"{url}@1").stdout.splitlines() if "to undo this" in line)
+    assert steps_of(open_storage(url)) == [1]
+    assert call(*undo.partition("holdfast ")[2].split()).exit_code == 0
+    assert steps_of(open_storage(url)) == [1, 2, 3]

@@ -61,7 +61,7 @@ class BucketExamination:
 
     @property
     def remains_rule(self) -> str:
-        """How remains of uploads are removed."""
+        """The way to remove remains of uploads."""
         scheme, _, rest = self.storage.url.partition("://")
         return _REMAINS[scheme].format(bucket=rest.partition("/")[0])
 

@@ -1,4 +1,4 @@
-"""What `holdfast doctor` finds."""
+"""The findings of `holdfast doctor`."""
 
 from __future__ import annotations
 

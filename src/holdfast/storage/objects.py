@@ -69,6 +69,7 @@ class ObjectStorage:
         is_shared=True,
         names_are_consistent=True,
         read_parallel=_READS_AT_ONCE,
+        replaces=True,
     )
     location = None
 
@@ -135,6 +136,12 @@ class ObjectStorage:
             path=path,
             hint="Wait a moment and start again.",
         )
+
+    def replace(self, path: str, data: bytes) -> None:
+        """**Blocks.** Puts a small object, in place of an older one if there is one."""
+        split_path(path)
+        with self.errors("write", path):
+            self._client.put(self._store, path, data)
 
     def read(self, path: str, limit_bytes: int) -> bytes:
         """**Blocks.** Reads a whole small file; see `Storage`."""

@@ -110,7 +110,8 @@ class LocalStorage:
     def make_directory(self, path: str) -> None:
         """**Blocks.** Creates a directory, and those above it, durably; see `Storage`."""
         parts = split_directory(path)
-        if hint := find_mount(self._root).bucket_hint:
+        # Once, before training begins; what is published says it, too.
+        if not parts and (hint := find_mount(self._root).bucket_hint):
             raise StorageError(f"{self._root} is in a mounted bucket, and on no disk", path=path, hint=hint)
         with as_storage_errors("make the directory", path, self._root):
             self._make_root()

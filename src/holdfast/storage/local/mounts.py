@@ -33,7 +33,7 @@ class Mount(NamedTuple):
 
     @property
     def bucket_hint(self) -> str:
-        """What to do if it is a bucket, with the program that mounts it; empty if it is none."""
+        """Advice if it is a bucket, with the program that mounts it; empty if it is none."""
         names = {self.kind.partition(".")[2], self.source} if self.kind.partition(".")[0] == "fuse" else set()
         for program in sorted(names & _URLS.keys()):
             return (
