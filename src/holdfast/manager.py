@@ -220,7 +220,8 @@ class CheckpointManager:
     def describe_cost(self, *, keeps: bool = True) -> str:
         """**Blocks** for a moment at most, for the clean-up after the newest save. Describes what saving has cost.
 
-        Without the checkpoints if it `keeps` none. Empty if nothing was saved since a run was entered, on all workers but the leader, and if the run is quiet.
+        Without the checkpoints if it `keeps` none. Empty if nothing was saved since a run was entered, on all workers
+        but the leader, and if the run is quiet.
         """
         if self.emit.entered_at is None:
             return ""

@@ -444,7 +444,7 @@ def test_a_file_that_was_cut_off_and_a_whole_module_are_named_so(tmp_path: Path)
         path.write_bytes(whole[:size])
         refuse(path, text)
     torch.save({"net": torch.nn.Linear(1, 1)}, path)
-    with pytest.raises(errors.FormatError, match="net is a .*Linear") as refused:
+    with pytest.raises(errors.FormatError, match=r"net is a .*Linear") as refused:
         hf.import_checkpoint(path, "memory://module")
     assert refused.value.hint.startswith("Save its state_dict")
 

@@ -55,12 +55,12 @@ from holdfast.storage.checks import choose_piece_bytes
 from holdfast.tracebacks import short_traceback
 
 _MODULE: Final = (
-    "Save its state_dict: load the file with torch, if you trust it, and write torch.save({'model': model.state_dict()}, "
-    "'new.pt')."
+    "Save its state_dict: load the file with torch, if you trust it, and write "
+    "torch.save({'model': model.state_dict()}, 'new.pt')."
 )
 _UNKNOWN: Final = (
-    "Nothing in the file was executed. Leave such values out with --skip-unknown (skip_unknown=True), or choose what to "
-    "import, such as --only model --only optimizer."
+    "Nothing in the file was executed. Leave such values out with --skip-unknown (skip_unknown=True), or choose what "
+    "to import, such as --only model --only optimizer."
 )
 _STEP_NAMES: Final = ("step", "global_step", "iter_num", "iteration", "iter", "num_updates")
 """The names that programs give to the number of their steps, at the top of a file."""

@@ -308,7 +308,7 @@ class WorkerTrainingState:
             self._warn(text)
         if self._loop is not None:
             self._loop.guard.close()
-        had_backup, manager = self.saved is not None, None if self._loop is None else self._loop.manager
+        had_backup, manager = self.saved is not None, self._manager
         self._watch.finish("a restart would have started from the beginning")
         clearing = self._together.clear(self._storage, self._backups.generation, keeps_files=began_from is not None)
         self._loop, self._backups = None, Backups(clearing.generation or self._backups.generation)
@@ -418,6 +418,10 @@ class WorkerTrainingState:
                     self._explain_to_others(error)
                 self._loop.manager.__exit__(kind, error, trace)
 
+    @property
+    def _manager(self) -> CheckpointManager | None:
+        return None if self._loop is None else self._loop.manager
+
     @contextmanager
     def _ending(self, error: BaseException | None) -> Iterator[None]:
         """Signs off from the other workers after the body has closed the manager, unless the close will be retried."""
@@ -435,7 +439,7 @@ class WorkerTrainingState:
                 self._watch.finish("nothing was saved", is_error=True)
             yield
             if error is None and self._backups.began_from is None and self.saved is not None:
-                self._announcements.end_epochs(self._loop and self._loop.manager, self.saved)
+                self._announcements.end_epochs(self._manager, self.saved)
         except DeadlineError:
             raise
         except BaseException as failure:
