@@ -122,7 +122,7 @@ BUDGETS = {
     # Threads, terminal, interrupts, end of the process.
     "process": 912,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
-    "restore": 2500,
+    "restore": 2503,
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5898,
     # A tree of objects taken apart, captured, and matched.
