@@ -16,11 +16,11 @@ from holdfast.process.exit import register_drain, unregister_drain
 from holdfast.process.latch import Latch, start_thread
 
 _MOST_BYTES: Final = 4 << 20
-"""What is kept of a job's events: some tens of thousands, the newest."""
+"""The newest events of a job are kept up to this size: some tens of thousands."""
 _FIRST_SECONDS: Final = 1.0
 _WRITE_SECONDS: Final = 60.0
 _END_SECONDS: Final = 5.0
-"""How long the end of a job waits for its last events."""
+"""The end of a job waits so long for its last events."""
 
 
 class ObjectJournal:
