@@ -90,7 +90,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1503,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2323,
+    "catalog": 2342,
     # Twelve verbs, each with one report for a page, a pipe and JSON.
     "cli": 4233,
     # Joining, the store, failures of workers, a barrier.
