@@ -90,7 +90,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1501,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2315,
+    "catalog": 2347,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 3743,
     # Joining, the store, failures of workers, a barrier.
@@ -124,13 +124,13 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification.
     "restore": 2100,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5785,
+    "save": 5787,
     # A tree of objects taken apart, captured, and matched.
     "state": 7177,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 3012,
+    "storage": 3029,
     # Contracts for storages and clusters of others.
-    "testing": 1145,
+    "testing": 1169,
     # The run, its loop, the handler, the state of workers.
     "training": 2661,
     # The ring of repeated steps.
