@@ -212,6 +212,7 @@ class Run:
         self._phase = _Phase.NEW
         self._counts_own = False
         self._process = os.getpid()
+        manager.lineage.restored_by = "holdfast.resumable(...)"
         self._unentered = weakref.finalize(self, warn_never_entered, self._announcements.place, self._process)
 
     @property
@@ -582,6 +583,7 @@ class Run:
         self._total = total
 
     def _end_steps(self) -> None:
+        self._loop.watch.may_predict = True
         self._loop.save_last()
         self._guard.inbox.patient = False
         self._guard.pause(self._loop.count.done, saved=self._loop.count.find(self._loop.count.done))
