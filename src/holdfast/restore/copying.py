@@ -263,7 +263,10 @@ class RunCopier:
         whole = {index.rank for index in written if opened.data_path(index.rank) not in damaged}
         stale = [index.rank for index in opened.indexes if index.rank not in whole]
         names = (name(rank, manifest.world_size) for rank in stale for name in (index_name, data_name))
-        storage.delete(f"{directory}/{name}" for name in names if name in there)
+        if left := [f"{directory}/{name}" for name in names if name in there]:
+            if self._goal.step(opened.name).is_committed():  # By another copy, just now.
+                raise StorageError(f"{self._goal.url}: another copy writes there", path=directory)
+            storage.delete(left)
         return whole
 
     def _copy_files(self, opened: OpenedStep, progress: Callable[[int], None]) -> None:
@@ -354,14 +357,15 @@ class RunCopier:
             )
         self._check_same_step(found, manifest)
         self._check_unpassed(name)
-        if self._generation:
-            goal.check_in_place(self._generation, self._token)
         check_references(goal, manifest)
         goal.step(name).renew_copy()
 
     def _check_unpassed(self, name: StepName) -> None:
         try:
-            self._goal.check_fence(self._generation)
+            if self._generation:
+                self._goal.check_owned(self._generation, self._token)
+            else:
+                self._goal.check_fence(0)
         except FencedError as error:
             raise StorageError(
                 f"{self._goal.url}: a job has begun to save there during the copy",
