@@ -86,7 +86,7 @@ MAX_LINES = 600
 MAX_FILES_IN_A_FOLDER = 15
 BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
-    ".": 2115,
+    ".": 2134,
     # A table of rules and four moments.
     "advice": 1503,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
@@ -98,7 +98,7 @@ BUDGETS = {
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
     "convert": 4321,
     # Each event with its text, and what takes events.
-    "events": 990,
+    "events": 982,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
     "format": 3485,
     # The package.
@@ -116,7 +116,7 @@ BUDGETS = {
     # Jobs of several tasks, and those of torchrun.
     "jobs": 3287,
     # Saving and retention, as pure functions.
-    "policies": 778,
+    "policies": 824,
     # Notices, the agreement of workers, the last save.
     "preemption": 4913,
     # Threads, terminal, interrupts, end of the process.
@@ -132,7 +132,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.
-    "training": 2669,
+    "training": 2654,
     # The ring of repeated steps.
     "witness": 652,
 }
