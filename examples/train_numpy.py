@@ -31,9 +31,9 @@ def main(directory: str) -> None:
                 momentum[name] *= 0.9
                 momentum[name] += gradient
                 model[name] -= 0.1 * momentum[name]
+            loss = float((error**2).mean())
+            run.report(loss=loss)  # stored with the next checkpoint; `holdfast list` shows it
             if step % 100 == 99:
-                loss = float((error**2).mean())
-                run.report(loss=loss)  # stored with the next checkpoint; `holdfast list` shows it
                 print(f"step {step + 1}: loss {loss:.6f}", flush=True)
 
 

@@ -44,8 +44,8 @@ def main(directory: str) -> None:
                 loss.backward()
                 optimizer.step()
                 schedule.step()
+                run.report(loss=loss.detach())  # stored with the next checkpoint; `holdfast list` shows it
                 if run.step % 100 == 99:
-                    run.report(loss=loss.item())  # stored with the next checkpoint; `holdfast list` shows it
                     print(f"step {run.step + 1}: loss {loss.item():.6f}", flush=True)
                 run.finish_step()  # counts the step, and saves it if a save is due
 

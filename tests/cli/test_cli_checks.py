@@ -42,6 +42,7 @@ def test_verify_says_whole(run: Path, tmp_path: Path) -> None:
         result = call("verify", place)
         assert result.exit_code == ExitCode.OK, result.output
         assert result.stdout.startswith("whole ")
+        assert ("not read: 4 other checkpoints" in result.stderr) is (place == run), result.stderr
     result = call("verify", run, "--all")
     assert result.exit_code == ExitCode.OK
     assert result.stdout.splitlines()[-1] == "5 checkpoints read: 5 whole"

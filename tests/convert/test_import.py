@@ -11,6 +11,7 @@ import fractions
 import json
 import os
 import random
+import shutil
 import sys
 import types
 import uuid
@@ -577,6 +578,11 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no checkpoint at all")
     (tmp_path / "empty").mkdir()
     assert call("import", tmp_path / "a.pt", tmp_path / "run").exit_code == 0
+    assert "copy of its manifest" not in call("verify", tmp_path / "run").output
+    (tmp_path / "files").mkdir()
+    shutil.copy(tmp_path / "a.pt", tmp_path / "files")
+    for place, named in ((tmp_path / "a.pt", "a.pt"), (tmp_path / "files", "files/a.pt")):
+        assert f"holdfast import {tmp_path / named} RUN" in complaint("show", place)[1]
     for arguments, code, text in (
         ((tmp_path / "a.pt", tmp_path / "run"), 2, "already contains checkpoints, the newest of step 0"),
         ((tmp_path / "nowhere", tmp_path / "new"), 3, "nowhere does not exist"),

@@ -90,13 +90,13 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1503,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2374,
+    "catalog": 2377,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4233,
+    "cli": 4245,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
-    "convert": 4321,
+    "convert": 4324,
     # Each event with its text, and what takes events.
     "events": 982,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.

@@ -265,7 +265,7 @@ def test_a_start_from_the_beginning_says_that_it_compares_nothing(
     with caplog.at_level("INFO", "holdfast"):
         train(tmp_path / "run", 7, quiet=False)
     (begun,) = (text for text in caplog.messages if "is new" in text)
-    assert begun.endswith("; the steps of an earlier start, up to 7, are trained again and not compared")
+    assert begun.endswith("; the steps of an earlier start, up to step 7, are trained again and not compared")
 
 
 def test_a_strict_restart_fails_at_each_start_and_says_it_once(

@@ -47,7 +47,7 @@ def find_step(run: StoredRun, catalog: Catalog, asked: Asked) -> StepName:
         UsageError: If nothing says which metric, or whether a low or a high value of it is better.
     """
     if isinstance(asked, int):
-        return catalog.find(asked)
+        return catalog.find(asked, run.url)
     if asked in (None, LATEST) or not catalog.living:
         if catalog.newest is None:
             raise NoCheckpointError(

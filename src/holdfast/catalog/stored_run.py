@@ -84,7 +84,7 @@ class Catalog(msgspec.Struct, frozen=True):
         """The step that the program last went back to on request, in the current lineage; None if it never did."""
         return self.bases[max(self.bases)].start_from if self.bases else None
 
-    def find(self, step: int) -> StepName:
+    def find(self, step: int, url: str = "") -> StepName:
         """Returns the checkpoint of a step: that of the current lineage, else the newest other one.
 
         Raises:
@@ -100,7 +100,10 @@ class Catalog(msgspec.Struct, frozen=True):
         if lost := [name for name in self.lost if name.step == step]:
             raise make_lost_error(lost)
         known = ", ".join(str(existing) for existing in sorted({name.step for name in self.committed}))
-        raise NoCheckpointError(f"there is no checkpoint of step {step}", hint=f"Steps that exist: {known or 'none'}.")
+        where = f" in {url}" if url else ""
+        raise NoCheckpointError(
+            f"there is no checkpoint of step {step}{where}", hint=f"Steps that exist: {known or 'none'}."
+        )
 
 
 def make_lost_error(lost: Sequence[StepName], url: str = "") -> NoWholeCheckpointError:

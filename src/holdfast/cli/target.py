@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -49,6 +50,7 @@ MAX_DEPTH: Final = 3
 _MOST_DIRECTORIES: Final = 20_000
 _MOST_PREFIXES: Final = 2_000
 _NAMED_RUNS: Final = 5
+_FOREIGN: Final = (".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +236,19 @@ def open_below(storage: Storage, relative: str) -> Storage:
 def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: str) -> NoCheckpointError:
     if entries:
         runs = [join_place(location, relative) for relative in find_runs(storage)]
+        files = sorted(entry.name for entry in entries if entry.name.endswith(_FOREIGN)) if storage.location else []
+        if files:
+            hint = (
+                f"It holds files of other programs: holdfast import {shlex.quote(join_place(location, files[0]))} RUN"
+            )
         hint = f"It holds runs: {_some(runs)}. Name one of them." if runs else hint
         return NoCheckpointError(f"{location} is not a run: it has no checkpoints", hint=hint)
     if storage.location is not None and not os.path.isdir(storage.location):  # noqa: PTH112
         if os.path.lexists(storage.location):
-            return NoCheckpointError(
-                f"{location} is not a directory", hint="Name the directory that the job saves into."
-            )
+            hint = "Name the directory that the job saves into."
+            if location.endswith(_FOREIGN):
+                hint = f"It is a file of another program: holdfast import {shlex.quote(location)} RUN"
+            return NoCheckpointError(f"{location} is not a directory", hint=hint)
         hint = _suggest_run(location)
         before, at, after = location.rpartition("@")
         if at and before and os.path.isdir(before):  # noqa: PTH112

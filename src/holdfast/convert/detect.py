@@ -125,7 +125,8 @@ class ImportSource:
                 # The oldest first, and `checkpoint-8` before `-16`.
                 inner.sort(key=lambda one: (one.stat().st_mtime, len(one.name), one.name))
                 hint = f"Import one of them: holdfast import {shlex.quote(str(inner[-1]))} RUN"
-                what = f"is not a checkpoint itself; it holds {', '.join(map(str, inner[-3:]))}"
+                others = f" and {len(inner) - 3} older ones" if len(inner) > 3 else ""
+                what = f"is not a checkpoint itself; it holds {', '.join(map(str, inner[:-4:-1]))}{others}"
             raise UsageError(f"{self._path} {what}", hint=hint)
         self.format = "safetensors"
         self.root = arrays

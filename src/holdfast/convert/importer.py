@@ -160,7 +160,7 @@ def import_checkpoint(
     if committed:
         raise UsageError(
             f"{storage.url} already contains checkpoints, the newest of step {committed[-1].step}",
-            hint="Import into a new run; a job that resumes from it may save there.",
+            hint="Each file is a run of its own: name a new RUN. `holdfast diff` compares two runs.",
         )
     with closing(ImportSource(Path(source))) as opened:
         found = opened.recognized or list_objects(opened.root, name)
@@ -497,6 +497,8 @@ def _commit(
         except HoldfastError as left:
             error.add_note(f"The partly written import is still there, but is not a checkpoint: {left}")
         raise
+    with suppress(HoldfastError):  # No restore needs it: the next start of the job writes it.
+        StoredRun(storage).step(name).renew_copy()
     return name
 
 

@@ -54,7 +54,7 @@ class Announcements:
             how = "starts from the beginning" if manager.options.begin_anew else "is new"
             again = ""
             if reached and not manager.options.begin_anew:
-                again = f"; the steps of an earlier start, up to {reached}, are trained again and not compared"
+                again = f"; the steps of an earlier start, up to step {reached}, are trained again and not compared"
             self.say(f"{self.place} {how}" + (f"; {rhythm}" if rhythm else "") + again)
             if self._worker.is_leader and (found := find_namesake(manager.url)) is not None:
                 other = name_place(found[0])

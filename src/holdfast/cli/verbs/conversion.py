@@ -182,7 +182,9 @@ def import_command(
     )
     report.line("  objects: ", ", ".join(made.objects))
     if not made.has_step:
-        report.note(("no step in the source: ", FAINT), "the run begins at step 0; --step N sets another")
+        report.note(
+            ("no step in the source: ", FAINT), f"the run begins at step 0. For another, remove {run} and give --step N"
+        )
     for renamed in made.renamed:
         report.note(("renamed: ", FAINT), f"{renamed}: a common prefix was removed from its names")
     for one in made.left_out:

@@ -66,6 +66,8 @@ def command(report: Report, run: str, verify_all: bool) -> None:
     speed = f"   {size_text(read_bytes)} in {time_text(seconds)}, {size_text(read_bytes / (seconds or 1))}/s"
     report.line(f"{counted(len(verdicts), 'checkpoint')} read: {counts}", (speed if report.is_page else "", FAINT))
     _show_consequence(report, catalog, verdicts)
+    if catalog is not None and target.step is None and (unread := len(catalog.committed) - len(verdicts)) > 0:
+        report.note(("not read: ", FAINT), f"{counted(unread, 'other checkpoint')} (--all reads every one)")
     newest_whole = _find_newest(catalog, verdicts, CheckOutcome.WHOLE)
     report.fields = {
         "place": target.storage.url,
