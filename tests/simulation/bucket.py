@@ -81,10 +81,13 @@ class Bucket:
         if self.late and dice.random() < 0.05:
             what, act = self.late.pop(dice.randrange(len(self.late)))
             self.scheduler.note(f"late: {what}")
+            self.scheduler.is_late = True
             try:
                 act()
             except Exception as error:
                 self.scheduler.note(f"late: {error!r}")
+            finally:
+                self.scheduler.is_late = False
 
     def put(self, path: str, data: bytes, attributes: Mapping[str, str], *, creates: bool) -> dict[str, Any]:
         """Stores an object."""

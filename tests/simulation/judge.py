@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from holdfast.errors import DamageError
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
     MANIFEST_NAME,
@@ -94,7 +95,8 @@ class Judge:
     _opened: dict[int, int] = field(default_factory=dict)
     _bases: dict[int, Base] = field(default_factory=dict)
     _committed: dict[StepName, Committed] = field(default_factory=dict)
-    _withdrawn: dict[StepName, int] = field(default_factory=dict)
+    _withdrawn: dict[StepName, tuple[int, Process]] = field(default_factory=dict)
+    _slept_over: set[StepName] = field(default_factory=set)
     _windows: list[Window] = field(default_factory=list)
 
     def watch(self, place: Place) -> None:
@@ -149,7 +151,7 @@ class Judge:
         name = restoration.name
         if self.saved.get(name) != arrays:
             self.wrong(f"{process.name} restored wrong bytes of {name}")
-        if name not in choose_living([name], window.bases):
+        if not any(name in choose_living([name], bases) for bases in (window.bases, self._bases)):
             self.wrong(f"{process.name} restored {name}, which is not in the lineage")
         if not process.has_read_wrong_bytes:
             if name.step < window.least:
@@ -181,10 +183,13 @@ class Judge:
     def _living(self) -> tuple[StepName, ...]:
         return choose_living((name for name, one in self._committed.items() if one.is_whole), self._bases)
 
+    def _is_promised(self, name: StepName) -> bool:
+        return name in self.acknowledged and name not in self._withdrawn
+
     def _is_clear(self, path: str) -> bool:
         """Returns True if a step was acknowledged, and not removed since."""
         name = parse_step_directory(path.partition("/")[0])
-        return name in self.acknowledged and name not in self._withdrawn
+        return name is not None and self._is_promised(name)
 
     def _set_floor(self, floor: int) -> None:
         self.floor = floor
@@ -193,14 +198,17 @@ class Judge:
 
     def _check_floor(self) -> None:
         newest = max((name.step for name in self._living()), default=-1)
+        if newest < self.floor <= max((name.step for name in self._slept_over), default=-1):
+            # The docs name this: a job that slept between its look at the generations and the removal of what its
+            # policy gives up may take the step from which a new job has begun meanwhile.
+            self._set_floor(newest)
         if newest < self.floor:
             self.wrong(f"step {self.floor} was acknowledged, and the newest that is left in the lineage is {newest}")
 
     def _note(self, path: str, is_made: bool) -> None:
         directory, _, name = path.partition("/")
         if directory == GENERATIONS_DIRECTORY:
-            if is_made:
-                self._note_record(path)
+            self._note_record(path, is_made)
             return
         step = parse_step_directory(directory)
         if step is None:
@@ -213,16 +221,23 @@ class Judge:
         elif is_part(name) and not is_made:
             self._note_removal(step, path)
 
-    def _note_record(self, path: str) -> None:
+    def _note_record(self, path: str, is_made: bool) -> None:
         name = path.partition("/")[2]
         if not name[:4].isdigit():
             return
         number = int(name[:4])
-        if path == generation_path(number):
+        if not is_made:
+            # One whose name could not be made to last was taken back.
+            (self._opened if path == generation_path(number) else self._bases).pop(number, None)
+        elif path == generation_path(number):
             self._opened[number] = self.scheduler.now
         elif path == base_path(number):
             data = self._quiet.read(path, MAX_GENERATION_BYTES)
-            base = self._bases[number] = decode_base(data, path=path, generation=number)
+            try:
+                base = self._bases[number] = decode_base(data, path=path, generation=number)
+            except DamageError as error:
+                self.wrong(f"a record is there in part: {error}")
+                return
             self._set_floor(min(self.floor, -1 if base.step is None else base.step))
             self._check_floor()
 
@@ -232,7 +247,7 @@ class Judge:
         outcome = judge_step(self._quiet, name.directory, name).outcome
         if outcome is CheckOutcome.WHOLE:
             manifest = decode_manifest(self._quiet.read(path, MAX_MANIFEST_BYTES), path=path, expected=name)
-        elif name in self.acknowledged or not (self._refers(name) or self._is_hidden(name)):
+        elif self._is_promised(name) or not (self._refers(name) or self._is_hidden(name)):
             self.wrong(f"{name} has a manifest and is {outcome.value}")
         needs = {one.name.directory for one in manifest.references} if manifest else set()
         self._committed[name] = Committed(at, frozenset({name.directory, *needs}), manifest is not None)
@@ -250,16 +265,14 @@ class Judge:
         return name not in choose_living([name], self._bases) or (newest is not None and name < newest)
 
     def _note_withdrawal(self, name: StepName) -> None:
-        task, now = self.scheduler.task, self.scheduler.now
+        task, is_late, was_promised = self.scheduler.task, self.scheduler.is_late, self._is_promised(name)
         del self._committed[name]
-        self._withdrawn[name] = now
-        newer = self._list_newer(task.process)
+        self._withdrawn[name] = self.scheduler.now, task.process
+        newer = self._list_newer(task.process) if was_promised and not is_late else []
         if newer and min(self._opened[one] for one in newer) < task.looked_at:
             self.wrong(f"{task.name} removes {name}, though it has seen generation {newer}")
-        if newer:
-            # A process that slept between its look and this: what is left may be older.
-            newest = max((one.step for one in self._living()), default=-1)
-            self._set_floor(min(self.floor, newest))
+        if newer or is_late:
+            self._slept_over.add(name)
         self._check_floor()
 
     def _note_removal(self, name: StepName, path: str) -> None:
@@ -268,10 +281,10 @@ class Judge:
             if one.is_whole and name.directory in one.needs:
                 one.is_whole = False
                 may_lack = len(one.needs) > 1 or self._is_hidden(other)
-                if other in self.acknowledged or not may_lack:
+                if self._is_promised(other) or not may_lack:
                     self.wrong(f"{task.name} removes {path}, though {other} needs it")
-        withdrawn_at = self._withdrawn.get(name)
-        if withdrawn_at is not None and task.process.generation:
+        withdrawn_at, by = self._withdrawn.get(name, (0, None))
+        if by is task.process and name in self.acknowledged and not self.scheduler.is_late:
             newer = [one for one in self._list_newer(task.process) if self._opened[one] < withdrawn_at]
             if newer:
                 self.wrong(f"{task.name} goes on with the removal of {name}, though there is generation {newer}")

@@ -81,6 +81,7 @@ class Scheduler:
         task: The one that has the turn.
         trace: Each call, as the name of its task and what it is.
         happen: Called at each call; it may kill processes.
+        is_late: True while a request is done that its sender has given up.
         failure: The first `Violation`, or an error that no code under test may raise.
     """
 
@@ -90,6 +91,7 @@ class Scheduler:
         self.task = Task(Process("world", can_die=False, is_calm=True), "world")
         self.trace: list[tuple[str, str]] = []
         self.happen: Callable[[], object] = lambda: None
+        self.is_late = False
         self.failure: BaseException | None = None
         self._tasks = [self.task]
         # In some runs tasks go on for long, in others they take turns; and some sleep while others do much.
