@@ -88,11 +88,11 @@ BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
     ".": 2111,
     # A table of rules and four moments.
-    "advice": 1501,
+    "advice": 1503,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2315,
+    "catalog": 2321,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 3743,
+    "cli": 3742,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
@@ -100,7 +100,7 @@ BUDGETS = {
     # Each event with its text, and what takes events.
     "events": 986,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
-    "format": 3474,
+    "format": 3479,
     # The package.
     "integrations": 1,
     # The reader and the writer of DCP.
@@ -122,17 +122,17 @@ BUDGETS = {
     # Threads, terminal, interrupts, end of the process.
     "process": 911,
     # Candidates, one plan of pieces, resharding, verification.
-    "restore": 2100,
+    "restore": 2101,
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5785,
     # A tree of objects taken apart, captured, and matched.
-    "state": 7177,
+    "state": 7198,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 3012,
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
-    "training": 2661,
+    "training": 2662,
     # The ring of repeated steps.
     "witness": 652,
 }
