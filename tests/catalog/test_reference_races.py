@@ -178,7 +178,8 @@ def go_back(storage: Interrupted, newest: int) -> bool:
         try:
             manager.save(newest).wait_committed(60)
         except SaveFailedError as failure:
-            assert "step 2, from which this job continues, was removed" in failure.message
+            if "step 2, from which this job continues, was removed" not in failure.message:
+                raise
             return False
     assert {reference.step for reference in StoredRun(storage).step(StepName(newest, 2)).manifest().references} <= {
         1,

@@ -194,7 +194,7 @@ class Client:
 
     def list_with_delimiter(self, store: object, prefix: str | None = None) -> dict[str, Any]:
         skipped = len(prefix) + 1 if prefix else 0
-        found: list[dict[str, Any]] = []
+        found = []
         above: dict[str, None] = {}
         for one in self._list_pages(prefix):
             name, slash, _ = one["path"][skipped:].partition("/")
@@ -217,11 +217,11 @@ class Client:
             if part:
                 self._ask("delete", " ".join(part), lambda part=part: self._bucket.remove(part))  # type: ignore[misc]
 
-    def _list_pages(self, prefix: str | None) -> list[dict[str, Any]]:
+    def _list_pages(self, prefix: str | None) -> Sequence[dict[str, Any]]:
         begin, after = f"{prefix}/" if prefix else "", ""
-        found: list[dict[str, Any]] = []
+        found = []
 
-        def look() -> list[str]:
+        def look() -> Sequence[str]:
             return sorted(key for key in self._bucket.objects if key.startswith(begin) and key > after)
 
         while True:

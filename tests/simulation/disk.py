@@ -1,6 +1,7 @@
 """A simulated disk with the promises of POSIX: what was not synced may be lost in a power cut, or be there in part.
 
-A storage makes the same calls of it, in the same order, as `LocalStorage` makes of a real one; each is a scheduling point.
+A storage makes the same calls of it, in the same order, as `LocalStorage` makes of a real one; each is a scheduling
+point.
 """
 
 from __future__ import annotations

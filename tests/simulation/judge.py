@@ -29,7 +29,7 @@ from holdfast.format.records import (
 from holdfast.restore.records import Restoration
 from holdfast.restore.verify import CheckOutcome, judge_step
 from holdfast.storage import Storage
-from simulation.scheduler import Killed, Process, Scheduler, Violation
+from simulation.scheduler import Killed, Process, Scheduler, ViolationError
 
 
 class Place(Protocol):
@@ -75,7 +75,7 @@ class Window:
 
 @dataclass(eq=False)
 class Judge:
-    """Raises `Killed` in the task that does what must not be, and ends the simulation with a `Violation`.
+    """Raises `Killed` in the task that does what must not be, and ends the simulation with a `ViolationError`.
 
     Attributes:
         scheduler: The clock.
@@ -106,13 +106,15 @@ class Judge:
 
     def wrong(self, text: str) -> None:
         """Ends the simulation."""
-        self.scheduler.fail(Violation(text))
+        self.scheduler.fail(ViolationError(text))
         raise Killed
 
     def note_generation(self, process: Process, generation: int, seen: int) -> None:
         """A process has opened a generation, and had seen others when it chose its step."""
         process.generation = generation
-        passed = [one for one in self._opened if seen < one < generation and self.owners.get(one) not in (None, process)]
+        passed = [
+            one for one in self._opened if seen < one < generation and self.owners.get(one) not in (None, process)
+        ]
         if passed:
             self.wrong(f"generation {generation} was opened past {passed}, which saved since its opener had looked")
 
@@ -268,8 +270,8 @@ class Judge:
         task, is_late, was_promised = self.scheduler.task, self.scheduler.is_late, self._is_promised(name)
         del self._committed[name]
         self._withdrawn[name] = self.scheduler.now, task.process
-        newer = self._list_newer(task.process) if was_promised and not is_late else []
-        if newer and min(self._opened[one] for one in newer) < task.looked_at:
+        newer = [] if is_late else self._list_newer(task.process)
+        if was_promised and newer and min(self._opened[one] for one in newer) < task.looked_at:
             self.wrong(f"{task.name} removes {name}, though it has seen generation {newer}")
         if newer or is_late:
             self._slept_over.add(name)

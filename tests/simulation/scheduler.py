@@ -19,7 +19,7 @@ class Killed(BaseException):
     """The process has died. Nothing that handles errors goes on after its own death."""
 
 
-class Violation(AssertionError):
+class ViolationError(AssertionError):
     """What must never be was found."""
 
 
@@ -82,7 +82,7 @@ class Scheduler:
         trace: Each call, as the name of its task and what it is.
         happen: Called at each call; it may kill processes.
         is_late: True while a request is done that its sender has given up.
-        failure: The first `Violation`, or an error that no code under test may raise.
+        failure: The first `ViolationError`, or an error that no code under test may raise.
     """
 
     def __init__(self, seed: int) -> None:

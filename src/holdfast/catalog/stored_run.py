@@ -381,8 +381,8 @@ class StoredRun:
         newest = self.look(closely=True).newest
         if newest is not None and newest > base:
             raise FencedError(
-                f"{self.url}: step {base.step}, from which this job continues, was removed since, and step {newest.step} "
-                "is there: another job goes on",
+                f"{self.url}: step {base.step}, from which this job continues, was removed since, and there is step "
+                f"{newest.step}: another job has gone on",
                 hint=_FENCED_HINT,
             )
 

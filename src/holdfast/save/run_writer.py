@@ -225,9 +225,7 @@ class RunWriter(CheckpointWriter):
         """See `CheckpointWriter`."""
         self.generation = None
 
-    def open(
-        self, origin: Origin, step: int, busy: Collection[StepName] = ()
-    ) -> tuple[StepName, Base | None]:
+    def open(self, origin: Origin, step: int, busy: Collection[StepName] = ()) -> tuple[StepName, Base | None]:
         """**Blocks.** Opens a generation if there is none yet, checks that it is the newest, and names an attempt.
 
         A crash between the opening and its base leaves a generation that saved nothing, and does not change the
