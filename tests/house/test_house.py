@@ -90,7 +90,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1503,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2321,
+    "catalog": 2339,
     # Twelve verbs, each with one report for a page, a pipe and JSON.
     "cli": 3909,
     # Joining, the store, failures of workers, a barrier.
@@ -124,7 +124,7 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 2497,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5785,
+    "save": 5791,
     # A tree of objects taken apart, captured, and matched.
     "state": 7198,
     # The protocol, memory, and local directories that survive a crash.

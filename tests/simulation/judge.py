@@ -84,6 +84,8 @@ class Judge:
         acknowledged: The steps that their savers called committed.
         floor: The step that a restore may rely on: the newest acknowledged one, or the one that the run was taken back
             to since. -1 for none.
+        slept_over: Steps that were removed by a job that slept between its look at the generations and the removal of
+            what its policy gives up: the docs name this gap. One may be that from which a new job has begun meanwhile.
     """
 
     scheduler: Scheduler
@@ -91,12 +93,12 @@ class Judge:
     owners: dict[int, Process] = field(default_factory=dict)
     acknowledged: set[StepName] = field(default_factory=set)
     floor: int = -1
+    slept_over: set[StepName] = field(default_factory=set)
     _storage: Storage | None = None
     _opened: dict[int, int] = field(default_factory=dict)
     _bases: dict[int, Base] = field(default_factory=dict)
     _committed: dict[StepName, Committed] = field(default_factory=dict)
     _withdrawn: dict[StepName, tuple[int, Process]] = field(default_factory=dict)
-    _slept_over: set[StepName] = field(default_factory=set)
     _windows: list[Window] = field(default_factory=list)
 
     def watch(self, place: Place) -> None:
@@ -200,9 +202,7 @@ class Judge:
 
     def _check_floor(self) -> None:
         newest = max((name.step for name in self._living()), default=-1)
-        if newest < self.floor <= max((name.step for name in self._slept_over), default=-1):
-            # The docs name this: a job that slept between its look at the generations and the removal of what its
-            # policy gives up may take the step from which a new job has begun meanwhile.
+        if newest < self.floor <= max((name.step for name in self.slept_over), default=-1):
             self._set_floor(newest)
         if newest < self.floor:
             self.wrong(f"step {self.floor} was acknowledged, and the newest that is left in the lineage is {newest}")
@@ -274,7 +274,7 @@ class Judge:
         if was_promised and newer and min(self._opened[one] for one in newer) < task.looked_at:
             self.wrong(f"{task.name} removes {name}, though it has seen generation {newer}")
         if newer or is_late:
-            self._slept_over.add(name)
+            self.slept_over.add(name)
         self._check_floor()
 
     def _note_removal(self, name: StepName, path: str) -> None:

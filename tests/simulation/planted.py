@@ -240,7 +240,7 @@ BUGS: Final[Mapping[str, Bug]] = {
     "undecided": Bug("the data of a save are removed whose manifest may still arrive", 442, _forget_undecided),
     "base": Bug("a job begins from a step that was removed meanwhile", 22, lambda: _skip(StoredRun, "check_base")),
     "lineage": Bug(
-        "a restore takes the highest number, whoever saved it",
+        "a restore takes the highest number, no matter which job has saved it",
         2,
         lambda: patch("holdfast.catalog.stored_run.choose_living", lambda names, bases: tuple(sorted(names))),
     ),

@@ -13,6 +13,7 @@ from simulation.planted import BUGS
 from simulation.world import kind_of, simulate
 
 SEEDS = 1000
+PAGE = Path(__file__).parents[2] / "docs/internals/crash-safety.md"
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS // 4))
@@ -34,6 +35,7 @@ def test_planted_bug_is_found_within_the_seeds(name: str) -> None:
     bug = BUGS[name]
     # Where it was found last comes first: it is there still, unless the program makes other calls now.
     seeds = [bug.seed, *(seed for seed in range(SEEDS) if kind_of(seed) == kind_of(bug.seed))]
+    assert f"- {bug.what[:1].upper()}{bug.what[1:]}.\n" in PAGE.read_text(), "the page lists all of them"
     with bug.plant():
         assert any(simulate(seed).failure is not None for seed in seeds)
 

@@ -123,7 +123,7 @@ class World:
             if self.dice.random() < 0.3:
                 tasks.append(self.scheduler.start(self._new("person"), "prunes", self._prune))
             self._drain()
-            if self.scheduler.failure is None:
+            if not (self.scheduler.failure or self.judge.slept_over):
                 self.scheduler.happen = lambda: None
                 self._start_alone("last", lambda process: self._live(process, saves=2))
                 self._start_alone("check", self._check_end)
@@ -315,12 +315,14 @@ class Job:
         saved = {name: array.tobytes() for name, array in self._arrays.items()}
         generation = self._writer.generation
         try:
-            receipts = attempt.write(staging, self._pool)
+            try:
+                receipts = attempt.write(staging, self._pool)
+            finally:
+                if (opened := self._writer.generation) not in (None, generation):
+                    world.judge.note_generation(self._process, opened, self._origin.seen_generation)
             name = request.name
             assert name is not None
             world.judge.saved[name] = saved
-            if self._writer.generation != generation:
-                world.judge.note_generation(self._process, name.generation, self._origin.seen_generation)
             manifest = attempt.commit(receipts)
             assert manifest is not None
             world.judge.acknowledge(self._process, name)
