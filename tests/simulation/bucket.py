@@ -265,7 +265,7 @@ class Client:
             if is_change and (chance := chance - weather.late) < 0:
                 scheduler.note(f"on the way: {call}")
                 self._bucket.late.append((call, act))
-                if scheduler.dice.random() < 0.5:
+                if scheduler.dice.random() < 0.7:
                     break
                 continue
             if kind == "create" and (chance := chance - weather.conflict) < 0:

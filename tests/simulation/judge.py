@@ -123,6 +123,8 @@ class Judge:
     def acknowledge(self, process: Process, name: StepName) -> None:
         """A process calls a step committed."""
         found = self._committed.get(name)
+        if found is None and name in self._withdrawn and max(self._opened, default=0) > name.generation:
+            return  # It was committed, and since its saver had looked for newer generations, one has removed it.
         if found is None or not found.is_whole:
             self.wrong(f"{name} is acknowledged and {'absent' if found is None else 'not whole'}")
             return

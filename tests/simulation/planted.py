@@ -207,38 +207,38 @@ def _skip(owner: type, name: str) -> AbstractContextManager[object]:
 BUGS: Final[Mapping[str, Bug]] = {
     "token": Bug(
         "no token is compared: what exists after the own put is taken for the own",
-        2,
+        14,
         lambda: _both(_believe(lambda found, token: found is not None or None), _skip(StoredRun, "check_in_place")),
     ),
     "conflict": Bug(
         "a conflict (409) is believed: the object is taken to be there",
-        6,
+        0,
         lambda: _believe(lambda found, token: found in (None, token)),
     ),
     "overwrite": Bug(
         "the put is not create-only",
-        90,
+        14,
         lambda: _both(_overwrite(), _skip(StoredRun, "check_in_place")),
     ),
     "manifest-first": Bug("the manifest is published before the data are whole", 0, _manifest_first),
-    "fence": Bug("no look at the generations after the manifest is published", 2, lambda: _blind(RunWriter, "commit")),
+    "fence": Bug("no look at the generations after the manifest is published", 18, lambda: _blind(RunWriter, "commit")),
     "early-retention": Bug("old steps are removed before the new one is committed", 0, _retain_early),
     "digest": Bug(
         "the digest of what a ranged read returns is not checked",
-        52,
+        44,
         lambda: patch("holdfast.restore.read.find_damages", lambda *arguments: iter(())),
     ),
     "stale-generation": Bug("a job goes on in the generation of the job before it", 2, _reuse_generation),
     "passed": Bug(
         "a job that slept opens a generation past one that has saved meanwhile",
-        2,
+        20,
         lambda: _skip(StoredRun, "check_unpassed"),
     ),
-    "data-first": Bug("the data of a step are removed before its manifest", 2, _data_before_manifest),
-    "fenced-removal": Bug("a removal goes on after a newer job has begun", 364, lambda: _blind(Retention, "_remove")),
-    "attempt": Bug("the name of a failed attempt is used again", 48, _forget_attempts),
-    "undecided": Bug("the data of a save are removed whose manifest may still arrive", 442, _forget_undecided),
-    "base": Bug("a job begins from a step that was removed meanwhile", 22, lambda: _skip(StoredRun, "check_base")),
+    "data-first": Bug("the data of a step are removed before its manifest", 4, _data_before_manifest),
+    "fenced-removal": Bug("a removal goes on after a newer job has begun", 132, lambda: _blind(Retention, "_remove")),
+    "attempt": Bug("the name of a failed attempt is used again", 64, _forget_attempts),
+    "undecided": Bug("the data of a save are removed whose manifest may still arrive", 24, _forget_undecided),
+    "base": Bug("a job begins from a step that was removed meanwhile", 386, lambda: _skip(StoredRun, "check_base")),
     "lineage": Bug(
         "a restore takes the highest number, no matter which job has saved it",
         2,
@@ -247,7 +247,7 @@ BUGS: Final[Mapping[str, Bug]] = {
     "unsynced-data": Bug("the data are not synced before the commit", 19, _unsynced_data),
     "unsynced-names": Bug(
         "the directory of a step is not synced before the commit",
-        265,
+        175,
         lambda: _skip(DiskStorage, "sync_directory"),
     ),
     "unsynced-removal": Bug(

@@ -164,7 +164,7 @@ class Scheduler:
 
     def note(self, what: str) -> None:
         """Adds a line to the trace that is no call."""
-        self.trace.append(("*", what))
+        self.trace.append(("*", " ".join(what.split())))
 
     def fail(self, error: BaseException) -> None:
         """Ends the simulation."""

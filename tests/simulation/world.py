@@ -111,7 +111,8 @@ class World:
         if kind == "disk":
             return Disk(self.scheduler, dice.choice((0.0, 0.0, 0.005, 0.02)), wrong)
         # Each kind of weather is absent in most runs, so that the others have their time.
-        lost, unanswered, late, conflict, refused = (dice.choice((0.0, 0.0, 0.01, 0.05)) for _ in range(5))
+        lost, unanswered, conflict, refused = (dice.choice((0.0, 0.0, 0.01, 0.05)) for _ in range(4))
+        late = dice.choice((0.0, 0.02, 0.1))
         weather = Weather(lost, unanswered, late, conflict, refused, wrong)
         return Bucket(self.scheduler, weather, dice.choice((2, 5, 1000)), dice.random() < 0.5)
 
@@ -301,7 +302,7 @@ class Job:
                 world.scheduler.note(f"{self._process.name} failed to save: {error}")
                 if self._process.is_calm:
                     raise
-                is_again = dice.random() < 0.5
+                is_again = dice.random() < 0.8
         self._tidier.wait()
         self._writer.recycler.close()
 
