@@ -182,7 +182,7 @@ def _forget_undecided() -> AbstractContextManager[object]:
         try:
             return real(self, *arguments)
         finally:
-            self._undecided.clear()
+            self._undecided = frozenset()
 
     real = RunWriter.commit
     return patch.object(RunWriter, "commit", commit)

@@ -216,7 +216,7 @@ class RunWriter(CheckpointWriter):
         # No later step than this was named in this generation, and no attempt with a higher number.
         self._named_step, self._named_attempt = -1, 0
         # Attempts of which it is not known whether they are committed, or will be: a put may still be on its way.
-        self._undecided: set[StepName] = set()
+        self._undecided: frozenset[StepName] = frozenset()
         self._incremental = Incremental(self._run) if incremental else None
         # What refers to earlier steps has to know which of them stay, and all that has changed.
         self.writes_early = not incremental
@@ -311,13 +311,13 @@ class RunWriter(CheckpointWriter):
     ) -> Manifest:
         """See `CheckpointWriter`."""
         if not self._storage.traits.has_directories:
-            self._undecided.add(name)
+            self._undecided |= {name}
         try:
             manifest = commit(self._run, receipts, name, token=self._token, metrics=metrics, metadata=metadata)
         except NotFoundError:
             self.check_valid()
             raise
-        self._undecided.discard(name)
+        self._undecided -= {name}
         if self._incremental is not None:
             self._incremental.mark_committed()
         return manifest
