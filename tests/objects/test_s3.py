@@ -18,8 +18,7 @@ import pytest
 
 import holdfast
 from bad_weather import FAULTS, BadWeather
-from ceph import PROGRAMS as SERVER_PROGRAMS
-from ceph import CephServer, is_installed
+from ceph import CephServer
 from command_line import call, call_json
 from holdfast.errors import DamageError, FencedError, HoldfastError, SaveFailedError, StorageError
 from holdfast.format.names import MANIFEST_NAME
@@ -30,25 +29,6 @@ from places import PROGRAMS
 
 SEED = int(os.environ.get("HOLDFAST_SEED", "1"))
 SIZES = 10 if "HOLDFAST_LONG" in os.environ else 1
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephServer]:
-    """A server with the bucket `trial`."""
-    if not is_installed():
-        pytest.skip(f"needs root, and {', '.join(SERVER_PROGRAMS)}: make test-objects installs them")
-    # The path of a socket has at most 107 characters.
-    with CephServer(Path(tmp_path_factory.mktemp("c"))) as running:
-        running.make_bucket("trial")
-        yield running
-
-
-@pytest.fixture
-def url(server: CephServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a new run; this process, and those that it starts, find the server."""
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://trial/{uuid.uuid4().hex}/run"
 
 
 class TestS3(StorageContract):

@@ -7,6 +7,7 @@ of a step has names that no other attempt uses. There are no directories.
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import re
 import threading
@@ -52,11 +53,15 @@ _PAUSE_SECONDS: Final = 0.05
 
 _T = TypeVar("_T")
 
+# The process that has started the threads of the client: a forked child has the client without them.
+_client_process: int | None = None
+
 
 class ObjectStorage:
     """**Thread-safe.** A prefix of a bucket; see `Storage` for the contract of each method.
 
-    The processes that use it must not be forked later: the threads of obstore do not survive that.
+    A process that was forked from one that has used a bucket must not use any: the threads of obstore are not there,
+    and its calls would wait for ever. It gets an error.
 
     Attributes:
         url: The URL of the prefix.
@@ -234,6 +239,14 @@ class ObjectStorage:
     @contextmanager
     def errors(self, doing: str, path: str) -> Iterator[None]:
         """Turns each error of the client into a `StorageError`; `doing` follows "cannot"."""
+        global _client_process
+        if _client_process is None:
+            _client_process = os.getpid()
+        elif _client_process != os.getpid():
+            raise UsageError(
+                f"cannot {doing} {self._place(path)}: this process was forked from one that has used a bucket",
+                hint='Start it by "spawn" or "forkserver", or before the bucket is used.',
+            )
         try:
             yield
         except FileNotFoundError as error:
