@@ -689,7 +689,7 @@ def test_a_stored_run_with_a_summary_is_read(tmp_path: Path) -> None:
     assert [name.step for name in catalog.living] == [*range(1, 18), 19]
     facts = history.facts(StepName(4, 1))
     assert facts is not None
-    assert (facts.metrics, facts.data_bytes, facts.refers_to) == ({"loss": 0.25}, 4128, ())
+    assert (facts.metrics, facts.size_bytes, facts.refers_to) == ({"loss": 0.25}, 4128, ())
     weights = np.zeros(4)
     manager = hf.CheckpointManager(place, hf.Checkpoint(weights=weights), cluster="alone")
     for step in (None, 4):

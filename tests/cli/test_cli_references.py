@@ -113,9 +113,10 @@ def test_show_names_the_step_that_stores_each_leaf(run: Path) -> None:
 def test_verify_reads_each_byte_once(run: Path) -> None:
     document = call_json("verify", run, "--all")
     assert document["is_whole"]
-    assert document["read_bytes"] == sum((run / directory / DATA).stat().st_size for directory in (ONE, TWO, THREE))
+    files = (run / directory / name for directory in (ONE, TWO, THREE) for name in (DATA, INDEX))
+    assert document["read_bytes"] == sum(file.stat().st_size for file in files)
     (step,) = call_json("verify", f"{run}@3")["steps"]
-    assert step["read_bytes"] == 4096 + TABLE_BYTES + 2400 + 320
+    assert step["read_bytes"] == 4096 + TABLE_BYTES + 2400 + 320 + (run / THREE / INDEX).stat().st_size
 
 
 def test_verify_finds_damage_in_every_step_that_has_it(run: Path) -> None:
@@ -150,7 +151,8 @@ def test_a_step_that_was_copied_away_needs_those_that_it_refers_to(run: Path, tm
     for place in (backup / "best", tmp_path / "link", run / THREE):
         result = call("verify", place)
         assert result.exit_code == ExitCode.OK, result.stdout
-        assert f"{4096 + TABLE_BYTES + 2400 + 320} bytes read" in result.stdout
+        read_bytes = 4096 + TABLE_BYTES + 2400 + 320 + (run / THREE / INDEX).stat().st_size
+        assert f"{read_bytes} bytes read" in result.stdout
     assert call_json("show", backup / "best")["leaves"][0]["source"] is None
 
 

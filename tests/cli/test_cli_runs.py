@@ -43,7 +43,7 @@ def test_list_of_a_directory_of_runs_is_a_table(runs: Path) -> None:
     assert [row[3] for row in rows] == ["0", "4", "3"]
     assert rows[0][6] == "empty"
     assert rows[1][7:] == ["1.75", "0.3"]
-    files = sum(path.stat().st_size for path in (runs / "gpt").glob("step-*/*"))
+    files = sum(path.stat().st_size for path in (runs / "gpt").glob("step-*/*-*"))
     assert int(rows[1][4]) == files
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -152,6 +153,62 @@ def test_a_new_batch_size_gives_the_rest_of_the_epoch(tmp_path: Path, caplog: py
     train(tmp_path, read_on)
     assert SEEN == [0, 1, 2, 3, 4]
     assert "batch size 2 (1 at the save)" in caplog.text
+
+
+LONG = list(range(12))
+
+
+def forget_in_epochs(run: holdfast.Run) -> None:
+    for _ in run.epochs(2):
+        list(run.batches(LONG))
+
+
+def forget_without_end(run: holdfast.Run) -> None:
+    list(zip(range(20), run.batches(LONG), strict=False))
+
+
+def validate_whole(run: holdfast.Run) -> None:
+    for _ in run.epochs(2):
+        list(run.batches(LONG))
+        for _ in run.batches(DATA):
+            run.finish_step()
+    list(run.batches(LONG) if run.step < 10 else [])
+
+
+def validate_partly(run: holdfast.Run) -> None:
+    list(zip(run.batches(LONG), range(12), strict=False))  # One more is taken than are used.
+    for _, _ in zip(run.steps(3), run.batches(DATA), strict=False):
+        pass
+
+
+@pytest.mark.parametrize("loop", [forget_in_epochs, forget_without_end, validate_whole, validate_partly])
+def test_only_batches_of_training_count_as_a_forgotten_step(tmp_path: Path, loop: Callable[..., object]) -> None:
+    texts: list[str] = []
+    forgets = loop in (forget_in_epochs, forget_without_end)
+    for _ in range(2):
+        with holdfast.resumable(tmp_path, w=1.0, sinks=[lambda event: texts.append(str(event))], quiet=True) as run:
+            loop(run)
+            assert any("no step was counted, so nothing was saved yet" in text for text in texts) == forgets
+    assert any("was counted" in text for text in texts) == forgets
+
+
+def test_bar_over_a_loader_begins_at_the_resumed_batch_and_ends_full(tmp_path: Path) -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    seen = []
+    for stop in (2, 3, -1):
+        with holdfast.resumable(tmp_path, w=[1.0], save_every=1) as run, suppress(InterruptedError):
+            with pytest.raises(TypeError, match="do not end"):
+                len(run.batches(range(3)))
+            for _ in run.epochs(2):
+                batches = run.batches(DATA)
+                bar = tqdm(batches, initial=batches.batches_done, file=io.StringIO())
+                seen.append((bar.n, bar.total))
+                for _ in bar:
+                    run.finish_step()
+                    if run.step == stop:
+                        raise InterruptedError
+                assert bar.n == bar.total
+    assert seen == [(0, 5), (2, 5), (3, 5), (0, 5)]
 
 
 NO_DATA: Any = 5

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from command_line import call_json
 from holdfast.process.progress import LongRead
 from holdfast.training.announcements import is_slip
 from mounts import mounted
@@ -68,6 +69,18 @@ def test_leaving_and_the_end_say_what_saving_has_cost(tmp_path: Path) -> None:
     assert re.search(rf"saved\nholdfast: 2 saves; {COST}; 3 checkpoints, [\d.]+ kB\n$", train(run).stderr)
 
 
+def test_every_word_about_the_size_of_a_checkpoint_names_one_number(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with hf.resumable(run, w=np.zeros(3), save_every=2, preemption="off") as entered:
+        for _ in entered.steps(9):
+            entered.report(loss=1.0)
+    totals = entered.manager.totals
+    sizes = {step["size_bytes"] for step in call_json("list", run)["steps"]}
+    assert {call_json("show", run)["size_bytes"], call_json("verify", run)["steps"][0]["read_bytes"]} == sizes
+    (runs,) = call_json("list", tmp_path)["runs"]
+    assert (runs["size_bytes"], [totals.kept_bytes / totals.steps_kept]) == (totals.kept_bytes, [*sizes])
+
+
 def test_a_quiet_run_and_one_without_a_save_name_no_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "holdfast"):
         for quiet, steps in ((True, 3), (False, 3)):
@@ -87,7 +100,7 @@ def test_the_first_save_says_if_the_disk_has_no_room_for_keep(
             list(run.steps(1))
         said = [text for text in caplog.messages if "room for" in text]
         assert [text.partition(":")[0] for text in said] == [
-            f"the disk has room for {found} checkpoints of 3.1 MB" for found in [room] if found
+            f"the disk has room for {found} checkpoints of 3.2 MB" for found in [room] if found
         ]
         assert not said or "keep=Latest(3)" in said[0]
 

@@ -257,6 +257,8 @@ class TrainingWatch:
             f"{path} has stepped {'once' if number == 1 else f'{number} times'}{since}"
             for path, number in _largest(updates)
         ]
+        if not updates and CALL in dict(_largest(taken)):
+            remark = remark or ". If they were only a validation, ignore this"
         return f"{' and '.join(parts)}, but {self._lack}, so {consequence}: {self._advice}{remark}"
 
     def warn_once(self, consequence: str, remark: str = "") -> None:

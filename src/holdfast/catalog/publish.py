@@ -100,11 +100,11 @@ def commit(
     run.check_fence(name.generation)
     run.check_in_place(name.generation, token)
     if manifest.references:
-        _check_references(run, manifest)
+        check_references(run, manifest)
     return manifest
 
 
-def _check_references(run: StoredRun, manifest: Manifest) -> None:
+def check_references(run: StoredRun, manifest: Manifest) -> None:
     """**Blocks.** Checks that the steps to which a step refers are still committed; else takes it back.
 
     A crash in here leaves a step that no caller knows of, and that a restore may find damaged and skip.

@@ -14,7 +14,16 @@ from typing import Final, Literal, TypeAlias
 from holdfast.catalog import Catalog, StoredRun, find_owner
 from holdfast.catalog.stored_step import remove_own_files
 from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, UsageError
-from holdfast.format.names import DATA_SUFFIX, MANIFEST_NAME, SPARE_NAME, StepName, data_name, index_name
+from holdfast.format.names import (
+    DATA_SUFFIX,
+    MANIFEST_NAME,
+    SPARE_NAME,
+    StepName,
+    data_name,
+    index_name,
+    is_own_file,
+    is_part,
+)
 from holdfast.format.records import Manifest, Opening
 from holdfast.policies import Referrer, RetentionPolicy, spare_referred
 from holdfast.policies.retention import KeptCandidate, absent_metrics, plan_retention
@@ -46,7 +55,7 @@ class Found:
         directory: Its name.
         state: Its state in the run.
         name: The checkpoint that it is or was to be; None if it was set aside, and for the spare.
-        size_bytes: Size of its files; for a checkpoint, of its data files and indexes.
+        size_bytes: Size of its data files and indexes.
         manifest: Its manifest; None if it has none, or it is damaged.
         damages: Damage that is found without reading the arrays.
         may_be_in_progress: Whether a job may be writing it at this moment.
@@ -207,7 +216,7 @@ def look_at_step(run: StoredRun, name: StepName, state: State) -> Found | None:
         return None  # It goes just now, and nothing of it is damaged.
     misfits = tuple(_find_misfits(directory, manifest, sizes))
     refers_to = tuple(reference.name for reference in manifest.references)
-    return Found(directory, state, name, checkpoint_bytes(manifest), manifest, misfits, refers_to=refers_to)
+    return Found(directory, state, name, manifest.size_bytes, manifest, misfits, refers_to=refers_to)
 
 
 def _look_at_damaged(run: StoredRun, name: StepName, state: State, damage: DamageError) -> Found:
@@ -217,11 +226,6 @@ def _look_at_damaged(run: StoredRun, name: StepName, state: State, damage: Damag
         refers_to = run.step(name).references()
     size_bytes = _size_bytes(run.storage, name.directory)
     return Found(name.directory, state, name, size_bytes, damages=(damage,), refers_to=refers_to)
-
-
-def checkpoint_bytes(manifest: Manifest) -> int:
-    """**Pure.** Size of a checkpoint's data files and indexes."""
-    return sum(worker.data_bytes + worker.index_bytes for worker in manifest.workers)
 
 
 def _find_misfits(directory: str, manifest: Manifest, sizes: dict[str, int]) -> Iterable[DamageError]:
@@ -241,7 +245,9 @@ def _find_misfits(directory: str, manifest: Manifest, sizes: dict[str, int]) -> 
 
 
 def _size_bytes(storage: Storage, directory: str) -> int:
-    return sum(entry.size_bytes for entry in storage.list(directory))
+    """Returns the size of all files but the records of a commit: that of the checkpoint if it is whole."""
+    listed = storage.list(directory)
+    return sum(one.size_bytes for one in listed if is_part(one.name) or not is_own_file(one.name))
 
 
 def find_damaged_records(run: StoredRun, catalog: Catalog, *, closely: bool) -> list[DamageError]:

@@ -23,6 +23,7 @@ VERBS: Final = {
     "diff": "Show what changed from one checkpoint to another.",
     "verify": "Read every byte of a checkpoint and check it.",
     "prune": "Remove checkpoints that you no longer want, and remains of unfinished saves.",
+    "copy": "Copy a run, or steps of it, to another place, such as a bucket.",
     "rollback": "Make an earlier step the newest one, so that the job goes on from there.",
     "export": "Write a checkpoint as safetensors, torch.save, DCP or transformers files.",
     "import": "Make a checkpoint from files of torch.save, Lightning, transformers, Orbax, DCP or safetensors.",

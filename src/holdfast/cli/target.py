@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from holdfast.catalog import Asked, Catalog, StoredRun, StoredStep, find_step, make_lost_error, split_place
 from holdfast.catalog.named_step import EXAMPLES
-from holdfast.catalog.survey import State, checkpoint_bytes
+from holdfast.catalog.survey import State
 from holdfast.convert.leaf_stream import StoredLeaf
 from holdfast.errors import (
     DamageError,
@@ -230,7 +230,7 @@ class Heading:
     @property
     def size_bytes(self) -> int:
         """Size of its data files and indexes."""
-        return checkpoint_bytes(self.manifest)
+        return self.manifest.size_bytes
 
 
 class Array(NamedTuple):

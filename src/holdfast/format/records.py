@@ -136,6 +136,11 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
         return sum(worker.data_bytes for worker in self.workers)
 
     @property
+    def size_bytes(self) -> int:
+        """The size of the checkpoint: that of its data files and indexes."""
+        return self.facts.size_bytes
+
+    @property
     def referred_bytes(self) -> int:
         """The bytes of arrays in the data files of earlier steps."""
         return sum(reference.size_bytes for reference in self.references)
@@ -143,9 +148,9 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
     @property
     def facts(self) -> StepFacts:
         """The part of it by which retention judges."""
-        data_bytes = sum(worker.data_bytes for worker in self.workers)
+        size_bytes = sum(worker.data_bytes + worker.index_bytes for worker in self.workers)
         references = tuple((one.step, one.generation, one.attempt) for one in self.references)
-        return StepFacts(self.committed_at_unix_seconds, data_bytes, self.metrics, references)
+        return StepFacts(self.committed_at_unix_seconds, size_bytes, self.metrics, references)
 
 
 MAX_LATE_METRICS: Final = 100
@@ -380,13 +385,13 @@ class StepFacts(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         committed_at_unix_seconds: The writer's clock.
-        data_bytes: The sizes of all data files together.
+        size_bytes: The size of its data files and indexes.
         metrics: The metrics of that step.
         references: The step, generation and attempt of each step that it needs besides its own.
     """
 
     committed_at_unix_seconds: float
-    data_bytes: Size
+    size_bytes: Size
     metrics: dict[str, float]
     references: tuple[tuple[StepNumber, GenerationNumber, AttemptNumber], ...] = ()
 

@@ -206,6 +206,7 @@ def judge_step(
     try:
         opened = open_step(storage, directory, name)
         name = opened.name
+        read_bytes = opened.manifest.size_bytes - opened.manifest.data_bytes  # The indexes.
         expect(_count_unread(opened, checked))
 
         def count(just_read_bytes: int) -> None:

@@ -199,7 +199,7 @@ class Incremental:
 
     def _list_kept(self, name: StepName) -> dict[StepName, int]:
         kept = {other: self._run.history.facts(other) for other in self._run.history.kept_with(name)}
-        return {other: facts.data_bytes if facts else 0 for other, facts in kept.items()}
+        return {other: facts.size_bytes if facts else 0 for other, facts in kept.items()}
 
     def _has_file(self, source: Source) -> bool:
         """**Blocks.** Returns True if a file still exists: people remove directories by hand."""

@@ -173,13 +173,13 @@ class Retention:
             self._summarizer.update(catalog, plan.remove, newest.generation)
         self._run.history.forget_all_but(set(catalog.committed) - set(removed))
         known_facts = self._run.history.known
-        kept_bytes = sum(known_facts[name].data_bytes for name in plan.keep if name in known_facts)
+        kept_bytes = sum(known_facts[name].size_bytes for name in plan.keep if name in known_facts)
         shortage = ""
         if manifest is not None:
             self._until_measured -= 1
             if not self._until_measured:
                 present = len(plan.keep) + (catalog.spare_bytes is not None)
-                shortage = self._find_shortage(manifest.facts.data_bytes, present, len(set(protected) - {newest}))
+                shortage = self._find_shortage(manifest.facts.size_bytes, present, len(set(protected) - {newest}))
         return Cleaning(
             dict(plan.keep),
             tuple(removed),

@@ -582,6 +582,7 @@ class Run:
         self._total = total
 
     def _end_steps(self) -> None:
+        self._loop.watch.may_predict = True
         self._loop.save_last()
         self._guard.inbox.patient = False
         self._guard.pause(self._loop.count.done, saved=self._loop.count.find(self._loop.count.done))

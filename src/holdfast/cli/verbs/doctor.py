@@ -22,7 +22,6 @@ import numpy as np
 
 import holdfast
 from holdfast.catalog import StoredRun
-from holdfast.catalog.survey import checkpoint_bytes
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import Report, text_columns, verb
@@ -180,7 +179,7 @@ def _find_size(storage: LocalStorage, size_bytes: int | None) -> tuple[int | Non
     for name in reversed(catalog.living) if size_bytes is None else ():
         with suppress(DamageError, NotFoundError):
             manifest = StoredRun(storage).step(name).manifest()
-            return name.step, max(checkpoint_bytes(manifest) + manifest.referred_bytes, 1), True
+            return name.step, max(manifest.size_bytes + manifest.referred_bytes, 1), True
     return None, size_bytes or _DEFAULT_BYTES, bool(catalog.committed)
 
 

@@ -222,6 +222,7 @@ class FollowedData:
                 self._is_in_epochs = False
             self.epoch += 1
             self._end_epoch()
+            self.count.note_taken()
 
     def _end_epoch(self) -> None:
         self._pending = [_begin_again(state) for state in self._pending]
@@ -318,27 +319,33 @@ class FollowedData:
             if not (one.done or was_within):
                 raise UsageError(f"{one.facts[0]} has no batches")
             one.passes, one.done = one.passes + 1, 0
-            if (self._has_own_steps or self._has_unknown) and not self._has_warned:
-                self._has_warned = True
-                self.warn(_ENDLESS.format(name=one.facts[0]))
 
     def _take(self, one: FollowedLoader, batch: Any) -> None:
         one.taken += 1
         one.done += 1
         self._newest = one
         self._has_unknown = self._has_unknown or not one.trains
+        # A first pass may be a validation before the first step. To end it, a loop may take one batch too many.
+        is_again = not self._is_in_epochs and one.taken > (one.total or one.done) + 1
+        if is_again and (self._has_own_steps or self._has_unknown) and not self._has_warned:
+            self._has_warned = True
+            self.warn(_ENDLESS.format(name=one.facts[0]))
         if not self._counts(one):
             return
         self.count.batches += 1
-        for call in [*self.count.calls]:
-            call()
+        if is_again:
+            self.count.note_taken()
         if self.count.see is not None:
             one.ahead.append(batch)
             if len(one.ahead) > one.lead:
                 self.count.see(one.ahead.popleft())
 
     def _counts(self, one: FollowedLoader) -> bool:
-        return one.trains or not any(each.trains for each in self._loaders)
+        """Returns True if a loader trains, or none does yet; after a restart, the one that trained is awaited."""
+        return one.trains or not (self._is_any_known() or any(state["trains"] for state in self._pending))
+
+    def _is_any_known(self) -> bool:
+        return any(one.trains for one in self._loaders)
 
     # What a loop calls.
 
@@ -378,7 +385,7 @@ class FollowedData:
             return
         self._has_unknown = False
         found = [one for one in self._loaders if one.current is not None and one.done]
-        if not found and self._newest is not None and self._counts(self._newest):
+        if not found and self._newest is not None and not self._is_any_known():
             found = [self._newest]  # The step has taken a whole pass.
         for one in found:
             one.trains = True
@@ -470,6 +477,16 @@ class LoaderBatches(Iterator[Batch]):
         start=batches.batches_done)` gives each its number in the pass.
         """
         return self._loader.done
+
+    def __len__(self) -> int:
+        """Returns the length of the loader: a bar over the rest of a pass begins at `batches_done`, of that many.
+
+        Raises:
+            TypeError: If the loader has no length; and outside of epochs, where its batches do not end.
+        """
+        if isinstance(self._loader.current, Iterator):
+            raise TypeError("outside of run.epochs(n), run.batches(loader) has no length: its batches do not end")
+        return len(self._loader.loader)
 
     def __repr__(self) -> str:
         return f"<LoaderBatches of {self._loader.loader!r}: {self._loader.done} taken>"

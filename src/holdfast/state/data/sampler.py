@@ -53,7 +53,7 @@ class BatchCount(Watched):
     Attributes:
         batches: How many were taken.
         ends: How often the loop asked for another batch at the end of an epoch.
-        calls: Functions to call for each batch.
+        calls: Functions to call when a batch of training was taken, or some were.
         is_asked: True if the program has read or set the epoch since a position was restored.
         unasked_epochs: How many epochs of a restored position were complete when a loop over the rest of an epoch began
             without asking; 0 if none did.
@@ -66,6 +66,11 @@ class BatchCount(Watched):
         self.is_asked = self.has_warned = False
         self.calls: list[Callable[[], object]] = []
         self.overruled: dict[str, tuple[Any, Any]] = {}
+
+    def note_taken(self) -> None:
+        """Calls the functions of `calls`."""
+        for call in [*self.calls]:
+            call()
 
     def __reduce__(self) -> tuple[type[BatchCount], tuple[()]]:
         return BatchCount, ()
@@ -451,8 +456,7 @@ class ResumableSampler:
             )
         current.taken += 1
         self.count.batches += 1
-        for call in [*self.count.calls]:
-            call()
+        self.count.note_taken()
         # The loop goes on with this pass, so what else was handed out meanwhile was only looked at.
         self._unfollowed_batches = 0
         if not step_break.is_open:

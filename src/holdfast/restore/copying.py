@@ -1,0 +1,396 @@
+"""Copies committed steps into another storage: every byte is checked as it passes, and the manifest appears last.
+
+A copied step has the same name, files and bytes in both places, and the records of its generation go with it. So the
+destination is the same run: a job can continue there, and a later copy finds what is there already.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, pairwise
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from holdfast.catalog import RunLock, StoredRun, make_lost_error
+from holdfast.catalog.publish import check_references
+from holdfast.catalog.survey import Found, State, look_at_step
+from holdfast.errors import DamageError, FencedError, NotFoundError, StorageError, StorageFullError, UsageError
+from holdfast.format.digests import digest, unseal
+from holdfast.format.index import Index
+from holdfast.format.names import StepName, base_path, data_name, generation_path, index_name, metrics_name
+from holdfast.format.records import (
+    MAX_GENERATION_BYTES,
+    MAX_LATE_METRICS,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Opening,
+    decode_base,
+    decode_manifest,
+)
+from holdfast.process.progress import show_progress
+from holdfast.restore.read import Piece, find_damages, open_pool, plan_pieces
+from holdfast.restore.records import OpenedStep, Part
+from holdfast.restore.verify import open_step, verify_data
+from holdfast.storage.buffers import Scratch
+from holdfast.storage.checks import choose_piece_bytes
+from holdfast.storage.protocol import FileWriter, Storage
+
+_THREADS: Final = 4
+_PAGE_BYTES: Final = 4096
+
+
+class CopyOutcome(enum.StrEnum):
+    """Outcome of copying one step."""
+
+    COPIED = "copied"
+    THERE = "there"
+    """It was in the destination already."""
+    DAMAGED = "damaged"
+    """It is not whole in the source, or the destination has another one of that name."""
+    REMOVED = "removed"
+    """A job removed it from the source meanwhile."""
+
+
+class CopiedStep(NamedTuple):
+    """One step, its outcome, how many bytes were copied, and the damage."""
+
+    name: StepName
+    outcome: CopyOutcome
+    size_bytes: int = 0
+    problem: DamageError | None = None
+
+
+def copy_steps(
+    source: StoredRun, goal: Storage, chosen: Iterable[StepName], newest: int | None = None
+) -> Iterator[CopiedStep]:
+    """**Blocks.** Copies steps and those to which they refer; yields each as soon as it is done. Shows a progress bar.
+
+    Args:
+        source: The run with the steps.
+        goal: The destination.
+        chosen: The steps.
+        newest: A generation that is to be the newest one in the destination, even if no step is of it.
+
+    Raises:
+        NoWholeCheckpointError: If a step is needed that has lost its manifest.
+        UsageError: If the destination is another run, or a process of this machine has it open.
+        StorageError: If a storage fails, or a job has begun to save in the destination.
+    """
+    names = _add_needed(source, chosen)
+    more = [] if newest is None else [newest]
+    copier = RunCopier(source, goal)
+    copier.open([*(name.generation for name in names), *more])
+    damaged: set[StepName] = set()
+    for number, name in enumerate(names, start=1):
+        label = f"step {name.step}" + (f" ({number} of {len(names)})" if len(names) > 1 else "")
+        try:
+            if lacking := sorted(damaged & source.history.kept_with(name)):
+                raise DamageError(
+                    f"step {name.step} refers to step {lacking[0].step}, which is damaged", step=name.step
+                )
+            with show_progress(label) as bar:
+                size_bytes = copier.copy(name, expect=bar.expect, progress=bar.advance)
+        except (DamageError, NotFoundError) as error:
+            if not source.step(name).is_committed():
+                yield CopiedStep(name, CopyOutcome.REMOVED)
+            elif isinstance(error, NotFoundError):
+                raise
+            else:
+                damaged.add(name)
+                yield CopiedStep(name, CopyOutcome.DAMAGED, problem=error)
+        else:
+            outcome = CopyOutcome.THERE if size_bytes is None else CopyOutcome.COPIED
+            yield CopiedStep(name, outcome, size_bytes or 0)
+    for generation in more:
+        copier.record_base(generation)
+
+
+def _add_needed(run: StoredRun, names: Iterable[StepName]) -> list[StepName]:
+    """**Blocks.** Returns some steps and all to which they refer, in order: each comes after those that it needs.
+
+    Raises:
+        NoWholeCheckpointError: If one of those has lost its manifest.
+    """
+    chosen = set(names)
+    needed = {name for one in chosen for name in run.history.kept_with(one)}
+    if lost := sorted(name for name in needed - chosen if not run.step(name).is_committed()):
+        raise make_lost_error(lost, run.url)
+    return sorted(chosen | needed, key=lambda name: (name.generation, name.step, name.attempt))
+
+
+class RunCopier:
+    """Copies steps from one run to the same run in another place. Not thread-safe.
+
+    A crash at any point leaves whole steps, and at most one without a manifest, which the next copy completes.
+    """
+
+    def __init__(self, source: StoredRun, goal: Storage) -> None:
+        """Reads nothing yet; `source` has the steps, and `goal` gets them."""
+        self._source, self._goal = source, StoredRun(goal)
+        self._lock = RunLock(goal)
+        # The newest generation there, which no other may follow while this copies; and its token.
+        self._generation, self._token = 0, ""
+        self._scratch = Scratch()
+
+    def open(self, generations: Iterable[int]) -> None:
+        """**Blocks.** Checks that the destination is the same run or a new one, and opens generations there.
+
+        Raises:
+            UsageError: If it is another run, or a job has continued there; or a process of this machine has it open.
+            StorageError: If a storage fails.
+        """
+        source, goal = self._source, self._goal
+        self._lock.take()
+        self._check_same()
+        for generation in sorted(set(generations)):
+            path = generation_path(generation)
+            try:
+                data = source.storage.read(path, MAX_GENERATION_BYTES)
+            except NotFoundError:
+                continue
+            token = unseal(Opening, data, path=path).token
+            goal.storage.make_directory(path.rpartition("/")[0])
+            if not goal.storage.publish(path, data) and goal.opening(generation).token != token:
+                raise self._other_run(generation)
+        self._generation = max(goal.list_generations(), default=0)
+        self._token = goal.opening(self._generation).token if self._generation else ""
+        self._lock.take()  # A new run has its directory now.
+
+    def copy(
+        self,
+        name: StepName,
+        *,
+        expect: Callable[[int], None] = lambda size_bytes: None,
+        progress: Callable[[int], None] = lambda size_bytes: None,
+    ) -> int | None:
+        """**Blocks.** Copies one step, after those to which it refers; returns its size, or None if it is there.
+
+        What is there of an incomplete one is read, and kept as far as it is whole. `expect` is called with the number
+        of bytes to read, `progress` from any thread with those that were just read.
+
+        Raises:
+            DamageError: If the step is damaged in the source; nothing of it is left in the destination. Also if another
+                save has made the one in the destination, which stays as it is.
+            NotFoundError: If it is not committed in the source any more.
+            StorageError: If a storage fails, or a job has begun to save in the destination.
+        """
+        source, goal = self._source, self._goal
+        data = source.storage.read(name.manifest_path, MAX_MANIFEST_BYTES)
+        manifest = decode_manifest(data, path=name.manifest_path, expected=name)
+        if (found := look_at_step(goal, name, State.LIVING)) is not None:
+            self._check_same_step(found, manifest)
+            if not found.damages:
+                self._copy_metrics(name)
+                goal.step(name).renew_copy()
+                return None
+            goal.step(name).withdraw()
+        try:
+            try:
+                opened = open_step(source.storage, name.directory, name)
+                expect(opened.manifest.data_bytes)
+                self._copy_files(opened, progress)
+            except (DamageError, StorageFullError):
+                goal.step(name).discard()
+                raise
+            goal.storage.sync_directory(name.directory)
+            self._copy_metrics(name)
+            self.record_base(name.generation)
+            self._commit(name, data, manifest)
+        except (StorageError, FencedError):
+            # A job that has begun there removes what it takes for the remains of a save.
+            self._check_unpassed(name)
+            raise
+        return manifest.size_bytes
+
+    def record_base(self, generation: int) -> None:
+        """**Blocks.** Copies the record of the step from which a generation began, if it has one."""
+        path = base_path(generation)
+        try:
+            data = self._source.storage.read(path, MAX_GENERATION_BYTES)
+        except NotFoundError:
+            return
+        decode_base(data, path=path, generation=generation)
+        self._goal.storage.publish(path, data)
+
+    def _check_same(self) -> None:
+        """Checks that no generation was opened in the destination that the source does not have."""
+        if generations := self._goal.list_generations():
+            mine, other = self._source.try_opening(generations[-1]), self._goal.opening(generations[-1])
+            if mine is None or mine.token != other.token:
+                raise self._other_run(generations[-1])
+            return
+        strangers = set(self._goal.look().committed) - set(self._source.look().committed)
+        if strangers:
+            raise self._other_run(max(name.generation for name in strangers))
+
+    def _other_run(self, generation: int) -> UsageError:
+        return UsageError(
+            f"{self._goal.url} is another run than {self._source.url}, or a job has continued there: its generation "
+            f"{generation} is not that of the source",
+            hint="Copy into a new place.",
+        )
+
+    def _check_same_step(self, found: Found, manifest: Manifest) -> None:
+        if found.manifest is not None and found.manifest.token != manifest.token:
+            raise DamageError(
+                f"{self._goal.url}/{found.directory} differs from the step in {self._source.url}",
+                step=manifest.step,
+                path=manifest.name.manifest_path,
+                hint="Another save has made it. Copy into a new place.",
+            )
+
+    def _find_whole(self, opened: OpenedStep, progress: Callable[[int], None]) -> set[int]:
+        """Returns the workers whose files are in the destination already, and whole; removes those of the others.
+
+        An index is written when its data file is durable.
+        """
+        storage, directory, manifest = self._goal.storage, opened.directory, opened.manifest
+        there = {entry.name: entry.size_bytes for entry in storage.list(directory)}
+        written: list[Index] = []
+        for index, worker in zip(opened.indexes, manifest.workers, strict=True):
+            file = index_name(index.rank, manifest.world_size)
+            sizes = there.get(data_name(index.rank, manifest.world_size)), there.get(file)
+            if sizes != (worker.data_bytes, worker.index_bytes):
+                continue
+            if digest(storage.read(f"{directory}/{file}", worker.index_bytes)) == worker.index_digest:
+                written.append(_own_part(index))
+        partly = replace(opened, indexes=tuple(written))
+        damaged = {damage.path for damage in verify_data(storage, partly, threads=_THREADS, progress=progress)}
+        whole = {index.rank for index in written if opened.data_path(index.rank) not in damaged}
+        stale = [index.rank for index in opened.indexes if index.rank not in whole]
+        names = (name(rank, manifest.world_size) for rank in stale for name in (index_name, data_name))
+        storage.delete(f"{directory}/{name}" for name in names if name in there)
+        return whole
+
+    def _copy_files(self, opened: OpenedStep, progress: Callable[[int], None]) -> None:
+        whole = self._find_whole(opened, progress)
+        indexes = [index for index in opened.indexes if index.rank not in whole]
+        writers: list[FileWriter] = []
+        with open_pool(self._source.storage, _THREADS, opened.manifest.data_bytes) as pool:
+            try:
+                pool.run(chain.from_iterable(self._list_jobs(opened, index, writers, progress) for index in indexes))
+            except BaseException:
+                # The threads of the pool may wait for a piece that comes no more.
+                for writer in writers:
+                    writer.abandon()
+                raise
+
+    def _list_jobs(
+        self, opened: OpenedStep, index: Index, writers: list[FileWriter], progress: Callable[[int], None]
+    ) -> Iterator[Callable[[], None]]:
+        """Yields jobs that each copy a piece of one worker's data file; the last one to end copies the index."""
+        part = Part(opened.data_path(index.rank), _own_part(index), index.data_bytes, None, opened.directory)
+        reader = part.open(self._source.storage, None)
+        writer = self._goal.storage.create(part.path, index.data_bytes)
+        writers.append(writer)
+        left, lock = [index.data_bytes], threading.Lock()
+
+        def copy(piece: Piece | None, begin: int, end: int) -> None:
+            try:
+                first = begin - begin % _PAGE_BYTES
+                memory = self._scratch.take(end - first)[begin - first :]
+                # The header is read with what follows it.
+                begins = [*([0] if begin == 0 else []), *(piece.begins if piece else ())]
+                parts = [memory[one - begin : last - begin] for one, last in pairwise([*begins, end])]
+                found = reader.read_digested(begin, parts)
+                if begin == 0 and found.pop(0) != index.header_digest:
+                    text = f"{part.path}: the header does not match its digest"
+                    raise DamageError(text, step=index.step, path=part.path, offset_bytes=0)
+                for damage in find_damages(part.index, part.path, piece, found) if piece else ():
+                    raise damage
+                writer.write_at(begin, memory[: end - begin])
+                progress(end - begin)
+                with lock:
+                    left[0] -= end - begin
+                    is_last = not left[0]
+                if is_last:
+                    writer.finish()
+                    reader.close()
+                    self._copy_index(opened, index.rank)
+            except BaseException:
+                reader.close()
+                writer.abandon()  # Others may wait until this piece is written.
+                raise
+
+        pieces = _join(plan_pieces(part.index, range(len(index.leaves)), {}), self._goal.storage, index.data_bytes)
+        head = next(pieces, None)
+        yield partial(copy, head, 0, head.end if head else index.header_bytes)
+        yield from (partial(copy, piece, piece.begin, piece.end) for piece in pieces)
+
+    def _copy_index(self, opened: OpenedStep, rank: int) -> None:
+        worker = opened.manifest.workers[rank]
+        path = f"{opened.directory}/{index_name(rank, opened.manifest.world_size)}"
+        data = self._source.storage.read(path, worker.index_bytes)
+        if digest(data) != worker.index_digest:
+            raise DamageError(f"{path} does not match the digest in the manifest", step=opened.name.step, path=path)
+        self._goal.storage.write(path, data)
+
+    def _copy_metrics(self, name: StepName) -> None:
+        for number in range(MAX_LATE_METRICS):
+            path = f"{name.directory}/{metrics_name(number)}"
+            try:
+                self._goal.storage.publish(path, self._source.storage.read(path, MAX_GENERATION_BYTES))
+            except NotFoundError:
+                return
+
+    def _commit(self, name: StepName, data: bytes, manifest: Manifest) -> None:
+        """Publishes the manifest. A crash before leaves what the next copy completes; after it, a whole step."""
+        goal = self._goal
+        self._check_unpassed(name)
+        goal.storage.publish(name.manifest_path, data)
+        found = look_at_step(goal, name, State.LIVING)
+        if found is None or found.damages:
+            # A job that saves there has taken it for the remains of a save, and removed a part of it.
+            goal.step(name).withdraw()
+            goal.step(name).discard()
+            raise StorageError(
+                f"{goal.url}: files of step {name.step} were removed while it was copied",
+                path=name.directory,
+                hint="A job saves there. Stop it, or copy into a new place.",
+            )
+        self._check_same_step(found, manifest)
+        self._check_unpassed(name)
+        if self._generation:
+            goal.check_in_place(self._generation, self._token)
+        check_references(goal, manifest)
+        goal.step(name).renew_copy()
+
+    def _check_unpassed(self, name: StepName) -> None:
+        try:
+            self._goal.check_fence(self._generation)
+        except FencedError as error:
+            raise StorageError(
+                f"{self._goal.url}: a job has begun to save there during the copy",
+                path=name.directory,
+                hint="What was copied before is whole. Stop the job, or copy into a new place.",
+            ) from error
+
+
+def _own_part(index: Index) -> Index:
+    """**Pure.** Returns the index without what is in the files of earlier steps."""
+    return replace(index, sources=(), referred=())
+
+
+def _join(pieces: Iterable[Piece], storage: Storage, size_bytes: int) -> Iterator[Piece]:
+    """**Pure.** Joins pieces that are smaller than those that a storage takes."""
+    traits = storage.traits
+    least_bytes = choose_piece_bytes(traits, size_bytes) if traits.least_piece_bytes or traits.most_pieces else 0
+    joined: Piece | None = None
+    for piece in pieces:
+        if joined is None or joined.size_bytes >= least_bytes:
+            if joined is not None:
+                yield joined
+            joined = piece
+        else:
+            joined = Piece(
+                [*joined.leaves, *piece.leaves],
+                [*joined.begins, *piece.begins],
+                [*joined.digests, *piece.digests],
+                piece.end,
+            )
+    if joined is not None:
+        yield joined
