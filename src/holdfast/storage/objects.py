@@ -45,7 +45,8 @@ _UPLOADS_AT_ONCE: Final = 12
 _READS_AT_ONCE: Final = 16
 _QUEUED_PIECES: Final = 2
 """So many pieces wait for the upload; those that are being sent are held by it."""
-_TOKEN: Final = "holdfast-token"
+_TOKEN: Final = "holdfasttoken"
+"""A name that all services take: Azure has no hyphens in names of metadata, and others change underscores."""
 _TRIES: Final = 5
 _PAGE_BYTES: Final = 4096
 _LOOK_SECONDS: Final = 60.0
@@ -77,21 +78,37 @@ class ObjectStorage:
     )
     location = None
 
-    def __init__(self, url: str, store: ObjectStore) -> None:
+    def __init__(
+        self,
+        url: str,
+        store: ObjectStore,
+        patient: ObjectStore | None = None,
+        reopen: Callable[[], ObjectStorage] | None = None,
+    ) -> None:
         """Stores its arguments.
 
         Args:
             url: The URL of the prefix, without credentials.
             store: An obstore store of that prefix.
+            patient: The same, which repeats requests for longer, for all after the first; None for the same one.
+            reopen: Opens the same in another process; None if it can't be passed to one.
         """
         import obstore
 
         self.url = url.rstrip("/")
-        self._store = store
+        self._reopen = reopen
+        # Where the first request fails, an address or the credentials are wrong: that is to be seen soon.
+        self._store, self._patient = store, patient or store
         self._client: Any = obstore
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self.url!r})"
+
+    def __reduce__(self) -> tuple[Callable[[], ObjectStorage], tuple[()]]:
+        """Passes the URL and the options to another process, and never credentials."""
+        if self._reopen is None:
+            raise TypeError(f"{self!r} cannot be passed to another process")
+        return self._reopen, ()
 
     def make_directory(self, path: str) -> None:
         """Does nothing; see `Storage`."""
@@ -249,7 +266,9 @@ class ObjectStorage:
             )
         try:
             yield
+            self._store = self._patient
         except FileNotFoundError as error:
+            self._store = self._patient
             text, hint = _explain(error)
             kind = StorageError if _names_bucket(error) else NotFoundError
             raise kind(f"cannot {doing} {self._place(path)}: {text}", path=path, hint=hint) from None
