@@ -36,7 +36,7 @@ DRY ?=
 # For instance: make gpu GPU="--only tests"; GPU=--help shows what there is.
 GPU ?=
 
-.PHONY: demo dist docs test test-objects test-ray test-slurm test-frameworks test-tensorflow test-oldest check crash bench bench-frameworks gpu gpu-wheels clean
+.PHONY: demo dist docs test test-objects faults-objects few-faults-objects test-ray test-slurm test-frameworks test-tensorflow test-oldest check crash bench bench-frameworks gpu gpu-wheels clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -60,7 +60,19 @@ test-objects: .venv/ready
 	command -v radosgw ceph-osd >/dev/null || apt-get install -qq --no-install-recommends ceph-mon ceph-osd radosgw ceph-common
 	command -v npm >/dev/null && test ! -e .azurite/node_modules && npm install --silent --prefix .azurite $(AZURITE) || true
 	$(BIN)/pytest tests/objects
+	$(MAKE) faults-objects FAULTS="$(FEW_FAULTS)"
 	test ! -e $(FRAMEWORKS_VENV)/ready || $(FRAMEWORKS_VENV)/bin/pytest tests/objects/test_doors.py -k framework
+
+# Kills, lost replies, conflicts, races and a server that dies, on that S3 server: takes half an hour.
+FEW_FAULTS := --kills 20 --lost 50 --conflicts 50 --server-kills 1 --races 10
+faults-objects: .venv/ready
+	$(CRASH).bucket $(FAULTS)
+
+# The same in a minute: `.ci/run` has it beside the tests, where the server is installed.
+few-faults-objects: .venv/ready
+	@if command -v radosgw ceph-osd ceph-mon >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		$(MAKE) faults-objects FAULTS="$(FEW_FAULTS)"; \
+	else echo "skipped: faults of buckets need root, and Ceph, which make test-objects installs"; fi
 
 # Lightning, transformers, Keras and Flax are large: the tests of their integrations have an environment of their own.
 # What the gate leaves out of the tests of Accelerate runs here, too.

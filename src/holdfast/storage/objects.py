@@ -142,7 +142,8 @@ class ObjectStorage:
         split_path(path)
         token = uuid.uuid4().hex
         with self.errors("publish", path):
-            for _ in range(_TRIES):
+            for number in range(_TRIES):
+                time.sleep(random.uniform(0, _PAUSE_SECONDS * number))
                 try:
                     self._client.put(self._store, path, data, mode="create", attributes={_TOKEN: token})
                 except self._client.exceptions.AlreadyExistsError:
