@@ -217,16 +217,18 @@ class CheckpointManager:
         """The time that saving and restoring have taken in this process so far."""
         return self.emit.totals.sums
 
-    def describe_cost(self) -> str:
+    def describe_cost(self, *, keeps: bool = True) -> str:
         """**Blocks** for a moment at most, for the clean-up after the newest save. Describes what saving has cost.
 
-        Empty if nothing was saved since a run was entered, on all workers but the leader, and if the run is quiet.
+        Without the checkpoints if it `keeps` none. Empty if nothing was saved since a run was entered, on all workers
+        but the leader, and if the run is quiet.
         """
         if self.emit.entered_at is None:
             return ""
         if (newest := self.lineage.in_flight) is not None:
             newest.request.ended.wait(_MOMENT_SECONDS)
-        return describe_cost(self.totals, time.monotonic() - self.emit.entered_at)
+        sums = self.totals if keeps else replace_fields(self.totals, steps_kept=0)
+        return describe_cost(sums, time.monotonic() - self.emit.entered_at)
 
     @property
     def save_seconds(self) -> float | None:
@@ -402,6 +404,7 @@ class CheckpointManager:
             named=frozenset() if self.participant is None else frozenset().union(*self.participant.named),
             agreement=make_agreement(None if self.participant is None else self.participant.peers, self.url),
             shows_progress=self.worker.is_leader,
+            call=lineage.restored_by,
         )
         if restoration is None:
             self._begin_from(0)

@@ -77,6 +77,21 @@ def test_step_that_nothing_is_known_of_is_refused_with_what_is(
         holdfast.load(runs / named)
 
 
+@pytest.mark.parametrize("verb", ["show", "list", "verify", "prune"])
+@pytest.mark.parametrize(
+    ("named", "hint"),
+    [
+        ("tow", "Did you mean {runs}/two?"),
+        ("nowhere/two", "Did you mean {runs}/two?"),
+        ("gpt", "Check the path. Runs nearby: {runs}/none, {runs}/one, {runs}/two"),
+    ],
+)
+def test_a_missing_run_is_answered_with_those_nearby(runs: Path, verb: str, named: str, hint: str) -> None:
+    code, said = complaint(verb, runs / named)
+    assert code == ExitCode.NOTHING_THERE
+    assert hint.format(runs=runs) in said
+
+
 def test_two_steps_for_one_export_are_refused(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(holdfast.errors.UsageError, match="names a step, and step=3 another"):
         holdfast.export_checkpoint(f"{runs}/one@latest", tmp_path / "x.pt", to="torch", step=3)

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import holdfast as hf
 from command_line import (
@@ -49,10 +50,11 @@ def test_a_narrow_terminal_breaks_no_path_and_no_label(run: Path) -> None:
     assert not any(line.endswith(" ") for line in shown.text.splitlines())
 
 
-def test_no_color_disables_colors(run: Path) -> None:
-    shown = show_on_terminal("list", run, environment={"NO_COLOR": "1"})
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["NO_COLOR", "TERM"])
+def test_text_has_no_style_where_none_is_wanted(run: Path, environment: dict[str, str]) -> None:
+    shown = show_on_terminal("list", run, environment=environment)
     assert "newest" in shown.text
-    assert "\x1b[32m" not in shown.raw
+    assert "\x1b[" not in shown.raw
     assert "\x1b[32m" in show_on_terminal("list", run).raw
 
 

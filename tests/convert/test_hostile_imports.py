@@ -436,6 +436,19 @@ def test_archives_that_claim_too_much_are_refused(tmp_path: Path) -> None:
         refuse(tmp_path / "a.pt", text)
 
 
+def test_a_file_that_was_cut_off_and_a_whole_module_are_named_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.zeros(40)}, path)
+    whole = path.read_bytes()
+    for size, text in ((0, "is empty"), (200, "is cut off"), (len(whole) // 2, "is cut off"), (-10, "is cut off")):
+        path.write_bytes(whole[:size])
+        refuse(path, text)
+    torch.save({"net": torch.nn.Linear(1, 1)}, path)
+    with pytest.raises(errors.FormatError, match=r"net is a .*Linear") as refused:
+        hf.import_checkpoint(path, "memory://module")
+    assert refused.value.hint.startswith("Save its state_dict")
+
+
 def test_a_directory_of_an_archive_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     size = 1 << 30
     with (tmp_path / "a.pt").open("xb") as file:

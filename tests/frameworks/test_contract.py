@@ -294,6 +294,7 @@ def test_a_mismatch_shows_the_users_frames_alone(tmp_path: Path, name: str) -> N
     frames = re.findall(r'  File "(.*?)", line', error)
     assert [Path(name).name for name in frames] == ["refitted.py"] * 2, error
     assert re.search(r"MismatchError: step \d does not fit", error)
+    assert "strict=False, in Resumable(...), takes what fits" in error
     assert "Traceback" not in error
 
 

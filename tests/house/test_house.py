@@ -86,19 +86,19 @@ MAX_LINES = 600
 MAX_FILES_IN_A_FOLDER = 15
 BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
-    ".": 2111,
+    ".": 2114,
     # A table of rules and four moments.
     "advice": 1503,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 2321,
     # Twelve verbs, each with one report for a page, a pipe and JSON.
-    "cli": 3909,
+    "cli": 3937,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
-    "convert": 4296,
+    "convert": 4321,
     # Each event with its text, and what takes events.
-    "events": 986,
+    "events": 990,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
     "format": 3479,
     # The package.
@@ -106,7 +106,7 @@ BUDGETS = {
     # The reader and the writer of DCP.
     "integrations/dcp": 946,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 4464,
+    "integrations/frameworks": 4466,
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 629,
     # Sessions of Ray.
@@ -118,21 +118,21 @@ BUDGETS = {
     # Saving and retention, as pure functions.
     "policies": 778,
     # Notices, the agreement of workers, the last save.
-    "preemption": 4908,
+    "preemption": 4913,
     # Threads, terminal, interrupts, end of the process.
-    "process": 911,
+    "process": 912,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
-    "restore": 2497,
+    "restore": 2500,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5785,
+    "save": 5786,
     # A tree of objects taken apart, captured, and matched.
     "state": 7198,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 3052,
+    "storage": 3053,
     # Contracts for storages and clusters of others.
     "testing": 1145,
     # The run, its loop, the handler, the state of workers.
-    "training": 2662,
+    "training": 2669,
     # The ring of repeated steps.
     "witness": 652,
 }

@@ -869,15 +869,18 @@ holdfast: runs/handled is at step 4; the newest checkpoint is step 3
 --
 holdfast: runs/backup has no backup; training starts from the beginning
 holdfast: runs/backup: the backup of epoch 1 is kept
+holdfast: 2 saves; COST; 2 checkpoints, SIZE
 --
 holdfast: resumed runs/backup after epoch 1 (saved N)
 holdfast: runs/backup: the backup of epoch 2 is kept
+holdfast: 1 save; COST; 2 checkpoints, SIZE
 --
 holdfast: PLACE/runs/backup: no backup was made after that of epoch 2, which was restored. If all epochs were \
 trained, call delete_backup(); until then every run continues after that epoch
 --
 holdfast: resumed runs/backup after epoch 2 (saved N)
 holdfast: runs/backup: training is complete, and its backup is deleted
+holdfast: 1 save; COST
 --
 --
 INFO step 6 restored: 0 B in N

@@ -146,7 +146,7 @@ def test_a_new_run_beside_one_of_nearly_its_name_is_warned_of(
         with hf.resumable(f"runs/{name}", w=np.zeros(3), quiet=True, preemption="off") as run:
             list(run.steps(steps))
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    text = "runs/bsae is new; runs/base has 4 steps: if you meant that one, stop this job and correct the name"
+    text = "runs/base has 4 steps: if you meant that one, stop this job and correct the name runs/bsae"
     assert warned == [text]
 
 

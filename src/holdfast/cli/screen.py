@@ -45,7 +45,8 @@ class Screen:
     """Writes lines and tables to a stream.
 
     For people they have styles, and wrap between words; for other programs they are plain text that can be parsed, one
-    line for a row. Nothing is ever cut. The environment variable NO_COLOR turns colors off.
+    line for a row. Nothing is ever cut. With the environment variable NO_COLOR they have no style, as on a
+    terminal that knows none (TERM=dumb): bold and faint text is noise in a log as well.
 
     Attributes:
         is_terminal: Whether it writes for people: the stream is a terminal, or `is_human`. Only then is rich imported.
@@ -61,7 +62,14 @@ class Screen:
         if self.is_terminal:
             from rich.console import Console
 
-            self._console = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+            self._console = Console(
+                file=stream,
+                force_terminal=True,
+                color_system=None if os.environ.get("NO_COLOR") else "auto",
+                highlight=False,
+                markup=False,
+                emoji=False,
+            )
             self.width = self._console.width
 
     def say(self, *words: Words) -> None:

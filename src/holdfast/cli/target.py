@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -188,21 +189,35 @@ def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: 
         root = storage.location
         place = location.rstrip("/")
         runs = [] if root is None else [f"{place}/{path.relative_to(root)}" for path in find_runs(root)]
-        if runs:
-            more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
-            hint = f"It holds runs: {', '.join(runs[:_NAMED_RUNS])}{more}. Name one of them."
+        hint = f"It holds runs: {_some(runs)}. Name one of them." if runs else hint
         return NoCheckpointError(f"{location} is not a run: it has no checkpoints", hint=hint)
     if storage.location is not None and not os.path.isdir(storage.location):  # noqa: PTH112
         if os.path.lexists(storage.location):
             return NoCheckpointError(
                 f"{location} is not a directory", hint="Name the directory that the job saves into."
             )
-        hint = "Check the path."
+        hint = _suggest_run(location)
         before, at, after = location.rpartition("@")
         if at and before and os.path.isdir(before):  # noqa: PTH112
             hint = f"{before} exists, but {after!r} is not a step. Write {before} and {EXAMPLES}."
         return NoCheckpointError(f"there is no directory {location}", hint=hint)
     return NoCheckpointError(f"{location} is empty", hint="No job has saved there yet.")
+
+
+def _suggest_run(location: str) -> str:
+    """**Blocks.** Returns a hint for a directory that is not there: the run with a similar name, or the runs nearby."""
+    place = Path(location)
+    above = next((parent for parent in place.parents if parent.is_dir()), None)
+    runs = {str(path): path.resolve().name for path in find_runs(above)} if above is not None else {}
+    near = get_close_matches(place.name, runs.values(), _NAMED_RUNS)
+    if near:
+        return f"Did you mean {_some([run for run, name in runs.items() if name in near])}?"
+    return f"Check the path. Runs nearby: {_some([*runs])}" if runs else "Check the path."
+
+
+def _some(runs: Sequence[str]) -> str:
+    """**Pure.** Names a few runs."""
+    return ", ".join(runs[:_NAMED_RUNS]) + (f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,8 @@ class ImportSource:
             file = self._files.find(self._path, follow_links=True)
         except NotFoundError:
             raise NoCheckpointError(f"{self._path} does not exist", hint="Check the path.") from None
+        if not file.size_bytes:
+            raise UsageError(f"{self._path} is empty", hint="Its writer may have been killed: import an earlier file.")
         head = bytes(file.read(0, min(file.size_bytes, 16)))
         if head.startswith(_ZIP):
             archive = TorchArchive(file, 0, file.size_bytes)

@@ -54,6 +54,14 @@ from holdfast.storage.buffers import take_pages
 from holdfast.storage.checks import choose_piece_bytes
 from holdfast.tracebacks import short_traceback
 
+_MODULE: Final = (
+    "Save its state_dict: load the file with torch, if you trust it, and write "
+    "torch.save({'model': model.state_dict()}, 'new.pt')."
+)
+_UNKNOWN: Final = (
+    "Nothing in the file was executed. Leave such values out with --skip-unknown (skip_unknown=True), or choose what "
+    "to import, such as --only model --only optimizer."
+)
 _STEP_NAMES: Final = ("step", "global_step", "iter_num", "iteration", "iter", "num_updates")
 """The names that programs give to the number of their steps, at the top of a file."""
 
@@ -184,7 +192,7 @@ def import_checkpoint(
                 ),
             )
         if not arrays and not any(nodes.values()):
-            raise UsageError(f"{source} contains nothing that can be stored", hint="Save state_dicts, not objects.")
+            raise UsageError(f"{source} contains nothing that can be stored", hint=_MODULE)
         # torch's own files say which tensors were one, and arrays of JAX never are.
         ties = [] if opened.format in ("torch", "lightning", "orbax") else encoder.tied_candidates
         kept = {"objects": list(nodes), "format": opened.format, "progress": _as_json(found.progress)}
@@ -372,8 +380,7 @@ class _ImportEncoder(Encoder):
             raise FormatError(
                 f"{self._source}: {path} is a {_name_of(value)}, which is not supported",
                 path=path,
-                hint="Nothing in the file was executed. Leave such values out with --skip-unknown (skip_unknown=True), "
-                "or choose what to import, such as --only model --only optimizer.",
+                hint=_MODULE if _is_module(value) else _UNKNOWN,
             )
         if type(value) in _WITH_KEYS and PickledObject in map(type, value):
             keys = [thaw(key) for key in value]
@@ -426,6 +433,11 @@ class _ImportEncoder(Encoder):
             if key is not None:
                 self._names[key] = name
         return {"$": "array", "k": array.library, "v": name}
+
+
+def _is_module(value: Any) -> bool:
+    """**Pure.** Returns True if a whole module was pickled, and not its state_dict."""
+    return type(value) is PickledObject and type(value.state) is dict and "_parameters" in value.state
 
 
 def _name_of(value: Any) -> str:

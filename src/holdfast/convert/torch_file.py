@@ -337,6 +337,9 @@ _LOCAL: Final = struct.Struct("<4s22xHH")
 _LARGE_FIELD_BYTES: Final = 20
 _VERSION: Final = 45
 _END_BYTES: Final = 22
+_END_MARK: Final = b"PK\x05\x06"
+_LONGEST_END_BYTES: Final = _END_BYTES + 0xFFFF
+"""With a comment."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -404,6 +407,14 @@ class ArchiveReader:
                     raise ValueError(f"{name!r} appears twice")
                 self._records[name] = record
         except (ValueError, OSError, BadZipFile, NotImplementedError, struct.error) as error:
+            tail_bytes = min(_LONGEST_END_BYTES, file.size_bytes)
+            tail = bytes(file.read(file.size_bytes - tail_bytes, tail_bytes))
+            if not 0 <= tail.rfind(_END_MARK) <= tail_bytes - _END_BYTES:
+                raise FormatError(
+                    f"{file.path} is cut off: the end that torch.save writes is missing",
+                    path=str(file.path),
+                    hint="Copy it again, or import an earlier file.",
+                ) from error
             raise self._malformed(error) from error
 
     def find(self, name: str) -> Record | None:

@@ -448,12 +448,14 @@ class NoticeHeard(Event, frozen=True):
         text: The notice in words.
         demand: What it asks for: `save`, `leave_by` or `leave`.
         left_seconds: The time until the process must be gone; None if it is not known.
+        by_hand: True if a person pressed Ctrl-C.
     """
 
     source: str
     text: str
     demand: str
     left_seconds: float | None = None
+    by_hand: bool = False
 
     def __str__(self) -> str:
         left = "" if self.left_seconds is None else f", {time_text(max(self.left_seconds, 0.0))} left"

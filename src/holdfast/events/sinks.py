@@ -99,6 +99,8 @@ class LoggingSink:
         elif isinstance(event, Failed) and event.stage == "training":
             # An error that was raised there is printed there.
             level = logging.ERROR if (self._is_second if event.rank == 0 else self._is_leader) else logging.INFO
+        elif isinstance(event, NoticeHeard) and event.by_hand:
+            level = logging.INFO  # Ctrl-C has said so itself.
         elif not self._is_leader and (
             isinstance(event, PassedOver | Resized | Failed) or getattr(event, "by_each", False)
         ):

@@ -198,9 +198,14 @@ class NoticeInbox:
             while self._reported < len(self._received):
                 notice = self._received[self._reported].notice
                 self._reported += 1
-                demand = notice.demand.name.lower()
                 self._emit(
-                    NoticeHeard(source=notice.source, text=notice.text, demand=demand, left_seconds=notice.left_seconds)
+                    NoticeHeard(
+                        source=notice.source,
+                        text=notice.text,
+                        demand=notice.demand.name.lower(),
+                        left_seconds=notice.left_seconds,
+                        by_hand=notice.by_hand,
+                    )
                 )
         finally:
             self._reporting.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -70,7 +71,7 @@ def show_progress(label: str, *, counts_bytes: bool = True, unit: str = "") -> I
     figures = (MofNCompleteColumn(), TextColumn(unit)) if unit else (DownloadColumn(), TransferSpeedColumn())
     columns = (text, bar, *figures, TimeRemainingColumn())
     quiet = Theme({"progress.download": "none", "progress.data.speed": "none", "progress.remaining": "dim"})
-    console = Console(file=sys.stderr, theme=quiet)
+    console = Console(file=sys.stderr, theme=quiet, color_system=None if os.environ.get("NO_COLOR") else "auto")
     shown = columns if counts_bytes else (SpinnerColumn(style="cyan"), text)
     with Progress(*shown, console=console, transient=True) as progress:
         progress.add_task(label, total=None)

@@ -67,6 +67,7 @@ def restore_objects(
     keeping: Keeping | None = None,
     made_anew: Collection[str] = (),
     shows_progress: bool = False,
+    call: str = "manager.restore(...)",
 ) -> Restoration | None:
     """**Blocks.** Restores the live objects from a checkpoint.
 
@@ -81,7 +82,7 @@ def restore_objects(
     `begins_anew`, nothing is restored unless a step is requested. The step of `start_from` is restored, unless the
     lineage has gone back there already. Entries of `keeping` stay as the script set them, and
     so do objects in `made_anew`, from which new ones are created. With `shows_progress` a person sees how far a long
-    read is.
+    read is. `call` is what the program has called, for hints.
 
     Returns:
         The result, or None if there is no checkpoint at all.
@@ -109,6 +110,7 @@ def restore_objects(
         keeping,
         made_anew,
         shows_progress,
+        call,
     )
     candidates = _Candidates(request, agreement, emit)
     if not candidates.find(begins_anew=begins_anew):
@@ -167,6 +169,7 @@ class _Request(NamedTuple):
     keeping: Keeping | None
     made_anew: Collection[str]
     shows_progress: bool
+    call: str
 
 
 class _Candidates:
@@ -402,8 +405,8 @@ class _RestoreTrial:
             raise MismatchError(
                 f"step {step} does not fit the live objects ({state}):\n{matching.differences}",
                 differences=matching.differences,
-                hint=f"Fix the objects.{names} strict=False, in holdfast.resumable(...) or manager.restore(...), takes "
-                f"what fits and reports the rest{_describe_loss(matching.differences)}.",
+                hint=f"Fix the objects.{names} strict=False, in {request.call}, takes what fits and "
+                f"reports the rest{_describe_loss(matching.differences)}.",
             )
         return matching
 

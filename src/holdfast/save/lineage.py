@@ -80,6 +80,7 @@ class Lineage:
         in_flight: The save whose result is not known here yet, or None.
         find_steps: Returns the step at which the run that this belongs to was entered, and the number of complete
             steps; None if this belongs to no run.
+        restored_by: What the program calls for a restore, for hints.
     """
 
     def __init__(self, catalog: Catalog, url: str, *, begins_anew: bool) -> None:
@@ -90,7 +91,7 @@ class Lineage:
         self.steps, self.newest_asked = {name.step for name in living}, -1
         self.in_flight: SaveHandle | None = None
         self.find_steps: Callable[[], tuple[int, int]] | None = None
-        self._url = url
+        self.restored_by, self._url = "manager.restore(...)", url
         # Held to clear `in_flight`: another thread may wait while the training thread begins a save.
         self._settling = threading.RLock()
 

@@ -47,8 +47,7 @@ class Announcements:
 
     def begin(self, manager: CheckpointManager, restored: Restoration | None, step: int) -> None:
         """Reports that training begins with a step, after a restore, if there was one; its witness has begun by now."""
-        self._begin(step)
-        manager.emit.entered_at = None if self._is_quiet else time.monotonic()
+        self._begin(manager, step)
         reached = manager.witness.reached
         rhythm = describe_saving(manager.options.save_every)
         if restored is None:
@@ -60,8 +59,8 @@ class Announcements:
             if self._worker.is_leader and (found := find_namesake(manager.url)) is not None:
                 other = name_place(found[0])
                 logger.warning(
-                    "%s is new; %s has %d steps: if you meant that one, stop this job and correct the name",
-                    *(self.place, other, found[1]),
+                    "%s has %d steps: if you meant that one, stop this job and correct the name %s",
+                    *(other, found[1], self.place),
                 )
         else:
             epochs = describe_epochs(objects_of(manager.checkpoint).all())
@@ -72,8 +71,9 @@ class Announcements:
             loaders = {path: HyperparameterChange(*pair, can_be_kept=False) for path, pair in set_otherwise}
             self._warn_of_changes(restored, {**restored.hyperparameters, **loaders})
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, manager: CheckpointManager, step: int) -> None:
         self._began_at = step
+        manager.emit.entered_at = None if self._is_quiet else time.monotonic()
         if os.getpid() == 1 and threading.current_thread() is threading.main_thread():
             self.say(
                 "this program is process 1 of its container, where a SIGTERM that came before this line, such as "
@@ -97,25 +97,24 @@ class Announcements:
             else:
                 newest = f"the newest checkpoint is step {steps[-1]}" if steps else "there is no checkpoint"
                 self.say(f"{self.place} is at step {step}; {newest}")
-            if cost := manager.describe_cost():
-                self.say(cost)
+            self.say(manager.describe_cost())
 
-    def begin_epochs(self, backup: Backup | None, *, begins_anew: bool) -> None:
+    def begin_epochs(self, manager: CheckpointManager, backup: Backup | None) -> None:
         """Reports that training in epochs begins, after a restored backup, if there was one."""
-        self._begin(0)
+        self._begin(manager, 0)
         if backup is None or backup.restoration is None:
             self.say(
                 f"{self.place} starts from the beginning"
-                if begins_anew
+                if manager.begin_anew
                 else f"{self.place} has no backup; training starts from the beginning"
             )
         else:
             self.say(self.describe(backup.restoration, f"after {backup}"))
             self._warn_of_changes(backup.restoration, backup.restoration.hyperparameters)
 
-    def end_epochs(self, backup: Backup | None, *, had_backup: bool = True) -> None:
+    def end_epochs(self, manager: CheckpointManager | None, backup: Backup | None, *, had_backup: bool = True) -> None:
         """Reports, once, that training in epochs has ended, with a backup that stays; None if there is none."""
-        if self._began_at is not None:
+        if self._began_at is not None and manager is not None:
             self._began_at = None
             if backup is not None:
                 self.say(f"{self.place}: the backup of {backup} is kept")
@@ -123,6 +122,7 @@ class Announcements:
                 self.say(f"{self.place}: training is complete, and its backup is deleted")
             else:
                 self.say(f"{self.place}: training is complete, and no backup of it was made")
+            self.say(manager.describe_cost(keeps=backup is not None))
 
     def describe(self, restored: Restoration, where: str, rhythm: str = "", lost: str = "") -> str:
         """Describes a restore in one line: `where` training continues, how often it is saved, and the lost steps."""
@@ -146,8 +146,8 @@ class Announcements:
                 logger.debug("%s: %s", self.place, describe_changes(changes, len(changes)))
 
     def say(self, text: str) -> None:
-        """Prints a line, unless this is quiet."""
-        if not self._is_quiet:
+        """Prints a line, unless this is quiet, or there is nothing to say."""
+        if text and not self._is_quiet:
             inform(text)
 
 

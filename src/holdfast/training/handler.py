@@ -108,6 +108,7 @@ class PreemptionCheckpointHandler:
         try:
             earlier = manager.restored
             manager.wait_until_free()
+            manager.lineage.restored_by = "PreemptionCheckpointHandler(...)"
             count, self.restored = _restore(manager, strict, kept)
             self._count = loop.count = count
             manager.check_ready()

@@ -212,6 +212,7 @@ class Run:
         self._phase = _Phase.NEW
         self._counts_own = False
         self._process = os.getpid()
+        manager.lineage.restored_by = "holdfast.resumable(...)"
         self._unentered = weakref.finalize(self, warn_never_entered, self._announcements.place, self._process)
 
     @property

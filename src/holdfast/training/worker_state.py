@@ -247,12 +247,13 @@ class WorkerTrainingState:
         damage = make_agreement(peers, self._storage.url).run(check)
         if damage is not None:
             raise damage
+        manager.lineage.restored_by = "restore(...)"
         restoration = None if self._begins_anew else manager.restore(strict=strict, keep_current=self._keep_current)
         objects_of(self.checkpoint).backup_url = self._storage.url
         self._begin_watch(may_predict=True)
         self._backups = Backups(self._backups.generation)
         if restoration is None:
-            self._announcements.begin_epochs(None, begins_anew=self._begins_anew)
+            self._announcements.begin_epochs(manager, None)
             return None
         self._backups.generation = max(self._backups.generation, restoration.name.generation)
         loop.count.done = max(loop.count.done, restoration.step)
@@ -260,7 +261,7 @@ class WorkerTrainingState:
         epoch, batch = read_note(restoration.manifest, self._storage.url)
         backup = Backup(epoch, batch, restoration)
         self._backups.begin_from(restoration.step, backup)
-        self._announcements.begin_epochs(backup, begins_anew=False)
+        self._announcements.begin_epochs(manager, backup)
         return backup
 
     def delete_backup(self) -> bool:
@@ -307,13 +308,13 @@ class WorkerTrainingState:
             self._warn(text)
         if self._loop is not None:
             self._loop.guard.close()
-        had_backup = self.saved is not None
+        had_backup, manager = self.saved is not None, self._manager
         self._watch.finish("a restart would have started from the beginning")
         clearing = self._together.clear(self._storage, self._backups.generation, keeps_files=began_from is not None)
         self._loop, self._backups = None, Backups(clearing.generation or self._backups.generation)
         for problem in clearing.problems:
             raise problem
-        self._announcements.end_epochs(None, had_backup=had_backup)
+        self._announcements.end_epochs(manager, None, had_backup=had_backup)
         return True
 
     def maybe_load_initial_epoch_from_ckpt(self, initial_epoch: int, mode: Mode, *, epochs: int | None = None) -> int:
@@ -417,6 +418,10 @@ class WorkerTrainingState:
                     self._explain_to_others(error)
                 self._loop.manager.__exit__(kind, error, trace)
 
+    @property
+    def _manager(self) -> CheckpointManager | None:
+        return None if self._loop is None else self._loop.manager
+
     @contextmanager
     def _ending(self, error: BaseException | None) -> Iterator[None]:
         """Signs off from the other workers after the body has closed the manager, unless the close will be retried."""
@@ -434,7 +439,7 @@ class WorkerTrainingState:
                 self._watch.finish("nothing was saved", is_error=True)
             yield
             if error is None and self._backups.began_from is None and self.saved is not None:
-                self._announcements.end_epochs(self.saved)
+                self._announcements.end_epochs(self._manager, self.saved)
         except DeadlineError:
             raise
         except BaseException as failure:

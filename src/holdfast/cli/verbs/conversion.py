@@ -110,7 +110,12 @@ def export_command(
 @click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
 @click.argument("run", metavar="RUN", type=click.Path())
 @click.option("--step", type=click.IntRange(0), help="The step to resume from.  [default: the one in SOURCE, or 0]")
-@click.option("--only", metavar="NAME", multiple=True, help="Import only this object. Can be repeated.")
+@click.option(
+    "--only",
+    metavar="NAME",
+    multiple=True,
+    help="Import only this object, by its name after --rename. Can be repeated.",
+)
 @click.option("--name", default="model", show_default=True, help="Name of the model, or of the only object in SOURCE.")
 @click.option(
     "--rename",

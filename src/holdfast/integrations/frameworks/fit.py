@@ -190,6 +190,7 @@ class Fit:
             # One process has written it.
             present = {name: obj for name, obj in objects.items() if name in imported.objects}
             run = resumable(settings.directory, Checkpoint(**present), **{**settings.options, "on_resize": "allow"})
+        run.manager.lineage.restored_by = "Resumable(...)"
         run.__enter__()
         self.run = run
         if imported is not None:

@@ -76,6 +76,7 @@ def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
     kept["accelerator"] = PerWorker(progress)
     kept["rng"] = RNG()
     run = holdfast.training.run.resumable(directory, Checkpoint(**kept), **settings.options)
+    run.manager.lineage.restored_by = "holdfast.accelerate.resumable(...)"
     run.completes_step = lambda: progress.end_batch(run)
     if places:
         run.manager.follow_epochs(lambda: places[0].source.iteration + bool(places[0].outline().get("ended")))
