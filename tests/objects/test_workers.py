@@ -29,7 +29,7 @@ def run_workers(url: str, tmp_path: Path, count: int, *args: int) -> list[subpro
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HOME": str(home), "TMPDIR": str(home),
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        command = [sys.executable, PROGRAMS / "bucket_workers.py", url, *map(str, args)]
+        command = [sys.executable, str(PROGRAMS / "bucket_workers.py"), url, *map(str, args)]
         environment = {**os.environ, **variables}
         pipe = subprocess.PIPE
         workers.append(subprocess.Popen(command, cwd=home, env=environment, text=True, stdout=pipe, stderr=pipe))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -79,11 +80,12 @@ def fork_during_an_upload(url: str) -> None:
         forks += 1
     thread.join()
     print("uploaded", storage.read("file", len(data)) == data)
-    for what, use in {
+    uses: dict[str, Callable[[], object]] = {
         "its storage": lambda: storage.read("file", len(data)),
         "a new one": lambda: open_storage(url).list(""),
         "a loaded step": lambda: holdfast.load(f"{url}/run"),
-    }.items():
+    }
+    for what, use in uses.items():
         print(what, "in a child:", flush=True)
         pid = os.fork()
         if not pid:
