@@ -11,7 +11,6 @@ from places import SUPPORT
 from repetitions import repeated
 
 pytest_plugins = (
-    "bucket_servers",
     "command_line",
     "last_words",
     "left_open",

@@ -476,6 +476,7 @@ class CheckpointManager:
         self._engine.close(limit_seconds)
         if self.participant is not None:
             self.participant.close()
+        self.emit.close()
         if failures := self._failures.take(last=True):
             raise_newest(failures)
 

@@ -172,7 +172,7 @@ def test_a_rollback_makes_a_step_the_newest_and_another_takes_it_back(tmp_path: 
     assert (run / "generations" / "0003.json").exists() is False
     # The way back that it names.
     said = run_program("rollback", f"{run}@30").stdout
-    assert "on the disk: step 40\n" in said
+    assert "but still there: step 40\n" in said
     undo = next(line.split(": holdfast ")[1] for line in said.splitlines() if "undo" in line)
     assert run_program(*undo.split()).returncode == 0
     assert call_json("list", run)["newest_step"] == 40

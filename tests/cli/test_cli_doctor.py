@@ -32,13 +32,14 @@ from command_line import (
 )
 from holdfast.catalog import StoredRun
 from holdfast.cli.exit_codes import ExitCode
+from holdfast.cli.findings import PREFIX
 from holdfast.cli.screen import parse_seconds, parse_size
-from holdfast.cli.verbs.doctor import PREFIX
 from holdfast.events.kinds import span_text
 from holdfast.policies import Auto, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
 from holdfast.save import copy_plan
 from holdfast.storage import LocalStorage, digesting
+from holdfast.storage.local.mounts import parse_mounts
 from mounts import fill, mounted
 from tracing import needs_strace
 
@@ -346,10 +347,9 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     assert "is not a directory" in said
 
 
-def test_doctor_refuses_places_that_are_not_local_directories(run: Path) -> None:
+def test_doctor_refuses_what_is_neither_a_directory_nor_a_bucket(run: Path) -> None:
     for place, text in (
-        ("memory://trial", "is not a directory on this machine"),
-        ("s3://bucket/run", "is not a directory on this machine"),
+        ("memory://trial", "is neither a directory of this machine nor a bucket"),
         ("hdfs://host/run", "hdfs:// is not supported"),
     ):
         code, said = complaint("doctor", place)
@@ -357,6 +357,41 @@ def test_doctor_refuses_places_that_are_not_local_directories(run: Path) -> None
         assert text in said
         assert "hint: " in said
     assert call("doctor", f"file://{run}").exit_code == 0
+
+
+def test_doctor_of_a_bucket_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("obstore", "obstore.store"):
+        monkeypatch.setitem(sys.modules, module, None)
+    code, said = complaint("doctor", "s3://bucket/run")
+    assert (code, "needs obstore" in said, "pip install" in said) == (ExitCode.USAGE, True, True)
+
+
+MOUNTS = """\
+22 28 0:21 / /proc rw,nosuid - proc proc rw
+31 28 0:30 / /data/my\\040bucket rw,nosuid,nodev,relatime shared:99 - {kind} {source} rw,user_id=0
+32 28 8:1 / / rw - ext4 /dev/sda1 rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "named"),
+    [
+        ("fuse", "mountpoint-s3", "mounted by mountpoint-s3, without atomic renames and links. Use s3:// instead"),
+        ("fuse.s3fs", "s3fs", "mounted by s3fs"),
+        ("fuse.gcsfuse", "my-bucket", "Use gs:// instead"),
+        ("fuse", "blobfuse2", "Use az:// instead"),
+        ("fuse.sshfs", "host:/home", ""),
+        ("fuse.mergerfs", "a:b", ""),
+        ("fuse.juicefs", "s3fs:x", ""),
+        ("ext4", "s3fs", ""),
+    ],
+)
+def test_mounted_buckets_are_named_and_no_other_mounts(kind: str, source: str, named: str) -> None:
+    mount = parse_mounts(MOUNTS.format(kind=kind, source=source), os.makedev(0, 30))
+    assert mount.kind == kind
+    assert named in mount.bucket_hint
+    assert bool(named) == bool(mount.bucket_hint)
+    assert parse_mounts(MOUNTS, os.makedev(9, 9)).kind == "unknown"
 
 
 @pytest.mark.parametrize(

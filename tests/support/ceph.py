@@ -119,6 +119,10 @@ class CephServer:
         """Makes a bucket, by a signed request of its own: no client of objects can."""
         _signed_put(self, f"/{name}")
 
+    def allow(self, ways: str) -> None:
+        """Lets the user do these of `read,write,delete`, and nothing else."""
+        self._call("radosgw-admin", "user", "modify", "--uid=trainer", f"--op-mask={ways}")
+
     def stop(self) -> None:
         """Kills all."""
         for child in reversed(self._children):

@@ -29,6 +29,7 @@ from holdfast.events.sinks import JOURNAL_NAMES, decode_event
 from holdfast.format.digests import seal
 from holdfast.format.names import (
     COMMITTED_NAME,
+    EVENTS_DIRECTORY,
     GENERATIONS_DIRECTORY,
     MANIFEST_NAME,
     MAX_GENERATION,
@@ -433,7 +434,8 @@ class StoredRun:
         Unreadable parts of it are ignored.
         """
         found: set[tuple[int, int]] = set()
-        for name in JOURNAL_NAMES:
+        starts = (f"{EVENTS_DIRECTORY}/{entry.name}" for entry in self.storage.list(EVENTS_DIRECTORY))
+        for name in (*JOURNAL_NAMES, *sorted(starts, key=lambda path: (len(path), path))):
             with suppress(NotFoundError, DamageError):
                 for line in self.storage.read(name, _MOST_JOURNAL_BYTES).splitlines():
                     if b'"committed"' not in line and b'"retained"' not in line:

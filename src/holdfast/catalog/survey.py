@@ -9,6 +9,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal, TypeAlias
 
 from holdfast.catalog import Catalog, StoredRun, find_owner
@@ -27,6 +28,7 @@ from holdfast.format.names import (
 from holdfast.format.records import Manifest, Opening
 from holdfast.policies import Referrer, RetentionPolicy, spare_referred
 from holdfast.policies.retention import KeptCandidate, absent_metrics, plan_retention
+from holdfast.process.worker_pool import WorkerPool
 from holdfast.storage import Storage
 
 
@@ -137,9 +139,21 @@ def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
     run = StoredRun(storage)
     catalog = run.look(closely=closely)
     living = set(catalog.living)
-    committed = [
-        look_at_step(run, name, State.LIVING if name in living else State.OFF_LINE) for name in catalog.committed
-    ]
+    states = {name: State.LIVING if name in living else State.OFF_LINE for name in catalog.committed}
+    looked: dict[StepName, Found | None] = {}
+
+    def look(name: StepName) -> None:
+        looked[name] = look_at_step(run, name, states[name])
+
+    # Many at once where that is fast, as in a bucket.
+    pool = WorkerPool(max(storage.traits.read_parallel, 1), "holdfast-survey")
+    try:
+        if storage.traits.read_parallel > 1:
+            pool.start()
+        pool.run(partial(look, name) for name in states)
+    finally:
+        pool.close()
+    committed = [looked[name] for name in states]
     if not closely and None in committed:
         # The step is being removed, or the summary that lists it as committed is wrong.
         return survey_run(storage, closely=True)
@@ -244,10 +258,15 @@ def _find_misfits(directory: str, manifest: Manifest, sizes: dict[str, int]) -> 
                 )
 
 
-def _size_bytes(storage: Storage, directory: str) -> int:
+def _size_bytes(storage: Storage, *directories: str) -> int:
     """Returns the size of all files but the records of a commit: that of the checkpoint if it is whole."""
-    listed = storage.list(directory)
-    return sum(one.size_bytes for one in listed if is_part(one.name) or not is_own_file(one.name))
+    if len(directories) > 1 and storage.traits.lists_deep:
+        parts = [(*one.name.rpartition("/")[::2], one.size_bytes) for one in storage.list("", deep=True)]
+        known = frozenset(directories)
+        listed = [(name, size_bytes) for directory, name, size_bytes in parts if directory in known]
+    else:
+        listed = [(one.name, one.size_bytes) for directory in directories for one in storage.list(directory)]
+    return sum(size_bytes for name, size_bytes in listed if is_part(name) or not is_own_file(name))
 
 
 def find_damaged_records(run: StoredRun, catalog: Catalog, *, closely: bool) -> list[DamageError]:
@@ -335,7 +354,7 @@ def summarize_run(storage: Storage, location: str) -> RunSummary:
                 break  # Else a job that goes on has removed it just now.
         names = (*catalog.committed, *catalog.unfinished, *catalog.lost)
         directories = (*(name.directory for name in names), *catalog.trash)
-        size_bytes = sum(_size_bytes(storage, directory) for directory in directories) + (catalog.spare_bytes or 0)
+        size_bytes = _size_bytes(storage, *directories) + (catalog.spare_bytes or 0)
         state, opening = _find_state(run, catalog, newest), run.try_opening(catalog.generation)
         return RunSummary(location, storage.url, state, newest, len(catalog.living), size_bytes, opening)
     except HoldfastError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import click
@@ -15,7 +14,8 @@ from holdfast.catalog import StoredRun
 from holdfast.catalog.named_step import LATEST
 from holdfast.cli.target import find_runs
 from holdfast.errors import HoldfastError
-from holdfast.storage import open_storage
+from holdfast.format.names import parse_step_directory
+from holdfast.storage import LocalStorage, open_storage
 
 COMPLETE_VARIABLE: Final = "_HOLDFAST_COMPLETE"
 """With this in the environment the command answers its shell."""
@@ -70,13 +70,25 @@ class RunPath(click.Path):
         location, at, begun = incomplete.partition("@")
         if at and self._takes_step:
             return [CompletionItem(f"{location}@{name}") for name in _list_names(location) if name.startswith(begun)]
+        if "://" in incomplete:
+            return _list_prefixes(incomplete)
         directory = os.path.dirname(incomplete)  # noqa: PTH120 - what is typed stays as it is
-        root = Path(os.path.expanduser(directory or "."))  # noqa: PTH111
-        runs = [os.path.join(directory, path.relative_to(root)) for path in find_runs(root) if path != root]  # noqa: PTH118
+        root = LocalStorage(os.path.expanduser(directory or "."))  # noqa: PTH111
+        runs = [os.path.join(directory, relative) for relative in find_runs(root) if relative]  # noqa: PTH118
         found = [run for run in runs if run.startswith(incomplete)]
         if not found:
             return [CompletionItem(incomplete, type="dir")]
         return [CompletionItem(run) for run in (*found, *(f"{run}@" for run in found[:1] if self._takes_step))]
+
+
+def _list_prefixes(incomplete: str) -> list[CompletionItem]:
+    """**Blocks.** Offers what is next to the URL that is typed, by one listing."""
+    above = incomplete.rpartition("/")[0]
+    with suppress(HoldfastError):
+        names = [entry.name for entry in open_storage(above).list("") if entry.is_directory]
+        found = [f"{above}/{name}" for name in names if not (name.startswith(".") or parse_step_directory(name))]
+        return [CompletionItem(url) for url in found if url.startswith(incomplete)]
+    return []
 
 
 def _list_names(location: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -34,9 +35,10 @@ from holdfast.format.names import (
 )
 from holdfast.format.records import Manifest
 from holdfast.format.scalars import Node
+from holdfast.restore.read import open_pool
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
-from holdfast.storage import Entry, LocalStorage, Storage
+from holdfast.storage import Entry, LocalStorage, Storage, open_storage
 
 MOST_LOOKS: Final = 30
 """Most tries at finding the newest checkpoint: a running job may remove the one that was found."""
@@ -45,6 +47,7 @@ MAX_DEPTH: Final = 3
 """How many levels below a directory are searched for runs, as in `runs/experiment/model/seed-1`."""
 
 _MOST_DIRECTORIES: Final = 20_000
+_MOST_PREFIXES: Final = 2_000
 _NAMED_RUNS: Final = 5
 
 
@@ -75,8 +78,10 @@ class RunTarget:
         if not self.is_step:
             return self.storage
         # If it is a link to a step's directory, the parent of its target.
-        place = self.storage.location
-        return None if place is None else LocalStorage(place.resolve().parent)
+        if (place := self.storage.location) is not None:
+            return LocalStorage(place.resolve().parent)
+        above = self.storage.url.rpartition("/")[0]
+        return open_storage(above) if above.partition("://")[2] else None
 
 
 def find_target(
@@ -159,19 +164,23 @@ def belongs_to_run(entry: Entry) -> bool:
     )
 
 
-def find_runs(directory: Path) -> Iterator[Path]:
-    """**Blocks.** Yields the directories of runs at or below a directory, in the order of their names.
+def find_runs(storage: Storage) -> Iterator[str]:
+    """**Blocks.** Yields the places of runs at or below a place, relative to it, in the order of their names; empty for
+    itself.
 
     Hidden directories and the insides of runs are not searched.
     """
+    if (root := storage.location) is None:
+        yield from _find_prefixes(storage)
+        return
     left = _MOST_DIRECTORIES
 
-    def search(place: Path, depth: int) -> Iterator[Path]:
+    def search(place: Path, depth: int) -> Iterator[str]:
         nonlocal left
         left -= 1
         try:
             if any(belongs_to_run(entry) for entry in LocalStorage(place).list("")):
-                yield place
+                yield "" if place == root else str(place.relative_to(root))
                 return
             with os.scandir(place) as entries:
                 inner = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
@@ -181,14 +190,50 @@ def find_runs(directory: Path) -> Iterator[Path]:
             if left > 0:
                 yield from search(place / name, depth + 1)
 
-    yield from search(directory, 0)
+    yield from search(root, 0)
+
+
+def _find_prefixes(storage: Storage) -> list[str]:
+    """Returns the runs in a bucket: by one request for each prefix, many of them at once."""
+    found: list[str] = []
+    level, left = [""], _MOST_PREFIXES
+    for depth in range(MAX_DEPTH + 1):
+        listed: dict[str, list[Entry]] = {}
+
+        def look(place: str, listed: dict[str, list[Entry]] = listed) -> None:
+            listed[place] = storage.list(place)
+
+        with open_pool(storage, 1, 0) as pool:
+            pool.run(partial(look, place) for place in level[:left])
+        left = max(left - len(level), 0)
+        found += [place for place, entries in listed.items() if any(map(belongs_to_run, entries))]
+        level = [
+            f"{place}/{entry.name}".lstrip("/")
+            for place, entries in listed.items()
+            if place not in found and depth < MAX_DEPTH
+            for entry in entries
+            if entry.is_directory and not entry.name.startswith(".")
+        ]
+    return sorted(found)
+
+
+def join_place(location: str, relative: str) -> str:
+    """**Pure.** Returns a place below another one, as a person would write it."""
+    if "://" in location:
+        return f"{location.rstrip('/')}/{relative}".rstrip("/")
+    return os.path.normpath(os.path.join(location, relative))  # noqa: PTH118
+
+
+def open_below(storage: Storage, relative: str) -> Storage:
+    """Returns the storage of a place below another one."""
+    if storage.location is not None:
+        return LocalStorage(storage.location / relative)
+    return open_storage(join_place(storage.url, relative)) if relative else storage
 
 
 def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: str) -> NoCheckpointError:
     if entries:
-        root = storage.location
-        place = location.rstrip("/")
-        runs = [] if root is None else [f"{place}/{path.relative_to(root)}" for path in find_runs(root)]
+        runs = [join_place(location, relative) for relative in find_runs(storage)]
         hint = f"It holds runs: {_some(runs)}. Name one of them." if runs else hint
         return NoCheckpointError(f"{location} is not a run: it has no checkpoints", hint=hint)
     if storage.location is not None and not os.path.isdir(storage.location):  # noqa: PTH112
@@ -208,7 +253,8 @@ def _suggest_run(location: str) -> str:
     """**Blocks.** Returns a hint for a directory that is not there: the run with a similar name, or the runs nearby."""
     place = Path(location)
     above = next((parent for parent in place.parents if parent.is_dir()), None)
-    runs = {str(path): path.resolve().name for path in find_runs(above)} if above is not None else {}
+    found = [] if above is None else [above / relative for relative in find_runs(LocalStorage(above))]
+    runs = {str(path): path.resolve().name for path in found}
     near = get_close_matches(place.name, runs.values(), _NAMED_RUNS)
     if near:
         return f"Did you mean {_some([run for run, name in runs.items() if name in near])}?"

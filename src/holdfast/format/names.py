@@ -9,6 +9,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 GENERATIONS_DIRECTORY: Final = "generations"
+EVENTS_DIRECTORY: Final = "events"
 MANIFEST_NAME: Final = "manifest.json"
 COMMITTED_NAME: Final = "committed"
 TRASH_PREFIX: Final = ".trash-"
@@ -136,6 +137,11 @@ def base_path(generation: int) -> str:
 def summary_path(generation: int, number: int) -> str:
     """**Pure.** Returns the path of a generation's summary with that number."""
     return f"{GENERATIONS_DIRECTORY}/{generation:04d}.summary-{number:04d}.json"
+
+
+def events_path(generation: int) -> str:
+    """**Pure.** Returns the path of the events of a job that began with a generation, in a bucket."""
+    return f"{EVENTS_DIRECTORY}/{generation:04d}.jsonl"
 
 
 def parse_summary_file(name: str) -> tuple[int, int] | None:

@@ -263,7 +263,10 @@ class RunCopier:
         whole = {index.rank for index in written if opened.data_path(index.rank) not in damaged}
         stale = [index.rank for index in opened.indexes if index.rank not in whole]
         names = (name(rank, manifest.world_size) for rank in stale for name in (index_name, data_name))
-        storage.delete(f"{directory}/{name}" for name in names if name in there)
+        if left := [f"{directory}/{name}" for name in names if name in there]:
+            if self._goal.step(opened.name).is_committed():  # By another copy, just now.
+                raise StorageError(f"{self._goal.url}: another copy writes there", path=directory)
+            storage.delete(left)
         return whole
 
     def _copy_files(self, opened: OpenedStep, progress: Callable[[int], None]) -> None:

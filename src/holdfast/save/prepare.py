@@ -19,6 +19,7 @@ from holdfast.options import SaveOptions
 from holdfast.process.terminal import inform
 from holdfast.save.host_memory import GENTLE, Readying
 from holdfast.save.image import Stager
+from holdfast.save.journal import ObjectJournal
 from holdfast.state import Captured, capture_objects
 from holdfast.state.leaves import DeviceCopier
 from holdfast.state.registry import find_stateful, list_members, may_change_when_read
@@ -233,7 +234,7 @@ def _header_bytes(captured: Captured) -> int:
 
 
 class RunEvents(Fanout):
-    """The events of a run: to the log, the sinks, and the journal if files of the storage can be appended to.
+    """The events of a run: to the log, the sinks, and the journal, where the storage can have one.
 
     Attributes:
         totals: Sums them up.
@@ -243,6 +244,18 @@ class RunEvents(Fanout):
     def __init__(self, storage: Storage, sinks: Iterable[Sink], worker: Worker) -> None:
         self.totals = Totals()
         self.entered_at: float | None = None
-        journal = [RunJournal(storage.location)] if worker.is_leader and storage.location is not None else []
+        journal: list[Sink] = []
+        self._object_journal: ObjectJournal | None = None
+        if worker.is_leader and storage.location is not None:
+            journal = [RunJournal(storage.location)]
+        elif worker.is_leader and storage.traits.replaces:
+            replace: Callable[[str, bytes], object] = storage.replace  # type: ignore[attr-defined]
+            journal = [found := ObjectJournal(replace)]
+            self._object_journal = found
         log = LoggingSink(is_leader=worker.is_leader, is_second=worker.rank == 1)
         super().__init__([log, *journal, self.totals, *sinks])
+
+    def close(self) -> None:
+        """**Blocks.** Writes the events that are not in the journal yet, for a few seconds at most."""
+        if self._object_journal is not None:
+            self._object_journal.close()

@@ -75,6 +75,7 @@ class ObjectStorage:
         is_shared=True,
         names_are_consistent=True,
         read_parallel=_READS_AT_ONCE,
+        replaces=True,
     )
     location = None
 
@@ -159,6 +160,12 @@ class ObjectStorage:
             hint="Wait a moment and start again.",
         )
 
+    def replace(self, path: str, data: bytes) -> None:
+        """**Blocks.** Puts a small object, in place of an older one if there is one."""
+        split_path(path)
+        with self.errors("write", path):
+            self._client.put(self._store, path, data)
+
     def read(self, path: str, limit_bytes: int) -> bytes:
         """**Blocks.** Reads a whole small file; see `Storage`."""
         split_path(path)
@@ -178,6 +185,11 @@ class ObjectStorage:
         split_path(path)
         with self.errors("open", path):
             return ObjectReader(self, path, self._client.head(self._store, path)["size"])
+
+    def modified_at(self, path: str) -> float:
+        """**Blocks.** Returns when an object was written, by the clock of the service, in Unix seconds."""
+        with self.errors("look at", path):
+            return float(self._client.head(self._store, path)["last_modified"].timestamp())
 
     def list(self, path: str, *, deep: bool = False) -> list[Entry]:
         """**Blocks.** Returns the entries of a directory, in order of name; see `Storage`."""
@@ -465,6 +477,7 @@ def _move(source: memoryview, into: memoryview) -> None:
 
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
 _NO_BUCKET: Final = "NoSuchBucket|ContainerNotFound|bucket does not exist"
+NOT_ALLOWED: Final = "The credentials do not allow this: see the permissions in the guide."
 _HINTS: Final = {
     _NO_BUCKET: "There is no such bucket, or it is in another region or account: check the URL.",
     # Where the machines of a cloud ask for their own credentials, if no others are found.
@@ -480,7 +493,7 @@ _HINTS: Final = {
     "SlowDown|TooManyRequests|429|503": "The service asks for fewer requests: save less often, or use another prefix.",
     "error sending request|dns error|Connection refused": "The service cannot be reached: check the endpoint, the "
     "proxy and the network.",
-    "AccessDenied|Forbidden|privileges": "The credentials do not allow this: see the permissions in the guide.",
+    "AccessDenied|Forbidden|privileges": NOT_ALLOWED,
 }
 """Hints, by a pattern of the client's message; the first that fits."""
 
@@ -488,9 +501,9 @@ _HINTS: Final = {
 def _explain(error: BaseException) -> tuple[str, str]:
     """Returns an error of the client in one line, and a hint; what follows `?` in an address may be a signature."""
     whole = str(error)
-    text = re.sub(r"\?[^\s\"'<>)]*", "", whole.partition("Debug source")[0])
-    code = _CODE.search(text)
-    text = " ".join(re.sub(r"<\?xml.*", "", text, flags=re.S).split()).rstrip(": ")
+    text = re.sub(r"<\?xml.*", "", whole.partition("Debug source")[0], flags=re.S)
+    text = " ".join(re.sub(r"\?[^\s\"'<>)]*", "", text).split()).rstrip(": ")
+    code = _CODE.search(whole)
     if code is not None:
         text = f"{text} ({code[1]})"
     return text, next((hint for pattern, hint in _HINTS.items() if re.search(pattern, whole)), "")

@@ -48,6 +48,7 @@ class Traits(msgspec.Struct, frozen=True):
         least_piece_bytes: The least size of each piece of a file but the last one.
         most_pieces: How many pieces a file may have; 0 for any number.
         read_parallel: How many reads at once are fast; 0 for as many as the reader has threads of its own.
+        replaces: True if it has `replace(path, data)` besides, which puts a small file in place of an older one.
         hindrance: What makes saves slower than they could be, in words for a person; empty if nothing is known of.
     """
 
@@ -60,6 +61,7 @@ class Traits(msgspec.Struct, frozen=True):
     least_piece_bytes: int = 0
     most_pieces: int = 0
     read_parallel: int = 0
+    replaces: bool = False
     hindrance: str = ""
 
 

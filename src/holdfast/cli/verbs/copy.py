@@ -88,7 +88,7 @@ def command(report: Report, source: str, destination: str, steps: str) -> None:
         )
     counts = ", ".join(f"{count} {outcome.value}" for outcome, count in outcomes.items())
     speed = f"   {size_text(size_bytes)} in {time_text(seconds)}, {size_text(size_bytes / (seconds or 1))}/s"
-    report.line(f"{counted(len(done), 'step')}: {counts}", (speed if report.is_page else "", FAINT))
+    report.line(f"{counted(len(done), 'step')}: {counts}", (speed if report.is_page and size_bytes else "", FAINT))
     off_line = len(set(catalog.committed) - set(catalog.living))
     if off_line and not steps and target.step is None:
         report.note((f"not copied: {counted(off_line, 'step')} off the current lineage", FAINT))

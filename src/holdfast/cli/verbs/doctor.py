@@ -1,4 +1,4 @@
-"""`holdfast doctor`: checks the installation and a directory, measures a save, and recommends how often to save."""
+"""`holdfast doctor`: checks the installation and a place, measures a save, and recommends how often to save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final
 
 import click
 import numpy as np
@@ -23,7 +23,9 @@ import numpy as np
 import holdfast
 from holdfast.catalog import StoredRun
 from holdfast.checkpoint import Checkpoint
+from holdfast.cli.bucket import BucketExamination
 from holdfast.cli.exit_codes import ExitCode
+from holdfast.cli.findings import PREFIX, Finding, Status, are_fit
 from holdfast.cli.report import Report, text_columns, verb
 from holdfast.cli.screen import (
     BAD,
@@ -48,11 +50,8 @@ from holdfast.save import copy_plan
 from holdfast.storage import LocalStorage, digesting, open_storage
 from holdfast.storage.checks import as_storage_errors
 from holdfast.storage.local.direct import SMALLEST_DIRECT_BYTES
-
-Status: TypeAlias = Literal["ok", "note", "unfit"]
-
-PREFIX: Final = ".holdfast-doctor-"
-"""Prefix of the trial's directory. It begins with a dot, so verbs and jobs ignore the directory."""
+from holdfast.storage.local.mounts import find_mount
+from holdfast.storage.objects import ObjectStorage
 
 _DEFAULT_BYTES: Final = 10**9
 _MIN_BYTES: Final = 100_000
@@ -98,7 +97,7 @@ def command(report: Report, directory: str | None, size: int | None, mtbf: float
     """Check the installation and a directory, measure a save there, and recommend how often to save.
 
     DIRECTORY is the directory that a job saves into, or any other on the same disk. Without it, only the installation
-    is checked.
+    is checked. Of the URL of a bucket, such as s3://bucket/runs, permissions, clock and speed are checked.
 
     The check takes a few seconds. It writes into a hidden directory, which it removes at the end, and does not touch
     a run that is there. The exit code is 0 if everything is fit for use, and 5 if not.
@@ -114,7 +113,12 @@ def command(report: Report, directory: str | None, size: int | None, mtbf: float
             report.table(text_columns("name", "value"), [(one.name.replace(" ", "_"), one.text) for one in findings])
         _end(report, findings)
         return
-    storage = _find_directory(directory)
+    storage = _find_place(directory)
+    if isinstance(storage, ObjectStorage):
+        if size is not None or mtbf is not None:
+            raise UsageError("--size and --mtbf are for directories", hint="Leave them out for a bucket.")
+        _show_bucket(report, storage)
+        return
     step, size_bytes, has_checkpoint = _find_size(storage, size)
     # The trial's own saves are no business of the person's: what ends them comes back as an error.
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
@@ -154,12 +158,41 @@ def command(report: Report, directory: str | None, size: int | None, mtbf: float
     _end(report, examined.findings)
 
 
-def _find_directory(location: str) -> LocalStorage:
+def _show_bucket(report: Report, storage: ObjectStorage) -> None:
+    examined = BucketExamination(storage)
+    with ending_on(signal.SIGTERM, signal.SIGHUP), show_progress("", counts_bytes=False) as bar:
+        examined.examine(bar.label)
+    is_fit = are_fit(examined.findings)
+    report.fields = {
+        "directory": storage.url,
+        "is_fit": is_fit,
+        "findings": [finding._asdict() for finding in examined.findings],
+        "figures": examined.figures,
+        "remains_rule": examined.remains_rule,
+    }
+    if report.is_page:
+        verdict = ("fit for checkpoints", GOOD) if is_fit else ("not fit for checkpoints", BAD)
+        report.line((storage.url, STRONG), "   ", verdict)
+        _show_findings(report, examined.findings, indent=2)
+        report.line()
+        for line in examined.remains_rule.splitlines():
+            report.line(line)
+    else:
+        rows = [("directory", "fit" if is_fit else "unfit")]
+        rows += [(one.name.replace(" ", "_"), one.status) for one in examined.findings]
+        rows += [(name, figure_text(figure)) for name, figure in examined.figures.items()]
+        report.table(text_columns("name", "value"), rows)
+    _end(report, examined.findings)
+
+
+def _find_place(location: str) -> LocalStorage | ObjectStorage:
     storage = open_storage(location)
+    if isinstance(storage, ObjectStorage):
+        return storage
     if not isinstance(storage, LocalStorage):
         raise UsageError(
-            f"{location} is not a directory on this machine",
-            hint="Name a mounted directory. A bucket is examined by the first save of a job.",
+            f"{location} is neither a directory of this machine nor a bucket",
+            hint="Name a mounted directory, or the URL of a bucket.",
         )
     root = Path(storage.url)
     if os.path.isdir(root):  # noqa: PTH112  It gives False, not an error, where we may not look.
@@ -190,20 +223,6 @@ def _scratch(root: Path) -> Iterator[Path]:
         lent = tempfile.TemporaryDirectory(prefix=PREFIX, dir=root)
     with lent as scratch:
         yield Path(scratch)
-
-
-class Finding(NamedTuple):
-    """One thing that was looked at: what was found, and, unless all is well, what that means and what to do."""
-
-    name: str
-    status: Status
-    text: str
-    hint: str = ""
-
-
-def are_fit(findings: Sequence[Finding]) -> bool:
-    """**Pure.** True if nothing among the findings makes the installation or the directory unfit."""
-    return all(finding.status != "unfit" for finding in findings)
 
 
 def examine_installation() -> Iterator[Finding]:
@@ -262,8 +281,11 @@ class Examination:
 
     def look(self, *, has_checkpoint: bool) -> None:
         """**Blocks.** Looks at all that a save needs; whether the run has a checkpoint decides how many have to fit."""
-        kind = _find_kind(Path(self.storage.url))
-        if kind in _IN_MEMORY:
+        mount = find_mount(Path(self.storage.url))
+        if mount.bucket_hint:
+            self._note("file system", "unfit", mount.kind, mount.bucket_hint)
+            return
+        if (kind := mount.kind) in _IN_MEMORY:
             self._note("file system", "unfit", kind, f"{kind} is memory: its files are lost when the machine stops")
         elif kind in _LAYERED:
             hint = f"{kind} is usually the layer of a container, which is deleted with it: save to a volume instead"
@@ -400,17 +422,6 @@ class Examination:
             "per_failure_seconds": per_failure_seconds,
             "lost_share": min(blocked / period_seconds + per_failure_seconds / mtbf_seconds, 1.0),
         }
-
-
-def _find_kind(directory: Path) -> str:
-    """Type of the file system of a directory, as Linux names it; `unknown` if Linux does not list it."""
-    with suppress(OSError):
-        device = directory.stat().st_dev
-        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-            before, _, after = line.partition(" - ")
-            if before.split(" ")[2] == f"{os.major(device)}:{os.minor(device)}":
-                return after.split(" ")[0]
-    return "unknown"
 
 
 def _open_manager(directory: Path, objects: Checkpoint) -> CheckpointManager:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import click
@@ -38,11 +38,12 @@ from holdfast.cli.report import (
     verb,
 )
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, Words, age_text, counted, unspaced
-from holdfast.cli.target import find_run, find_runs, no_living
+from holdfast.cli.target import find_run, find_runs, join_place, no_living, open_below
 from holdfast.errors import NoCheckpointError
 from holdfast.events.kinds import size_text
 from holdfast.format.names import StepName
-from holdfast.storage import LocalStorage, open_storage
+from holdfast.restore.read import open_pool
+from holdfast.storage import Storage, open_storage
 
 LOWEST: Final = "▼"
 HIGHEST: Final = "▲"
@@ -68,6 +69,8 @@ _SHOWN_DAMAGES: Final = 10
 def command(report: Report, places: tuple[str, ...], show_all: bool, order: str) -> None:
     """List the checkpoints of a run, or the runs in a directory, the current one by default.
 
+    DIRECTORY can be the URL of a bucket, or of a prefix in it.
+
     If DIRECTORY is a run (the directory that a job saves into), its checkpoints are listed, the newest last. These are
     the checkpoints that a restore can use.
 
@@ -79,8 +82,7 @@ def command(report: Report, places: tuple[str, ...], show_all: bool, order: str)
         target = find_run(places[0]) if len(places) == 1 else None
     except NoCheckpointError as error:
         storage = open_storage(places[0])
-        root = storage.location
-        if root is None or next(find_runs(root), None) is None:
+        if next(iter(find_runs(storage)), None) is None:
             report.fields, report.error = _make_document(storage.url, NOTHING, []), error
             return
         target = None
@@ -248,10 +250,14 @@ _RUN_STYLES: Final[dict[RunState, str]] = {
 def _list_runs(report: Report, places: Sequence[str], order: str) -> None:
     found: dict[str, RunSummary] = {}
     for place in places:
-        root = open_storage(place).location
-        for path in find_runs(root) if root is not None else ():
-            location = os.path.normpath(os.path.join(place, os.path.relpath(path, root)))  # noqa: PTH118
-            found.setdefault(str(path), summarize_run(LocalStorage(path), location))
+        storage = open_storage(place)
+        below = {join_place(place, relative): open_below(storage, relative) for relative in find_runs(storage)}
+        summaries: dict[str, RunSummary] = {}
+        # Of a directory one after the other.
+        with open_pool(storage, 1, 0) as pool:
+            pool.run(partial(_summarize, summaries, *each) for each in below.items())
+        for location, one in below.items():
+            found.setdefault(one.url, summaries[location])
     if not found:
         raise NoCheckpointError(
             f"there is no run in {', '.join(places)}",
@@ -269,6 +275,10 @@ def _list_runs(report: Report, places: Sequence[str], order: str) -> None:
             report.note(("unreadable ", BAD), run.problem)
         for damage in run.newest.damages[:1] if run.newest else ():
             report.note(("damaged ", BAD), f"{run.location}: {damage.message}")
+
+
+def _summarize(summaries: dict[str, RunSummary], location: str, run: Storage) -> None:
+    summaries[location] = summarize_run(run, location)
 
 
 def list_run_columns(runs: Sequence[RunSummary]) -> list[Column[RunSummary]]:

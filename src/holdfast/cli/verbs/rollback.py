@@ -32,7 +32,7 @@ def command(report: Report, checkpoint: str) -> None:
     catalog = StoredRun(storage).look(closely=True)
     if target.is_step:
         directory = storage.location
-        name = None if directory is None else parse_step_directory(directory.resolve().name)
+        name = parse_step_directory(storage.url.rpartition("/")[2] if directory is None else directory.resolve().name)
         if name is None or target.siblings is None:
             raise UsageError(f"{location} is not in a run", hint="Name RUN@STEP.")
         storage, location = target.siblings, location.rstrip("/").rpartition("/")[0] or "."
@@ -75,6 +75,6 @@ def command(report: Report, checkpoint: str) -> None:
         return
     report.line((f"step {name.step} is now the newest step of {location}", GOOD))
     if left:
-        report.line(f"no longer in the current lineage, but on the disk: {describe_steps([one.step for one in left])}")
+        report.line(f"no longer in the current lineage, but still there: {describe_steps([one.step for one in left])}")
         report.line(("to undo this: ", FAINT), f"holdfast rollback {location}/{left[-1].directory}")
         report.line(("to remove them: ", FAINT), f"holdfast prune {location} --off-line")

@@ -38,6 +38,7 @@ from holdfast.storage.local.files import (
     sync_to_disk,
     write_all,
 )
+from holdfast.storage.local.mounts import find_mount
 from holdfast.storage.local.recycle import remove_spare, take_spare, try_keep
 from holdfast.storage.local.streams import LocalReader, LocalWriter
 from holdfast.storage.protocol import Entry, Traits
@@ -113,6 +114,9 @@ class LocalStorage:
     def make_directory(self, path: str) -> None:
         """**Blocks.** Creates a directory, and those above it, durably; see `Storage`."""
         parts = split_directory(path)
+        # Once, before training begins; what is published says it, too.
+        if not parts and (hint := find_mount(self._root).bucket_hint):
+            raise StorageError(f"{self._root} is in a mounted bucket, and on no disk", path=path, hint=hint)
         with as_storage_errors("make the directory", path, self._root):
             self._make_root()
             for depth, part in enumerate(parts):
@@ -198,7 +202,7 @@ class LocalStorage:
                     f"cannot publish {self._root / path}: its file system has neither hard links nor an atomic "
                     "rename without overwriting, so two jobs could each believe that the checkpoint is theirs",
                     path=path,
-                    hint="use another kind of file system",
+                    hint=find_mount(self._root).bucket_hint or "use another kind of file system",
                 ) from error
 
     def read(self, path: str, limit_bytes: int) -> bytes:
