@@ -55,13 +55,13 @@ test-slurm: .venv/ready
 	HOLDFAST_SLURM=1 $(BIN)/pytest tests/examples/test_slurm.py
 
 # Buckets, on real servers that the tests start and stop: S3 (Ceph's gateway, which this installs from Debian's packages, as
-# root) and Azure (Azurite, from npm where there is one). Where the environment of the frameworks is there, their doors, too.
+# root) and Azure (Azurite, from npm where there is one). Where the environment of the frameworks is there, their entry points, too.
 test-objects: .venv/ready
 	command -v radosgw ceph-osd >/dev/null || apt-get install -qq --no-install-recommends ceph-mon ceph-osd radosgw ceph-common
 	command -v npm >/dev/null && test ! -e .azurite/node_modules && npm install --silent --prefix .azurite $(AZURITE) || true
 	$(BIN)/pytest tests/objects
 	$(MAKE) faults-objects FAULTS="$(FEW_FAULTS)"
-	test ! -e $(FRAMEWORKS_VENV)/ready || $(FRAMEWORKS_VENV)/bin/pytest tests/objects/test_doors.py -k framework
+	test ! -e $(FRAMEWORKS_VENV)/ready || $(FRAMEWORKS_VENV)/bin/pytest tests/objects/test_entry_points.py -k framework
 
 # Kills, lost replies, conflicts, races and a server that dies, on that S3 server: takes half an hour.
 FEW_FAULTS := --kills 20 --lost 50 --conflicts 50 --server-kills 1 --races 10

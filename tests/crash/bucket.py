@@ -216,7 +216,7 @@ def race(url: str, count: int, seed: int) -> str:
     return f"{count} races of two jobs: in {wins.count(1)} one was acknowledged, in {wins.count(2)} both, in turn"
 
 
-def _race_once(url: str, behind_seconds: float) -> int:
+def _race_once(url: str, late_seconds: float) -> int:
     """Returns how many of two jobs had all of their saves acknowledged; two only if one followed the other."""
     import numpy as np
 
@@ -229,7 +229,7 @@ def _race_once(url: str, behind_seconds: float) -> int:
     unfenced: list[int] = []
 
     def train(job: int) -> None:
-        time.sleep(job * behind_seconds)
+        time.sleep(job * late_seconds)
         array = np.zeros(100, np.int64)
         manager = holdfast.CheckpointManager(url, holdfast.Checkpoint(array=array), cluster="alone")
         try:

@@ -1,4 +1,4 @@
-"""Trains by one of the doors of holdfast: `bucket_doors.py PLACE DOOR [DIE_AT]`.
+"""Trains by one of the entry points of holdfast: `bucket_entries.py PLACE DOOR [DIE_AT]`.
 
 It prints where it begins, and its state at the end. With `ENDPOINT` in the environment the place is the URL of a bucket
 of that service, and is opened with that option.
@@ -26,7 +26,7 @@ def open_place(text: str) -> Any:
 
 
 class Trained:
-    """What each door trains: a step is the same in all of them."""
+    """What each entry trains: a step is the same in all of them."""
 
     def __init__(self) -> None:
         self.state = np.zeros(1000)

@@ -19,26 +19,30 @@ from holdfast.catalog import StoredRun
 from holdfast.storage import open_storage
 from places import PROGRAMS, TESTS
 
-DOORS = ("resumable", "manager", "worker_state", "jobs", "trees", "dcp", "jax")
+ENTRIES = ("resumable", "manager", "worker_state", "jobs", "trees", "dcp", "jax")
 FRAMEWORKS = ("accelerate", "transformers", "lightning", "keras")
 
 
-def run_twice(server: CephServer, program: Path, place: str, door: str, *args: str) -> subprocess.CompletedProcess[str]:
+def run_twice(
+    server: CephServer, program: Path, place: str, entry: str, *args: str
+) -> subprocess.CompletedProcess[str]:
     """The first life finds the place by its URL, and dies; the second one has a storage, and only that the address."""
     by_option = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "ENDPOINT": server.endpoint}
     for further, variables in ((args, {}), (args[:-1], by_option if place.startswith("s3") else {})):
         done = subprocess.run(
-            [sys.executable, program, place, door, *further], capture_output=True, text=True, timeout=200, check=False,
+            [sys.executable, program, place, entry, *further], capture_output=True, text=True, timeout=200, check=False,
             env={**os.environ, "KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1", **variables},
         )  # fmt: skip
         assert done.returncode == (-9 if further == args else 0), done.stderr
     return done
 
 
-@pytest.mark.parametrize(("door", "scheme"), [(door, scheme) for door in DOORS for scheme in ("s3", "file")])
-def test_a_door_resumes_what_was_killed(server: CephServer, url: str, tmp_path: Path, door: str, scheme: str) -> None:
+@pytest.mark.parametrize(("entry", "scheme"), [(entry, scheme) for entry in ENTRIES for scheme in ("s3", "file")])
+def test_an_entry_resumes_what_was_killed(
+    server: CephServer, url: str, tmp_path: Path, entry: str, scheme: str
+) -> None:
     place = url if scheme == "s3" else f"{tmp_path.as_uri()}/run"
-    done = run_twice(server, PROGRAMS / "bucket_doors.py", place, door, "3")
+    done = run_twice(server, PROGRAMS / "bucket_entries.py", place, entry, "3")
     assert re.findall(r"begins (\d)", done.stdout) == ["3"], done.stderr
     assert f"end {(58.0).hex()}" in done.stdout
 
