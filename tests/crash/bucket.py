@@ -154,8 +154,9 @@ def _check_end(url: str, acknowledged: int) -> None:
     found = np.zeros(1000, np.int64)
     with holdfast.CheckpointManager(url, holdfast.Checkpoint(array=found), cluster="alone") as manager:
         restored = manager.restore()
-    if restored is None or restored.step < acknowledged or not (found == restored.step).all():
-        raise WrongStateError(f"{url}: step {acknowledged} was acknowledged, {restored} of {found[0]} came back")
+    step = 0 if restored is None else restored.step
+    if step < acknowledged or not (found == step).all():
+        raise WrongStateError(f"{url}: step {acknowledged} was acknowledged, step {step} of {found[0]} came back")
     storage = open_storage(url)
     check_whole(storage, StoredRun(storage).look())
 
