@@ -21,7 +21,9 @@ def main(directory: str) -> None:
     momentum = {name: np.zeros(1) for name in model}
     noise = np.random.default_rng(0)
 
-    with holdfast.resumable(directory, model=model, momentum=momentum, noise=noise, save_every=500, keep=3) as run:
+    # The newest three are kept, and the one with the lowest loss: RUN@best on the command line.
+    keep = holdfast.Latest(3) | holdfast.Best("loss")
+    with holdfast.resumable(directory, model=model, momentum=momentum, noise=noise, save_every=500, keep=keep) as run:
         for step in run.steps(STEPS):  # the steps that remain
             x = noise.uniform(-1, 1, 10_000)
             error = model["slope"] * x + model["offset"] - (3 * x - 2 + noise.normal(0, 0.1, x.size))

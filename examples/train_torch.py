@@ -35,7 +35,7 @@ def main(directory: str) -> None:
         schedule=schedule,
         rng=holdfast.RNG(),
         save_every=500,
-        keep=3,
+        keep=holdfast.Latest(3) | holdfast.Best("loss"),  # and so RUN@best is the step with the lowest loss
     ) as run:
         for _epoch in run.epochs(EPOCHS):  # the epochs that remain
             for inputs, targets in run.batches(loader):  # the batches that remain; their place is saved too

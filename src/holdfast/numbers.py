@@ -1,4 +1,4 @@
-"""Checks of numeric arguments. Pure.
+"""Checks of numeric arguments, and times as text. Pure.
 
 A value of a wrong type is a `UsageError`, and a number outside of the valid range an `OutOfRangeError`.
 """
@@ -87,6 +87,14 @@ def parse_time(text: str) -> float | None:
     if not parts or _PART.sub("", text):
         return None
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def span_text(seconds: float) -> str:
+    """**Pure.** Returns a time in one unit, without fractions."""
+    for unit, unit_seconds in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_seconds or (unit == "min" and seconds >= unit_seconds):
+            return f"{seconds / unit_seconds:.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
 
 
 def read_time(name: str, value: Any, *, least: float | None = None) -> float:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, Final, TypeVar, cast
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, PeerError
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 
@@ -151,8 +151,19 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
         with suppress(Exception):  # Else it is shown as it is.
             _leave_out_repeated(error)
             trace = error.__traceback__ = _leave_out_own(trace, _LIBRARIES) or trace
+            if isinstance(error, PeerError) and _is_printed_there(error):
+                error.__notes__, error.__cause__, error.__suppress_context__ = [], None, True
+                trace = error.__traceback__ = None
     assert _print_before is not None  # It is set with this.
     _print_before(kind, error, trace)
+
+
+def _is_printed_there(error: PeerError) -> bool:
+    """Returns True if the other worker, on the same machine, has printed its traceback: here it is one line then."""
+    import socket
+
+    is_near = f" on {socket.gethostname()}: " in error.message
+    return is_near and bool(error.traceback) and error.kind not in ("SystemExit", "KeyboardInterrupt")
 
 
 def _leave_out_repeated(error: BaseException) -> None:

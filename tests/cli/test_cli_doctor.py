@@ -34,7 +34,7 @@ from holdfast.catalog import StoredRun
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.findings import PREFIX
 from holdfast.cli.screen import parse_seconds, parse_size
-from holdfast.events.kinds import span_text
+from holdfast.numbers import span_text
 from holdfast.policies import Auto, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS
 from holdfast.save import copy_plan

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import signal
 import time
@@ -140,7 +141,8 @@ def _guilty_rank(error: HoldfastError) -> int:
 
 
 def restore_and_save(directory: Path, join: Join, world_size: int, rank: int, tell: Callable[[str], None]) -> int:
-    """What a worker of the next job does."""
+    """What a worker of the next job does. One of the job before may be stopped, and still have the run open."""
+    os.environ["HOLDFAST_TAKE_OVER"] = "1"
     toy = ToyWorker(rank)
     cluster = join(rank, world_size)
     with toy.manager(directory, cluster, incremental=False) as manager:

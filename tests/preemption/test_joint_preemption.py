@@ -638,8 +638,9 @@ def test_an_error_of_one_worker_ends_all(
         assert codes[1 - rank] == 1, jobs.report()
         told = jobs.workers[1 - rank].errors
         assert re.search(rf"PeerError: rank {rank} on \S+: {text}", told), told
-        assert f"On rank {rank}:\nTraceback (most recent call last):" in told
-        assert "raise ERRORS" in told
+        # What that one prints itself, on the same machine, is not repeated. Of an exit it prints nothing.
+        assert ("raise ERRORS" in told) == (error == "SystemExit"), told
+        assert (f"On rank {rank}:\nTraceback (most recent call last):" in told) == (error == "SystemExit")
         # The other one has it in its log, once, in one line.
         line = rf"^holdfast: training of step 5 in {tmp_path / 'run'} failed: rank {rank} on \S+: {text}"
         found = [len(re.findall(line, worker.errors, re.MULTILINE)) for worker in jobs.workers]

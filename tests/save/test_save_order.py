@@ -100,7 +100,7 @@ def test_each_thing_lasts_before_what_relies_on_it(trace: list[str]) -> None:
     assert root_synced < linked, "the step's own directory lasts before its manifest appears"
     before = [number for number in directory_synced if number < linked]
     after = [number for number in directory_synced if number > linked]
-    assert max(data_synced, index_synced) < max(before), "the files' names last before the manifest appears"
+    assert max(*data_written, *index_written) < max(before), "the files' names last before the manifest appears"
     assert temporary_synced < linked, "the manifest's bytes last before its name appears"
     assert after, "the manifest's name lasts before anybody is told"
     copied = where(trace[linked:], r"^p?write(64)?\(\d+<" + STEP + "/committed>")

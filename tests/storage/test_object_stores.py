@@ -15,7 +15,7 @@ from holdfast.catalog import StoredRun
 from holdfast.errors import FencedError, SaveFailedError
 from holdfast.format.names import StepName
 from holdfast.format.records import ALONE
-from holdfast.storage import open_storage, register_scheme
+from holdfast.storage import Entry, open_storage, register_scheme
 from holdfast.storage.memory import MemoryReader
 from object_storage import ObjectStorage
 from simulated_job import restore_part, save_job
@@ -130,11 +130,46 @@ def test_look_lists_the_steps_once(storage: ObjectStorage) -> None:
     run.look()
     storage.requests.clear()
     assert [name.step for name in run.look().committed] == [1, 2, 3, 4, 5]
-    assert storage.requests == ["list", "list"], "the steps, and the generations"
+    assert storage.requests == ["list"], "the steps, and the generations"
     storage.delete([StepName(5, 1).manifest_path])
     catalog = run.look()
     assert [name.step for name in catalog.committed] == [1, 2, 3, 4]
     assert [name.step for name in catalog.lost] == [5]
+
+
+def test_generation_that_a_listing_came_too_early_for_is_seen() -> None:
+    """A deep listing of many objects takes a while, and lists the generations before the steps."""
+
+    class Early(ObjectStorage):
+        def list(self, path: str, *, deep: bool = False) -> list[Entry]:
+            entries = super().list(path, deep=deep)
+            return [one for one in entries if not (deep and one.name.startswith("generations/0002"))]
+
+    storage, array = ObjectStorage("run"), np.zeros(LENGTH)
+    for steps in (range(1, 3), range(2, 4)):
+        with manager_of(storage, array, keep=hf.All()) as manager:
+            manager.restore(step=1) if steps.start > 1 else None
+            save_steps(manager, array, steps)
+    early = Early("run")
+    early.__dict__.update(storage.__dict__)
+    assert StoredRun(early).look().living == StoredRun(storage).look().living
+
+
+def test_requests_of_a_save_do_not_grow_with_the_history(storage: ObjectStorage) -> None:
+    array = np.zeros(LENGTH)
+    begin = ["list", "create", "write", "publish", "list"]
+    with manager_of(storage, array, keep=hf.All()) as manager:
+        save_steps(manager, array, range(1, 3))
+        storage.requests.clear()
+        save_steps(manager, array, range(3, 25))
+        assert storage.requests == [*begin, "list", "write"] * 22
+    with manager_of(storage, array, keep=hf.Latest(2)) as manager:
+        manager.restore()
+        save_steps(manager, array, range(25, 27))
+        storage.requests.clear()
+        save_steps(manager, array, range(27, 29))
+        assert storage.requests == [*begin, "list", "write", "delete", "delete", "list", "list", "delete"] * 2
+    assert not any("summary" in one.name for one in storage.list("generations"))
 
 
 def test_prune_and_verify_open_it_by_its_url(storage: ObjectStorage) -> None:

@@ -1,6 +1,7 @@
 """Fails the test that leaves something open which hears notices.
 
 It would hear the signals that later tests send for purposes of their own, save, leave, and so end the process of all.
+A run that was left by a signal keeps its handlers for a minute, as the process is to exit: here they go at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ _told: list[object] = []
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
     yield
+    for number in signal.valid_signals():
+        owner = getattr(signal.getsignal(number), "__self__", None)
+        if isinstance(owner, Signals) and not owner.is_open:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     source = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     left: list[object] = [source]
     if not (isinstance(source, Signals) and source.is_open):

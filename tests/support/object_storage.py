@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from holdfast.errors import NotFoundError, StorageError, UsageError
-from holdfast.format.digests import digest_each
+from holdfast.format.digests import digest, digest_each
 from holdfast.storage import Entry, Traits
 from holdfast.storage.checks import (
     check_size,
@@ -81,14 +81,12 @@ class ObjectStorage:
         self.requests.append("list")
         prefix = f"{path}/" if path else ""
         with self._lock:
-            sizes = {
-                key.removeprefix(prefix): len(data) for key, data in self._objects.items() if key.startswith(prefix)
-            }
-        if deep:
-            return [Entry(name, False, sizes[name]) for name in sorted(sizes)]
-        above = {name.partition("/")[0] for name in sizes if "/" in name}
+            found = {key.removeprefix(prefix): data for key, data in self._objects.items() if key.startswith(prefix)}
+        above = set() if deep else {name.partition("/")[0] for name in found if "/" in name}
         entries = [Entry(name, True, 0) for name in above]
-        entries += [Entry(name, False, size_bytes) for name, size_bytes in sizes.items() if "/" not in name]
+        entries += [
+            Entry(name, False, len(data), digest(data)) for name, data in found.items() if deep or "/" not in name
+        ]
         return sorted(entries, key=lambda entry: entry.name)
 
     def delete(self, paths: Iterable[str]) -> bool:
@@ -99,7 +97,7 @@ class ObjectStorage:
         with self._lock:
             for key in keys:
                 self._objects.pop(key, None)
-            return not any(key.startswith(tuple(f"{one}/" for one in keys)) for key in self._objects)
+            return True
 
     def discard(self, paths: Iterable[str], next_bytes: int) -> None:
         self.delete(paths)

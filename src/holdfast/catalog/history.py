@@ -65,7 +65,9 @@ class History:
         self._bases: dict[int, Base] = {}
         self._references: dict[StepName, tuple[StepName, ...]] = {}
 
-    def look(self, *, closely: bool = False) -> tuple[dict[int, Base], list[DamageError]]:
+    def look(
+        self, *, closely: bool = False, names: Collection[str] | None = None
+    ) -> tuple[dict[int, Base], list[DamageError]]:
         """**Blocks.** Finds the generations, and reads the summary that counts, unless it is known.
 
         That is the last summary of the newest generation. One of an older generation does not count: a newer job may
@@ -73,11 +75,13 @@ class History:
 
         Args:
             closely: True to trust none.
+            names: The names of the files of generations, if they were just listed.
 
         Returns:
             The bases of the generations that were opened, and the problems of those that are damaged.
         """
-        names = [entry.name for entry in self._storage.list(GENERATIONS_DIRECTORY) if not entry.is_directory]
+        if names is None:
+            names = [entry.name for entry in self._storage.list(GENERATIONS_DIRECTORY) if not entry.is_directory]
         self.opened = sorted(filter(None, map(parse_generation_file, names)))
         newest = max(self.opened, default=0)
         self.summaries = sorted(filter(None, (parse_summary_file(name) for name in names if ".summary-" in name)))

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.errors import HoldfastError, StorageError, UsageError
-from holdfast.events.kinds import span_text
 from holdfast.events.sinks import JOURNAL_NAME
 from holdfast.format.digests import unseal
 from holdfast.format.names import GENERATIONS_DIRECTORY, generation_path, parse_generation_file
 from holdfast.format.records import MAX_GENERATION_BYTES, Opener, Opening
+from holdfast.numbers import span_text
 from holdfast.storage import Storage
 
 _PROC: Final = Path("/proc")

@@ -97,8 +97,7 @@ def commit(
             path=name.manifest_path,
             hint="Two jobs act as the same job; give each its own directory.",
         )
-    run.check_fence(name.generation)
-    run.check_in_place(name.generation, token)
+    run.check_owned(name.generation, token)
     if manifest.references:
         check_references(run, manifest)
     return manifest

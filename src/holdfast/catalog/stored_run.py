@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Final, Literal
@@ -148,6 +148,8 @@ class StoredRun:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.history = History(storage)
+        # The generation whose record was found to be this job's own, its token, and the version of that record.
+        self._checked: tuple[int, str, str] = (0, "", "")
 
     @property
     def url(self) -> str:
@@ -194,7 +196,8 @@ class StoredRun:
             names = list(filter(None, map(parse_step_directory, directories)))
             if not looks:
                 # After the steps: a step that has been seen is of a generation that is seen.
-                bases, faults = history.look(closely=closely)
+                records = None if files is None else _find_records(names, files)
+                bases, faults = history.look(closely=closely, names=records)
             elif known.issuperset(names):
                 break
             committed, lost, unfinished = self._sort_steps(names, files)
@@ -227,8 +230,15 @@ class StoredRun:
 
     def list_generations(self) -> list[int]:
         """**Blocks.** Returns the numbers of all opened generations, in order."""
-        parsed = (parse_generation_file(entry.name) for entry in self.storage.list(GENERATIONS_DIRECTORY))
-        return sorted(generation for generation in parsed if generation is not None)
+        return sorted(self._list_openings())
+
+    def _list_openings(self) -> dict[int, str]:
+        """**Blocks.** Returns the versions of the records of all opened generations, by number."""
+        return {
+            generation: one.version
+            for one in self.storage.list(GENERATIONS_DIRECTORY)
+            if (generation := parse_generation_file(one.name)) is not None
+        }
 
     def open_generation(
         self,
@@ -325,28 +335,35 @@ class StoredRun:
                 hint=_FENCED_HINT,
             )
 
-    def check_in_place(self, generation: int, token: str) -> None:
-        """**Blocks.** Checks that the run is where this job has opened a generation of it, by the record of that.
+    def check_owned(self, generation: int, token: str) -> None:
+        """**Blocks.** Checks that no newer generation has been opened, and that the run is where this job has opened
+        its own, by the record of that.
 
         A run that was moved, removed or unmounted is never made again: what is saved in its place would be found by no
         one.
 
         Raises:
             StorageError: If the record is gone.
-            FencedError: If another job has begun a new run in its place.
+            FencedError: If another job has opened a newer generation, or has begun a new run where this one was.
         """
+        openings = self._list_openings()
+        self.check_fence(generation, [*openings])
+        own = (generation, token, openings.get(generation, ""))
+        if own == self._checked and own[2]:
+            return
         try:
             opening = read_opening(self.storage, generation)
         except NotFoundError as error:
             raise make_gone_error(self.url, generation) from error
         except DamageError:
-            return  # Of this job's or not: `check_fence` decides by the numbers.
+            return  # Of this job's or not: the numbers decide.
         if opening.token != token:
             raise FencedError(
                 f"{self.url}: generation {generation} of this job was replaced by one that was opened"
                 f"{name_opener(opening)}",
                 hint=_FENCED_HINT,
             )
+        self._checked = own
 
     def check_unpassed(self, seen_generation: int, token: str) -> None:
         """**Blocks.** Checks that no other job has begun to save since this manager chose where to resume from.
@@ -483,6 +500,16 @@ class StoredRun:
                 found = step.list_names()
                 (lost if COMMITTED_NAME in found and any(map(is_part, found)) else unfinished).append(name)
         return sorted(committed), lost, unfinished
+
+
+def _find_records(names: Sequence[StepName], files: Mapping[str, set[str]]) -> Collection[str] | None:
+    """**Pure.** Returns the names of the files of generations in a deep listing, unless that may have missed some.
+
+    A listing takes a while, and comes to the generations before it comes to the steps.
+    """
+    records = files.get(GENERATIONS_DIRECTORY, ())
+    opened = set(map(parse_generation_file, records))
+    return records if opened.issuperset(name.generation for name in names) else None
 
 
 def name_opener(opening: Opening | None) -> str:

@@ -209,5 +209,7 @@ class StoredStep:
 def remove_own_files(storage: Storage, directory: str) -> bool:
     """**Blocks.** Removes holdfast's own files from a directory, and it if nothing else is there; returns True if all
     went."""
-    own = [entry.name for entry in storage.list(directory) if not entry.is_directory and is_own_file(entry.name)]
-    return storage.delete([*(f"{directory}/{name}" for name in own), directory])
+    entries = storage.list(directory)
+    own = [entry.name for entry in entries if not entry.is_directory and is_own_file(entry.name)]
+    is_gone = storage.delete([*(f"{directory}/{name}" for name in own), directory])
+    return is_gone and (storage.traits.has_directories or len(own) == len(entries))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO, TypeAlias
 
 import click
 
-from holdfast.events.kinds import span_text
-from holdfast.numbers import parse_time
+from holdfast.numbers import parse_time, span_text
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -34,14 +34,6 @@ def time_text(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
 
 
-def span_text(seconds: float) -> str:
-    """**Pure.** Returns a time in one unit, without fractions."""
-    for unit, unit_seconds in (("days", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * unit_seconds or (unit == "min" and seconds >= unit_seconds):
-            return f"{seconds / unit_seconds:.0f} {unit}"
-    return f"{max(seconds, 0.0):.0f} s"
-
-
 def size_text(size_bytes: float) -> str:
     """**Pure.** Returns a size in words."""
     for unit, unit_bytes in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -39,6 +39,7 @@ from holdfast.policies.saving import (
     Seconds,
     Steps,
     counts_epochs,
+    describe_rhythm,
     is_by_step,
 )
 
@@ -66,6 +67,7 @@ __all__ = [
     "absent_metrics",
     "count_kept",
     "counts_epochs",
+    "describe_rhythm",
     "find_modes",
     "is_by_step",
     "plan_retention",

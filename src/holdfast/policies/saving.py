@@ -8,7 +8,7 @@ from typing import ClassVar, Final, Literal, Protocol, TypeAlias, runtime_checka
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.numbers import check_seconds, check_share, check_whole
+from holdfast.numbers import check_seconds, check_share, check_whole, span_text
 from holdfast.tracebacks import short_traceback
 
 DEFAULT_MTBF_SECONDS: Final = 6 * 3600.0
@@ -79,8 +79,14 @@ class _Deciding(SavePolicy, Protocol):
 
 
 class _SavePolicy:
+    """A policy of holdfast's own. Each class declares `by_step` and `rhythm`: one without them cannot be defined."""
+
     __slots__ = ()
     __struct_fields__: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls) -> None:
+        if not {"by_step", "rhythm"} <= vars(cls).keys():
+            raise TypeError(f"{cls.__name__} must declare by_step and rhythm")
 
     def decide_save(self: _Deciding, moment: SaveMoment) -> SaveDecision:
         """**Pure.** Returns whether to save at this moment, and why; never twice at the same step."""
@@ -103,6 +109,17 @@ class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
     """Saves when any of its policies says so; created by `|`."""
 
     policies: tuple[SavePolicy, ...]
+
+    @property
+    def by_step(self) -> bool:
+        """True if it depends on step numbers only, so that all workers decide the same."""
+        return all(map(is_by_step, self.policies))
+
+    @property
+    def rhythm(self) -> str:
+        """How often it saves, in words; empty if that is not known of a policy."""
+        parts = [describe_rhythm(policy) for policy in self.policies]
+        return " or ".join(parts) if all(parts) else ""
 
     @short_traceback
     def __post_init__(self) -> None:
@@ -131,11 +148,18 @@ class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
 class Steps(_SavePolicy, msgspec.Struct, frozen=True):
     """Saves every `n` steps: when a multiple of `n` complete steps was reached since the last save."""
 
+    by_step: ClassVar = True
+
     n: int
 
     @short_traceback
     def __post_init__(self) -> None:
         check_whole("Steps(n)", self.n, 1)
+
+    @property
+    def rhythm(self) -> str:
+        """How often it saves, in words."""
+        return f"every {self.n} steps" if self.n > 1 else "every step"
 
     def _decide(self, moment: SaveMoment) -> SaveDecision:
         multiple = moment.step // self.n * self.n
@@ -151,11 +175,18 @@ class Epochs(_SavePolicy, msgspec.Struct, frozen=True):
     saved loader or sampler of holdfast.
     """
 
+    by_step: ClassVar = True
+
     n: int = 1
 
     @short_traceback
     def __post_init__(self) -> None:
         check_whole("Epochs(n)", self.n, 1)
+
+    @property
+    def rhythm(self) -> str:
+        """How often it saves, in words."""
+        return f"every {self.n} epochs" if self.n > 1 else "every epoch"
 
     def _decide(self, moment: SaveMoment) -> SaveDecision:
         if moment.epochs is None:
@@ -173,11 +204,18 @@ class Epochs(_SavePolicy, msgspec.Struct, frozen=True):
 class Seconds(_SavePolicy, msgspec.Struct, frozen=True):
     """Saves when that many seconds have passed since the last save."""
 
+    by_step: ClassVar = False
+
     seconds: float
 
     @short_traceback
     def __post_init__(self) -> None:
         check_seconds("Seconds(seconds)", self.seconds)
+
+    @property
+    def rhythm(self) -> str:
+        """How often it saves, in words."""
+        return f"every {span_text(self.seconds)}"
 
     def _decide(self, moment: SaveMoment) -> SaveDecision:
         passed = moment.seconds_since_last_save
@@ -208,6 +246,9 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
     first save comes after a few steps. One slow save does not make saves rare: the cost is the median of the last five,
     and the first save, which touches fresh memory, counts only until two others are known.
     """
+
+    by_step: ClassVar = False
+    rhythm: ClassVar = "as often as is worthwhile (holdfast.Auto)"
 
     overhead: float = 0.01
     mtbf_seconds: float = DEFAULT_MTBF_SECONDS
@@ -276,9 +317,12 @@ def is_by_step(policy: SavePolicy) -> bool:
 
     Your own policy can declare that with an attribute `by_step = True`.
     """
-    if isinstance(policy, AnySave):
-        return all(is_by_step(each) for each in policy.policies)
-    return isinstance(policy, Steps | Epochs) or getattr(policy, "by_step", False) is True
+    return getattr(policy, "by_step", False) is True
+
+
+def describe_rhythm(policy: SavePolicy) -> str:
+    """**Pure.** Returns how often a policy saves, in words: the attribute `rhythm`; empty if it has none."""
+    return str(getattr(policy, "rhythm", ""))
 
 
 def counts_epochs(policy: SavePolicy | None) -> bool:

@@ -357,14 +357,15 @@ class RunCopier:
             )
         self._check_same_step(found, manifest)
         self._check_unpassed(name)
-        if self._generation:
-            goal.check_in_place(self._generation, self._token)
         check_references(goal, manifest)
         goal.step(name).renew_copy()
 
     def _check_unpassed(self, name: StepName) -> None:
         try:
-            self._goal.check_fence(self._generation)
+            if self._generation:
+                self._goal.check_owned(self._generation, self._token)
+            else:
+                self._goal.check_fence(0)
         except FencedError as error:
             raise StorageError(
                 f"{self._goal.url}: a job has begun to save there during the copy",

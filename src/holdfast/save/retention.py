@@ -138,7 +138,9 @@ class Retention:
                 self._run.storage.write(newest.committed_path, seal(manifest))
             except HoldfastError:
                 self._has_swept = False  # It is tried again below, when something is removed, and after each save.
-        is_long = self._run.history.summary or len(catalog.committed) > FEW or len(self._run.history.opened) > FEW
+        is_long = self._run.history.summary is not None
+        if not self._run.storage.traits.lists_deep:  # Else nobody needs a summary.
+            is_long = is_long or len(catalog.committed) > FEW or len(self._run.history.opened) > FEW
         removed: list[StepName] = []
         try:
             going = plan.remove

@@ -331,8 +331,7 @@ class RunWriter(CheckpointWriter):
     def check_valid(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""
         if self.generation is not None:
-            self._run.check_fence(self.generation)
-            self._run.check_in_place(self.generation, self._token)
+            self._run.check_owned(self.generation, self._token)
 
     def give_up(self, name: StepName) -> None:
         """See `CheckpointWriter`; if this fails, the next save removes it."""

@@ -139,10 +139,11 @@ class StepFiles:
         """**Blocks.** Writes the rest, and makes all of it durable."""
         plan = self._plan
         pool.run(self._pieces)
-        self._writer.finish()
         spans = _join_digests(plan.layout, self._digests) if plan.spans is None else plan.spans
         index = make_index(self._snapshot, plan.layout, self._name, spans, plan.sources, plan.referred)
+        # Before the data are durable: an upload goes on meanwhile. Neither counts without the manifest.
         receipts = write_index(index, self._storage, self._name.directory, self._snapshot.state.loose)
+        self._writer.finish()
         if self._note_index is not None:
             self._note_index(index)
         return receipts

@@ -16,7 +16,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from holdfast.errors import NotFoundError, StorageError, UsageError
@@ -116,17 +115,9 @@ class ObjectStorage:
         split_directory(path)
 
     def create(self, path: str, size_bytes: int) -> ObjectWriter:
-        """**Blocks.** Begins an upload; see `Storage`."""
+        """Begins an upload; see `Storage`."""
         split_path(path)
         check_size(size_bytes, path)
-        with self.errors("write", path):
-            # Uploads in parts are not conditional. No other attempt writes this name.
-            try:
-                self._client.head(self._store, path)
-            except FileNotFoundError as error:
-                _check_bucket(error)
-            else:
-                raise self.exists_error(path)
         return ObjectWriter(self, path, size_bytes)
 
     def write(self, path: str, data: bytes) -> None:
@@ -202,7 +193,7 @@ class ObjectStorage:
             else:
                 found = self._repeat(lambda: self._client.list_with_delimiter(self._store, path or None))
                 objects, directories = found["objects"], found["common_prefixes"]
-        entries = [Entry(one["path"][skipped:], False, one["size"]) for one in objects]
+        entries = [Entry(one["path"][skipped:], False, one["size"], one["e_tag"] or "") for one in objects]
         entries += [Entry(one[skipped:].rstrip("/"), True, 0) for one in directories]
         return sorted(entries, key=lambda entry: entry.name)
 
@@ -219,14 +210,6 @@ class ObjectStorage:
                 _check_bucket(error)
                 for key in keys:
                     self._delete_one(key)
-        # What is below another of the paths, or next to it, is seen by one look.
-        tops = [key for key in keys if not any(key.startswith(f"{other}/") for other in keys)]
-        for above, group in groupby(tops, lambda key: key.rpartition("/")[0]):
-            names = [*group]
-            seen_from = names[0] if len(names) == 1 else above
-            below = {f"{seen_from}/{one.name}".lstrip("/") for one in self.list(seen_from, deep=True)}
-            if any(one.startswith(f"{key}/") for one in below for key in keys):
-                return False
         return True
 
     def discard(self, paths: Iterable[str], next_bytes: int) -> None:
@@ -244,9 +227,28 @@ class ObjectStorage:
             self.write(path, b"".join(pieces))
             return
         part_bytes = max(_PART_BYTES, -(-size_bytes // _MOST_PARTS) + _PAGE_BYTES)
+        # Uploads in parts are not conditional. No other attempt writes this name: the look guards against mistakes.
+        found: list[StorageError | None] = []
+        looked = start_thread(lambda: found.append(self._find_taken(path)), "holdfast-look")
+
+        def checked() -> Iterator[bytearray]:
+            sent_bytes = 0
+            for piece in pieces:
+                sent_bytes += len(piece)
+                if sent_bytes == size_bytes:
+                    looked.wait(threading.TIMEOUT_MAX)
+                    if (error := found[0]) is not None:
+                        raise error
+                yield piece
+
         with self.errors("write", path):
             self._client.put(
-                self._store, path, pieces, chunk_size=part_bytes, max_concurrency=_UPLOADS_AT_ONCE, use_multipart=True
+                self._store,
+                path,
+                checked(),
+                chunk_size=part_bytes,
+                max_concurrency=_UPLOADS_AT_ONCE,
+                use_multipart=True,
             )
 
     def fetch(self, path: str, begin: int, length_bytes: int) -> memoryview:
@@ -302,6 +304,17 @@ class ObjectStorage:
         except FileNotFoundError as error:
             _check_bucket(error)
             return None
+
+    def _find_taken(self, path: str) -> StorageError | None:
+        """**Blocks.** Returns an error if there is such an object, or the service does not say."""
+        try:
+            with self.errors("write", path):
+                self._client.head(self._store, path)
+        except NotFoundError:
+            return None
+        except StorageError as error:
+            return error
+        return self.exists_error(path)
 
     def _delete_one(self, key: str) -> None:
         try:

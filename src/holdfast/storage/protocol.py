@@ -24,11 +24,13 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         name: Its last part only; of a deep listing, its path below the directory.
         is_directory: True for a real directory; False for files and for links of any kind.
         size_bytes: The size of a file; 0 for directories.
+        version: Differs from what it was once the file has been replaced; empty if the storage does not say.
     """
 
     name: str
     is_directory: bool
     size_bytes: int
+    version: str = ""
 
 
 class Traits(msgspec.Struct, frozen=True):
@@ -157,7 +159,8 @@ class Storage(Protocol):
         """Begins a new file; creates its directory, and those above it, durably.
 
         Raises:
-            StorageError: If the path already exists.
+            StorageError: If the path already exists. A storage without directories may find that out later: then
+                `finish` raises it, and the file is as it was.
             StorageFullError: If there is clearly no space for it.
         """
 
@@ -209,7 +212,8 @@ class Storage(Protocol):
         are, and then its error is raised.
 
         Returns:
-            True if none of the paths exists any more, False if there is something in a directory.
+            True if none of the paths exists any more, False if there is something in a directory. A storage without
+            directories does not look for that, and returns True.
         """
 
     def discard(self, paths: Iterable[str], next_bytes: int) -> None:

@@ -82,7 +82,7 @@ class StorageContract:
             with pytest.raises(StorageError):
                 storage.write(path, b"second")
             with pytest.raises(StorageError):
-                storage.create(path, 6)
+                _create(storage, path, b"second")
         assert storage.read("file", LIMIT_BYTES) == b"first"
 
     def test_read_limit(self, storage: Storage) -> None:
@@ -121,7 +121,7 @@ class StorageContract:
                 change()
         with pytest.raises(DamageError):
             storage.read("file/below", LIMIT_BYTES)
-        assert storage.list("") == [Entry("file", False, 0)]
+        assert _entries(storage, "") == [Entry("file", False, 0)]
 
     # Directories.
 
@@ -131,7 +131,7 @@ class StorageContract:
         storage.write("a/b/file", b"1")
         storage.make_directory("a/b")
         storage.make_directory("a")
-        assert storage.list("a/b") == [Entry("file", False, 1)]
+        assert _entries(storage, "a/b") == [Entry("file", False, 1)]
 
     def test_list(self, storage: Storage) -> None:
         """Returns all entries of a directory, in order of name, with sizes."""
@@ -139,12 +139,12 @@ class StorageContract:
         storage.write("c", b"123")
         storage.write("a", b"")
         storage.write("b/inside", b"1")
-        assert storage.list("") == [Entry("a", False, 0), Entry("b", True, 0), Entry("c", False, 3)]
-        assert storage.list("b") == [Entry("deep", True, 0), Entry("inside", False, 1)]
+        assert _entries(storage, "") == [Entry("a", False, 0), Entry("b", True, 0), Entry("c", False, 3)]
+        assert _entries(storage, "b") == [Entry("deep", True, 0), Entry("inside", False, 1)]
         below = [Entry("deep/file", False, 2), Entry("inside", False, 1)]
-        assert storage.list("b", deep=True) == below
+        assert _entries(storage, "b", deep=True) == below
         in_b = [Entry(f"b/{one.name}", False, one.size_bytes) for one in below]
-        assert storage.list("", deep=True) == [Entry("a", False, 0), *in_b, Entry("c", False, 3)]
+        assert _entries(storage, "", deep=True) == [Entry("a", False, 0), *in_b, Entry("c", False, 3)]
 
     def test_create_makes_directories(self, storage: Storage) -> None:
         """A new file needs no directory; once it is removed, the directories can be."""
@@ -152,21 +152,41 @@ class StorageContract:
         _create(storage, "a/b/other", b"22")
         storage.sync_directory("a/b")
         storage.sync_directory("a")
-        assert storage.list("a/b") == [Entry("file", False, 1), Entry("other", False, 2)]
-        with pytest.raises(StorageError):
-            storage.create("a/b/file", 1)
+        assert _entries(storage, "a/b") == [Entry("file", False, 1), Entry("other", False, 2)]
+        with pytest.raises(StorageError, match="exists"):
+            _create(storage, "a/b/file", b"2")
         assert storage.read("a/b/file", 1) == b"1"
+
+    def test_large_file_is_not_overwritten(self, storage: Storage) -> None:
+        """A second attempt at a name fails, and changes nothing."""
+        size_bytes = 9 << 20
+        _create(storage, "file", _pattern(size_bytes))
+        with pytest.raises(StorageError, match="exists"):
+            _create(storage, "file", bytes(size_bytes))
+        assert storage.read("file", size_bytes) == _pattern(size_bytes)
 
     def test_delete(self, storage: Storage) -> None:
         """Files go, and directories that are empty by then; each may be missing."""
         _create(storage, "a/b/file", b"1")
         _create(storage, "a/b/other", b"1")
-        assert storage.delete(["a/b"]) is False
-        assert storage.delete(["a/b", "a", "a/b/file"]) is False
-        assert storage.list("a/b") == [Entry("other", False, 1)]
+        is_gone = not storage.traits.has_directories
+        assert storage.delete(["a/b"]) is is_gone
+        assert storage.delete(["a/b", "a", "a/b/file"]) is is_gone
+        assert _entries(storage, "a/b") == [Entry("other", False, 1)]
         assert storage.delete(["a", "a/b", "a/b/file", "a/b/other", "none"]) is True
         assert storage.delete(["a", "a/b", "a/b/file"]) is True
         assert storage.list("") == []
+
+    def test_version(self, storage: Storage) -> None:
+        """A file that was replaced has another version, if it has any."""
+        storage.make_directory("a")
+        storage.publish("a/record", b"1")
+        first = storage.list("a")
+        assert storage.list("a") == storage.list("a") == first
+        storage.delete(["a/record"])
+        storage.publish("a/record", b"2")
+        (second,) = storage.list("a")
+        assert (second.version != first[0].version) is bool(second.version)
 
     def test_discard(self, storage: Storage) -> None:
         """Files are gone, whether or not the space of one is kept for the next file."""
@@ -210,7 +230,7 @@ class StorageContract:
         _in_threads([partial(writer.write_at, start, memoryview(data)[start:end]) for start, end in reversed(pieces)])
         writer.finish()
         writer.abandon()
-        assert storage.list("") == [Entry("file", False, size_bytes)]
+        assert _entries(storage, "") == [Entry("file", False, size_bytes)]
         reader = storage.open_reader("file")
         assert reader.size_bytes == size_bytes
         whole = bytearray(size_bytes)
@@ -226,7 +246,7 @@ class StorageContract:
         writer = storage.create("file", size_bytes)
         writer.write_at(0, memoryview(padded))
         writer.finish()
-        assert storage.list("") == [Entry("file", False, size_bytes)]
+        assert _entries(storage, "") == [Entry("file", False, size_bytes)]
         assert storage.read("file", size_bytes) == padded[:size_bytes]
 
     def test_empty_file(self, storage: Storage) -> None:
@@ -306,7 +326,7 @@ class StorageContract:
             with pytest.raises(UsageError):
                 writer.finish()
         storage.delete(["abandoned"])
-        assert storage.list("") == [Entry("finished", False, 1)]
+        assert _entries(storage, "") == [Entry("finished", False, 1)]
 
     def test_multi_byte_elements(self, storage: Storage) -> None:
         """A piece is its bytes, for elements of any kind in the view."""
@@ -369,7 +389,7 @@ class StorageContract:
         assert storage.publish("run/manifest", b"second") is False
         assert storage.publish("run/manifest", b"first") is False
         assert storage.read("run/manifest", LIMIT_BYTES) == b"first"
-        assert storage.list("run") == [Entry("manifest", False, 5)]
+        assert _entries(storage, "run") == [Entry("manifest", False, 5)]
 
     def test_publish_over_anything(self, storage: Storage) -> None:
         """Any existing entry counts."""
@@ -380,7 +400,7 @@ class StorageContract:
             return
         storage.make_directory("directory")
         assert storage.publish("directory", b"new") is False
-        assert storage.list("") == [Entry("directory", True, 0), Entry("file", False, 0)]
+        assert _entries(storage, "") == [Entry("directory", True, 0), Entry("file", False, 0)]
 
     def test_publish_race(self, storage: Storage) -> None:
         """Of many callers, with equal bytes or not, exactly one creates it."""
@@ -423,6 +443,10 @@ class StorageContract:
             with pytest.raises(UsageError):
                 call()
         assert storage.list("") == []
+
+
+def _entries(storage: Storage, path: str, *, deep: bool = False) -> list[Entry]:
+    return [Entry(one.name, one.is_directory, one.size_bytes) for one in storage.list(path, deep=deep)]
 
 
 def _create(storage: Storage, path: str, data: bytes) -> None:

@@ -18,10 +18,10 @@ from holdfast.advice.watch import describe_epochs, list_overruled
 from holdfast.catalog import StoredRun
 from holdfast.checkpoint import objects_of
 from holdfast.errors import HoldfastError
-from holdfast.events.kinds import span_text
 from holdfast.events.sinks import logger
 from holdfast.format.records import Worker
-from holdfast.policies import AnySave, Auto, Epochs, SavePolicy, Seconds, Steps
+from holdfast.numbers import span_text
+from holdfast.policies import SavePolicy, describe_rhythm
 from holdfast.process.terminal import inform
 from holdfast.restore.records import Restoration
 from holdfast.state import Differences
@@ -198,23 +198,8 @@ def describe_saving(policy: SavePolicy | None) -> str:
             "saves only when the job is asked to stop, and at save(); to save while it trains: "
             "CheckpointManager(save_every=holdfast.Steps(n))"
         )
-    rhythm = _describe_rhythm(policy)
+    rhythm = describe_rhythm(policy)
     return rhythm and f"saves {rhythm}"
-
-
-def _describe_rhythm(policy: SavePolicy) -> str:
-    if isinstance(policy, Auto):
-        return "as often as is worthwhile (holdfast.Auto)"
-    if isinstance(policy, Steps):
-        return f"every {policy.n} steps" if policy.n > 1 else "every step"
-    if isinstance(policy, Epochs):
-        return f"every {policy.n} epochs" if policy.n > 1 else "every epoch"
-    if isinstance(policy, Seconds):
-        return f"every {span_text(policy.seconds)}"
-    if isinstance(policy, AnySave):
-        parts = [_describe_rhythm(each) for each in policy.policies]
-        return " or ".join(parts) if all(parts) else ""
-    return ""
 
 
 def find_namesake(url: str) -> tuple[str, int] | None:

@@ -400,10 +400,10 @@ class TrainingLoop:
         except SaveFailedError as failure:
             # The save that reports an earlier failure continues nevertheless, and counts.
             self._note_begun(step, failure.next_save, metrics, metadata)
-            if not self._is_to_leave():
+            if not self._awaits_last_save():
                 raise
 
-    def _is_to_leave(self) -> bool:
+    def _awaits_last_save(self) -> bool:
         """Returns True if a notice asks to exit, now or by a known time: a last save is to come then."""
         return any(each.notice.demand is not Demand.SAVE for each in self.guard.inbox.pending)
 
@@ -416,7 +416,7 @@ class TrainingLoop:
         try:
             self.manager.wait()
         except SaveFailedError:
-            if not self._is_to_leave():
+            if not self._awaits_last_save():
                 raise
         try:
             self.save(step)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.events.kinds import span_text
+from holdfast.numbers import span_text
 from holdfast.process.progress import LongRead
 from holdfast.process.terminal import inform
 
