@@ -131,7 +131,7 @@ def _save_until(url: str, has_enough: Callable[[], bool]) -> int:
 
     array, step, acknowledged = np.zeros(1000, np.int64), 0, 0
     with holdfast.CheckpointManager(url, holdfast.Checkpoint(array=array), keep=2, cluster="alone") as manager:
-        while not has_enough():
+        while not (has_enough() and acknowledged):
             step += 1
             array[:] = step
             try:
