@@ -39,12 +39,12 @@ def save(place: str | Path, *steps: int, size: int = 300, **options: object) -> 
 
 
 def test_copied_run_continues_in_the_bucket_and_comes_back(url: str, tmp_path: Path) -> None:
-    save(tmp_path / "run", 1, 2, 3, size=2_000_000, keep=holdfast.All())
+    save(tmp_path / "run", 1, 2, 3, size=1_200_000, keep=holdfast.All())
     assert call("copy", tmp_path / "run", url).exit_code == 0
     again = call_json("copy", tmp_path / "run", url)
     assert [one["outcome"] for one in again["steps"]] == ["there"] * 3
     # With a policy: nothing that was copied is taken for the remains of a save.
-    save(url, 4, size=2_000_000, keep=holdfast.Latest(3))
+    save(url, 4, size=1_200_000, keep=holdfast.Latest(3))
     assert check_whole(open_storage(url)) == [2, 3, 4]
     assert call("copy", f"{url}@latest", tmp_path / "run").exit_code == 0
     assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
@@ -53,7 +53,7 @@ def test_copied_run_continues_in_the_bucket_and_comes_back(url: str, tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_ended_copy_offers_no_half_step_and_continues(url: str, tmp_path: Path, number: signal.Signals) -> None:
-    save(tmp_path / "run", 1, 2, size=4_000_000)
+    save(tmp_path / "run", 1, 2, size=2_500_000)
     copying = subprocess.Popen([PROGRAM, "copy", tmp_path / "run", url], stderr=subprocess.PIPE, text=True)
     storage = open_storage(url)
     while not any("index" in entry.name for entry in storage.list("", deep=True)) and copying.poll() is None:
