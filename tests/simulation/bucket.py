@@ -6,6 +6,7 @@ repeats it, as obstore does. Listings come in pages, each of its own moment.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -13,8 +14,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 from obstore import exceptions
 
-from holdfast.storage.objects import ObjectStorage
-from simulation.scheduler import Killed, Process, Scheduler
+from holdfast.errors import StorageError
+from holdfast.format.digests import digest
+from holdfast.storage.objects import ObjectStorage, ObjectWriter
+from simulation.scheduler import Killed, Process, Scheduler, Task
 
 _T = TypeVar("_T")
 _TRIES: Final = 3
@@ -45,6 +48,7 @@ class Weather:
 class _Stored:
     data: bytes
     attributes: Mapping[str, str]
+    e_tag: str
 
 
 @dataclass(eq=False)
@@ -94,7 +98,7 @@ class Bucket:
         before = self.objects.get(path)
         if creates and before is not None:
             raise exceptions.AlreadyExistsError(f"Object at location {path} already exists")
-        self.objects[path] = _Stored(data, attributes)
+        self.objects[path] = _Stored(data, attributes, digest(data))
         if before is not None and before.data != data:
             self.changed(path, False)
         if before is None or before.data != data:
@@ -131,16 +135,60 @@ class SimulatedStorage(ObjectStorage):
         super().__init__("simulated://bucket", store)
         self._client = Client(bucket, process)
 
+        self._bucket, self._process = bucket, process
+        self.uploads: dict[str, deque[Task]] = {}
+
+    def create(self, path: str, size_bytes: int) -> SimulatedWriter:
+        """Begins an upload; see `Storage`."""
+        assert self._process is not None
+        return SimulatedWriter(self, path, size_bytes, self._bucket.scheduler, self._process)
+
     def upload(self, path: str, pieces: Iterator[bytearray], size_bytes: int) -> None:
-        """Puts an object of parts, however small it is; see `ObjectStorage`."""
-        with self.errors("write", path):
-            self._client.put(self._store, path, pieces, use_multipart=True)
+        """Puts an object of parts, however small it is, as a task of its own; see `ObjectStorage`."""
+        data = b"".join(pieces)
+        failures: Sequence[BaseException] = [Killed()]
+
+        def send() -> None:
+            nonlocal failures
+            try:
+                with self.errors("write", path):
+                    self._client.put(self._store, path, iter([data]), use_multipart=True)
+                failures = ()
+            except StorageError as error:
+                failures = [error]
+
+        self._bucket.scheduler.run_as(self.uploads[path].popleft(), send)
+        for failure in failures:
+            raise failure
+
+
+class SimulatedWriter(ObjectWriter):
+    """holdfast's own writer of an object; its upload is a task that begins when all pieces are there."""
+
+    def __init__(
+        self, storage: SimulatedStorage, path: str, size_bytes: int, scheduler: Scheduler, process: Process
+    ) -> None:
+        super().__init__(storage, path, size_bytes)
+        self._uploads, self._scheduler, self._process = storage.uploads, scheduler, process
+        self._name, self._end_bytes = path, size_bytes
+        self._task: Task | None = None
+
+    def write_at(self, offset_bytes: int, data: memoryview, parts: Sequence[memoryview] = ()) -> list[str]:
+        if offset_bytes + data.nbytes >= self._end_bytes:
+            self._task = self._scheduler.enlist(self._process, "upload")
+            self._uploads.setdefault(self._name, deque()).append(self._task)
+        return super().write_at(offset_bytes, data, parts)
+
+    def finish(self) -> None:
+        if self._task is not None:
+            self._scheduler.join(self._task)
+        super().finish()
 
 
 class _Got:
     def __init__(self, path: str, stored: _Stored) -> None:
         self.attributes = stored.attributes
-        self.meta = {"path": path, "size": len(stored.data), "e_tag": None}
+        self.meta = {"path": path, "size": len(stored.data), "e_tag": stored.e_tag}
         self._data = stored.data
 
     def bytes(self) -> bytes:

@@ -100,23 +100,29 @@ class Scheduler:
 
     def start(self, process: Process, name: str, body: Callable[[], object]) -> Task:
         """Adds a task, which has its first turn later."""
+        task = self.enlist(process, name)
+
+        threading.Thread(target=self.run_as, args=(task, body), name=task.name, daemon=True).start()
+        return task
+
+    def enlist(self, process: Process, name: str) -> Task:
+        """Adds a task whose thread comes to its turn by itself."""
         task = Task(process, f"{process.name}.{name}")
         self._tasks.append(task)
-
-        def run() -> None:
-            task.turn.acquire()
-            try:
-                if not (self.failure or process.is_dead):
-                    body()
-            except Killed:
-                pass
-            except BaseException as error:
-                self.fail(error)
-            task.is_done = True
-            self._pass_on(self._choose())
-
-        threading.Thread(target=run, name=task.name, daemon=True).start()
         return task
+
+    def run_as(self, task: Task, body: Callable[[], object]) -> None:
+        """Runs a task in this thread, from its first turn to its end. What it must not raise ends the simulation."""
+        task.turn.acquire()
+        try:
+            if not (self.failure or task.process.is_dead):
+                body()
+        except Killed:
+            pass
+        except BaseException as error:
+            self.fail(error)
+        task.is_done = True
+        self._pass_on(self._choose())
 
     def pause(self, what: str) -> None:
         """A scheduling point, before something that other processes could notice.
@@ -203,7 +209,8 @@ def chance_from(scheduler: Scheduler) -> Iterator[None]:
     bits = random.Random(scheduler.dice.getrandbits(64))
 
     def sleep(seconds: float) -> None:
-        scheduler.pause(f"sleeps {seconds > 0}")
+        if seconds > 0:  # Without, only the system's own threads take turns.
+            scheduler.pause("sleeps")
 
     with (
         patch.object(os, "urandom", bits.randbytes),
