@@ -69,7 +69,7 @@ def test_copied_steps_without_the_copy_of_the_manifest_stay(storage: RecordingSt
     assert steps_of(storage) == [1, 2, 3]
 
 
-def test_failed_save_is_no_step_and_the_next_one_is_made(storage: RecordingStorage) -> None:
+def test_save_that_fails_leaves_no_step_and_the_next_is_made(storage: RecordingStorage) -> None:
     with manager_of(storage) as manager:
         manager.restore()
         storage.failing = MANIFEST_NAME
@@ -81,7 +81,7 @@ def test_failed_save_is_no_step_and_the_next_one_is_made(storage: RecordingStora
     assert steps_of(storage) == [1, 2, 4]
 
 
-def test_unreadable_steps_are_no_new_run(storage: RecordingStorage) -> None:
+def test_unreadable_steps_raise_and_begin_no_new_run(storage: RecordingStorage) -> None:
     for one in storage.list("", deep=True):
         if one.name.endswith((".safetensors", COMMITTED_NAME)):
             storage.delete([one.name])
