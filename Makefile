@@ -19,11 +19,13 @@ DOCS_VENV ?= .venv-docs
 DIST_VENV ?= .venv-dist
 # Into each of these that this machine has, `make dist` installs the wheel; give others by PYTHONS="/path/to/python ...".
 PYTHONS ?= $(shell for minor in 11 12 13; do p=$$(command -v python3.$$minor) && $$p -c '' 2>/dev/null && echo $$p; done; true)
+AZURITE := azurite@3.35.0
 COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 CRASH := PYTHONPATH=tests:tests/support $(BIN)/python -m crash
 # For instance: make demo DEMO="--part kills --seed 3"; DEMO=--help shows what there is.
 DEMO ?=
+FAULTS ?=
 # For instance: make bench BENCH="--only model --peer holdfast"
 BENCH ?=
 
@@ -35,7 +37,7 @@ DRY ?=
 # For instance: make gpu GPU="--only tests"; GPU=--help shows what there is.
 GPU ?=
 
-.PHONY: demo dist docs test test-objects test-ray test-slurm test-frameworks test-tensorflow test-oldest check crash bench bench-frameworks gpu gpu-wheels clean
+.PHONY: demo dist docs test test-objects faults-objects few-faults-objects test-ray test-slurm test-frameworks test-tensorflow test-oldest check crash faults bench bench-objects bench-frameworks gpu gpu-wheels clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -53,10 +55,25 @@ test-slurm: .venv/ready
 	@command -v slurmctld munged >/dev/null || { echo "first: apt-get install --no-install-recommends slurm-wlm munge"; exit 2; }
 	HOLDFAST_SLURM=1 $(BIN)/pytest tests/examples/test_slurm.py
 
-# Buckets, on a real S3 server (Ceph's gateway) that the tests start and stop: installs it from Debian's packages, as root.
+# Buckets, on real servers that the tests start and stop: S3 (Ceph's gateway, which this installs from Debian's packages, as
+# root) and Azure (Azurite, from npm where there is one). Where the environment of the frameworks is there, their entry points, too.
 test-objects: .venv/ready
 	command -v radosgw ceph-osd >/dev/null || apt-get install -qq --no-install-recommends ceph-mon ceph-osd radosgw ceph-common
+	command -v npm >/dev/null && test ! -e .azurite/node_modules && npm install --silent --prefix .azurite $(AZURITE) || true
 	$(BIN)/pytest tests/objects
+	$(MAKE) faults-objects FAULTS="$(FEW_FAULTS)"
+	test ! -e $(FRAMEWORKS_VENV)/ready || $(FRAMEWORKS_VENV)/bin/pytest tests/objects/test_entry_points.py -k framework
+
+# Kills, lost replies, conflicts, races and a server that dies, on that S3 server: takes half an hour.
+FEW_FAULTS := --kills 20 --lost 50 --conflicts 50 --server-kills 1 --races 10
+faults-objects: .venv/ready
+	$(CRASH).bucket $(FAULTS)
+
+# The same in a minute: `.ci/run` has it beside the tests, where the server is installed.
+few-faults-objects: .venv/ready
+	@if command -v radosgw ceph-osd ceph-mon >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		$(MAKE) faults-objects FAULTS="$(FEW_FAULTS)"; \
+	else echo "skipped: faults of buckets need root, and Ceph, which make test-objects installs"; fi
 
 # Lightning, transformers, Keras and Flax are large: the tests of their integrations have an environment of their own.
 # What the gate leaves out of the tests of Accelerate runs here, too.
@@ -101,8 +118,17 @@ crash: .venv/ready
 		--include='test_*.py' --exclude-dir=frameworks --exclude-dir=site)
 	$(CRASH).leaving --faults 50
 
+# Simulated jobs, readers and clean-up on a bucket or a disk, in orders that follow from seeds: 100,000 of them take about half
+# an hour on two cores. For instance: make faults FAULTS="--seed 7" shows each call of one; FAULTS=--help shows the rest.
+faults: .venv/ready
+	PYTHONPATH=tests:tests/support $(BIN)/python -m simulation $(FAULTS)
+
 bench: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks $(BENCH)
+
+# Saves and restores in a bucket: in one of yours by BENCH="s3://bucket/prefix", else on Ceph's gateway, as in test-objects.
+bench-objects: $(BENCH_PLACE)/ready
+	$(BENCH_PLACE)/bin/python -m benchmarks.buckets $(BENCH)
 
 # The page of the docs is written by BENCH="--docs docs/internals/benchmarks.md".
 bench-frameworks: $(FRAMEWORKS_VENV)/ready
@@ -116,7 +142,7 @@ gpu-wheels:
 	$(PYTHON) -m benchmarks.gpu.wheels $(GPU_WHEELS) $(PYTHON_VERSION)
 
 clean:
-	rm -rf .gpu-wheels .venv .venv-bench .venv-ray .venv-frameworks .venv-oldest .venv-docs .venv-dist build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
+	rm -rf .gpu-wheels .azurite .venv .venv-bench .venv-ray .venv-frameworks .venv-oldest .venv-docs .venv-dist build dist src/holdfast.egg-info $(COMPILED:.c=.*.so)
 
 # Made anew when what is to be installed has changed; the stamp is written last, so a half-made one is not taken for whole.
 .venv/ready: EXTRAS := torch,dev

@@ -10,7 +10,14 @@ import pytest
 from places import SUPPORT
 from repetitions import repeated
 
-pytest_plugins = ("command_line", "last_words", "left_open", "memory_engine", "s3_server", "second_run")
+pytest_plugins = (
+    "command_line",
+    "last_words",
+    "left_open",
+    "memory_engine",
+    "s3_server",
+    "second_run",
+)
 
 # How long an example takes says nothing but how busy the machine is. The gate tries the same examples each time, so
 # that what fails there is what was changed; `make crash` looks for others.

@@ -175,7 +175,12 @@ def go_back(storage: Interrupted, newest: int) -> bool:
         except NoCheckpointError:
             return False
         arrays["often"][:] = newest
-        manager.save(newest).wait_committed(60)
+        try:
+            manager.save(newest).wait_committed(60)
+        except SaveFailedError as failure:
+            if "step 2, from which this job continues, was removed" not in failure.message:
+                raise
+            return False
     assert {reference.step for reference in StoredRun(storage).step(StepName(newest, 2)).manifest().references} <= {
         1,
         2,
@@ -204,6 +209,7 @@ def test_a_new_job_at_any_moment_of_a_zombies_save() -> None:
 
 
 def test_a_zombies_save_at_any_moment_of_a_new_job() -> None:
+    outcomes = set()
     at = 1
     while True:
         storage = Interrupted()
@@ -216,10 +222,12 @@ def test_a_zombies_save_at_any_moment_of_a_new_job() -> None:
         if not storage.was_interrupted:
             break
         check_all_whole(storage, f"a zombie before call {at} of the new job")
-        if committed:
-            assert StoredRun(storage).look().newest == StepName(9, 2), at
+        # Where the zombie has removed what the new job began from, the line is the zombie's, up to its newest step.
+        assert StoredRun(storage).look().newest == (StepName(9, 2) if committed else StepName(4, 1)), at
+        outcomes.add(committed)
         at += 1
     assert at > 20
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("name", [StepName(1, 1), StepName(2, 1)])

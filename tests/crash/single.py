@@ -29,7 +29,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
 from holdfast.save.incremental import MAX_KEPT_STEPS
-from holdfast.storage import LocalStorage
+from holdfast.storage import open_storage
 
 ARRAYS = ((1, 1), (1000, 1), (30_000, 1), (30_000, 7), (200_000, 50), (5000, 1_000_000))
 """The length of each array, and for how many steps it stays as it is."""
@@ -88,7 +88,7 @@ class Toy:
         if self.counter != {"step": step}:
             raise WrongStateError(f"the counter is {self.counter}, the step is {step}")
 
-    def manager(self, directory: Path, *, incremental: bool = False) -> CheckpointManager:
+    def manager(self, directory: Path | str, *, incremental: bool = False) -> CheckpointManager:
         """A manager that keeps two checkpoints."""
         checkpoint = Checkpoint(arrays=self.arrays, counter=self.counter)
         return CheckpointManager(directory, checkpoint, keep=Latest(_KEPT), incremental=incremental, cluster="alone")
@@ -99,7 +99,7 @@ def _value_of(step: int, number: int) -> int:
     return step // ARRAYS[number][1] * 1000 + number
 
 
-def train_until_killed(directory: Path, promises: int, seed: int) -> None:
+def train_until_killed(directory: Path | str, promises: int, seed: int) -> None:
     """What a child does: goes on from the newest checkpoint and saves each step, until it is killed."""
     dice = random.Random(seed)
     toy = Toy()
@@ -121,7 +121,7 @@ def train_until_killed(directory: Path, promises: int, seed: int) -> None:
             manager.save(step, replace=True).wait_committed(60)
 
 
-def kill_once(directory: Path, dice: random.Random, span_seconds: float) -> tuple[int, int, int]:
+def kill_once(directory: Path | str, dice: random.Random, span_seconds: float) -> tuple[int, int, int]:
     """Runs one child and kills it.
 
     Returns:
@@ -160,7 +160,7 @@ def kill_once(directory: Path, dice: random.Random, span_seconds: float) -> tupl
     return promised, begun, count
 
 
-def check_after(directory: Path, promised: int, begun: int, tally: Tally, *, incremental: bool = True) -> int:
+def check_after(directory: Path | str, promised: int, begun: int, tally: Tally, *, incremental: bool = True) -> int:
     """Looks at what a kill left, saves once more, and looks again.
 
     Returns:
@@ -169,7 +169,7 @@ def check_after(directory: Path, promised: int, begun: int, tally: Tally, *, inc
     Raises:
         WrongStateError: If something is not as it must be.
     """
-    catalog = StoredRun(LocalStorage(directory)).look()
+    catalog = StoredRun(open_storage(directory)).look()
     tally.in_save += bool(catalog.unfinished)
     tally.spares += catalog.spare_bytes is not None
     toy = Toy()
@@ -187,7 +187,7 @@ def check_after(directory: Path, promised: int, begun: int, tally: Tally, *, inc
         toy.train(step + 1)
         manager.save(step + 1).wait_committed(60)
         manager.wait(60)
-    catalog = StoredRun(LocalStorage(directory)).look()
+    catalog = StoredRun(open_storage(directory)).look()
     if catalog.newest is None or catalog.newest.step != step + 1:
         raise WrongStateError(f"step {step + 1} was promised, the newest is {catalog.newest}")
     if catalog.unfinished or catalog.trash or catalog.spare_bytes is not None:
@@ -195,11 +195,11 @@ def check_after(directory: Path, promised: int, begun: int, tally: Tally, *, inc
     # The one that was restored from is kept too, and each with what it refers to.
     if len(catalog.committed) > (_KEPT + 1) * (1 + _KEPT + MAX_KEPT_STEPS):
         raise WrongStateError(f"{len(catalog.committed)} checkpoints are kept")
-    check_whole(LocalStorage(directory), catalog)
+    check_whole(open_storage(directory), catalog)
     return step + 1
 
 
-def run(directory: Path, kills: int, seed: int, span_seconds: float) -> Tally:
+def run(directory: Path | str, kills: int, seed: int, span_seconds: float) -> Tally:
     """Kills so many children, one after the other.
 
     Args:

@@ -90,7 +90,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1503,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2377,
+    "catalog": 2395,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 4245,
     # Joining, the store, failures of workers, a barrier.
@@ -106,7 +106,7 @@ BUDGETS = {
     # The reader and the writer of DCP.
     "integrations/dcp": 946,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 4467,
+    "integrations/frameworks": 4466,
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 629,
     # Sessions of Ray.
@@ -114,7 +114,7 @@ BUDGETS = {
     # Modules, optimizers, tensors, meshes, loaders, and the position in a loader that is only followed.
     "integrations/torch": 4211,
     # Jobs of several tasks, and those of torchrun.
-    "jobs": 3287,
+    "jobs": 3284,
     # Saving and retention, as pure functions.
     "policies": 824,
     # Notices, the agreement of workers, the last save.
@@ -124,11 +124,11 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 2504,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 5900,
+    "save": 5906,
     # A tree of objects taken apart, captured, and matched.
     "state": 7198,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 3110,
+    "storage": 3151,
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.

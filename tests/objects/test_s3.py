@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
-import subprocess
-import sys
 import threading
 import uuid
 from collections import Counter
@@ -15,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bucket_runs import SEED, SIZES, manager_of
 
 import holdfast
 from bad_weather import FAULTS, BadWeather
@@ -25,10 +23,6 @@ from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage import open_storage
 from holdfast.storage.objects import ObjectStorage
 from holdfast.testing.storage_contract import StorageContract
-from places import PROGRAMS
-
-SEED = int(os.environ.get("HOLDFAST_SEED", "1"))
-SIZES = 10 if "HOLDFAST_LONG" in os.environ else 1
 
 
 class TestS3(StorageContract):
@@ -63,64 +57,6 @@ class TestS3(StorageContract):
             thread.join(60)
         writer.finish()
         assert storage.read("file", size_bytes) == data.tobytes()[:size_bytes]
-
-
-def run_job(url: str, *args: int, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(PROGRAMS / "bucket_job.py"), url, *map(str, args)],
-        env={**os.environ, **environment}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-
-
-def committed_steps(output: str) -> list[int]:
-    return [int(step) for step in re.findall(r"^committed (\d+)", output, re.M)]
-
-
-def test_killed_jobs_resume_bit_identical_and_lose_nothing_acknowledged(url: str) -> None:
-    untouched = run_job(f"{url}-untouched", 24)
-    assert untouched.returncode == 0, untouched.stderr
-    rng, newest = random.Random(SEED), 0
-    for _ in range(3 * SIZES):
-        first = max(newest + 1, 1)
-        killed = run_job(url, 24, rng.randint(first, min(first + 9, 23)))
-        assert killed.returncode == -9, killed.stderr
-        resumed = re.search(r"resumed \S+ at step (\d+)", killed.stderr)
-        assert int(resumed[1] if resumed else 0) >= newest, killed.stderr
-        newest = max([newest, *committed_steps(killed.stdout)])
-        if newest > 20:
-            break
-    end = run_job(url, 24)
-    assert end.returncode == 0, end.stderr
-    assert end.stdout.splitlines()[-1] == untouched.stdout.splitlines()[-1]
-    assert [step["step"] for step in call_json("list", url)["steps"]] == [21, 24]
-    assert "whole" in call("verify", url).stdout
-
-
-def manager_of(url: str, array: np.ndarray, **options: object) -> holdfast.CheckpointManager:
-    return holdfast.CheckpointManager(url, holdfast.Checkpoint(array=array), cluster="alone", **options)  # type: ignore[arg-type]
-
-
-def test_of_two_jobs_the_older_one_is_fenced_and_the_run_stays_whole(url: str) -> None:
-    first, second = np.zeros(2000), np.zeros(2000)
-    older, newer = manager_of(url, first), manager_of(url, second)
-    older.save(1)
-    older.wait(60)
-    newer.restore()
-    second[:] = 2
-    newer.save(2)
-    newer.wait(60)
-    first[:] = 9
-    older.save(3)
-    with pytest.raises(SaveFailedError) as caught:
-        older.wait(60)
-    assert isinstance(caught.value.__cause__, FencedError)
-    older.close()
-    newer.close()
-    found = np.zeros(2000)
-    with manager_of(url, found) as reader:
-        restored = reader.restore()
-    assert restored is not None
-    assert (restored.step, found[0]) == (2, 2)
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ class CephServer:
         """**Blocks** until it answers."""
         self._gateway = self._spawn(
             "radosgw", "-f", "-n", "client.rgw.a", "-k", f"{self._directory}/keyring",
-            f"--rgw-frontends=beast endpoint=127.0.0.1:{self._port}",
+            f"--rgw-frontends=beast endpoint=127.0.0.1:{self._port} tcp_nodelay=1",
         )  # fmt: skip
         _wait(lambda: socket.create_connection(("127.0.0.1", self._port), 1).close(), self._gateway)
 

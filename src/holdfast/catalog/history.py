@@ -152,7 +152,7 @@ class History:
     def candidates(self, names: Sequence[StepName]) -> list[KeptCandidate[StepName]]:
         """**Blocks.** Returns steps as retention sees them. Those with a damaged manifest are left out: they stay, and
         a restore or `verify` reports the damage."""
-        for name in set(names).difference(self._candidates):
+        for name in sorted(set(names).difference(self._candidates)):
             self.facts(name)
         return [known for name in names if (known := self._candidates.get(name)) is not None]
 
@@ -176,7 +176,7 @@ class History:
         while ahead:
             new = set(self.references(ahead.pop())) - kept
             kept |= new
-            ahead += new
+            ahead += sorted(new)
         return frozenset(kept)
 
     def referrers(self, names: Iterable[StepName]) -> list[Referrer[StepName]]:

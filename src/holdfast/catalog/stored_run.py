@@ -389,6 +389,24 @@ class StoredRun:
                     hint=_FENCED_HINT,
                 )
 
+    def check_base(self, base: StepName | None) -> None:
+        """**Blocks.** Checks that the step from which a job continues was not removed by one that goes on.
+
+        A generation that begins from a step that is gone would leave nothing in the lineage until its first commit.
+
+        Raises:
+            FencedError: If the step is gone, and a newer one is there.
+        """
+        if base is None or self.step(base).is_committed():
+            return
+        newest = self.look(closely=True).newest
+        if newest is not None and newest > base:
+            raise FencedError(
+                f"{self.url}: step {base.step}, from which this job continues, was removed since, and there is step "
+                f"{newest.step}: another job has gone on",
+                hint=_FENCED_HINT,
+            )
+
     def find_lost(self, catalog: Catalog) -> tuple[StepName, ...]:
         """**Blocks.** Returns the committed steps of the current lineage that have lost their manifests, in order of
         step.

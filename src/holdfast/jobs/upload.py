@@ -56,12 +56,9 @@ class UploadTo(UploadTaskGroupBuilder):
     def build(self, epoch: int, checkpoint_manager: MultiNodeCheckpointManager) -> TaskGroup:
         """Returns one task, which copies."""
         group = TaskGroup("upload")
-        # URLs can be sent to another process; a storage that only this process has stays in it.
-        ends = (checkpoint_manager.storage, self._destination)
-        here, there = (end.url if end.traits.is_shared else end for end in ends)
+        source, destination = checkpoint_manager.storage, self._destination
 
         def upload(workspace: Workspace) -> str:
-            source, destination = open_storage(here), open_storage(there)
             name = StoredRun(source).look().find(epoch)
             copy_step(source, destination, name)
             return f"{destination.url}/{name.directory}"

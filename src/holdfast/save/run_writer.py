@@ -213,8 +213,10 @@ class RunWriter(CheckpointWriter):
         self.recycler = self._retention.recycler
         # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
         self._attempts: tuple[StepName, ...] = ()
-        # No later step than this was named in this generation.
-        self._named_step = -1
+        # No later step than this was named in this generation, and no attempt with a higher number.
+        self._named_step, self._named_attempt = -1, 0
+        # Attempts of which it is not known whether they are committed, or will be: a put may still be on its way.
+        self._undecided: frozenset[StepName] = frozenset()
         self._incremental = Incremental(self._run) if incremental else None
         # What refers to earlier steps has to know which of them stay, and all that has changed.
         self.writes_early = not incremental
@@ -223,9 +225,7 @@ class RunWriter(CheckpointWriter):
         """See `CheckpointWriter`."""
         self.generation = None
 
-    def open(
-        self, origin: Origin, step: int, busy: Collection[StepName] = (), least_attempt: int = 1
-    ) -> tuple[StepName, Base | None]:
+    def open(self, origin: Origin, step: int, busy: Collection[StepName] = ()) -> tuple[StepName, Base | None]:
         """**Blocks.** Opens a generation if there is none yet, checks that it is the newest, and names an attempt.
 
         A crash between the opening and its base leaves a generation that saved nothing, and does not change the
@@ -234,7 +234,7 @@ class RunWriter(CheckpointWriter):
 
         Raises:
             FencedError: If another job has opened a newer one since; or one since this job restored, which would be
-                left out if this job continued from its state.
+                left out if this job continued from its state; or if another job has removed that state since.
             StorageError: If the storage fails, or the run was moved or removed since.
             UsageError: If another process of this machine has the run open, and does not leave it soon.
         """
@@ -243,18 +243,22 @@ class RunWriter(CheckpointWriter):
             self.recycler.lock.take(inform)
             self._run.check_unpassed(origin.seen_generation, self._token)
             before = self._keep_lost()
+            if origin.base not in before.committed:
+                self._run.check_base(origin.base)
             generation = self._run.open_generation(self._token, seen_generation=origin.seen_generation, best=self._best)
+            # Those that are fenced now remove no step that they have not removed yet.
+            self._run.check_base(origin.base)
             self._retention.begin(generation)
             base = make_base(generation, origin.base, origin.start_from)
             self._run.record_base(base)
-            self.generation, self.base, self._named_step = generation, base, -1
+            self.generation, self.base, self._named_step, self._named_attempt = generation, base, -1, 0
             self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
                 self._incremental.begin(origin.base)
         self.check_valid()
         if base is not None and (before.unfinished or before.trash):
-            self._retention.make_room(self.generation, busy)
-        return self._name_attempt(step, self.generation, least_attempt), base
+            self._retention.make_room(self.generation, {*busy, *self._undecided})
+        return self._name_attempt(step, self.generation), base
 
     def _keep_lost(self) -> Catalog:
         """Marks steps of older runs that have lost their manifests: later saves would take them for unfinished."""
@@ -272,16 +276,18 @@ class RunWriter(CheckpointWriter):
         if self._incremental is not None:
             self._incremental.begin(origin)
 
-    def _name_attempt(self, step: int, generation: int, least_attempt: int) -> StepName:
-        """**Blocks.** Returns a name that no directory has, and that no removed directory had."""
-        taken: list[int] = []
+    def _name_attempt(self, step: int, generation: int) -> StepName:
+        """**Blocks.** Returns a name that no directory has, and that no removed directory had: a late request, or a
+        worker that was thought dead, may still write there."""
+        taken = [0]
         # All directories of this generation are named here, so a later step than all before has none.
         if step <= self._named_step:
             known = self._incremental.list_known() if self._incremental is not None else ()
             names = (*known, *(parse_step_directory(entry.name) for entry in self._storage.list("")))
             taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
-        self._named_step = max(self._named_step, step)
-        attempt = max(least_attempt, max(taken, default=0) + 1)
+            taken.append(self._named_attempt)
+        attempt = max(taken) + 1
+        self._named_step, self._named_attempt = max(self._named_step, step), max(self._named_attempt, attempt)
         if attempt > MAX_ATTEMPT:
             raise StorageError(
                 f"{self._storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
@@ -304,11 +310,14 @@ class RunWriter(CheckpointWriter):
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
     ) -> Manifest:
         """See `CheckpointWriter`."""
+        if not self._storage.traits.has_directories:
+            self._undecided |= {name}
         try:
             manifest = commit(self._run, receipts, name, token=self._token, metrics=metrics, metadata=metadata)
         except NotFoundError:
             self.check_valid()
             raise
+        self._undecided -= {name}
         if self._incremental is not None:
             self._incremental.mark_committed()
         return manifest
@@ -334,9 +343,12 @@ class RunWriter(CheckpointWriter):
             self._run.check_owned(self.generation, self._token)
 
     def give_up(self, name: StepName) -> None:
-        """See `CheckpointWriter`; if this fails, the next save removes it."""
+        """See `CheckpointWriter`; if this fails, the next save removes it.
+
+        Where a manifest may still arrive, its data stay for it, until the next generation removes what is left.
+        """
         # Not with the history, which `clean` may be using.
-        if name in StoredRun(self._storage).look().unfinished:
+        if name not in self._undecided and name in StoredRun(self._storage).look().unfinished:
             self._run.step(name).discard()
 
     def clean(
@@ -348,4 +360,4 @@ class RunWriter(CheckpointWriter):
     ) -> Cleaning:
         """See `CheckpointWriter`. Others may still be writing to unfinished steps that are `busy`, and this worker to
         the next one."""
-        return self._retention.clean(newest, protected, manifest, lambda: {*busy, *self._attempts})
+        return self._retention.clean(newest, protected, manifest, lambda: {*busy, *self._attempts, *self._undecided})

@@ -7,6 +7,7 @@ of a step has names that no other attempt uses. There are no directories.
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import re
 import threading
@@ -43,7 +44,8 @@ _UPLOADS_AT_ONCE: Final = 12
 _READS_AT_ONCE: Final = 16
 _QUEUED_PIECES: Final = 2
 """So many pieces wait for the upload; those that are being sent are held by it."""
-_TOKEN: Final = "holdfast-token"
+_TOKEN: Final = "holdfasttoken"
+"""A name that all services take: Azure has no hyphens in names of metadata, and others change underscores."""
 _TRIES: Final = 5
 _PAGE_BYTES: Final = 4096
 _LOOK_SECONDS: Final = 60.0
@@ -51,11 +53,15 @@ _PAUSE_SECONDS: Final = 0.05
 
 _T = TypeVar("_T")
 
+# The process that has started the threads of the client: a forked child has the client without them.
+_client_process: int | None = None
+
 
 class ObjectStorage:
     """**Thread-safe.** A prefix of a bucket; see `Storage` for the contract of each method.
 
-    The processes that use it must not be forked later: the threads of obstore do not survive that.
+    A process that was forked from one that has used a bucket must not use any: the threads of obstore are not there,
+    and its calls would wait for ever. It gets an error.
 
     Attributes:
         url: The URL of the prefix.
@@ -72,21 +78,37 @@ class ObjectStorage:
     )
     location = None
 
-    def __init__(self, url: str, store: ObjectStore) -> None:
+    def __init__(
+        self,
+        url: str,
+        store: ObjectStore,
+        patient: ObjectStore | None = None,
+        reopen: Callable[[], ObjectStorage] | None = None,
+    ) -> None:
         """Stores its arguments.
 
         Args:
             url: The URL of the prefix, without credentials.
             store: An obstore store of that prefix.
+            patient: The same, which repeats requests for longer, for all after the first; None for the same one.
+            reopen: Opens the same in another process; None if it can't be passed to one.
         """
         import obstore
 
         self.url = url.rstrip("/")
-        self._store = store
+        self._reopen = reopen
+        # Where the first request fails, an address or the credentials are wrong: that is to be seen soon.
+        self._store, self._patient = store, patient or store
         self._client: Any = obstore
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self.url!r})"
+
+    def __reduce__(self) -> tuple[Callable[[], ObjectStorage], tuple[()]]:
+        """Passes the URL and the options to another process, and never credentials."""
+        if self._reopen is None:
+            raise TypeError(f"{self!r} cannot be passed to another process")
+        return self._reopen, ()
 
     def make_directory(self, path: str) -> None:
         """Does nothing; see `Storage`."""
@@ -112,7 +134,8 @@ class ObjectStorage:
         split_path(path)
         token = uuid.uuid4().hex
         with self.errors("publish", path):
-            for _ in range(_TRIES):
+            for number in range(_TRIES):
+                time.sleep(random.uniform(0, _PAUSE_SECONDS * number))
                 try:
                     self._client.put(self._store, path, data, mode="create", attributes={_TOKEN: token})
                 except self._client.exceptions.AlreadyExistsError:
@@ -248,9 +271,19 @@ class ObjectStorage:
     @contextmanager
     def errors(self, doing: str, path: str) -> Iterator[None]:
         """Turns each error of the client into a `StorageError`; `doing` follows "cannot"."""
+        global _client_process
+        if _client_process is None:
+            _client_process = os.getpid()
+        elif _client_process != os.getpid():
+            raise UsageError(
+                f"cannot {doing} {self._place(path)}: this process was forked from one that has used a bucket",
+                hint='Start it by "spawn" or "forkserver", or before the bucket is used.',
+            )
         try:
             yield
+            self._store = self._patient
         except FileNotFoundError as error:
+            self._store = self._patient
             text, hint = _explain(error)
             kind = StorageError if _names_bucket(error) else NotFoundError
             raise kind(f"cannot {doing} {self._place(path)}: {text}", path=path, hint=hint) from None

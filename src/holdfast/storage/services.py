@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -18,13 +19,11 @@ from holdfast.storage.objects import ObjectStorage
 _EXAMPLES: Final = {"s3": "s3://bucket/run", "gs": "gs://bucket/run", "az": "az://container/run"}
 _CLASSES: Final = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 
+_FIRST_RETRY_SECONDS: Final = {"s3": 15, "gs": 4, "az": 15}
+"""For so long the first request is repeated; each of the places where Google's client looks for credentials, too."""
 _RETRY_SECONDS: Final = 180
-"""For so long one request is repeated. A save that has failed by then is made again at the next step that is due."""
-_RETRIES: Final = {
-    "max_retries": 1000,
-    "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
-    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
-}
+"""For so long any other is. A save that has failed by then is made again at the next step that is due."""
+_BACKOFF: Final = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
 _REQUEST_SECONDS: Final = 60
 _CONNECT_SECONDS: Final = 10
 
@@ -84,20 +83,23 @@ def open_bucket(url: str, **options: Any) -> ObjectStorage:
         ) from error
     config = {"s3": _say_s3, "gs": _say_gcs, "az": _say_azure}[place.scheme](chosen)
     try:
-        store = getattr(obstore.store, _CLASSES[place.scheme])(
-            place.bucket,
-            prefix=place.prefix or None,
-            client_options=_client_options(chosen, config.get("endpoint") or config.get("base_url", "")),
-            retry_config=_RETRIES,
-            **({"skip_signature": True} if chosen.anonymous else {}),
-            **config,
+        first, patient = (
+            getattr(obstore.store, _CLASSES[place.scheme])(
+                place.bucket,
+                prefix=place.prefix or None,
+                client_options=_client_options(chosen, config.get("endpoint") or config.get("base_url", "")),
+                retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=seconds), "backoff": _BACKOFF},
+                **({"skip_signature": True} if chosen.anonymous else {}),
+                **config,
+            )
+            for seconds in (_FIRST_RETRY_SECONDS[place.scheme], _RETRY_SECONDS)
         )
     except (ValueError, OSError, obstore.exceptions.BaseError) as error:
         text = str(error).partition("Debug source")[0].strip()
         raise UsageError(
             f"{place.url} cannot be opened: {text}", hint="check the options and the credentials"
         ) from None
-    return ObjectStorage(place.url, store)
+    return ObjectStorage(place.url, first, patient, partial(open_bucket, url, **options))
 
 
 def _split(url: str) -> _BucketPlace:
@@ -151,7 +153,9 @@ def _say_gcs(options: BucketOptions) -> dict[str, Any]:
 
 
 def _say_azure(options: BucketOptions) -> dict[str, Any]:
-    config = {"endpoint": options.endpoint} if options.endpoint else {}
+    config: dict[str, Any] = {}
+    if endpoint := options.endpoint or os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT"):
+        config["endpoint"] = endpoint
     return config | ({"account_name": options.account} if options.account else {})
 
 

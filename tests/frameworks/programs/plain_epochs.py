@@ -1,6 +1,8 @@
 """Trains with a framework, in epochs of three steps, and saves each by `save_every="1 epoch"`; it may die in a step.
 
-python plain_epochs.py DIRECTORY FRAMEWORK EPOCHS [DIE_AFTER]
+python plain_epochs.py PLACE FRAMEWORK EPOCHS [DIE_AFTER]
+
+With `ENDPOINT` in the environment the place is the URL of a bucket of that service.
 """
 
 from __future__ import annotations
@@ -8,8 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import holdfast
@@ -45,7 +47,7 @@ def make_loader() -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
 
 
-def train_lightning(directory: Path, epochs: int) -> None:
+def train_lightning(place: Any, epochs: int) -> None:
     import lightning
     import torch
 
@@ -66,7 +68,7 @@ def train_lightning(directory: Path, epochs: int) -> None:
         def on_train_batch_start(self, batch: Any, number: int) -> None:
             die_at(self.trainer.global_step)
 
-    resumable = holdfast.lightning.Resumable(directory, **OPTIONS)
+    resumable = holdfast.lightning.Resumable(place, **OPTIONS)
     trainer = lightning.Trainer(
         max_epochs=epochs,
         callbacks=[resumable],
@@ -79,7 +81,7 @@ def train_lightning(directory: Path, epochs: int) -> None:
     trainer.fit(Module(), make_loader(), make_loader())
 
 
-def train_transformers(directory: Path, epochs: int) -> None:
+def train_transformers(place: Any, epochs: int) -> None:
     import torch
     import transformers
 
@@ -95,9 +97,9 @@ def train_transformers(directory: Path, epochs: int) -> None:
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             die_at(state.global_step)
 
-    resumable = holdfast.transformers.Resumable(directory, **OPTIONS)
+    resumable = holdfast.transformers.Resumable(place, **OPTIONS)
     arguments = transformers.TrainingArguments(
-        str(directory.with_name("out")),
+        tempfile.mkdtemp(),
         num_train_epochs=epochs,
         per_device_train_batch_size=4,
         save_strategy="no",
@@ -109,7 +111,7 @@ def train_transformers(directory: Path, epochs: int) -> None:
     transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=[resumable, Dying()]).train()
 
 
-def train_keras(directory: Path, epochs: int) -> None:
+def train_keras(place: Any, epochs: int) -> None:
     import keras
     import numpy as np
 
@@ -122,11 +124,11 @@ def train_keras(directory: Path, epochs: int) -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     inputs = np.arange(12.0).reshape(12, 1) / 12
-    resumable = holdfast.keras.Resumable(directory, **OPTIONS)
+    resumable = holdfast.keras.Resumable(place, **OPTIONS)
     model.fit(inputs, inputs, batch_size=4, epochs=epochs, callbacks=[resumable, Dying()], verbose=0)
 
 
-def train_accelerate(directory: Path, epochs: int) -> None:
+def train_accelerate(place: Any, epochs: int) -> None:
     import accelerate
     import torch
 
@@ -134,7 +136,7 @@ def train_accelerate(directory: Path, epochs: int) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader())
-    with holdfast.accelerate.resumable(accelerator, directory, **OPTIONS) as run:
+    with holdfast.accelerate.resumable(accelerator, place, **OPTIONS) as run:
         for _ in range(loader.iteration, epochs):
             for batch in loader:
                 die_at(run.step)
@@ -146,4 +148,7 @@ def train_accelerate(directory: Path, epochs: int) -> None:
 
 if __name__ == "__main__":
     DIE_AFTER = int(sys.argv[4]) if len(sys.argv) > 4 else -1
-    globals()[f"train_{sys.argv[2]}"](Path(sys.argv[1]), int(sys.argv[3]))
+    place: Any = sys.argv[1]
+    if endpoint := os.environ.get("ENDPOINT"):
+        place = holdfast.open_storage(place, endpoint=endpoint)
+    globals()[f"train_{sys.argv[2]}"](place, int(sys.argv[3]))

@@ -20,7 +20,7 @@ from holdfast.jobs.node_store import NodeOutcome, NodePart, NodeStoreOptions, fa
 from holdfast.jobs.session import Placed, run_tasks
 from holdfast.jobs.workspace import Workspace
 from holdfast.policies import RetentionPolicy
-from holdfast.storage import open_storage
+from holdfast.storage import Storage
 
 
 class StoreActor:
@@ -140,7 +140,7 @@ class NodeActor:
         self,
         number: int,
         kept: Sequence[str],
-        directory: str,
+        storage: Storage,
         keep: RetentionPolicy,
         begin_anew: bool,
         timeout_seconds: float,
@@ -151,7 +151,7 @@ class NodeActor:
         Args:
             number: The number by which the other calls refer to it.
             kept: The nodes whose state is saved.
-            directory: The directory of the checkpoints.
+            storage: Where the checkpoints are.
             keep: Which to keep.
             begin_anew: True to start from the beginning even if there are checkpoints.
             timeout_seconds: The deadline of each wait.
@@ -162,7 +162,7 @@ class NodeActor:
             if self._cluster is None:
                 self._cluster = self._join()
             sinks = (self._note,) if self._rank == 0 else ()
-            options = NodeStoreOptions(open_storage(directory), keep, begin_anew, timeout_seconds, threads, sinks)
+            options = NodeStoreOptions(storage, keep, begin_anew, timeout_seconds, threads, sinks)
             is_kept = self._workspace.node in kept
             self._parts[number] = NodePart(self._workspace, is_kept=is_kept, cluster=self._cluster, options=options)
 

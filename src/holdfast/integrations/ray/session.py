@@ -291,7 +291,7 @@ class _RayNodeStore(WorkerNodeStore):
         self._emit = Fanout([LoggingSink(), *options.sinks])
         # Functions of this process stay here; the events of the first node come back and are emitted here.
         rest = (options.keep, options.begin_anew, options.timeout_seconds, options.threads)
-        check_outcomes(self._call("open_part", self._number, tuple(nodes), options.storage.url, *rest))
+        check_outcomes(self._call("open_part", self._number, tuple(nodes), options.storage, *rest))
 
     def call(self, method: str, what: str, *arguments: Any) -> Mapping[str, NodeOutcome]:
         """**Blocks.** Calls a method of the parts of all nodes, at the same time."""

@@ -109,7 +109,6 @@ class JointRunWriter(CheckpointWriter):
         self._holding = HeldReplicas((), ())
         self._are_apart = False
         self._coverage = Coverage()
-        self._name: StepName | None = None
 
     @property
     def generation(self) -> int | None:  # type: ignore[override]
@@ -144,12 +143,7 @@ class JointRunWriter(CheckpointWriter):
             else:
                 self._own.check_valid()
             return StepName(step, place.generation, place.attempt), None
-        # A directory that was removed is not made again: who was thought dead may still be writing there.
-        last, least_attempt = self._name, 1
-        if last is not None and (last.step, last.generation) == (step, self._own.generation):
-            least_attempt = last.attempt + 1
-        name, base = self._own.open(origin, step, self._list_busy(), least_attempt)
-        self._name = name
+        name, base = self._own.open(origin, step, self._list_busy())
         opening = read_opening_digest(self._storage, name.generation)
         origin_name = None if self._own.base is None else self._own.base.name
         sent_base = None if origin_name is None else (origin_name.step, origin_name.generation, origin_name.attempt)

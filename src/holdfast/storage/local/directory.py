@@ -101,6 +101,10 @@ class LocalStorage:
     def __repr__(self) -> str:
         return f"LocalStorage({self.url!r})"
 
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:
+        """Passes the path to another process."""
+        return LocalStorage, (self.url,)
+
     @property
     def location(self) -> Path:
         """The directory's absolute path."""

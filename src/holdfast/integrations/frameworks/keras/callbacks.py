@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -120,7 +119,7 @@ class BackupAndRestore(Resumable):
 
     def __init__(
         self,
-        backup_dir: str | os.PathLike[str],
+        backup_dir: Directory,
         save_freq: Literal["epoch", False] | int = "epoch",
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
@@ -131,7 +130,7 @@ class BackupAndRestore(Resumable):
         A backup that fails (on a full disk, for example) logs a warning, and the previous backup stays.
 
         Args:
-            backup_dir: A directory for the backups of this `fit`. Other files in it stay.
+            backup_dir: A directory for the backups of this `fit`, a URL, or an open storage. Other files in it stay.
             save_freq: "epoch" to back up at the end of each epoch, a number to back up after that many batches, or
                 False to back up on preemption only.
             double_checkpoint: True to keep two backups: a second one in case the newest is damaged.
