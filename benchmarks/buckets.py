@@ -2,7 +2,7 @@
 
 Without a URL it starts Ceph's gateway on this machine, as `make test-objects` does. Client and server then share its
 processors, so take the ratios. obstore checks nothing; holdfast digests each byte on both ways, and its save ends when
-the checkpoint is committed. torch.distributed.checkpoint takes part where s3fs is installed.
+the checkpoint is committed. torch.distributed.checkpoint takes part where s3fs is installed (`pip install s3fs`).
 """
 
 from __future__ import annotations
