@@ -180,6 +180,7 @@ def test_a_place_where_nothing_is(tmp_path: Path) -> None:
 def test_a_step_that_is_not_there(run: Path) -> None:
     code, said = complaint("show", f"{run}@7")
     assert code == ExitCode.NOTHING_THERE
+    assert f"no checkpoint of step 7 in {run}" in said
     assert "Steps that exist: 100, 200, 250, 300." in said
     code, said = complaint("show", f"{run}@newest")
     assert code == ExitCode.NOTHING_THERE

@@ -135,7 +135,7 @@ def choose_step(catalog: Catalog, target: RunTarget) -> StepName:
                     f"step {target.step} of {target.location} is not a checkpoint: it has no {MANIFEST_NAME}",
                     hint=f"A save is writing {name.directory} now, or was interrupted.",
                 )
-    return catalog.find(target.step)
+    return catalog.find(target.step, target.location)
 
 
 def no_living(catalog: Catalog, target: RunTarget) -> NoCheckpointError:

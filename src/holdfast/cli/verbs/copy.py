@@ -149,7 +149,7 @@ def _choose(target: RunTarget, catalog: Catalog, steps: str) -> Sequence[StepNam
             raise NoCheckpointError(
                 f"{target.location} has no step from {first} to {last}", hint="`holdfast list` shows those that it has."
             )
-        names |= dict.fromkeys(chosen or [catalog.find(first)])
+        names |= dict.fromkeys(chosen or [catalog.find(first, target.location)])
     return list(names)
 
 
