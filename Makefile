@@ -60,9 +60,9 @@ test-slurm: .venv/ready
 test-objects: .venv/ready
 	command -v radosgw ceph-osd >/dev/null || apt-get install -qq --no-install-recommends ceph-mon ceph-osd radosgw ceph-common
 	command -v npm >/dev/null && test ! -e .azurite/node_modules && npm install --silent --prefix .azurite $(AZURITE) || true
-	$(BIN)/pytest tests/objects
+	HOLDFAST_OBJECTS=1 $(BIN)/pytest tests/objects
 	$(MAKE) faults-objects FAULTS="$(FEW_FAULTS)"
-	test ! -e $(FRAMEWORKS_VENV)/ready || $(FRAMEWORKS_VENV)/bin/pytest tests/objects/test_entry_points.py -k framework
+	test ! -e $(FRAMEWORKS_VENV)/ready || HOLDFAST_OBJECTS=1 $(FRAMEWORKS_VENV)/bin/pytest tests/objects/test_entry_points.py -k framework
 
 # Kills, lost replies, conflicts, races and a server that dies, on that S3 server: takes half an hour.
 FEW_FAULTS := --kills 20 --lost 50 --conflicts 50 --server-kills 1 --races 10

@@ -57,7 +57,7 @@ def _run(directory: Path, names: list[str], plan: WorkersPlan, *, trains: bool =
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_workers_are_measured_with_the_bare_limits(tmp_path: Path) -> None:
     plan = WorkersPlan(rounds=1, setups=["fsdp-2-small"], has_others=False)
     results = _run(tmp_path, [HOLDFAST, TORCH_CHECKPOINTING], plan)

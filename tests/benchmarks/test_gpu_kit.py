@@ -33,7 +33,7 @@ def run_kit(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dry_run_goes_through_all_kinds_of_parts(tmp_path: Path) -> None:
     """One way of each kind of program; `make gpu DRY=1` goes through all."""
     chosen = ALL_PARTS if "HOLDFAST_LONG" in os.environ else ONE_OF_EACH_KIND

@@ -64,7 +64,7 @@ def find_runtime(name: str) -> str:
 
 
 @COMPILER
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_modules_pass_their_property_tests_under_sanitizers(tmp_path: Path) -> None:
     runtimes = [find_runtime("libasan.so"), find_runtime("libubsan.so")]
     if not all(runtimes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from ceph import CephServer, is_installed
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephServer]:
     """A server with the bucket `trial`."""
+    if "HOLDFAST_OBJECTS" not in os.environ:
+        pytest.skip("takes long: make test-objects runs it")
     if not is_installed():
         pytest.skip(f"needs root, and {', '.join(SERVER_PROGRAMS)}: make test-objects installs them")
     # The path of a socket has at most 107 characters.
