@@ -120,7 +120,7 @@ BUDGETS = {
     # Notices, the agreement of workers, the last save.
     "preemption": 4913,
     # Threads, terminal, interrupts, end of the process.
-    "process": 912,
+    "process": 930,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 2504,
     # Request, attempt, image, files, and the conversation of several workers.

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
+from holdfast.process.latch import start_thread
 from holdfast.tracebacks import print_short
 
 SIGNAL: Final = signal.SIGURG
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_LONGEST_PAUSE_SECONDS: Final = 5.0
 
 
 class Interrupter:
@@ -47,7 +51,17 @@ class Interrupter:
         """**Thread-safe.** Makes the main thread raise the error as soon as Python code runs there, if it can."""
         if self in _open:
             self._is_asked = True
-            signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
+            _send()
+            start_thread(self._repeat, "holdfast-interrupt")
+
+    def _repeat(self) -> None:
+        """Sends the signal until it is answered: one that comes just before the main thread blocks ends no sleep."""
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        time.sleep(pause_seconds)
+        while self._is_asked and self in _open:
+            _send()
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+            time.sleep(pause_seconds)
 
     def answer(self) -> None:
         """Called in the main thread by the signal: raises the error, if one was asked for."""
@@ -61,6 +75,10 @@ class Interrupter:
 # The newest last; and the handler before the first one.
 _open: list[Interrupter] = []
 _before: Any = signal.SIG_DFL
+
+
+def _send() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
