@@ -104,7 +104,7 @@ def check_errors(leader: dict[str, Any], other: dict[str, Any]) -> None:
         assert named, other
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_link_that_is_cut_in_the_middle_of_a_commit(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     promised: list[int] = []

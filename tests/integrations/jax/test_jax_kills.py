@@ -39,7 +39,7 @@ def read_steps(workers: Workers, rank: int) -> dict[int, str]:
     return {int(words[0]): words[1] for words in lines if len(words) == 2 and len(words[1]) == 64}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_killed_and_asked_to_leave_end_as_if_left_alone(tmp_path: Path) -> None:
     seed = random.randrange(1 << 32)
     sys.stdout.write(f"seed {seed}\n")
