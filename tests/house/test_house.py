@@ -122,13 +122,13 @@ BUDGETS = {
     # Threads, terminal, interrupts, end of the process.
     "process": 930,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
-    "restore": 2504,
+    "restore": 2938,
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5906,
     # A tree of objects taken apart, captured, and matched.
     "state": 7198,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 3151,
+    "storage": 3154,
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.
@@ -149,7 +149,7 @@ directories. process: one owner of interrupts. save: the lineage and
 the guard of calls, which were the manager's and the options'.
 """
 
-MAX_MODULES = 271
+MAX_MODULES = 272
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""
