@@ -141,7 +141,7 @@ def test_names_limit_what_is_compared(tmp_path: Path) -> None:
     assert "The objects are model, epoch." in said
 
 
-def test_states_of_random_generators_are_said_to_differ_in_words(tmp_path: Path) -> None:
+def test_diff_names_the_states_of_random_generators(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     for place, seed in ((a, 1), (b, 2)):
         tree = {

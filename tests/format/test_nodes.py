@@ -82,7 +82,7 @@ def test_a_value_reads_as_python_writes_it(value: Any, text: str) -> None:
         (b"\xff", "<1 bytes>"),
     ],
 )
-def test_what_nobody_can_read_is_named(value: Any, text: str) -> None:
+def test_unreadable_values_are_named(value: Any, text: str) -> None:
     assert describe(Encoder().encode(value, "v")) == text
 
 

@@ -40,7 +40,7 @@ SHOWN_CHARACTERS: Final = 200
 """Number of characters of one scalar that are in its text."""
 
 SHOWN_BYTES: Final = 32
-"""Number of bytes that are written out; longer values, and those that are no text, are counted."""
+"""Number of bytes that are written out; longer values, and those that are not text, are counted."""
 
 _PACKED: Final = ("bytes", "bytearray")
 _TORCH_BYTES: Final = 5056
