@@ -130,7 +130,7 @@ BUDGETS = {
     # What runs beside a trainer: the page that it writes for others.
     "supervise": 254,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 3154,
+    "storage": 3158,
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.
