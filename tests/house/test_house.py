@@ -120,15 +120,15 @@ BUDGETS = {
     # Notices, the agreement of workers, the last save.
     "preemption": 4913,
     # Threads, terminal, interrupts, end of the process.
-    "process": 942,
+    "process": 1033,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
-    "restore": 2504,
+    "restore": 2938,
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 5908,
     # A tree of objects taken apart, captured, and matched.
     "state": 7198,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 3166,
+    "storage": 3173,
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.
