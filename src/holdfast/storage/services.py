@@ -24,7 +24,7 @@ _FIRST_RETRY_SECONDS: Final = {"s3": 15, "gs": 4, "az": 15}
 _RETRY_SECONDS: Final = 180
 """For so long any other is. A save that has failed by then is made again at the next step that is due."""
 _BELIEVED: Final = timedelta(minutes=5, seconds=15)
-"""So long credentials of boto3 count as valid for obstore, which asks again 5 minutes before the end: every 15 s.
+"""So long credentials of boto3 count as valid for obstore, which asks again 5 minutes before that: every 15 seconds.
 Only boto3 knows when they expire. It renews them 10 minutes before that, and asking it costs little.
 """
 _BACKOFF: Final = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
