@@ -61,7 +61,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keeps the API's source text out of the search, and shows a bar in a table as it is typed.
+    """Keeps the API's source out of the search, and shows a bar in a table as it is typed.
 
     GitHub's Markdown needs a backslash before it, which the site's Markdown would show.
     """
