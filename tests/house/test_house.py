@@ -90,7 +90,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2479,
+    "catalog": 2487,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 4298,
     # Joining, the store, failures of workers, a barrier.
