@@ -17,6 +17,7 @@ from holdfast.errors import HoldfastError
 from holdfast.tracebacks import TRACEBACK_VARIABLE
 
 VERBS: Final = {
+    "run": "Run a training program, and start it again when it dies.",
     "init": "Write a script that trains and resumes, to begin with.",
     "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",

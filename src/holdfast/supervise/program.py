@@ -1,0 +1,225 @@
+"""Turns a process into a training program, as the interpreter itself would run it.
+
+A process that was started afresh and one that was forked from the spare both end here, so that they differ in nothing but
+what is imported already.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import Any, Final, NamedTuple, NoReturn
+
+from holdfast.supervise.imports import Import, ImportRecorder
+from holdfast.supervise.launch import forget_stub
+
+WORDS_BYTES: Final = 65536
+"""The size of the memory in which a program leaves the error that ended it."""
+
+_ARGUMENTS: Final = (45, 46)
+"""Positions in `/proc/PID/stat`, after the name of the program: where the memory of its arguments begins and ends."""
+
+
+class Program(NamedTuple):
+    """What is run.
+
+    Attributes:
+        target: The script, as the user wrote it, or the name of a module.
+        is_module: True for a module, as with `python -m`.
+        arguments: Its arguments.
+        flags: The options of the interpreter.
+        record: The file for the record of its imports; empty for none.
+        board: The descriptor of the board; -1 for none.
+        words: The descriptor of the memory for its last error; -1 for none.
+    """
+
+    target: str
+    is_module: bool
+    arguments: list[str]
+    flags: list[str]
+    record: str
+    board: int
+    words: int
+
+    @property
+    def shown(self) -> list[str]:
+        """The command line as of a plain start."""
+        return [sys.executable, *self.flags, *(["-m"] if self.is_module else []), self.target, *self.arguments]
+
+
+def main(*fields: Any) -> None:
+    """Runs a program in this process, which was started for it."""
+    run(Program(*fields), [])
+
+
+def run(program: Program, known: list[Import]) -> None:
+    """Runs a program in this process, to its end.
+
+    Args:
+        program: What to run.
+        known: What is imported already.
+
+    Raises:
+        SystemExit: With the program's exit code.
+        KeyboardInterrupt: If it ended by that; it is printed by then.
+    """
+    forget_stub()
+    _show(program.shown)
+    for descriptor in (program.board, program.words):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
+    sys.orig_argv = program.shown
+    sys.argv = ["-m" if program.is_module else program.target, *program.arguments]
+    # A module object of its own, as the interpreter makes it: a thread that ends late still finds its names there.
+    main_module = ModuleType("__main__")
+    main_module.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main_module
+    sys.meta_path.insert(0, recorder := ImportRecorder(program.record, known))
+    ended_by: BaseException | None = None
+    is_known = False
+    if "COVERAGE_PROCESS_START" in os.environ:
+        with suppress(ImportError):
+            importlib.import_module("coverage").process_startup()
+    try:
+        _run_main(program, main_module)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        ended_by = error
+        error.__traceback__ = _find_own(error.__traceback__, main_module)
+        is_known = _tell(program.words, error)
+    finally:
+        recorder.finish()
+    if ended_by is not None:
+        _end(ended_by, is_known=is_known)
+
+
+def _run_main(program: Program, module: ModuleType) -> None:
+    place = os.path.abspath(program.target)
+    is_safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
+    if sys.path and sys.path[0] == "":
+        del sys.path[0]
+    if program.is_module or os.path.isdir(place) or place.endswith((".zip", ".pyz", ".pyzw")):
+        import runpy
+
+        if program.is_module:
+            if not is_safe:
+                sys.path.insert(0, os.getcwd())
+            runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]
+        else:
+            sys.path.insert(0, place)
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    if not is_safe:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(place)))
+    loader = SourceFileLoader("__main__", place)
+    module.__dict__.update(__file__=place, __cached__=None, __loader__=loader)
+    with open(place, "rb") as stream:
+        code = compile(stream.read(), place, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _find_own(trace: TracebackType | None, module: ModuleType) -> TracebackType | None:
+    """Returns the part of a traceback that begins in the program."""
+    own = trace
+    while own is not None and own.tb_frame.f_globals is not module.__dict__:
+        own = own.tb_next
+    return own
+
+
+def _end(error: BaseException, *, is_known: bool) -> NoReturn:
+    """Shows an error as the interpreter would, unless the start before ended by the same, and ends with its code."""
+    trace = error.__traceback__
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    if is_known:
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"holdfast: the same error as before: {_describe(error)}\n")
+    else:
+        sys.excepthook(type(error), error, trace)
+    if isinstance(error, KeyboardInterrupt):
+        # The interpreter then ends by the signal, as shells expect it.
+        sys.excepthook = lambda *_: None
+        raise error
+    raise SystemExit(1)
+
+
+def _tell(words: int, error: BaseException) -> bool:
+    """Leaves the error where the supervisor finds it; returns True if the start before was ended by the same."""
+    if words < 0:
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}" if frames else type(error).__name__
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    is_hopeless = isinstance(error, SyntaxError) or "holdfast.errors.UsageError" in names
+    before = read_words(words)
+    told = Words(os.getpid(), place, _describe(error)[:2000], is_hopeless)
+    with suppress(OSError):
+        data = json.dumps(told).encode()
+        os.pwrite(words, len(data).to_bytes(4, "little") + data, 0)
+    return before is not None and before[1:] == told[1:]
+
+
+def _describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+class Words(NamedTuple):
+    """The error that ended a program: see `Failure`.
+
+    Attributes:
+        pid: The process that it ended.
+    """
+
+    pid: int
+    place: str
+    text: str
+    is_hopeless: bool
+
+
+def read_words(words: int) -> Words | None:
+    """Returns the last error that a program has left in that memory; None if none has."""
+    try:
+        data = os.pread(words, WORDS_BYTES, 0)
+        return Words(*json.loads(data[4 : 4 + int.from_bytes(data[:4], "little")]))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def become_fresh() -> None:
+    """Makes a process that was forked like one that was just started, as far as libraries look at it."""
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None:
+        multiprocessing.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+        multiprocessing.current_process().authkey = os.urandom(32)
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
+    time.tzset()
+    importlib.invalidate_caches()
+    # Python's own generator begins anew in each forked process; these were begun when they were imported.
+    for name in ("numpy.random", "torch"):
+        if (module := sys.modules.get(name)) is not None:
+            module.seed()
+
+
+def _show(words: list[str]) -> None:
+    """Writes the command line of a plain start over this process's own, for `ps`, `pgrep` and `pkill`."""
+    try:
+        with open("/proc/self/stat", "rb") as stream:
+            fields = stream.read().rpartition(b")")[2].split()
+        begin, end = (int(fields[field]) for field in _ARGUMENTS)
+        text = b"\0".join(os.fsencode(word) for word in words)[: end - begin - 1]
+        with open("/proc/self/mem", "r+b", buffering=0) as memory:
+            memory.seek(begin)
+            memory.write(text.ljust(end - begin, b"\0"))
+    except (OSError, ValueError, IndexError):
+        pass  # It shows as what it was started as.

@@ -1,0 +1,282 @@
+"""The spare: an interpreter that has imported what the program imports, and does nothing else but fork it.
+
+It takes one request at a time over its channel, and lives as long as whoever holds the other end. Whatever makes it unfit
+to be forked is found by looking, and told with the module that did it; then the program is started afresh.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from holdfast.supervise.channel import receive, tell
+from holdfast.supervise.imports import Import, find_roots, is_installed, read_record
+from holdfast.supervise.launch import forget_stub
+from holdfast.supervise.linux import end_with_parent
+from holdfast.supervise.program import Program, become_fresh, run
+
+_HARMLESS_THREADS: Final = frozenset({"jemalloc_bg_thd"})
+_TRIAL_SECONDS: Final = 10.0
+_ADOPTED_SECONDS: Final = 10.0
+
+_TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGTSTP, signal.SIGHUP, signal.SIGQUIT)
+
+
+class PoisonError(Exception):
+    """This process must not be forked.
+
+    Attributes:
+        module: The module that made it unfit; empty if that is not known.
+    """
+
+    def __init__(self, module: str, reason: str) -> None:
+        super().__init__(reason)
+        self.module = module
+
+
+class Request(NamedTuple):
+    """A request to fork the program.
+
+    Attributes:
+        program: What to run; its descriptors are those that come with the request.
+        environment: The environment.
+        directory: The working directory.
+        supervisor: The process that becomes its parent, and without which it is to end.
+        ignored: The signals that it ignores from the beginning, as after `nohup`.
+    """
+
+    program: list[Any]
+    environment: dict[str, str]
+    directory: str
+    supervisor: int
+    ignored: list[int]
+
+
+def main(channel: int, record: str, left_out: list[str]) -> None:
+    """Imports, tells that it is ready, and forks the program as often as asked; in each child, runs it.
+
+    Args:
+        channel: The descriptor of the socket to whoever asks.
+        record: The file with what to import.
+        left_out: The modules not to import.
+    """
+    for number in _TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    forget_stub()
+    with socket.socket(fileno=channel) as connection:
+        spare = Spare(connection)
+        try:
+            spare.prepare(read_record(record), frozenset(left_out))
+        except PoisonError as poison:
+            tell(connection, {"poison": str(poison), "module": poison.module})
+            return
+        tell(connection, {"ready": len(spare.imported)})
+        program = spare.serve()
+    if program is not None:
+        run(program, spare.imported)
+
+
+class Spare:
+    """What is imported here, and the state that it was imported in.
+
+    Attributes:
+        imported: What was imported, in order.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.imported: list[Import] = []
+        self._connection = connection
+        self._files: dict[str, tuple[int, int]] = {}
+        self._made: dict[str, str] = {}
+        self._origin: dict[int, str] = {}
+
+    def prepare(self, wanted: list[Import], left_out: frozenset[str]) -> None:
+        """Imports, in the order and with the environment of the program, then looks for what forbids a fork.
+
+        Raises:
+            PoisonError: If this process must not be forked.
+        """
+        roots, before, given = find_roots(), dict(os.environ), dict(os.environ)
+        streams = [os.dup(number) for number in (1, 2)]
+        with open(os.devnull, "wb") as nowhere:
+            for number in (1, 2):
+                os.dup2(nowhere.fileno(), number)
+        try:
+            for one in wanted:
+                self._replay(one, given)
+                if one.name not in sys.modules and not _is_within(one.name, left_out):
+                    self._import(one.name)
+                    self.imported.append(one)
+            for name, module in [*sys.modules.items()]:
+                file = str(getattr(module, "__file__", None) or "")
+                if name != "__main__" and os.path.isabs(file) and not is_installed(module, roots):
+                    raise PoisonError(name, f"{name} is not an installed package, but was imported by one")
+        finally:
+            for number, stream in zip((1, 2), streams, strict=True):
+                os.dup2(stream, number)
+                os.close(stream)
+        self._made = {name: value for name, value in os.environ.items() if given.get(name) != value}
+        os.environ.clear()
+        os.environ.update(before)
+        for module in [*sys.modules.values()]:
+            with suppress(OSError, TypeError, AttributeError):
+                facts = os.stat(module.__file__)  # type: ignore[arg-type]
+                self._files[str(module.__file__)] = (facts.st_mtime_ns, facts.st_size)
+        gc.collect()
+        gc.freeze()
+        self._try_child()
+        self._check_threads()
+
+    def _replay(self, one: Import, given: dict[str, str]) -> None:
+        """Sets the environment as it was at an import; what the imports themselves have set stays theirs."""
+        for name, value in one.environment.items():
+            if os.environ.get(name) == value:
+                continue
+            if value is None:
+                os.environ.pop(name, None)
+                given.pop(name, None)
+            else:
+                os.environ[name] = given[name] = value
+
+    def _import(self, name: str) -> None:
+        if not tell(self._connection, {"importing": name}):
+            raise SystemExit(0)
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            raise PoisonError(name, f"importing {name} raised {type(error).__name__}") from error
+        for number in list_threads():
+            self._origin.setdefault(number, name)
+        torch = sys.modules.get("torch")
+        cuda = getattr(torch, "cuda", None)
+        if (cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized()) or _has_gpu_open():
+            raise PoisonError(name, f"importing {name} touches the GPU")
+
+    def _try_child(self) -> None:
+        """Forks a child that works with several threads: after OpenMP has run in the parent, it would hang."""
+        with _quietly():
+            child = os.fork()
+        if child == 0:
+            try:
+                _work_in_parallel()
+            finally:
+                os._exit(0)
+        watch = os.pidfd_open(child)
+        try:
+            if not select.select([watch], [], [], _TRIAL_SECONDS)[0]:
+                os.kill(child, signal.SIGKILL)
+                raise PoisonError("", "a module runs parallel code when it is imported, after which a fork hangs")
+        finally:
+            os.close(watch)
+            os.waitpid(child, 0)
+
+    def _check_threads(self) -> None:
+        for number, kind in list_threads().items():
+            if kind not in _HARMLESS_THREADS:
+                name = self._origin.get(number, "")
+                raise PoisonError(name, f"importing {name or 'a module'} starts a thread ({kind})")
+
+    def _check_files(self) -> None:
+        for file, known in self._files.items():
+            try:
+                facts = os.stat(file)
+                is_same = (facts.st_mtime_ns, facts.st_size) == known
+            except OSError:
+                is_same = False
+            if not is_same:
+                raise PoisonError("", f"{file} has changed")
+
+    def serve(self) -> Program | None:
+        """Answers requests, until nobody is there to ask; in a child that is to run the program, returns it."""
+        while True:
+            received = receive(self._connection)
+            if received is None:
+                return None
+            message, descriptors = received
+            try:
+                self._check_files()
+                self._check_threads()
+                with _quietly():
+                    child = os.fork()
+            except PoisonError as poison:
+                tell(self._connection, {"poison": str(poison), "module": poison.module})
+                return None
+            if child == 0:
+                return self._become(Request(**message), descriptors)
+            os.waitpid(child, 0)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _become(self, request: Request, descriptors: list[int]) -> Program:
+        """Goes on in the program's process, a child of the one that was forked: that one ends, so the supervisor is next."""
+        if os.fork():
+            os._exit(0)
+        *streams, board, words = descriptors
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        give_up_at = time.monotonic() + _ADOPTED_SECONDS
+        while os.getppid() != request.supervisor and time.monotonic() < give_up_at:
+            time.sleep(0.0002)
+        end_with_parent()
+        if os.getppid() != request.supervisor:
+            os._exit(1)  # The supervisor has died.
+        for number in _TERMINAL_SIGNALS:
+            given = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if number in request.ignored else given)
+        os.chdir(request.directory)
+        os.environ.clear()
+        os.environ.update(request.environment | self._made)
+        program = Program(*request.program)._replace(board=board, words=words)
+        become_fresh()
+        tell(self._connection, {"pid": os.getpid()})
+        return program
+
+
+def _is_within(name: str, modules: frozenset[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _has_gpu_open() -> bool:
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(entry).startswith("/dev/nvidia"):
+                return True
+    return False
+
+
+def list_threads() -> dict[int, str]:
+    """Returns the threads of this process, without the main one, with their names."""
+    found = {}
+    for entry in Path("/proc/self/task").iterdir():
+        if entry.name != str(os.getpid()):
+            with suppress(OSError):
+                found[int(entry.name)] = (entry / "comm").read_text().strip()
+    return found
+
+
+def _work_in_parallel() -> None:
+    if (torch := sys.modules.get("torch")) is not None:
+        (torch.ones(1 << 20).exp() + torch.ones(1 << 20)).sum().item()
+        torch.mm(torch.ones(256, 256), torch.ones(256, 256))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.ones((256, 256)) @ numpy.ones((256, 256))
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Silences what is warned of at a fork: the threads that libraries warn of are not there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

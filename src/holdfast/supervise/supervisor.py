@@ -1,0 +1,349 @@
+"""The supervisor: starts a training program, and starts it again when it dies. One thread, the standard library alone.
+
+It is the parent of the program, the spare and whatever the program leaves behind. Signals come through a descriptor, so
+that one loop waits for everything. If it is killed, the kernel sends the program SIGTERM, and the spare ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from holdfast.supervise.board import Board
+from holdfast.supervise.channel import receive, tell
+from holdfast.supervise.restarts import INTERRUPTED, PREEMPTED, End, Failure, Options, Verdict, decide
+from holdfast.supervise.launch import make_command
+from holdfast.supervise.linux import adopt_orphans, end_with_parent, list_children, open_signals, read_signal
+from holdfast.supervise.program import WORDS_BYTES, Program, read_words
+
+_PASSED_ON: Final = (
+    signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
+    signal.SIGTSTP,
+)  # fmt: skip
+_ASKING: Final = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
+"""Signals that ask for an end: after one of them the program is not started again."""
+
+_SECOND_SECONDS: Final = 10.0
+"""Within how long after a Ctrl-C another one is the second."""
+_END_SECONDS: Final = 5.0
+"""How long the program may take to end after a second Ctrl-C."""
+_FORK_SECONDS: Final = 10.0
+_IMPORT_SECONDS: Final = 120.0
+"""How long the import of one module may take."""
+_LOOK_SECONDS: Final = 0.02
+_POISONS: Final = 5
+"""After so many unfit spares none is started any more."""
+
+
+class Task(NamedTuple):
+    """What is supervised.
+
+    Attributes:
+        command: Any command, which is run as it is; empty for a program of Python.
+        program: The program.
+        has_spare: True to keep a spare.
+        max_restarts: See `Options`.
+        on_code: Pairs of an exit code, and whether the program is started again.
+    """
+
+    command: list[str]
+    program: list[Any]
+    has_spare: bool
+    max_restarts: int | None
+    on_code: list[tuple[int, bool]]
+
+
+class SpareProcess:
+    """The spare, as the supervisor sees it.
+
+    Attributes:
+        pid: Its process; 0 if there is none.
+        connection: The socket to it.
+        is_ready: True if it can be forked.
+        cause: The reason why there is no spare, for a line; empty if there is none to tell.
+    """
+
+    def __init__(self, program: Program, mask: set[signal.Signals]) -> None:
+        self.pid = 0
+        self.connection: socket.socket | None = None
+        self.is_ready = False
+        self.cause = ""
+        self._program = program
+        self._mask = mask
+        self._left_out: list[str] = []
+        self._poisons = 0
+        self._importing = ""
+        self._told_at = 0.0
+
+    def start(self) -> None:
+        """Starts it, unless it is there, or too many were unfit, or nothing is known to import."""
+        if self.pid or self._poisons >= _POISONS or not os.path.exists(self._program.record):
+            return
+        own, other = socket.socketpair()
+        arguments = (other.fileno(), self._program.record, self._left_out)
+        # Room for the program's own command line, which is written over this one.
+        padding = ["-" * (sum(map(len, self._program.shown)) + len(self._program.shown))]
+        command = make_command("spare", *arguments, flags=self._program.flags, show=padding)
+        with other:
+            os.set_inheritable(other.fileno(), True)
+            self.pid = os.posix_spawn(command[0], command, os.environ, setsigmask=self._mask)
+        self.connection, self.is_ready, self._importing, self._told_at = own, False, "", time.monotonic()
+
+    def hear(self) -> None:
+        """Reads what it tells."""
+        if self.connection is None:
+            return
+        received = receive(self.connection)
+        self._told_at = time.monotonic()
+        message = {} if received is None else received[0]
+        if "importing" in message:
+            self._importing = message["importing"]
+        elif "ready" in message:
+            self.is_ready, self.cause = True, ""
+        elif "poison" in message:
+            self._reject(message["poison"], message["module"])
+        elif received is None:
+            self._reject(f"importing {self._importing} ended the process" if not self.is_ready else "it has ended",
+                         "" if self.is_ready else self._importing)
+
+    def look(self) -> None:
+        """Gives up one that hangs in an import."""
+        if self.pid and not self.is_ready and time.monotonic() - self._told_at > _IMPORT_SECONDS:
+            self._reject(f"importing {self._importing} took more than {_IMPORT_SECONDS:.0f} s", self._importing)
+
+    def _reject(self, cause: str, module: str) -> None:
+        self.cause = cause
+        self._poisons += 1
+        if module:
+            self._left_out.append(module)
+        self.end()
+
+    def end(self) -> None:
+        """Ends it."""
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.pid, self.is_ready = 0, False
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+    def fork(self, board: int, words: int, ignored: list[int]) -> int:
+        """**Blocks.** Lets it fork the program; returns that process, or 0 if it can't."""
+        connection = self.connection
+        if connection is None or not self.is_ready:
+            return 0
+        request = {
+            "program": list(self._program),
+            "environment": dict(os.environ) | {"HOLDFAST_BOARD": f"{board}:0"},
+            "directory": os.getcwd(),
+            "supervisor": os.getpid(),
+            "ignored": ignored,
+        }
+        connection.settimeout(_FORK_SECONDS)
+        try:
+            if tell(connection, request, [0, 1, 2, board, words]) and (received := receive(connection)):
+                if pid := received[0].get("pid"):
+                    return int(pid)
+                self._reject(received[0]["poison"], received[0]["module"])
+                return 0
+        finally:
+            if self.connection is not None:
+                connection.settimeout(None)
+        self._reject("it does not answer", "")
+        return 0
+
+
+class Supervisor:
+    """One program, from its first start to its last end."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._program = Program(*task.program) if task.program else None
+        self._options = Options(task.max_restarts, {int(code): bool(again) for code, again in task.on_code})
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._ignored = [int(n) for n in _PASSED_ON if signal.getsignal(n) == signal.SIG_IGN]
+        self._signals = open_signals([*(n for n in _PASSED_ON if int(n) not in self._ignored), signal.SIGCHLD])
+        self._board = Board.create()
+        self._words = os.memfd_create("holdfast-words")
+        os.truncate(self._words, WORDS_BYTES)
+        self._spare = None
+        if self._program is not None and task.has_spare and self._program.record:
+            self._spare = SpareProcess(self._program, self._mask)
+        self._pid = 0
+        self._ended: dict[int, int] = {}
+        self._asked = 0
+        self._interrupted_at: list[float] = []
+
+    def run(self) -> int:
+        """**Blocks.** Runs the program until it needs no further start; returns the exit code."""
+        adopt_orphans()
+        ends: list[End] = []
+        note = ""
+        died_at = 0.0
+        while True:
+            begun_at = time.monotonic()
+            is_forked = self._start()
+            end = self._follow(begun_at, note, died_at, is_forked=is_forked)
+            died_at = time.monotonic()
+            ends.append(end)
+            verdict = decide(ends, self._options, is_asked=bool(self._asked))
+            if not verdict.restarts:
+                return self._finish(end, verdict)
+            self._end_orphans()
+            note = f"{end.reason}{'' if end.step is None else f' at step {end.step}'}"
+            if verdict.pause_seconds:
+                _say(f"{note}; starts again in {verdict.pause_seconds:.0f} s")
+                if self._pause(verdict.pause_seconds):
+                    return INTERRUPTED if self._asked == signal.SIGINT else PREEMPTED
+
+    def _start(self) -> bool:
+        """Starts the program; returns True if it was forked from the spare."""
+        self._board.clear()
+        self._ended.clear()
+        if self._spare is not None and (pid := self._spare.fork(self._board.fd, self._words, self._ignored)):
+            self._pid = pid
+            return True
+        self._pid = self._start_afresh()
+        return False
+
+    def _start_afresh(self) -> int:
+        if self._program is None:
+            command = self._task.command
+        else:
+            program = self._program._replace(board=self._board.fd, words=self._words)
+            command = make_command("program", *program, flags=program.flags, show=program.shown)
+        if child := os.fork():
+            return child
+        try:
+            end_with_parent()
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            for descriptor in (self._board.fd, self._words):
+                os.set_inheritable(descriptor, True)
+            os.execvpe(command[0], command, os.environ | {"HOLDFAST_BOARD": f"{self._board.fd}:0"})
+        except BaseException as error:
+            _say(f"cannot start {command[0]}: {error}")
+        finally:
+            os._exit(127)
+
+    def _follow(self, begun_at: float, note: str, died_at: float, *, is_forked: bool) -> End:
+        """**Blocks.** Waits until the program ends, and looks after the spare meanwhile; returns the end."""
+        is_awaited = True  # The first step of this start.
+        while self._pid not in self._ended:
+            self._turn(_LOOK_SECONDS if is_awaited else 1.0)
+            reading = self._board.read()
+            if is_awaited and (reading.first_step_at or (not reading.pid and time.monotonic() > begun_at + 5.0)):
+                is_awaited = False
+                if note:
+                    _say(_describe_return(note, reading.first_step_at, died_at, begun_at,
+                                          first=reading.step - reading.steps_done, why=self._why_afresh(is_forked)))
+                if self._spare is not None:
+                    self._spare.start()
+            if self._spare is not None:
+                self._spare.look()
+        reading = self._board.read()
+        words = read_words(self._words)
+        failure = Failure() if words is None or words.pid != self._pid else Failure(*words[1:])
+        return End(
+            code=os.waitstatus_to_exitcode(self._ended[self._pid]),
+            step=reading.step if reading.pid else None,
+            seconds=time.monotonic() - begun_at,
+            saved=reading.committed if reading.pid else -1,
+            failure=failure,
+        )
+
+    def _why_afresh(self, is_forked: bool) -> str:
+        if is_forked or self._spare is None:
+            return ""
+        return self._spare.cause
+
+    def _turn(self, seconds: float) -> None:
+        """**Blocks.** Waits for something to happen, and handles it."""
+        poll = select.poll()
+        poll.register(self._signals, select.POLLIN)
+        if self._spare is not None and self._spare.connection is not None:
+            poll.register(self._spare.connection, select.POLLIN)
+        deadlines = [seconds]
+        if len(self._interrupted_at) > 1:
+            deadlines.append(self._interrupted_at[-1] + _END_SECONDS - time.monotonic())
+            if deadlines[-1] <= 0 and self._pid and self._pid not in self._ended:
+                os.kill(self._pid, signal.SIGKILL)
+                self._interrupted_at.clear()
+        for descriptor, _ in poll.poll(max(min(deadlines), 0.0) * 1000):
+            if descriptor == self._signals:
+                if (received := read_signal(self._signals)) is not None:
+                    self._handle(received.number, is_sent=received.is_sent)
+            elif self._spare is not None:
+                self._spare.hear()
+
+    def _handle(self, number: int, *, is_sent: bool) -> None:
+        if number == signal.SIGCHLD:
+            self._reap()
+            return
+        if number in _ASKING:
+            self._asked = number
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            self._interrupted_at = [at for at in self._interrupted_at if now - at < _SECOND_SECONDS] + [now]
+        if is_sent and self._pid and self._pid not in self._ended:
+            os.kill(self._pid, number)
+        if number == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                self._ended[pid] = status
+
+    def _end_orphans(self) -> None:
+        """Ends what the program has left behind: it may hold memory, a GPU or a port that the next start needs."""
+        for child in list_children():
+            if self._spare is None or child != self._spare.pid:
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+
+    def _pause(self, seconds: float) -> bool:
+        """**Blocks.** Waits; returns True if an end is asked for meanwhile."""
+        self._pid = 0
+        until = time.monotonic() + seconds
+        while not self._asked and (left := until - time.monotonic()) > 0:
+            self._turn(left)
+        return bool(self._asked)
+
+    def _finish(self, end: End, verdict: Verdict) -> int:
+        if self._spare is not None:
+            self._spare.end()
+        if verdict.why:
+            _say(f"not started again: {verdict.why}")
+        return INTERRUPTED if self._asked == signal.SIGINT and end.code == -signal.SIGINT else end.exit_code
+
+
+def _describe_return(note: str, first_step_at: float, died_at: float, begun_at: float, *, first: int, why: str) -> str:
+    """**Pure.** Returns the line about a start that came after an end."""
+    slow = f" (without the spare: {why})" if why else ""
+    if not first_step_at:
+        return f"{note}; started again after {begun_at - died_at:.2f} s{slow}"
+    return f"{note}; trains again from step {first}, its next step done after {first_step_at - died_at:.2f} s{slow}"
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"holdfast: {text}\n".encode())
+
+
+def main(*fields: Any) -> None:
+    """Supervises one program, and ends this process with the code that it ended with."""
+    supervisor = Supervisor(Task(*fields))
+    code = supervisor.run()
+    sys.stdout.flush()
+    os._exit(code)
