@@ -48,6 +48,7 @@ class ImportRecorder(MetaPathFinder):
         self._file = file
         self._imports = [*known]
         self._environment = dict(os.environ)
+        self._is_told = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
@@ -60,6 +61,9 @@ class ImportRecorder(MetaPathFinder):
             changes |= dict.fromkeys(self._environment.keys() - now.keys())
             self._environment = now
         self._imports.append(Import(fullname, changes))
+        pulse = getattr(sys.modules.get("holdfast.process.pulse"), "PULSE", None)
+        if pulse is not None and not self._is_told:
+            self._is_told, pulse.on_first_step = True, self.finish
         return None
 
     def finish(self) -> None:
@@ -78,17 +82,17 @@ class ImportRecorder(MetaPathFinder):
 
 
 def find_record(program: str) -> str:
-    """Returns the file for the record of a program, in a directory that only this user may write; empty if none is safe.
+    """Returns the file for the record of a program, in a directory that only this user may write; empty without one.
 
     Args:
         program: The absolute path of a script, or the name of a module.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(home, "holdfast", "imports")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "holdfast", "imports")
     try:
+        folder = folder.expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.lstat()
-    except OSError:
+    except (OSError, RuntimeError):
         return ""
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         return ""

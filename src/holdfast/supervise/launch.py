@@ -1,7 +1,7 @@
 """How the lean processes beside a training program are started: with the standard library alone.
 
-The supervisor, the spare and what becomes the program must not run `holdfast/__init__`, which a program may never import. So
-each begins with an empty module in its place, through which only the modules of this package are found.
+The supervisor, the spare and what becomes the program must not run `holdfast/__init__`, which a program may never
+import. So each begins with an empty module in its place, through which only the modules of this package are found.
 """
 
 from __future__ import annotations

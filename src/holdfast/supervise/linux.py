@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final, NamedTuple
 
 _SET_PDEATHSIG: Final = 1
@@ -64,8 +65,7 @@ def read_signal(descriptor: int) -> Received | None:
 def list_children() -> list[int]:
     """Returns the children of this process, which has one thread; none where the kernel does not tell."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as stream:
-            return [int(word) for word in stream.read().split()]
+        return [int(word) for word in Path(f"/proc/self/task/{os.getpid()}/children").read_bytes().split()]
     except OSError:
         return []
 

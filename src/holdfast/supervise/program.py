@@ -1,7 +1,7 @@
 """Turns a process into a training program, as the interpreter itself would run it.
 
-A process that was started afresh and one that was forked from the spare both end here, so that they differ in nothing but
-what is imported already.
+A process that was started afresh and one that was forked from the spare both end here, so that they differ in nothing
+but what is imported already.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import traceback
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -93,7 +94,7 @@ def run(program: Program, known: list[Import]) -> None:
         _run_main(program, main_module)
     except SystemExit:
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - it is shown and ends the process, as the interpreter does it.
         ended_by = error
         error.__traceback__ = _find_own(error.__traceback__, main_module)
         is_known = _tell(program.words, error)
@@ -104,27 +105,26 @@ def run(program: Program, known: list[Import]) -> None:
 
 
 def _run_main(program: Program, module: ModuleType) -> None:
-    place = os.path.abspath(program.target)
+    place = Path(program.target).absolute()
     is_safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
     if sys.path and sys.path[0] == "":
         del sys.path[0]
-    if program.is_module or os.path.isdir(place) or place.endswith((".zip", ".pyz", ".pyzw")):
+    if program.is_module or place.is_dir() or place.suffix in (".zip", ".pyz"):
         import runpy
 
         if program.is_module:
             if not is_safe:
-                sys.path.insert(0, os.getcwd())
+                sys.path.insert(0, str(Path.cwd()))
             runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]
         else:
-            sys.path.insert(0, place)
+            sys.path.insert(0, str(place))
             runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     if not is_safe:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(place)))
-    loader = SourceFileLoader("__main__", place)
-    module.__dict__.update(__file__=place, __cached__=None, __loader__=loader)
-    with open(place, "rb") as stream:
-        code = compile(stream.read(), place, "exec", dont_inherit=True)
+        sys.path.insert(0, str(place.resolve().parent))
+    loader = SourceFileLoader("__main__", str(place))
+    module.__dict__.update(__file__=str(place), __cached__=None, __loader__=loader)
+    code = compile(place.read_bytes(), str(place), "exec", dont_inherit=True)
     exec(code, module.__dict__)
 
 
@@ -200,7 +200,7 @@ def become_fresh() -> None:
     """Makes a process that was forked like one that was just started, as far as libraries look at it."""
     multiprocessing = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None:
-        multiprocessing.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+        multiprocessing.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]
         multiprocessing.current_process().authkey = os.urandom(32)
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     time.tzset()
@@ -214,11 +214,10 @@ def become_fresh() -> None:
 def _show(words: list[str]) -> None:
     """Writes the command line of a plain start over this process's own, for `ps`, `pgrep` and `pkill`."""
     try:
-        with open("/proc/self/stat", "rb") as stream:
-            fields = stream.read().rpartition(b")")[2].split()
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         begin, end = (int(fields[field]) for field in _ARGUMENTS)
         text = b"\0".join(os.fsencode(word) for word in words)[: end - begin - 1]
-        with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
             memory.seek(begin)
             memory.write(text.ljust(end - begin, b"\0"))
     except (OSError, ValueError, IndexError):

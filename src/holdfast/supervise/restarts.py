@@ -1,4 +1,4 @@
-"""Decides whether a program that has ended is started again, and why. **Pure.**"""
+"""Decides whether a program that has ended is started again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The spare: an interpreter that has imported what the program imports, and does nothing else but fork it.
 
-It takes one request at a time over its channel, and lives as long as whoever holds the other end. Whatever makes it unfit
-to be forked is found by looking, and told with the module that did it; then the program is started afresh.
+It takes one request at a time over its channel, and lives as long as whoever holds the other end. Whatever makes it
+unfit to be forked is found by looking, and told with the module that did it; then the program is started afresh.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Spare:
         """
         roots, before, given = find_roots(), dict(os.environ), dict(os.environ)
         streams = [os.dup(number) for number in (1, 2)]
-        with open(os.devnull, "wb") as nowhere:
+        with Path(os.devnull).open("wb") as nowhere:
             for number in (1, 2):
                 os.dup2(nowhere.fileno(), number)
         try:
@@ -120,7 +120,7 @@ class Spare:
                     self.imported.append(one)
             for name, module in [*sys.modules.items()]:
                 file = str(getattr(module, "__file__", None) or "")
-                if name != "__main__" and os.path.isabs(file) and not is_installed(module, roots):
+                if name != "__main__" and Path(file).is_absolute() and not is_installed(module, roots):
                     raise PoisonError(name, f"{name} is not an installed package, but was imported by one")
         finally:
             for number, stream in zip((1, 2), streams, strict=True):
@@ -131,7 +131,7 @@ class Spare:
         os.environ.update(before)
         for module in [*sys.modules.values()]:
             with suppress(OSError, TypeError, AttributeError):
-                facts = os.stat(module.__file__)  # type: ignore[arg-type]
+                facts = Path(module.__file__).stat()  # type: ignore[arg-type]
                 self._files[str(module.__file__)] = (facts.st_mtime_ns, facts.st_size)
         gc.collect()
         gc.freeze()
@@ -190,7 +190,7 @@ class Spare:
     def _check_files(self) -> None:
         for file, known in self._files.items():
             try:
-                facts = os.stat(file)
+                facts = Path(file).stat()
                 is_same = (facts.st_mtime_ns, facts.st_size) == known
             except OSError:
                 is_same = False
@@ -219,7 +219,7 @@ class Spare:
                 os.close(descriptor)
 
     def _become(self, request: Request, descriptors: list[int]) -> Program:
-        """Goes on in the program's process, a child of the one that was forked: that one ends, so the supervisor is next."""
+        """Goes on in a child of the one that was forked, which ends: so the supervisor becomes the parent."""
         if os.fork():
             os._exit(0)
         *streams, board, words = descriptors
@@ -251,7 +251,7 @@ def _is_within(name: str, modules: frozenset[str]) -> bool:
 def _has_gpu_open() -> bool:
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            if os.readlink(entry).startswith("/dev/nvidia"):
+            if str(entry.readlink()).startswith("/dev/nvidia"):
                 return True
     return False
 

@@ -6,22 +6,23 @@ that one loop waits for everything. If it is killed, the kernel sends the progra
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from holdfast.supervise.board import Board
+from holdfast.supervise.board import Board, Reading
 from holdfast.supervise.channel import receive, tell
-from holdfast.supervise.restarts import INTERRUPTED, PREEMPTED, End, Failure, Options, Verdict, decide
 from holdfast.supervise.launch import make_command
 from holdfast.supervise.linux import adopt_orphans, end_with_parent, list_children, open_signals, read_signal
 from holdfast.supervise.program import WORDS_BYTES, Program, read_words
+from holdfast.supervise.restarts import INTERRUPTED, PREEMPTED, End, Failure, Options, Verdict, decide
 
 _PASSED_ON: Final = (
     signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
@@ -37,6 +38,8 @@ _END_SECONDS: Final = 5.0
 _FORK_SECONDS: Final = 10.0
 _IMPORT_SECONDS: Final = 120.0
 """How long the import of one module may take."""
+_UNCOUNTED_SECONDS: Final = 5.0
+"""After so long the spare is started for a program that counts no steps."""
 _LOOK_SECONDS: Final = 0.02
 _POISONS: Final = 5
 """After so many unfit spares none is started any more."""
@@ -70,7 +73,7 @@ class SpareProcess:
         cause: The reason why there is no spare, for a line; empty if there is none to tell.
     """
 
-    def __init__(self, program: Program, mask: set[signal.Signals]) -> None:
+    def __init__(self, program: Program, mask: Iterable[int]) -> None:
         self.pid = 0
         self.connection: socket.socket | None = None
         self.is_ready = False
@@ -84,7 +87,7 @@ class SpareProcess:
 
     def start(self) -> None:
         """Starts it, unless it is there, or too many were unfit, or nothing is known to import."""
-        if self.pid or self._poisons >= _POISONS or not os.path.exists(self._program.record):
+        if self.pid or self._poisons >= _POISONS or not Path(self._program.record).exists():
             return
         own, other = socket.socketpair()
         arguments = (other.fileno(), self._program.record, self._left_out)
@@ -110,8 +113,10 @@ class SpareProcess:
         elif "poison" in message:
             self._reject(message["poison"], message["module"])
         elif received is None:
-            self._reject(f"importing {self._importing} ended the process" if not self.is_ready else "it has ended",
-                         "" if self.is_ready else self._importing)
+            self._reject(
+                f"importing {self._importing} ended the process" if not self.is_ready else "it has ended",
+                "" if self.is_ready else self._importing,
+            )
 
     def look(self) -> None:
         """Gives up one that hangs in an import."""
@@ -143,7 +148,7 @@ class SpareProcess:
         request = {
             "program": list(self._program),
             "environment": dict(os.environ) | {"HOLDFAST_BOARD": f"{board}:0"},
-            "directory": os.getcwd(),
+            "directory": str(Path.cwd()),
             "supervisor": os.getpid(),
             "ignored": ignored,
         }
@@ -186,21 +191,19 @@ class Supervisor:
         """**Blocks.** Runs the program until it needs no further start; returns the exit code."""
         adopt_orphans()
         ends: list[End] = []
-        note = ""
         died_at = 0.0
         while True:
             begun_at = time.monotonic()
             is_forked = self._start()
-            end = self._follow(begun_at, note, died_at, is_forked=is_forked)
+            end = self._follow(ends, begun_at, died_at, is_forked=is_forked)
             died_at = time.monotonic()
             ends.append(end)
             verdict = decide(ends, self._options, is_asked=bool(self._asked))
             if not verdict.restarts:
                 return self._finish(end, verdict)
             self._end_orphans()
-            note = f"{end.reason}{'' if end.step is None else f' at step {end.step}'}"
             if verdict.pause_seconds:
-                _say(f"{note}; starts again in {verdict.pause_seconds:.0f} s")
+                _say(f"{_describe_end(end)}; starts again in {verdict.pause_seconds:.0f} s")
                 if self._pause(verdict.pause_seconds):
                     return INTERRUPTED if self._asked == signal.SIGINT else PREEMPTED
 
@@ -228,26 +231,29 @@ class Supervisor:
             for descriptor in (self._board.fd, self._words):
                 os.set_inheritable(descriptor, True)
             os.execvpe(command[0], command, os.environ | {"HOLDFAST_BOARD": f"{self._board.fd}:0"})
-        except BaseException as error:
+        except OSError as error:
             _say(f"cannot start {command[0]}: {error}")
         finally:
             os._exit(127)
 
-    def _follow(self, begun_at: float, note: str, died_at: float, *, is_forked: bool) -> End:
+    def _follow(self, ends: Sequence[End], begun_at: float, died_at: float, *, is_forked: bool) -> End:
         """**Blocks.** Waits until the program ends, and looks after the spare meanwhile; returns the end."""
-        is_awaited = True  # The first step of this start.
+        is_awaited, has_spare = True, False  # The first step of this start, and the spare for the next one.
+        counts = bool(ends) and ends[-1].step is not None
         while self._pid not in self._ended:
             self._turn(_LOOK_SECONDS if is_awaited else 1.0)
             reading = self._board.read()
-            if is_awaited and (reading.first_step_at or (not reading.pid and time.monotonic() > begun_at + 5.0)):
+            if is_awaited and (reading.first_step_at or not counts):
                 is_awaited = False
-                if note:
-                    _say(_describe_return(note, reading.first_step_at, died_at, begun_at,
-                                          first=reading.step - reading.steps_done, why=self._why_afresh(is_forked)))
+                self._announce(ends, reading, died_at, begun_at, is_forked=is_forked)
+            if not has_spare and (reading.first_step_at or time.monotonic() > begun_at + _UNCOUNTED_SECONDS):
+                has_spare = True
                 if self._spare is not None:
                     self._spare.start()
             if self._spare is not None:
                 self._spare.look()
+        if is_awaited:
+            self._announce(ends, self._board.read(), died_at, begun_at, is_forked=is_forked)
         reading = self._board.read()
         words = read_words(self._words)
         failure = Failure() if words is None or words.pid != self._pid else Failure(*words[1:])
@@ -259,10 +265,21 @@ class Supervisor:
             failure=failure,
         )
 
-    def _why_afresh(self, is_forked: bool) -> str:
-        if is_forked or self._spare is None:
-            return ""
-        return self._spare.cause
+    def _announce(
+        self, ends: Sequence[End], reading: Reading, died_at: float, begun_at: float, *, is_forked: bool
+    ) -> None:
+        """Says that the program trains again after the last of these ends, or at least runs."""
+        if not ends:
+            return
+        text = _describe_end(ends[-1])
+        if reading.first_step_at:
+            text += f"; trains again from step {reading.step - reading.steps_done}"
+            text += f", {reading.first_step_at - died_at:.2f} s later"
+        else:
+            text += f"; started again {begun_at - died_at:.2f} s later"
+        if self._spare is not None and not is_forked and self._spare.cause:
+            text += f" (without the spare: {self._spare.cause})"
+        _say(text)
 
     def _turn(self, seconds: float) -> None:
         """**Blocks.** Waits for something to happen, and handles it."""
@@ -328,12 +345,9 @@ class Supervisor:
         return INTERRUPTED if self._asked == signal.SIGINT and end.code == -signal.SIGINT else end.exit_code
 
 
-def _describe_return(note: str, first_step_at: float, died_at: float, begun_at: float, *, first: int, why: str) -> str:
-    """**Pure.** Returns the line about a start that came after an end."""
-    slow = f" (without the spare: {why})" if why else ""
-    if not first_step_at:
-        return f"{note}; started again after {begun_at - died_at:.2f} s{slow}"
-    return f"{note}; trains again from step {first}, its next step done after {first_step_at - died_at:.2f} s{slow}"
+def _describe_end(end: End) -> str:
+    """**Pure.** Returns the end in words, as in "killed by SIGKILL at step 120"."""
+    return end.reason + (f" at step {end.step}" if end.step else "")
 
 
 def _say(text: str) -> None:

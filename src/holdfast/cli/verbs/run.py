@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -39,9 +40,7 @@ def _read_codes(ctx: click.Context, parameter: click.Parameter, values: tuple[st
     return found
 
 
-@click.command(
-    "run", cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False}
-)
+@click.command("run", cls=_Run, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("-m", "is_module", is_flag=True, help="Run a module, as with python -m.")
 @click.option("--max-restarts", type=click.IntRange(min=0), metavar="N", help="Start it again at most N times.")
 @click.option(
@@ -58,11 +57,11 @@ def command(
     program: tuple[str, ...],
     is_command: bool,
 ) -> None:
-    """Run a training program, and start it again when it dies.
+    r"""Run a training program, and start it again when it dies.
 
     A spare interpreter that has imported the same modules waits beside it, so that a new start takes a fraction of a
-    second. The program is not started again when it succeeds, was preempted (exit code 42), was stopped by Ctrl-C (130),
-    ended with a save that failed (74), or fails again and again at the same step.
+    second. The program is not started again when it succeeds, was preempted (exit code 42), was stopped by Ctrl-C
+    (130), ended with a save that failed (74), or fails again and again at the same step.
 
     \b
     holdfast run train.py --lr 0.1
@@ -92,7 +91,7 @@ def _plan(is_module: bool, program: tuple[str, ...], is_command: bool) -> Task:
             raise UsageError(f"no module named {target} can be imported from here")
         record = find_record(f"-m {target}")
     else:
-        if not os.path.exists(target):
+        if not Path(target).exists():
             raise UsageError(
                 f"{target} does not exist",
                 hint="holdfast run TRAIN.PY runs a program of Python; holdfast run -- COMMAND runs any command.",
@@ -114,11 +113,9 @@ def _find_flags() -> list[str]:
 
 
 def _find_module(name: str) -> object:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
     try:
         return find_spec(name)
     except (ImportError, ValueError):
         return None
-
-
