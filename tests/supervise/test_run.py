@@ -16,7 +16,6 @@ from typing import NoReturn
 
 import pytest
 
-
 RUN = (sys.executable, "-m", "holdfast", "run")
 
 COUNT = """
@@ -41,7 +40,9 @@ def write(code: str, name: str = "train.py") -> None:
 
 
 def run(*words: str, program: str = "train.py") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RUN, *words, *([program] if program else [])], text=True, capture_output=True, timeout=60)
+    return subprocess.run(
+        [*RUN, *words, *([program] if program else [])], text=True, capture_output=True, timeout=60, check=False
+    )
 
 
 def count_starts() -> int:
@@ -107,7 +108,7 @@ def test_a_traceback_that_repeats_is_shown_once() -> None:
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert done.stderr.count("holdfast: the same error as before: ValueError: boom") == 2
     # As of a plain start: no line of holdfast's own in it.
-    plain = subprocess.run([sys.executable, "train.py"], text=True, capture_output=True, timeout=60).stderr
+    plain = subprocess.run([sys.executable, "train.py"], text=True, capture_output=True, timeout=60, check=False).stderr
     assert plain in done.stderr
     assert done.stderr.splitlines()[-1] == (
         "holdfast: not started again: three times in a row it ended within 60 seconds; at last it failed with "
@@ -299,7 +300,7 @@ signal.pause()
 
 def test_ignored_signals_stay_ignored() -> None:
     write("import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)")
-    done = subprocess.run(["nohup", *RUN, "train.py"], text=True, capture_output=True, timeout=60)
+    done = subprocess.run(["nohup", *RUN, "train.py"], text=True, capture_output=True, timeout=60, check=False)
     assert done.stdout == "True\n"
 
 
@@ -310,7 +311,10 @@ import json, signal, threading, multiprocessing
 facts = {
     "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": repr(sys.flags), "cwd": os.getcwd(),
     "main": {
-        k: repr(v).partition(" at 0x")[0] for k, v in vars(sys.modules["__main__"]).items() if k.startswith("__") and k != "__builtins__"},
+        k: repr(v).partition(" at 0x")[0]
+        for k, v in vars(sys.modules["__main__"]).items()
+        if k.startswith("__") and k != "__builtins__"
+    },
     "environment": {k: v for k, v in os.environ.items() if k != "HOLDFAST_BOARD"},
     "signals": {n: str(signal.getsignal(n)) for n in signal.valid_signals() if n < 32},
     "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "group": os.getpgrp() == os.getpgid(os.getppid()),
@@ -323,8 +327,8 @@ facts = {
 print(json.dumps(facts, sort_keys=True))
 """)
     words = ["train.py", "--lr", "0.1", "a b", ""]
-    supervised = subprocess.run([*RUN, *words], text=True, capture_output=True, timeout=60)
-    plain = subprocess.run([sys.executable, *words], text=True, capture_output=True, timeout=60)
+    supervised = subprocess.run([*RUN, *words], text=True, capture_output=True, timeout=60, check=False)
+    plain = subprocess.run([sys.executable, *words], text=True, capture_output=True, timeout=60, check=False)
     assert supervised.returncode == 0, supervised.stderr
     first, second = json.loads(supervised.stdout), json.loads(plain.stdout)
     for key, value in second.items():

@@ -123,6 +123,9 @@ class Spare:
                 if name != "__main__" and Path(file).is_absolute() and not is_installed(module, roots):
                     raise PoisonError(name, f"{name} is not an installed package, but was imported by one")
         finally:
+            for written in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError, AttributeError):
+                    written.flush()
             for number, stream in zip((1, 2), streams, strict=True):
                 os.dup2(stream, number)
                 os.close(stream)
