@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import holdfast as hf
 import old_versions
 from command_line import DATA, NEWEST, PROGRAM, call, call_json, complaint, flip_bit, lines_of, show_on_terminal
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.format.dtypes import ITEM_BYTES, is_numeric, to_numbers
+from holdfast.state.data.attributes import read_python
 from holdfast.storage import LocalStorage
 from simulated_job import save_job
 
@@ -136,6 +139,31 @@ def test_names_limit_what_is_compared(tmp_path: Path) -> None:
     assert code == ExitCode.USAGE
     assert "'modle'" in said
     assert "The objects are model, epoch." in said
+
+
+def test_diff_names_the_states_of_random_generators(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for place, seed in ((a, 1), (b, 2)):
+        tree = {
+            "begin": {
+                "python": read_python(random.Random(seed)),
+                "torch": torch.Generator().manual_seed(seed).get_state().numpy().tobytes(),
+            },
+            "rng": torch.Generator().manual_seed(seed).get_state(),
+            "packed": bytes([seed]) * 100,
+            "long": "x" * 300 + str(seed),
+        }
+        save_tree(place, tree)
+    document = call_json("diff", a, b)
+    texts = {one["path"]: (one["a"], one["b"]) for one in document["values"]}
+    assert texts.pop("long")[1] == "differs"
+    assert texts == {
+        "begin/python": ("<state of a random generator of Python>", "differs"),
+        "begin/torch": ("<state of a random generator of torch>", "differs"),
+        "packed": ("<100 bytes>", "differs"),
+    }
+    (array,) = document["arrays"]
+    assert (array["name"], array["norm_a"], array["relative_difference"]) == ("rng", None, None)
 
 
 def test_a_terminal_shows_the_largest_changes(tmp_path: Path) -> None:

@@ -6,14 +6,18 @@ import collections
 import dataclasses
 import datetime
 import enum
+import random
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.format.encoding import Encoder
 from holdfast.format.nodes import count_values, describe, find_nodes, list_values
+from holdfast.state.data.attributes import read_python
 
 
 class Color(enum.Enum):
@@ -63,6 +67,22 @@ class Settings:
     ],
 )
 def test_a_value_reads_as_python_writes_it(value: Any, text: str) -> None:
+    assert describe(Encoder().encode(value, "v")) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (random.Random(1).getstate(), "<state of a random generator of Python>"),
+        (read_python(random.Random(1)), "<state of a random generator of Python>"),
+        (["MT19937", b"x" * 2496, 1, 0, 0.0], "<state of a random generator of NumPy>"),
+        (np.random.default_rng(1).bit_generator.state, "<state of a random generator of NumPy>"),
+        (torch.Generator().get_state().numpy().tobytes(), "<state of a random generator of torch>"),
+        (b"x" * 40, "<40 bytes>"),
+        (b"\xff", "<1 bytes>"),
+    ],
+)
+def test_unreadable_values_are_named(value: Any, text: str) -> None:
     assert describe(Encoder().encode(value, "v")) == text
 
 

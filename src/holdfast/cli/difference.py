@@ -17,7 +17,7 @@ from holdfast.cli.target import Contents
 from holdfast.convert.leaf_stream import Extent, LeafReader, StoredLeaf
 from holdfast.format.dtypes import ITEM_BYTES, is_numeric, to_numbers
 from holdfast.format.encoding import MAX_DEPTH
-from holdfast.format.nodes import SHOWN_ELEMENTS, describe, find_array, is_sequence, list_children
+from holdfast.format.nodes import SHOWN_ELEMENTS, describe, find_array, find_random, is_sequence, list_children
 from holdfast.format.scalars import Node
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 ChangeKind: TypeAlias = Literal["changed", "added", "removed", "dtype", "shape"]
 
 WINDOW_BYTES: Final = 8 << 20
+_RANDOM_FORMS: Final = (("U8", (5056,)), ("U32", (624,)))
+"""Types and shapes of the states of torch's and NumPy's random generators: their norms would say nothing."""
+
 _CHUNK_ELEMENTS: Final = WINDOW_BYTES // max(ITEM_BYTES.values())
 
 
@@ -148,8 +151,12 @@ def _cut(name: str, leaf: StoredLeaf | None) -> Iterator[Extent]:
 def _measure_one(
     change: LeafChange, pieces_a: Iterator[memoryview], pieces_b: Iterator[memoryview]
 ) -> LeafChange | None:
-    norm_a = Norms() if change.a is not None and is_numeric(change.a.dtype) else None
-    norm_b = Norms() if change.b is not None and is_numeric(change.b.dtype) else None
+    norm_a, norm_b = (
+        Norms()
+        if leaf is not None and is_numeric(leaf.dtype) and (leaf.dtype, leaf.shape) not in _RANDOM_FORMS
+        else None
+        for leaf in (change.a, change.b)
+    )
     have_same_shape = change.kind in ("changed", "dtype")
     difference = Norms() if have_same_shape and norm_a is not None and norm_b is not None else None
     changed = 0
@@ -208,21 +215,26 @@ def _compare(path: str, a: Node, b: Node, depth: int) -> Iterator[ValueChange]:
         return
     parts_a = list_children(a) if depth <= MAX_DEPTH and a is not _NOTHING else None
     parts_b = list_children(b) if depth <= MAX_DEPTH and b is not _NOTHING else None
-    if _have_parts_in_common(a, b, parts_a, parts_b):
+    is_random = find_random(a) is not None or find_random(b) is not None
+    if not is_random and _have_parts_in_common(a, b, parts_a, parts_b):
         before, after = dict(parts_a or ()), dict(parts_b or ())
         for part in dict.fromkeys((*before, *after)):
             yield from _compare(f"{path}/{part}", before.get(part, _NOTHING), after.get(part, _NOTHING), depth + 1)
         return
-    note_a = note_b = ""
-    if parts_a is not None and parts_b is not None and max(len(parts_a), len(parts_b)) > SHOWN_ELEMENTS:
+    note_b = ""
+    if (
+        not is_random
+        and parts_a is not None
+        and parts_b is not None
+        and max(len(parts_a), len(parts_b)) > SHOWN_ELEMENTS
+    ):
         differing = sum(one != other for one, other in zip(parts_a, parts_b, strict=False))
         differing += abs(len(parts_a) - len(parts_b))
         note_b = f" ({differing} of {max(len(parts_a), len(parts_b))} elements differ)"
-    yield ValueChange(
-        path,
-        None if a is _NOTHING else describe(a) + note_a,
-        None if b is _NOTHING else describe(b) + note_b,
-    )
+    text_a, text_b = describe(a), describe(b) + note_b
+    if text_a == text_b:
+        text_b = "differs"
+    yield ValueChange(path, None if a is _NOTHING else text_a, None if b is _NOTHING else text_b)
 
 
 _Parts: TypeAlias = list[tuple[str, Node]] | None

@@ -39,6 +39,12 @@ SHOWN_ELEMENTS: Final = 8
 SHOWN_CHARACTERS: Final = 200
 """Number of characters of one scalar that are in its text."""
 
+SHOWN_BYTES: Final = 32
+"""Number of bytes that are written out; longer values, and those that are not text, are counted."""
+
+_PACKED: Final = ("bytes", "bytearray")
+_TORCH_BYTES: Final = 5056
+_PYTHON_WORDS: Final = 625
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 _KEY_CHARACTERS: Final = 64
 
@@ -89,6 +95,31 @@ def is_sequence(node: Node) -> bool:
     return type(node) is list or (type(node) is dict and node.get("$") in SEQUENCES)
 
 
+def find_random(node: Node) -> str | None:
+    """**Pure.** Returns the library whose random generator has the state that a node holds, or None.
+
+    Such a state is recognized by its form, wherever it is stored.
+    """
+    if _count_bytes(node) == _TORCH_BYTES:
+        return "torch"
+    if type(node) is dict and "$" not in node:
+        return "NumPy" if type(node.get("bit_generator")) is str else None
+    is_row = type(node) is list or (type(node) is dict and node["$"] == "tuple")
+    parts = [part for _, part in list_children(node) or ()] if is_row else []
+    if len(parts) == 5 and parts[0] == "MT19937":
+        return "NumPy"
+    if len(parts) == 3 and parts[0] == 3:
+        words = len(list_children(parts[1]) or ()) or _count_bytes(parts[1]) // 4
+        return "Python" if words == _PYTHON_WORDS else None
+    return None
+
+
+def _count_bytes(node: Node) -> int:
+    """Returns the length of a value of bytes; 0 for any other node."""
+    is_packed = type(node) is dict and node.get("$") in _PACKED and type(node.get("v")) is str
+    return len(node["v"]) // 4 * 3 - node["v"].count("=") if is_packed else 0
+
+
 def count_values(node: Node, depth: int = 0) -> int:
     """**Pure.** Counts the values in a node that are not containers; arrays and live objects are not counted."""
     if find_array(node) is not None or (type(node) is dict and node.get("$") == "live"):
@@ -132,7 +163,7 @@ def list_values(path: str, node: Node, depth: int = 0) -> Iterator[tuple[str, st
         return
     children = list_children(node) if depth <= MAX_DEPTH else None
     inner = [part for _, part in children or () if list_children(part) is not None or find_array(part) is not None]
-    if not children or (is_sequence(node) and not inner):
+    if not children or (is_sequence(node) and not inner) or find_random(node):
         yield path, describe(node, depth)
         return
     for part, child in children:
@@ -146,6 +177,8 @@ def describe(node: Node, depth: int = 0) -> str:
         return _cut(repr(node[: SHOWN_CHARACTERS + 1] if type(node) is str else node))
     if depth > MAX_DEPTH:
         return "..."
+    if library := find_random(node):
+        return f"<state of a random generator of {library}>"
     if type(node) is list:
         return f"[{_join((describe(part, depth + 1) for part in node), len(node))}]"
     if type(node) is not dict or type(node.get("$", "")) is not str:
@@ -185,7 +218,9 @@ def _describe_scalar(tag: str, payload: Node, argument: Node) -> str:
             return repr(decode_numpy(payload, argument))
         if tag == "int":
             return f"-0x{payload[1:]}" if payload.startswith("-") else f"0x{payload}"
-        return repr(DECODERS[tag](payload))
+        value = DECODERS[tag](payload)
+        is_long = tag in _PACKED and (len(value) > SHOWN_BYTES or not value.isascii())
+        return f"<{len(value)} bytes>" if is_long else repr(value)
     except (Malformed, LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
         # What is malformed is written as it is stored; a restore will refuse it and say why.
         return f"<{tag} {json.dumps(payload)}>"

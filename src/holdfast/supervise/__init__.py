@@ -1,1 +1,1 @@
-"""Keeps a training program running: starts it again when it dies, and knows when it hangs."""
+"""Processes beside a trainer, which use the standard library only and nothing else of holdfast, to start quickly."""
