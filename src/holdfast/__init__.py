@@ -7,13 +7,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast import errors, events, preemption
-from holdfast.checkpoint import Checkpoint
-from holdfast.extras import stand_in
-from holdfast.policies import All, Auto, Best, Epochs, EveryHours, EveryN, Latest, Newer, Seconds, Steps
-
 if TYPE_CHECKING:
-    from holdfast import jobs
+    from holdfast import errors, events, jobs, preemption
+    from holdfast.checkpoint import Checkpoint
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
     from holdfast.integrations import dcp
@@ -31,6 +27,7 @@ if TYPE_CHECKING:
         epoch_limiter,
     )
     from holdfast.manager import CheckpointManager
+    from holdfast.policies import All, Auto, Best, Epochs, EveryHours, EveryN, Latest, Newer, Seconds, Steps
     from holdfast.preemption.config import TerminationConfig
     from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
@@ -100,8 +97,13 @@ __all__ = [
 
 
 _HOMES: Final = {
+    **dict.fromkeys(
+        ("All", "Auto", "Best", "Epochs", "EveryHours", "EveryN", "Latest", "Newer", "Seconds", "Steps"),
+        "holdfast.policies",
+    ),
     "RNG": "holdfast.state",
     "Backup": "holdfast.training.backup",
+    "Checkpoint": "holdfast.checkpoint",
     "CheckpointManager": "holdfast.manager",
     "Job": "holdfast.jobs",
     "JobRunner": "holdfast.jobs",
@@ -131,8 +133,7 @@ _HOMES: Final = {
     "resumable": "holdfast.training.run",
     "save": "holdfast.tree",
 }
-"""Names that are imported on demand, so that `import holdfast` is quick: the engine of saves and restores, parts that
-need a framework, and those that few programs use."""
+"""By public name, the module that is imported when it is first used: `import holdfast` itself loads nothing."""
 
 _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 """By module, the extra of holdfast that installs it."""
@@ -141,9 +142,12 @@ _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 _MODULES: Final = {
     "accelerate": "holdfast.integrations.frameworks.accelerate",
     "dcp": "holdfast.integrations.dcp",
+    "errors": "holdfast.errors",
+    "events": "holdfast.events",
     "jobs": "holdfast.jobs",
     "keras": "holdfast.integrations.frameworks.keras",
     "lightning": "holdfast.integrations.frameworks.lightning",
+    "preemption": "holdfast.preemption",
     "transformers": "holdfast.integrations.frameworks.transformers",
 }
 """Modules that are imported on demand; those for frameworks are `Door`s (`holdfast.extras`)."""
@@ -158,6 +162,8 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name not in _EXTRAS:
                 raise
+            from holdfast.extras import stand_in
+
             return stand_in(name, f"{error.name}, which is not installed", _EXTRAS[error.name])
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
 

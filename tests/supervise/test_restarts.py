@@ -6,14 +6,14 @@ import signal
 
 import pytest
 
-from holdfast.supervise.restarts import End, Failure, Options, decide
+from holdfast.supervise.restarts import End, LastError, Options, decide
 
-CRASH = Failure("ValueError at train.py:12", "ValueError: boom")
+CRASH = LastError("ValueError at train.py:12", "ValueError: boom")
 KILLED = -int(signal.SIGKILL)
 
 
 def end(code: int = 1, step: int | None = 10, *, seconds: float = 100.0, saved: int = -1, text: str = "boom") -> End:
-    failure = Failure(f"ValueError at train.py:{text}", f"ValueError: {text}") if code == 1 else Failure()
+    failure = LastError(f"ValueError at train.py:{text}", f"ValueError: {text}") if code == 1 else LastError()
     return End(code, step, seconds, saved, failure)
 
 

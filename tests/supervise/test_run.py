@@ -116,7 +116,7 @@ def test_a_traceback_that_repeats_is_shown_once() -> None:
     )
 
 
-def test_an_error_of_syntax_is_no_reason_to_try_again() -> None:
+def test_after_an_error_of_syntax_it_is_not_started_again() -> None:
     write("def step(:\n    pass")
     done = run()
     assert (done.returncode, Path("starts").exists()) == (1, False)
@@ -177,7 +177,7 @@ while True:
         assert process.returncode == 5
 
 
-def test_if_the_supervisor_dies_the_program_is_told() -> None:
+def test_if_the_supervisor_dies_the_program_hears_of_it() -> None:
     write("""
 import signal
 signal.signal(signal.SIGTERM, lambda *_: (Path("told").touch(), sys.exit(42)))

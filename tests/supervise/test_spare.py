@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.supervise.imports import Import, find_record, read_record
+from holdfast.supervise.imports import ImportNote, find_record, read_record
 from places import PROGRAMS, ROOT
 
 SOURCE = ROOT / "src" / "holdfast"
@@ -23,7 +23,7 @@ SOURCE = ROOT / "src" / "holdfast"
 class Spare:
     """A spare that a process of its own has started."""
 
-    def __init__(self, python: Path, imports: list[Import], *words: str) -> None:
+    def __init__(self, python: Path, imports: list[ImportNote], *words: str) -> None:
         Path("record").write_text(json.dumps({"version": 1, "imports": imports}))
         self.process = subprocess.Popen(
             [python, PROGRAMS / "spare_driver.py", SOURCE, "record", *words],
@@ -51,7 +51,7 @@ class Spare:
 
 
 @contextmanager
-def spare(python: Path, imports: list[Import], *words: str) -> Iterator[Spare]:
+def spare(python: Path, imports: list[ImportNote], *words: str) -> Iterator[Spare]:
     started = Spare(python, imports, *words)
     try:
         yield started
@@ -77,8 +77,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def names(*modules: str) -> list[Import]:
-    return [Import(module, {}) for module in modules]
+def names(*modules: str) -> list[ImportNote]:
+    return [ImportNote(module, {}) for module in modules]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ os.environ["BACKEND"] = "torch"
 import reads
 print(reads.BACKEND, os.environ["MADE"])
 """)
-    with spare(installed, [Import("reads", {"BACKEND": "torch"})], "train.py") as one:
+    with spare(installed, [ImportNote("reads", {"BACKEND": "torch"})], "train.py") as one:
         assert one.fork()["lines"] == ["None by the module\n", "torch by the module\n"]
 
 
@@ -227,7 +227,7 @@ def test_a_record_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path(file).parent.stat().st_mode & 0o777 == 0o700
     assert read_record(file) == []
     Path(file).write_text('{"version": 1, "imports": [["json", {}]]}')
-    assert read_record(file) == [Import("json", {})]
+    assert read_record(file) == [ImportNote("json", {})]
     for damaged in ("", "[]", "{}", '{"version": 1, "imports": [1]}', '{"version": 9, "imports": []}'):
         Path(file).write_text(damaged)
         assert read_record(file) == []

@@ -15,7 +15,7 @@ _MOST_DESCRIPTORS: Final = 8
 
 
 def tell(connection: socket.socket, message: dict[str, Any], descriptors: Iterable[int] = ()) -> bool:
-    """**Blocks.** Sends a message; returns False if nobody is there."""
+    """**Blocks.** Sends a message; returns False if the other end is closed."""
     data = json.dumps(message).encode()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
     try:
@@ -27,7 +27,7 @@ def tell(connection: socket.socket, message: dict[str, Any], descriptors: Iterab
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """**Blocks.** Returns the next message with its descriptors; None if nobody is there, or it is no message."""
+    """**Blocks.** Returns the next message with its descriptors; None if there is none to come."""
     descriptors: list[int] = []
     try:
         head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, _MOST_DESCRIPTORS)

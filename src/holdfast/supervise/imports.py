@@ -1,6 +1,6 @@
 """Records what a program imports until its first step is done, for the spare that imports it before the next start.
 
-The record lies in the user's own cache directory: whoever may write into a run must not choose what is imported.
+The record is in the user's own cache directory: others who may write into a run must not choose what is imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 _VERSION: Final = 1
 
 
-class Import(NamedTuple):
+class ImportNote(NamedTuple):
     """One import of a program.
 
     Attributes:
@@ -38,7 +38,7 @@ class Import(NamedTuple):
 class ImportRecorder(MetaPathFinder):
     """Notes each module that is looked for, in order, with what the environment was. It finds none itself."""
 
-    def __init__(self, file: str, known: Sequence[Import]) -> None:
+    def __init__(self, file: str, known: Sequence[ImportNote]) -> None:
         """Records from now on, until `finish`.
 
         Args:
@@ -48,7 +48,7 @@ class ImportRecorder(MetaPathFinder):
         self._file = file
         self._imports = [*known]
         self._environment = dict(os.environ)
-        self._is_told = False
+        self._is_hooked = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
@@ -60,10 +60,10 @@ class ImportRecorder(MetaPathFinder):
             changes = {name: value for name, value in now.items() if self._environment.get(name) != value}
             changes |= dict.fromkeys(self._environment.keys() - now.keys())
             self._environment = now
-        self._imports.append(Import(fullname, changes))
+        self._imports.append(ImportNote(fullname, changes))
         pulse = getattr(sys.modules.get("holdfast.process.pulse"), "PULSE", None)
-        if pulse is not None and not self._is_told:
-            self._is_told, pulse.on_first_step = True, self.finish
+        if pulse is not None and not self._is_hooked:
+            self._is_hooked, pulse.on_first_step = True, self.finish
         return None
 
     def finish(self) -> None:
@@ -100,12 +100,12 @@ def find_record(program: str) -> str:
     return str(folder / f"{hashlib.sha256('|'.join(words).encode()).hexdigest()[:32]}.json")
 
 
-def read_record(file: str) -> list[Import]:
+def read_record(file: str) -> list[ImportNote]:
     """Returns what a program imported the last time; nothing if that is not known."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         record: Any = json.loads(Path(file).read_bytes())
         if record["version"] == _VERSION:
-            return [Import(str(name), dict(environment)) for name, environment in record["imports"]]
+            return [ImportNote(str(name), dict(environment)) for name, environment in record["imports"]]
     return []
 
 

@@ -1,4 +1,4 @@
-"""How the lean processes beside a training program are started: with the standard library alone.
+"""Starts the lean processes beside a training program, which use the standard library alone.
 
 The supervisor, the spare and what becomes the program must not run `holdfast/__init__`, which a program may never
 import. So each begins with an empty module in its place, through which only the modules of this package are found.

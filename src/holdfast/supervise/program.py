@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Final, NamedTuple, NoReturn
 
-from holdfast.supervise.imports import Import, ImportRecorder
+from holdfast.supervise.imports import ImportNote, ImportRecorder
 from holdfast.supervise.launch import forget_stub
 
 WORDS_BYTES: Final = 65536
@@ -31,7 +31,7 @@ _ARGUMENTS: Final = (45, 46)
 
 
 class Program(NamedTuple):
-    """What is run.
+    """A program of Python, and how it is run.
 
     Attributes:
         target: The script, as the user wrote it, or the name of a module.
@@ -62,7 +62,7 @@ def main(*fields: Any) -> None:
     run(Program(*fields), [])
 
 
-def run(program: Program, known: list[Import]) -> None:
+def run(program: Program, known: list[ImportNote]) -> None:
     """Runs a program in this process, to its end.
 
     Args:
@@ -175,7 +175,7 @@ def _describe(error: BaseException) -> str:
 
 
 class Words(NamedTuple):
-    """The error that ended a program: see `Failure`.
+    """The error that ended a program: see `LastError`.
 
     Attributes:
         pid: The process that it ended.

@@ -17,7 +17,7 @@ _STARTS_WITHOUT_PROGRESS: Final = 10
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 
 
-class Failure(NamedTuple):
+class LastError(NamedTuple):
     """The error that ended a program, as the program tells it.
 
     Attributes:
@@ -47,7 +47,7 @@ class End(NamedTuple):
     step: int | None
     seconds: float
     saved: int = -1
-    failure: Failure = Failure()
+    failure: LastError = LastError()
     hung: str = ""
 
     @property
@@ -69,7 +69,7 @@ class End(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the user asked for.
+    """The choices of the user.
 
     Attributes:
         max_restarts: How often the program is started again at most; None for as often as it makes progress.
@@ -80,8 +80,8 @@ class Options(NamedTuple):
     on_code: Mapping[int, bool] = {}
 
 
-class Verdict(NamedTuple):
-    """What happens now.
+class RestartVerdict(NamedTuple):
+    """The decision.
 
     Attributes:
         restarts: True to start the program again.
@@ -94,7 +94,7 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-def decide(ends: Sequence[End], options: Options, *, is_asked: bool) -> Verdict:
+def decide(ends: Sequence[End], options: Options, *, is_asked: bool) -> RestartVerdict:
     """**Pure.** Returns what happens after the last of these ends, the oldest of which comes first.
 
     Args:
@@ -105,15 +105,17 @@ def decide(ends: Sequence[End], options: Options, *, is_asked: bool) -> Verdict:
     last = ends[-1]
     wanted = options.on_code.get(last.code)
     if is_asked or (wanted is None and last.code in (0, PREEMPTED, SAVE_FAILED, INTERRUPTED)) or wanted is False:
-        return Verdict(False)
+        return RestartVerdict(False)
     if wanted is None and (last.failure.is_hopeless or (last.code == _USAGE and not last.step)):
-        return Verdict(False, why=f"it {last.reason}, and would again")
+        return RestartVerdict(False, why=f"it {last.reason}, and would again")
     if options.max_restarts is not None and len(ends) > options.max_restarts:
         again = "time" if options.max_restarts == 1 else "times"
-        return Verdict(False, why=f"it {last.reason}, and was started again {options.max_restarts} {again} already")
+        return RestartVerdict(
+            False, why=f"it {last.reason}, and was started again {options.max_restarts} {again} already"
+        )
     if why := _find_loop(ends):
-        return Verdict(False, why=why)
-    return Verdict(True, _find_pause(ends))
+        return RestartVerdict(False, why=why)
+    return RestartVerdict(True, _find_pause(ends))
 
 
 def _find_loop(ends: Sequence[End]) -> str:

@@ -1,7 +1,7 @@
 """The spare: an interpreter that has imported what the program imports, and does nothing else but fork it.
 
-It takes one request at a time over its channel, and lives as long as whoever holds the other end. Whatever makes it
-unfit to be forked is found by looking, and told with the module that did it; then the program is started afresh.
+It takes one request at a time over its channel, and lives as long as the other end is open. What makes it unfit to be
+forked is found by looking, and reported with the module that did it; then the program is started afresh.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from holdfast.supervise.channel import receive, tell
-from holdfast.supervise.imports import Import, find_roots, is_installed, read_record
+from holdfast.supervise.imports import ImportNote, find_roots, is_installed, read_record
 from holdfast.supervise.launch import forget_stub
 from holdfast.supervise.linux import end_with_parent
 from holdfast.supervise.program import Program, become_fresh, run
@@ -33,16 +33,16 @@ _ADOPTED_SECONDS: Final = 10.0
 _TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGTSTP, signal.SIGHUP, signal.SIGQUIT)
 
 
-class PoisonError(Exception):
-    """This process must not be forked.
+class Poison(NamedTuple):
+    """The reason why this process must not be forked.
 
     Attributes:
-        module: The module that made it unfit; empty if that is not known.
+        module: The module that did it; empty if that is not known.
+        reason: The reason, for a line.
     """
 
-    def __init__(self, module: str, reason: str) -> None:
-        super().__init__(reason)
-        self.module = module
+    module: str
+    reason: str
 
 
 class Request(NamedTuple):
@@ -67,7 +67,7 @@ def main(channel: int, record: str, left_out: list[str]) -> None:
     """Imports, tells that it is ready, and forks the program as often as asked; in each child, runs it.
 
     Args:
-        channel: The descriptor of the socket to whoever asks.
+        channel: The descriptor of the socket that the requests come from.
         record: The file with what to import.
         left_out: The modules not to import.
     """
@@ -76,36 +76,32 @@ def main(channel: int, record: str, left_out: list[str]) -> None:
     forget_stub()
     with socket.socket(fileno=channel) as connection:
         spare = Spare(connection)
-        try:
-            spare.prepare(read_record(record), frozenset(left_out))
-        except PoisonError as poison:
-            tell(connection, {"poison": str(poison), "module": poison.module})
-            return
-        tell(connection, {"ready": len(spare.imported)})
-        program = spare.serve()
+        poison = spare.prepare(read_record(record), frozenset(left_out))
+        tell(connection, {"ready": True} if poison is None else poison._asdict())
+        program = spare.serve() if poison is None else None
     if program is not None:
         run(program, spare.imported)
 
 
 class Spare:
-    """What is imported here, and the state that it was imported in.
+    """The modules that are imported here, and the state that they were imported in.
 
     Attributes:
         imported: What was imported, in order.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self.imported: list[Import] = []
+        self.imported: list[ImportNote] = []
         self._connection = connection
         self._files: dict[str, tuple[int, int]] = {}
         self._made: dict[str, str] = {}
         self._origin: dict[int, str] = {}
 
-    def prepare(self, wanted: list[Import], left_out: frozenset[str]) -> None:
+    def prepare(self, wanted: list[ImportNote], left_out: frozenset[str]) -> Poison | None:
         """Imports, in the order and with the environment of the program, then looks for what forbids a fork.
 
-        Raises:
-            PoisonError: If this process must not be forked.
+        Returns:
+            What forbids it; None if nothing does.
         """
         roots, before, given = find_roots(), dict(os.environ), dict(os.environ)
         streams = [os.dup(number) for number in (1, 2)]
@@ -116,12 +112,13 @@ class Spare:
             for one in wanted:
                 self._replay(one, given)
                 if one.name not in sys.modules and not _is_within(one.name, left_out):
-                    self._import(one.name)
+                    if poison := self._import(one.name):
+                        return poison
                     self.imported.append(one)
             for name, module in [*sys.modules.items()]:
                 file = str(getattr(module, "__file__", None) or "")
                 if name != "__main__" and Path(file).is_absolute() and not is_installed(module, roots):
-                    raise PoisonError(name, f"{name} is not an installed package, but was imported by one")
+                    return Poison(name, f"{name} is not an installed package, but was imported by one")
         finally:
             for written in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError, AttributeError):
@@ -138,10 +135,9 @@ class Spare:
                 self._files[str(module.__file__)] = (facts.st_mtime_ns, facts.st_size)
         gc.collect()
         gc.freeze()
-        self._try_child()
-        self._check_threads()
+        return self._try_child() or self._check_threads()
 
-    def _replay(self, one: Import, given: dict[str, str]) -> None:
+    def _replay(self, one: ImportNote, given: dict[str, str]) -> None:
         """Sets the environment as it was at an import; what the imports themselves have set stays theirs."""
         for name, value in one.environment.items():
             if os.environ.get(name) == value:
@@ -152,21 +148,22 @@ class Spare:
             else:
                 os.environ[name] = given[name] = value
 
-    def _import(self, name: str) -> None:
+    def _import(self, name: str) -> Poison | None:
         if not tell(self._connection, {"importing": name}):
             raise SystemExit(0)
         try:
             importlib.import_module(name)
-        except BaseException as error:
-            raise PoisonError(name, f"importing {name} raised {type(error).__name__}") from error
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: the program itself is to meet it.
+            return Poison(name, f"importing {name} raised {type(error).__name__}")
         for number in list_threads():
             self._origin.setdefault(number, name)
         torch = sys.modules.get("torch")
         cuda = getattr(torch, "cuda", None)
         if (cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized()) or _has_gpu_open():
-            raise PoisonError(name, f"importing {name} touches the GPU")
+            return Poison(name, f"importing {name} touches the GPU")
+        return None
 
-    def _try_child(self) -> None:
+    def _try_child(self) -> Poison | None:
         """Forks a child that works with several threads: after OpenMP has run in the parent, it would hang."""
         with _quietly():
             child = os.fork()
@@ -177,20 +174,22 @@ class Spare:
                 os._exit(0)
         watch = os.pidfd_open(child)
         try:
-            if not select.select([watch], [], [], _TRIAL_SECONDS)[0]:
-                os.kill(child, signal.SIGKILL)
-                raise PoisonError("", "a module runs parallel code when it is imported, after which a fork hangs")
+            if select.select([watch], [], [], _TRIAL_SECONDS)[0]:
+                return None
+            os.kill(child, signal.SIGKILL)
+            return Poison("", "a module runs parallel code when it is imported, after which a fork hangs")
         finally:
             os.close(watch)
             os.waitpid(child, 0)
 
-    def _check_threads(self) -> None:
+    def _check_threads(self) -> Poison | None:
         for number, kind in list_threads().items():
             if kind not in _HARMLESS_THREADS:
                 name = self._origin.get(number, "")
-                raise PoisonError(name, f"importing {name or 'a module'} starts a thread ({kind})")
+                return Poison(name, f"importing {name or 'a module'} starts a thread ({kind})")
+        return None
 
-    def _check_files(self) -> None:
+    def _check_files(self) -> Poison | None:
         for file, known in self._files.items():
             try:
                 facts = Path(file).stat()
@@ -198,23 +197,21 @@ class Spare:
             except OSError:
                 is_same = False
             if not is_same:
-                raise PoisonError("", f"{file} has changed")
+                return Poison("", f"{file} has changed")
+        return None
 
     def serve(self) -> Program | None:
-        """Answers requests, until nobody is there to ask; in a child that is to run the program, returns it."""
+        """Answers requests, until the other end is closed; in a child that is to run the program, returns it."""
         while True:
             received = receive(self._connection)
             if received is None:
                 return None
             message, descriptors = received
-            try:
-                self._check_files()
-                self._check_threads()
-                with _quietly():
-                    child = os.fork()
-            except PoisonError as poison:
-                tell(self._connection, {"poison": str(poison), "module": poison.module})
+            if poison := self._check_files() or self._check_threads():
+                tell(self._connection, poison._asdict())
                 return None
+            with _quietly():
+                child = os.fork()
             if child == 0:
                 return self._become(Request(**message), descriptors)
             os.waitpid(child, 0)

@@ -1,7 +1,8 @@
 """The supervisor: starts a training program, and starts it again when it dies. One thread, the standard library alone.
 
-It is the parent of the program, the spare and whatever the program leaves behind. Signals come through a descriptor, so
-that one loop waits for everything. If it is killed, the kernel sends the program SIGTERM, and the spare ends.
+It is the parent of the program, of the spare and of processes that the program has left. Signals come through a
+descriptor, so that one loop waits for everything. If it is killed, the kernel sends the program SIGTERM, and the spare
+ends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.launch import make_command
 from holdfast.supervise.linux import adopt_orphans, end_with_parent, list_children, open_signals, read_signal
 from holdfast.supervise.program import WORDS_BYTES, Program, read_words
-from holdfast.supervise.restarts import INTERRUPTED, PREEMPTED, End, Failure, Options, Verdict, decide
+from holdfast.supervise.restarts import INTERRUPTED, PREEMPTED, End, LastError, Options, RestartVerdict, decide
 
 _PASSED_ON: Final = (
     signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
@@ -45,8 +46,8 @@ _POISONS: Final = 5
 """After so many unfit spares none is started any more."""
 
 
-class Task(NamedTuple):
-    """What is supervised.
+class Supervised(NamedTuple):
+    """A program or command, and how it is supervised.
 
     Attributes:
         command: Any command, which is run as it is; empty for a program of Python.
@@ -110,8 +111,8 @@ class SpareProcess:
             self._importing = message["importing"]
         elif "ready" in message:
             self.is_ready, self.cause = True, ""
-        elif "poison" in message:
-            self._reject(message["poison"], message["module"])
+        elif "reason" in message:
+            self._reject(message["reason"], message["module"])
         elif received is None:
             self._reject(
                 f"importing {self._importing} ended the process" if not self.is_ready else "it has ended",
@@ -157,7 +158,7 @@ class SpareProcess:
             if tell(connection, request, [0, 1, 2, board, words]) and (received := receive(connection)):
                 if pid := received[0].get("pid"):
                     return int(pid)
-                self._reject(received[0]["poison"], received[0]["module"])
+                self._reject(received[0]["reason"], received[0]["module"])
                 return 0
         finally:
             if self.connection is not None:
@@ -169,7 +170,7 @@ class SpareProcess:
 class Supervisor:
     """One program, from its first start to its last end."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Supervised) -> None:
         self._task = task
         self._program = Program(*task.program) if task.program else None
         self._options = Options(task.max_restarts, {int(code): bool(again) for code, again in task.on_code})
@@ -256,7 +257,7 @@ class Supervisor:
             self._announce(ends, self._board.read(), died_at, begun_at, is_forked=is_forked)
         reading = self._board.read()
         words = read_words(self._words)
-        failure = Failure() if words is None or words.pid != self._pid else Failure(*words[1:])
+        failure = LastError() if words is None or words.pid != self._pid else LastError(*words[1:])
         return End(
             code=os.waitstatus_to_exitcode(self._ended[self._pid]),
             step=reading.step if reading.pid else None,
@@ -323,7 +324,7 @@ class Supervisor:
                 self._ended[pid] = status
 
     def _end_orphans(self) -> None:
-        """Ends what the program has left behind: it may hold memory, a GPU or a port that the next start needs."""
+        """Ends processes that the program has left: it may hold memory, a GPU or a port that the next start needs."""
         for child in list_children():
             if self._spare is None or child != self._spare.pid:
                 with suppress(ProcessLookupError):
@@ -337,7 +338,7 @@ class Supervisor:
             self._turn(left)
         return bool(self._asked)
 
-    def _finish(self, end: End, verdict: Verdict) -> int:
+    def _finish(self, end: End, verdict: RestartVerdict) -> int:
         if self._spare is not None:
             self._spare.end()
         if verdict.why:
@@ -357,7 +358,7 @@ def _say(text: str) -> None:
 
 def main(*fields: Any) -> None:
     """Supervises one program, and ends this process with the code that it ended with."""
-    supervisor = Supervisor(Task(*fields))
+    supervisor = Supervisor(Supervised(*fields))
     code = supervisor.run()
     sys.stdout.flush()
     os._exit(code)

@@ -15,13 +15,13 @@ from holdfast.errors import UsageError
 from holdfast.supervise.imports import find_record
 from holdfast.supervise.launch import make_command
 from holdfast.supervise.program import Program
-from holdfast.supervise.supervisor import Task
+from holdfast.supervise.supervisor import Supervised
 
 _AGAIN: Final = {"restart": True, "leave": False}
 
 
 class _Run(click.Command):
-    """Knows whether `--` came before the program: it stands before a command that is no program of Python."""
+    """Knows whether `--` came first: it is written before a command other than a program of Python."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, [*args])
@@ -79,12 +79,12 @@ def command(
     os.execv(words[0], words)
 
 
-def _plan(is_module: bool, program: tuple[str, ...], is_command: bool) -> Task:
-    task = Task(command=[], program=[], has_spare=True, max_restarts=None, on_code=[])
+def _plan(is_module: bool, program: tuple[str, ...], is_command: bool) -> Supervised:
+    task = Supervised(command=[], program=[], has_spare=True, max_restarts=None, on_code=[])
     target, *arguments = program
     if is_command and not is_module:
         if shutil.which(target) is None:
-            raise UsageError(f"{target} is no command that can be found")
+            raise UsageError(f"the command {target} was not found")
         return task._replace(command=[*program])
     if is_module:
         if _find_module(target) is None:
