@@ -12,7 +12,7 @@ import site
 import stat
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -38,13 +38,15 @@ class ImportNote(NamedTuple):
 class ImportRecorder(MetaPathFinder):
     """Notes each module that is looked for, in order, with what the environment was. It finds none itself."""
 
-    def __init__(self, file: str, known: Sequence[ImportNote]) -> None:
+    def __init__(self, file: str, known: Sequence[ImportNote], after: Callable[[], object] | None = None) -> None:
         """Records from now on, until `finish`.
 
         Args:
             file: Where to write the record; empty for nowhere.
             known: What was imported before the program began.
+            after: Called when a first step is done and the record is written.
         """
+        self._after = after
         self._file = file
         self._imports = [*known]
         self._environment = dict(os.environ)
@@ -63,22 +65,29 @@ class ImportRecorder(MetaPathFinder):
         self._imports.append(ImportNote(fullname, changes))
         pulse = getattr(sys.modules.get("holdfast.process.pulse"), "PULSE", None)
         if pulse is not None and not self._is_hooked:
-            self._is_hooked, pulse.on_first_step = True, self.finish
+            self._is_hooked, pulse.on_first_step = True, self.finish_step
         return None
 
-    def finish(self) -> None:
-        """Called when the first step is done, or the program ends before: writes the record, once, and stays out."""
+    def finish_step(self) -> None:
+        """Called when the first step is done."""
+        if self.finish() and self._after is not None:
+            self._after()
+
+    def finish(self) -> bool:
+        """Writes the record and stays out from now on; returns False if that was done before, or failed."""
         if self not in sys.meta_path:
-            return
+            return False
         sys.meta_path.remove(self)
         if not self._file:
-            return
+            return False
         roots = find_roots()
         # A copy: another thread may be importing.
         modules = dict(sys.modules)
         found = [one for one in self._imports if is_installed(modules.get(one.name), roots) or one.environment]
         with suppress(OSError):
             _write(Path(self._file), json.dumps({"version": _VERSION, "imports": found}).encode())
+            return True
+        return False
 
 
 def find_record(program: str) -> str:

@@ -32,7 +32,20 @@ def make_command(module: str, *arguments: Any, flags: list[str], show: list[str]
     return [sys.executable, *flags, "-c", code, json.dumps(arguments), *(show or [])]
 
 
+def find_flags() -> list[str]:
+    """Returns the options of this interpreter, such as -O; the environment's are inherited."""
+    found: list[str] = []
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        if not word.startswith("-") or word in ("-m", "-c"):
+            break
+        found += [word, next(words, "")] if word in ("-X", "-W") else [word]
+    return found
+
+
 def forget_stub() -> None:
-    """Removes the modules of this package, so that the program imports holdfast as if nothing had been there."""
+    """Removes the empty module and what was found through it, so that the program imports holdfast itself."""
+    if getattr(sys.modules.get("holdfast"), "__file__", None) is not None:
+        return
     for name in [name for name in sys.modules if name == "holdfast" or name.startswith("holdfast.")]:
         del sys.modules[name]

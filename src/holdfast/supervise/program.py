@@ -15,13 +15,14 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Final, NamedTuple, NoReturn
 
 from holdfast.supervise.imports import ImportNote, ImportRecorder
-from holdfast.supervise.launch import forget_stub
+from holdfast.supervise.launch import forget_stub, make_command
 
 WORDS_BYTES: Final = 65536
 """The size of the memory in which a program leaves the error that ended it."""
@@ -41,6 +42,7 @@ class Program(NamedTuple):
         record: The file for the record of its imports; empty for none.
         board: The descriptor of the board; -1 for none.
         words: The descriptor of the memory for its last error; -1 for none.
+        spare: The path of a socket; a spare that listens there is started after the first step. Empty for none.
     """
 
     target: str
@@ -50,6 +52,7 @@ class Program(NamedTuple):
     record: str
     board: int
     words: int
+    spare: str = ""
 
     @property
     def shown(self) -> list[str]:
@@ -84,7 +87,8 @@ def run(program: Program, known: list[ImportNote]) -> None:
     main_module = ModuleType("__main__")
     main_module.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main_module
-    sys.meta_path.insert(0, recorder := ImportRecorder(program.record, known))
+    start_spare = partial(_start_spare, program, dict(os.environ), os.getppid()) if program.spare else None
+    sys.meta_path.insert(0, recorder := ImportRecorder(program.record, known, start_spare))
     ended_by: BaseException | None = None
     is_known = False
     if "COVERAGE_PROCESS_START" in os.environ:
@@ -126,6 +130,18 @@ def _run_main(program: Program, module: ModuleType) -> None:
     module.__dict__.update(__file__=str(place), __cached__=None, __loader__=loader)
     code = compile(place.read_bytes(), str(place), "exec", dont_inherit=True)
     exec(code, module.__dict__)
+
+
+def _start_spare(program: Program, environment: dict[str, str], launcher: int) -> None:
+    """Starts the spare of this node, unless another worker has."""
+    try:
+        os.close(os.open(f"{program.spare}.begun", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        words = make_command("node", program.spare, launcher, program.record, [], flags=program.flags)
+        streams = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
+        # It leaves this process at once, and ends with the launcher.
+        os.waitpid(os.posix_spawn(words[0], words, environment, file_actions=streams), 0)
+    except OSError:
+        pass
 
 
 def _find_own(trace: TracebackType | None, module: ModuleType) -> TracebackType | None:

@@ -15,8 +15,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +26,9 @@ from holdfast.supervise.linux import end_with_parent
 from holdfast.supervise.program import Program, become_fresh, run
 
 _HARMLESS_THREADS: Final = frozenset({"jemalloc_bg_thd"})
+_SWEEPS: Final = frozenset({"__iter__", "copy"})
+"""Functions that read the whole environment, by `os.environ.items()` and `os.environ.copy()`."""
+_STREAMS: Final = 3
 _TRIAL_SECONDS: Final = 10.0
 _ADOPTED_SECONDS: Final = 10.0
 
@@ -88,10 +90,12 @@ class Spare:
 
     Attributes:
         imported: What was imported, in order.
+        read: The variables of the environment that were read while it was imported, by code in Python.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket | None) -> None:
         self.imported: list[ImportNote] = []
+        self.read: set[str] = set()
         self._connection = connection
         self._files: dict[str, tuple[int, int]] = {}
         self._made: dict[str, str] = {}
@@ -108,6 +112,8 @@ class Spare:
         with Path(os.devnull).open("wb") as nowhere:
             for number in (1, 2):
                 os.dup2(nowhere.fileno(), number)
+        plain = os.environ._data  # type: ignore[attr-defined]
+        os.environ._data = _WatchedDict(plain, self.read)  # type: ignore[attr-defined]
         try:
             for one in wanted:
                 self._replay(one, given)
@@ -120,6 +126,9 @@ class Spare:
                 if name != "__main__" and Path(file).is_absolute() and not is_installed(module, roots):
                     return Poison(name, f"{name} is not an installed package, but was imported by one")
         finally:
+            plain.clear()
+            plain.update(os.environ._data)  # type: ignore[attr-defined]
+            os.environ._data = plain  # type: ignore[attr-defined]
             for written in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError, AttributeError):
                     written.flush()
@@ -149,7 +158,7 @@ class Spare:
                 os.environ[name] = given[name] = value
 
     def _import(self, name: str) -> Poison | None:
-        if not tell(self._connection, {"importing": name}):
+        if self._connection is not None and not tell(self._connection, {"importing": name}):
             raise SystemExit(0)
         try:
             importlib.import_module(name)
@@ -165,8 +174,7 @@ class Spare:
 
     def _try_child(self) -> Poison | None:
         """Forks a child that works with several threads: after OpenMP has run in the parent, it would hang."""
-        with _quietly():
-            child = os.fork()
+        child = self.fork()
         if child == 0:
             try:
                 _work_in_parallel()
@@ -200,38 +208,60 @@ class Spare:
                 return Poison("", f"{file} has changed")
         return None
 
+    def check(self) -> Poison | None:
+        """Looks again, before a fork, for what forbids it."""
+        return self._check_files() or self._check_threads()
+
+    def fork(self) -> int:
+        """Forks this process; returns the child in the parent, and 0 in the child."""
+        with warnings.catch_warnings():
+            # Libraries warn of threads that are not there.
+            warnings.simplefilter("ignore")
+            return os.fork()
+
     def serve(self) -> Program | None:
         """Answers requests, until the other end is closed; in a child that is to run the program, returns it."""
+        assert self._connection is not None
         while True:
             received = receive(self._connection)
             if received is None:
                 return None
             message, descriptors = received
-            if poison := self._check_files() or self._check_threads():
+            if poison := self.check():
                 tell(self._connection, poison._asdict())
                 return None
-            with _quietly():
-                child = os.fork()
+            child = self.fork()
             if child == 0:
-                return self._become(Request(**message), descriptors)
+                request = Request(**message)
+                self._change_parent(request.supervisor)
+                program = self.become(request, descriptors)
+                tell(self._connection, {"pid": os.getpid()})
+                return program
             os.waitpid(child, 0)
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _become(self, request: Request, descriptors: list[int]) -> Program:
+    def _change_parent(self, supervisor: int) -> None:
         """Goes on in a child of the one that was forked, which ends: so the supervisor becomes the parent."""
         if os.fork():
             os._exit(0)
-        *streams, board, words = descriptors
+        give_up_at = time.monotonic() + _ADOPTED_SECONDS
+        while os.getppid() != supervisor and time.monotonic() < give_up_at:
+            time.sleep(0.0002)
+        end_with_parent()
+        if os.getppid() != supervisor:
+            os._exit(1)  # The supervisor has died.
+
+    def become(self, request: Request, descriptors: list[int]) -> Program:
+        """Makes a forked process the one that the request describes; returns what it is to run."""
+        *streams, board, words = descriptors if len(descriptors) > _STREAMS else [*descriptors, -1, -1]
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
-        give_up_at = time.monotonic() + _ADOPTED_SECONDS
-        while os.getppid() != request.supervisor and time.monotonic() < give_up_at:
-            time.sleep(0.0002)
-        end_with_parent()
-        if os.getppid() != request.supervisor:
-            os._exit(1)  # The supervisor has died.
+        for written in (sys.stdout, sys.stderr):
+            # As they are made for a terminal, or for a file.
+            with suppress(OSError, ValueError, AttributeError):
+                written.reconfigure(line_buffering=written is sys.stderr or written.isatty())  # type: ignore[union-attr]
         for number in _TERMINAL_SIGNALS:
             given = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, signal.SIG_IGN if number in request.ignored else given)
@@ -240,8 +270,25 @@ class Spare:
         os.environ.update(request.environment | self._made)
         program = Program(*request.program)._replace(board=board, words=words)
         become_fresh()
-        tell(self._connection, {"pid": os.getpid()})
         return program
+
+
+class _WatchedDict(dict[bytes, bytes]):
+    """The environment, which notes what is asked of it by name: who goes through all of it looks for something else."""
+
+    def __init__(self, values: dict[bytes, bytes], read: set[str]) -> None:
+        super().__init__(values)
+        self._read = read
+
+    def __getitem__(self, key: bytes) -> bytes:
+        if sys._getframe(2).f_code.co_name not in _SWEEPS:
+            self._read.add(os.fsdecode(key))
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, bytes):
+            self._read.add(os.fsdecode(key))
+        return super().__contains__(key)
 
 
 def _is_within(name: str, modules: frozenset[str]) -> bool:
@@ -272,11 +319,3 @@ def _work_in_parallel() -> None:
         torch.mm(torch.ones(256, 256), torch.ones(256, 256))
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.ones((256, 256)) @ numpy.ones((256, 256))
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silences what is warned of at a fork: the threads that libraries warn of are not there."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

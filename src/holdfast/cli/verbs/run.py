@@ -13,7 +13,7 @@ import click
 
 from holdfast.errors import UsageError
 from holdfast.supervise.imports import find_record
-from holdfast.supervise.launch import make_command
+from holdfast.supervise.launch import find_flags, make_command
 from holdfast.supervise.program import Program
 from holdfast.supervise.supervisor import Supervised
 
@@ -68,7 +68,7 @@ def command(
     holdfast run -m package.train
     holdfast run -- torchrun --nproc-per-node 8 train.py     any command, without the spare
     """
-    task = _plan(is_module, program, is_command)._replace(
+    task = plan(is_module, program, is_command)._replace(
         max_restarts=max_restarts, on_code=on_code, has_spare=not no_spare
     )
     # A process of its own kind: without the modules of this one, it has a few megabytes and one thread.
@@ -79,7 +79,12 @@ def command(
     os.execv(words[0], words)
 
 
-def _plan(is_module: bool, program: tuple[str, ...], is_command: bool) -> Supervised:
+def plan(is_module: bool, program: tuple[str, ...], is_command: bool) -> Supervised:
+    """Returns how the words of a command line are run.
+
+    Raises:
+        UsageError: If there is no such program.
+    """
     task = Supervised(command=[], program=[], has_spare=True, max_restarts=None, on_code=[])
     target, *arguments = program
     if is_command and not is_module:
@@ -97,19 +102,8 @@ def _plan(is_module: bool, program: tuple[str, ...], is_command: bool) -> Superv
                 hint="holdfast run TRAIN.PY runs a program of Python; holdfast run -- COMMAND runs any command.",
             )
         record = find_record(os.path.realpath(target))
-    fields: Any = Program(target, is_module, arguments, _find_flags(), record, board=-1, words=-1)
+    fields: Any = Program(target, is_module, arguments, find_flags(), record, board=-1, words=-1)
     return task._replace(program=[*fields])
-
-
-def _find_flags() -> list[str]:
-    """Returns the options of this interpreter, such as -O; the environment's are inherited."""
-    found: list[str] = []
-    words = iter(sys.orig_argv[1:])
-    for word in words:
-        if not word.startswith("-") or word in ("-m", "-c"):
-            break
-        found += [word, next(words, "")] if word in ("-X", "-W") else [word]
-    return found
 
 
 def _find_module(name: str) -> object:
