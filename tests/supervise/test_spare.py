@@ -182,7 +182,7 @@ if __name__ == "__main__":
 
 def test_a_forked_program_is_as_one_that_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts, losses bit for bit, and processes of each kind; random generators begin anew in each."""
-    # Without this, sums in MKL may depend on where in memory its arrays happen to begin, from one plain start to another.
+    # Without this, sums in MKL may depend on where in memory its arrays happen to begin, in plain starts too.
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     Path("train.py").write_text(FACTS)
     plain = subprocess.run(
