@@ -20,6 +20,7 @@ DIST_VENV ?= .venv-dist
 # Into each of these that this machine has, `make dist` installs the wheel; give others by PYTHONS="/path/to/python ...".
 PYTHONS ?= $(shell for minor in 11 12 13; do p=$$(command -v python3.$$minor) && $$p -c '' 2>/dev/null && echo $$p; done; true)
 AZURITE := azurite@3.35.0
+BOTO3 := boto3==1.44.8
 COMPILED := src/holdfast/save/_moves.c src/holdfast/storage/_digesting.c
 BENCH_PLACE := $(if $(filter light,$(PEERS)),.venv,$(BENCH_VENV))
 CRASH := PYTHONPATH=tests:tests/support $(BIN)/python -m crash
@@ -60,6 +61,7 @@ test-slurm: .venv/ready
 test-objects: .venv/ready
 	command -v radosgw ceph-osd >/dev/null || apt-get install -qq --no-install-recommends ceph-mon ceph-osd radosgw ceph-common
 	command -v npm >/dev/null && test ! -e .azurite/node_modules && npm install --silent --prefix .azurite $(AZURITE) || true
+	test -e .boto3/boto3 || $(BIN)/pip install --quiet --target .boto3 $(BOTO3)
 	HOLDFAST_OBJECTS=1 $(BIN)/pytest tests/objects
 	$(MAKE) faults-objects FAULTS="$(FEW_FAULTS)"
 	test ! -e $(FRAMEWORKS_VENV)/ready || HOLDFAST_OBJECTS=1 $(FRAMEWORKS_VENV)/bin/pytest tests/objects/test_entry_points.py -k framework

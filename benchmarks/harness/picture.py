@@ -28,10 +28,6 @@ _STYLE: Final = """
   .strong { font-weight: 600; }
   .cut { stroke: #ffffff; stroke-width: 2; }
   .limit { stroke: #cf222e; stroke-width: 1; stroke-dasharray: 3 2; }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3; } .note { fill: #9198a1; } .own { fill: #3fb996; } .peer { fill: #4d5b6a; }
-    .range { stroke: #b1bac4; } .limit { stroke: #ff7b72; } .cut { stroke: #0d1117; }
-  }
 """
 
 _SMALL_WIDTH: Final = 760
@@ -39,7 +35,6 @@ _SMALL_LEFT: Final = 195
 _SMALL_RIGHT: Final = 70
 _SMALL_ROW: Final = 22
 _SMALL_STYLE: Final = """
-  rect.page { fill: #ffffff; }
   text { font: 13px system-ui, sans-serif; fill: #24292f; }
   .title { font-weight: 600; font-size: 14px; }
   .own { fill: #1a7f64; } .peer { fill: #a5b4c3; } .strong { font-weight: 600; }
@@ -64,10 +59,11 @@ class Panel:
 
 
 def draw_svg(width: int, height: int, label: str, style: str, body: Sequence[str]) -> str:
-    """**Pure.** A picture of some elements."""
+    """**Pure.** A picture of some elements on a white page, which the site turns over in the dark."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(label)}">\n<style>{style}</style>\n' + "\n".join(body) + "\n</svg>\n"
+        f'role="img" aria-label="{escape(label)}">\n<style>{style}</style>\n'
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
 
@@ -143,5 +139,4 @@ def draw_seconds(panels: Mapping[str, Mapping[str, float]], label: str) -> str:
             body.append(f'<rect class="{kind}" x="{_SMALL_LEFT}" y="{y}" width="{width:.1f}" height="15"/>')
             body.append(write(f"{_SMALL_LEFT + width + 6:.1f}", y + 12, f"{shown} s", strong))
         top += 34 + _SMALL_ROW * len(bars)
-    background = f'<rect class="page" width="{_SMALL_WIDTH}" height="{top}"/>'
-    return draw_svg(_SMALL_WIDTH, top, label, _SMALL_STYLE, [background, *body])
+    return draw_svg(_SMALL_WIDTH, top, label, _SMALL_STYLE, body)

@@ -23,10 +23,6 @@ _STYLE: Final = """
   .own { stroke: #1a7f64; fill: none; stroke-width: 2; } .peer { stroke: #8595a5; fill: none; stroke-width: 2; }
   .other { stroke: #1a7f64; fill: none; stroke-width: 2; stroke-dasharray: 5 3; }
   .guess { stroke: #8595a5; fill: none; stroke-width: 2; stroke-dasharray: 2 4; }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3; } .note { fill: #9198a1; } .grid { stroke: #30363d; }
-    .own, .other { stroke: #3fb996; } .peer, .guess { stroke: #9198a1; }
-  }
 """
 _Line = tuple[str, str, list[tuple[float, float]]]
 

@@ -438,3 +438,21 @@ def test_shared_arrays_are_shown_once_with_all_their_names(tmp_path: Path) -> No
         manager.save(1)
     result = call("show", tmp_path / "run", "b")
     assert lines_of(result.stdout) == [["VALUE"], ["b/w", "the", "array", "a/w"]]
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("rm", "Use 'holdfast prune': Remove checkpoints that you no longer want"),
+        ("Compare", "Use 'holdfast diff': Show what changed"),
+        ("cp", "Use 'holdfast copy': Copy a run"),
+        ("inspect", "Use 'holdfast show': Show what one checkpoint holds."),
+        ("check", "Use 'holdfast verify': Read every byte"),
+        ("resume", "A job resumes by itself: start its script again."),
+        ("prun", "Did you mean 'prune'?"),
+    ],
+)
+def test_words_for_a_verb_of_another_name_are_answered(run: Path, word: str, answer: str) -> None:
+    code, said = complaint(word, run)
+    assert code == ExitCode.USAGE
+    assert f"No such command '{word}'. {answer}" in " ".join(said.split())

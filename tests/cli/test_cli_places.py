@@ -115,3 +115,22 @@ def test_prune_keeps_a_number_of_steps_or_those_newer_than_a_time(runs: Path) ->
         code, said = complaint("prune", runs / "none", "--keep", wrong, "--dry-run")
         assert code == ExitCode.USAGE
         assert f"--keep {wrong!r} is neither a number from 1 nor a time" in said
+
+
+@pytest.mark.parametrize("form", ["{0}//one/", "{0}/two//../one", "{0}/./one//"])
+def test_paths_are_shown_without_superfluous_parts(runs: Path, form: str) -> None:
+    plain, text = f"{runs}/one", form.format(runs)
+    assert call("show", text).stdout == call("show", plain).stdout
+    assert complaint("show", f"{text}@9") == complaint("show", f"{plain}@9")
+    assert f"hint: {plain} exists, but 'first' is not" in complaint("show", f"{text}@first")[1]
+    with pytest.raises(holdfast.errors.NoCheckpointError) as raised:
+        holdfast.load(f"{text}@9")
+    assert f"in {plain}" in str(raised.value)
+
+
+def test_a_path_past_a_link_or_a_missing_directory_stays_as_it_is(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(runs / "two")
+    assert f"{tmp_path}/link/../one " in call("show", f"{tmp_path}/link//../one/").stdout
+    code, said = complaint("show", f"{runs}/gone/../one")
+    assert code == ExitCode.NOTHING_THERE
+    assert f"there is no directory {runs}/gone/../one" in said

@@ -63,6 +63,8 @@ def test_verify_shows_a_bar_on_the_error_stream_only(run: Path) -> None:
     assert shown.exit_code == ExitCode.OK
     assert "step 100 (1 of 5)" in shown.text
     assert "B/s" in shown.text
+    narrow = show_on_terminal("verify", run, "--all", pipe_output=True, columns=60).text
+    assert re.search(r"step 100 \(1 of 5\) ━+ 112.1/112.1 kB ", narrow)
     assert "\x1b" not in shown.output
     assert shown.output.endswith("5 checkpoints read: 5 whole\n")
 

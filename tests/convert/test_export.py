@@ -24,7 +24,7 @@ from holdfast.convert.files import InputFile
 from holdfast.convert.leaf_stream import LeafReader, StoredLeaf
 from holdfast.convert.pickle_write import write_pickle
 from holdfast.convert.torch_file import TorchArchive, tensor_call, write_archive
-from holdfast.errors import NoCheckpointError
+from holdfast.errors import NoCheckpointError, UsageError
 from holdfast.restore.verify import open_step
 from holdfast.storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
@@ -229,14 +229,17 @@ def test_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, to: str) 
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_what_is_there_is_not_overwritten_unless_asked(run: Path, tmp_path: Path, to: str) -> None:
+def test_what_is_there_is_not_overwritten_unless_asked(run: Path, tmp_path: Path, to: Any) -> None:
     out = tmp_path / "out"
     assert call("export", run, out, "--to", to, "--only", "model").exit_code == 0
     before = {one.name: one.stat().st_ino for one in ([out] if out.is_file() else sorted(out.iterdir()))}
     code, text = complaint("export", f"{run}@200", out, "--to", to, "--only", "model")
     assert code == 2
     assert "already" in text
-    assert "--overwrite" in text
+    assert "add --overwrite." in text
+    assert "overwrite=True" not in text
+    with pytest.raises(UsageError, match="pass overwrite=True"):
+        export_checkpoint(run, out, to=to, only="model")
     if out.is_dir():
         (out / "README.md").write_text("mine")
     assert call("export", f"{run}@200", out, "--to", to, "--only", "model", "--overwrite").exit_code == 0

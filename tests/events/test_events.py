@@ -79,7 +79,7 @@ ONE_OF_EACH: list[Event] = [
     NodesTimed(action="checkpoint_save", epoch=3, node_seconds={"a": 0.5, "b": 2.0}, slowest="b"),
     WitnessAgreed(first_step=401, last_step=404, what="data and loss"),
     WitnessDiffers(step=405, what="loss", loader="loader", before=0.5, now=0.25),
-    NoticeHeard(source="signal", text="SIGTERM was sent to process 7", demand="leave_by", left_seconds=30.0),
+    NoticeHeard(source="signal", text="SIGTERM was sent to process 7", demand="leave", left_seconds=30.0),
     Leaving(step=650, exit_code=42, reason="no time is left"),
 ]
 
@@ -125,7 +125,7 @@ def test_the_lines_for_people() -> None:
     other = PassedOver(step=5, generation=1, file="step-5/data", error="step-5/data-10 is missing")
     assert str(other) == "step 5 skipped because it is damaged: step-5/data: step-5/data-10 is missing"
     assert lines[8] == "rank 1: write of step 600 in runs/gpt failed: no space left"
-    assert lines[-2] == "SIGTERM was sent to process 7, 30 s left"
+    assert lines[-2] == "SIGTERM was sent to process 7, 30 s left; the step in progress is finished and saved first"
     assert lines[-1] == "leaving with exit code 42, step 650 is saved (no time is left)"
     failed = Leaving(step=600, exit_code=74, reason="no time is left", error="no space")
     none = Leaving(step=None, exit_code=42, reason="it was asked to", saved="nothing is saved yet")

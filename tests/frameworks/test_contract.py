@@ -315,7 +315,8 @@ def make_run(name: str, directory: Path, **options: Any) -> None:
 @pytest.mark.parametrize("name", [pick(name) for name in ("accelerate", "transformers", "lightning", "keras-torch")])
 def test_every_epoch_is_saved_once_before_and_after_a_kill(tmp_path: Path, name: str) -> None:
     framework = INTEGRATIONS[name]
-    for ends_with, given in ((-signal.SIGKILL, ("4", "4")), (-signal.SIGKILL, ("4", "8")), (0, ("4",))):
+    ends = ((-signal.SIGKILL, ("4", "4")), (-signal.SIGKILL, ("4", "8")), (0, ("4",)))
+    for (ends_with, given), begins in zip(ends, ("is new", "1 complete epoch (", "2 complete epochs ("), strict=True):
         life = Life(
             "plain_epochs.py",
             tmp_path / "run",
@@ -326,6 +327,7 @@ def test_every_epoch_is_saved_once_before_and_after_a_kill(tmp_path: Path, name:
         )
         assert life.end() == ends_with, life.errors
         assert "saves every epoch" in life.errors
+        assert begins in life.errors
     assert [name.step for name in StoredRun(open_storage(tmp_path / "run")).look().living] == [3, 6, 9, 12]
 
 

@@ -27,8 +27,10 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from holdfast.catalog import StoredRun
 from holdfast.errors import MismatchError, SaveFailedError, StorageError, StorageFullError, UsageError
 from holdfast.events import Warned
+from holdfast.storage import LocalStorage
 
 PROGRAM = "lightning_fit.py"
 VARIANTS = ["plain", "accumulation", "several", "workers", "own", "reload", "callbacks", "manual", "plateau", "stream"]
@@ -421,6 +423,12 @@ def test_model_checkpoint_writes_and_reads_by_the_plug_in(tmp_path: Path) -> Non
     assert len([path for path in tmp_path.iterdir() if path.name != "last.ckpt"]) == 2
     loaded = hf.lightning.HoldfastCheckpointIO().load_checkpoint(chosen.best_model_path)
     assert loaded["global_step"] == 12
+    steps = {path.name: StoredRun(LocalStorage(path)).look().newest for path in tmp_path.iterdir()}
+    assert {name: found.step for name, found in steps.items() if found} == {
+        "epoch=1-step=8.ckpt": 8,
+        "epoch=2-step=12.ckpt": 12,
+        "last.ckpt": 12,
+    }
     again = make_trainer(ModelCheckpoint(tmp_path, save_last=True), epochs=4, **options)
     again.fit(Line(), make_loader(), ckpt_path=str(tmp_path / "last.ckpt"))
     assert again.global_step == 16

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from bucket_runs import SEED
@@ -15,8 +16,12 @@ from bucket_runs import SEED
 from command_line import call
 from places import PROGRAMS
 
+SIZE_BYTES = 256 << 20
 
-def run_workers(url: str, tmp_path: Path, count: int, *args: int) -> list[subprocess.CompletedProcess[str]]:
+
+def run_workers(
+    url: str, tmp_path: Path, count: int, *args: object, program: str = "bucket_workers.py"
+) -> list[subprocess.CompletedProcess[str]]:
     """Starts the workers, each in a directory of its own, as if on a machine of its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -29,7 +34,7 @@ def run_workers(url: str, tmp_path: Path, count: int, *args: int) -> list[subpro
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HOME": str(home), "TMPDIR": str(home),
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        command = [sys.executable, str(PROGRAMS / "bucket_workers.py"), url, *map(str, args)]
+        command = [sys.executable, str(PROGRAMS / program), url, *map(str, args)]
         environment = {**os.environ, **variables}
         pipe = subprocess.PIPE
         workers.append(subprocess.Popen(command, cwd=home, env=environment, text=True, stdout=pipe, stderr=pipe))
@@ -54,3 +59,15 @@ def test_workers_killed_anywhere_go_on_as_one_two_or_three(url: str, tmp_path: P
         assert worker.returncode == 0, worker.stderr
         assert worker.stdout in expected
     assert "whole" in call("verify", url).stdout
+
+
+def test_four_workers_read_one_copy_of_replicated_state(url: str, tmp_path: Path) -> None:
+    run = partial(run_workers, url, tmp_path, 4, program="passing_workers.py")
+    saved, restored = run("save"), run("restore")
+    assert [worker.returncode for worker in (*saved, *restored)] == [0] * 8, [worker.stderr for worker in restored]
+    expected = {worker.stdout.strip() for worker in saved}
+    found = [worker.stdout.split() for worker in restored]
+    assert {digest for digest, _, _ in found} == expected
+    assert sum(int(read_bytes) for _, read_bytes, _ in found) < 1.05 * SIZE_BYTES
+    assert sum(int(requests) for _, _, requests in found) < 40
+    assert not any("did not pass on" in worker.stderr for worker in restored)

@@ -123,6 +123,15 @@ class CephServer:
         """Lets the user do these of `read,write,delete`, and nothing else."""
         self._call("radosgw-admin", "user", "modify", "--uid=trainer", f"--op-mask={ways}")
 
+    @property
+    def config(self) -> Path:
+        """The file that its programs read."""
+        return self._directory / "ceph.conf"
+
+    def remove_key(self, name: str) -> None:
+        """Takes a key of the user back."""
+        self._call("radosgw-admin", "key", "rm", "--uid=trainer", "--key-type=s3", f"--access-key={name}")
+
     def stop(self) -> None:
         """Kills all."""
         for child in reversed(self._children):

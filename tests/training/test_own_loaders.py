@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,13 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import holdfast
 import preloaded
 from holdfast.errors import UsageError
+from holdfast.integrations.torch.places import follow_loader
+from holdfast.state.data.attributes import read_python
 from jobs import find_port
 from places import PROGRAMS
 
@@ -284,3 +288,50 @@ def test_phases_and_loaders_that_look_the_same_resume_where_they_were(tmp_path: 
         found.update(take_steps(tmp_path / "stopped", way, stop))
     assert found == dict(untouched)
     assert len(untouched) == len(dict(untouched))
+
+
+class Drawing(Dataset[Any]):
+    """Samples that are drawn from each generator."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()])
+
+
+def test_torch_manual_seed_gives_the_same_samples_and_each_epoch_others(tmp_path: Path) -> None:
+    def train_seeded(number: int) -> list[list[Any]]:
+        torch.manual_seed(7)
+        random.seed(number)
+        np.random.seed(number)
+        loader, taken = DataLoader(Drawing(), batch_size=2), []
+        with holdfast.resumable(tmp_path / str(number), model=torch.nn.Linear(1, 1)) as run:
+            for _ in run.epochs(2):
+                for batch in run.batches(loader):
+                    taken.append(batch.tolist())
+                    run.finish_step()
+        return taken
+
+    first, second = train_seeded(1), train_seeded(2)
+    assert first == second
+    assert [batch[0][1] for batch in first] == [*dict.fromkeys(batch[0][1] for batch in first)]
+
+
+def test_an_epoch_of_an_older_checkpoint_goes_on_as_it_began() -> None:
+    def restart(state: Mapping[str, Any]) -> list[Any]:
+        place: Any = follow_loader(DataLoader(Drawing(), batch_size=2))
+        place.load_state_dict(state)
+        return list(next(place.start()).tolist())
+
+    place: Any = follow_loader(DataLoader(Drawing(), batch_size=2))
+    batches = place.start()
+    next(batches)
+    state = place.state_dict()
+    assert restart(state) == next(batches).tolist()
+    begin = {name: value for name, value in state["begin"].items() if name != "number"}
+    older = {**{name: value for name, value in state.items() if name != "begun"}, "begin": begin}
+    other = {**older, "begin": {**begin, "python": read_python(random.Random(3))}}
+    assert restart(older) == restart(older)
+    assert restart(older) != restart(other)
+    assert restart({**state, "begin": {**state["begin"], "python": other["begin"]["python"]}}) == restart(state)

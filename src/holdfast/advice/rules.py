@@ -331,9 +331,9 @@ def is_number(value: Any) -> bool:
 
 
 _UNREAD: Final = (
-    "{names}: restored, but nothing has read it from the checkpoint since. What your program itself holds has its "
-    "first value: take checkpoint.{name} after the restore (run.checkpoint, if run is resumable's), or name an object "
-    "with state_dict and load_state_dict, which a restore changes in place"
+    "{names}: nothing has read the restored value, so your program probably goes on with its first one. Read "
+    "checkpoint.{name} after the restore; with resumable that is run.checkpoint.{name}. An object with state_dict and "
+    "load_state_dict needs no such line: a restore changes it in place"
 )
 
 RULES: Final = (

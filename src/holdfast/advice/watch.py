@@ -101,8 +101,10 @@ def follow_epochs(objects: Mapping[str, object]) -> Callable[[], int | None]:
     return count
 
 
-def describe_epochs(objects: Mapping[str, object]) -> str:
-    """Returns how many epochs the first of the saved samplers has completed, in words; "" if none has."""
+def describe_epochs(objects: Mapping[str, object], count: Callable[[], int] | None) -> str:
+    """Returns how many epochs are complete, by a framework or else the first saved sampler, in words; "" if none is."""
+    if count is not None:
+        return _epochs_text(complete) if (complete := count()) else ""
     for path, sampler in _find_samplers(objects).items():
         if complete := sampler.count_complete():
             return _epochs_text(complete) + ("" if is_own(path) else f" of {path}")

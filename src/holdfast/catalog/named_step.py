@@ -12,6 +12,7 @@ from holdfast.catalog.stored_run import Catalog, StoredRun
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, UsageError
 from holdfast.format.names import StepName
 from holdfast.storage import Storage, open_storage
+from holdfast.storage.checks import plain_path
 
 Asked: TypeAlias = int | str | None
 """A step as it was asked for: its number, `latest`, `best`, or `best:`, `min:` or `max:` and a metric; or None."""
@@ -22,7 +23,7 @@ _PLACE: Final = re.compile(r"(.+?)@(\d{1,16}|latest|best|(?:best|min|max):.+)", 
 
 
 def split_place(place: str | os.PathLike[str] | Storage) -> tuple[Storage, str, Asked]:
-    """**Blocks.** Returns the storage of a run, its location as it was written, and the step after its `@`.
+    """**Blocks.** Returns the storage of a run, its location as a person would write it, and its step after the `@`.
 
     If a directory of that name exists, `@` included, it is used.
 
@@ -33,8 +34,8 @@ def split_place(place: str | os.PathLike[str] | Storage) -> tuple[Storage, str, 
     text = os.fspath(place) if isinstance(place, str | os.PathLike) else ""
     found = _PLACE.fullmatch(text)
     if found is None or (storage.list("") if storage.location is None else os.path.lexists(storage.location)):
-        return storage, text or storage.url, None
-    return open_storage(found[1]), found[1], int(found[2]) if found[2].isdigit() else found[2]
+        return storage, plain_path(text) if text else storage.url, None
+    return open_storage(found[1]), plain_path(found[1]), int(found[2]) if found[2].isdigit() else found[2]
 
 
 def find_step(run: StoredRun, catalog: Catalog, asked: Asked) -> StepName:

@@ -35,6 +35,22 @@ VERBS: Final = {
 """Each verb with its line of help. The module of a verb has the same name, and is imported only when the verb is
 called: help is quick, and no verb imports libraries that only another one needs."""
 
+_INSTEAD: Final = {
+    **dict.fromkeys(("rm", "remove", "delete", "del", "clean", "gc"), "prune"),
+    **dict.fromkeys(("compare", "cmp", "changes"), "diff"),
+    **dict.fromkeys(("cp", "mv", "move", "sync", "upload", "download", "push", "pull"), "copy"),
+    **dict.fromkeys(("cat", "inspect", "info", "describe", "print", "view"), "show"),
+    **dict.fromkeys(("check", "validate", "fsck", "test"), "verify"),
+    **dict.fromkeys(("ls", "dir", "runs", "steps", "status"), "list"),
+    **dict.fromkeys(("convert", "save"), "export"),
+    **dict.fromkeys(("undo", "revert", "reset", "restore"), "rollback"),
+    **dict.fromkeys(("new", "create", "template", "example"), "init"),
+    **dict.fromkeys(("diagnose", "benchmark", "bench", "env"), "doctor"),
+}
+"""Words that people write for a verb of another name."""
+
+_RESUMING: Final = frozenset({"resume", "restart", "continue", "run", "train", "start"})
+
 _MODULES: Final = {"export": "conversion", "import": "conversion"}
 """Modules of verbs that are not named for one verb."""
 
@@ -52,6 +68,17 @@ class Verbs(click.Group):
         module = importlib.import_module(f"holdfast.cli.verbs.{_MODULES.get(cmd_name, cmd_name)}")
         commands = (thing for thing in vars(module).values() if isinstance(thing, click.Command))
         return next(command for command in commands if command.name == cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the verb, or names the one that does what another word asks for."""
+        word = args[0].lower()
+        if word in _RESUMING:
+            ctx.fail(f"No such command {args[0]!r}. A job resumes by itself: start its script again.")
+        if (verb := _INSTEAD.get(word)) is not None:
+            ctx.fail(f"No such command {args[0]!r}. Use 'holdfast {verb}': {VERBS[verb]}")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of all verbs, in the order of the help."""

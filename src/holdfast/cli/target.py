@@ -40,6 +40,7 @@ from holdfast.restore.read import open_pool
 from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
 from holdfast.storage import Entry, LocalStorage, Storage, open_storage
+from holdfast.storage.checks import plain_path
 
 MOST_LOOKS: Final = 30
 """Most tries at finding the newest checkpoint: a running job may remove the one that was found."""
@@ -252,6 +253,7 @@ def _nothing_there(storage: Storage, location: str, entries: list[Entry], hint: 
         hint = _suggest_run(location)
         before, at, after = location.rpartition("@")
         if at and before and os.path.isdir(before):  # noqa: PTH112
+            before = plain_path(before)
             hint = f"{before} exists, but {after!r} is not a step. Write {before} and {EXAMPLES}."
         return NoCheckpointError(f"there is no directory {location}", hint=hint)
     return NoCheckpointError(f"{location} is empty", hint="No job has saved there yet.")

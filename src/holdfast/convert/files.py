@@ -288,7 +288,7 @@ def read_spans(array: InputArray, span_bytes: int) -> Iterator[memoryview]:
             yield filled[first : first + span_bytes]
 
 
-_OVERWRITE: Final = "Choose another path, or allow overwriting (--overwrite, overwrite=True)."
+_OVERWRITE: Final = "Choose another path, or pass overwrite=True."
 
 
 class OutputFiles:

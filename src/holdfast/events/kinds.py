@@ -451,7 +451,11 @@ class NoticeHeard(Event, frozen=True):
 
     def __str__(self) -> str:
         left = "" if self.left_seconds is None else f", {time_text(max(self.left_seconds, 0.0))} left"
-        return f"{self.text}{left}"
+        # Of Ctrl-C a line has said so at once.
+        then = (
+            "; the step in progress is finished and saved first" if self.demand == "leave" and not self.by_hand else ""
+        )
+        return f"{self.text}{left}{then}"
 
 
 class Leaving(Event, frozen=True):

@@ -23,6 +23,11 @@ _LINE_SECONDS: Final = 10.0
 """After what time the first of it is shown, and then how often."""
 
 
+_BAR_CHARACTERS: Final = 40
+_FIGURES_CHARACTERS: Final = 54
+"""The largest width of the bar, and that of the text beside it."""
+
+
 class Bar:
     """**Thread-safe.** Shows how far something is; a `ProgressWatcher`. Without a terminal it does nothing."""
 
@@ -59,19 +64,26 @@ def show_progress(label: str, *, counts_bytes: bool = True, unit: str = "") -> I
         DownloadColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
         SpinnerColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
+    from rich.table import Column
     from rich.theme import Theme
 
-    text = TextColumn("{task.description}", markup=False)
-    bar = BarColumn(complete_style="cyan", finished_style="cyan", pulse_style="cyan")
-    figures = (MofNCompleteColumn(), TextColumn(unit)) if unit else (DownloadColumn(), TransferSpeedColumn())
-    columns = (text, bar, *figures, TimeRemainingColumn())
+    # The bar alone becomes shorter on a narrow terminal.
+    whole = Column(no_wrap=True)
+    text = TextColumn("{task.description}", markup=False, table_column=whole)
     quiet = Theme({"progress.download": "none", "progress.data.speed": "none", "progress.remaining": "dim"})
     console = Console(file=sys.stderr, theme=quiet, color_system=None if os.environ.get("NO_COLOR") else "auto")
+    width = max(min(_BAR_CHARACTERS, console.width - _FIGURES_CHARACTERS), 1)
+    bar = BarColumn(width, complete_style="cyan", finished_style="cyan", pulse_style="cyan")
+    figures: tuple[ProgressColumn, ...] = (DownloadColumn(table_column=whole), TransferSpeedColumn(table_column=whole))
+    if unit:
+        figures = (MofNCompleteColumn(table_column=whole), TextColumn(unit, table_column=whole))
+    columns = (text, bar, *figures, TimeRemainingColumn())
     shown = columns if counts_bytes else (SpinnerColumn(style="cyan"), text)
     with Progress(*shown, console=console, transient=True) as progress:
         progress.add_task(label, total=None)

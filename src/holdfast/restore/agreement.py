@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from holdfast.catalog import StoredRun
 from holdfast.errors import DamageError
 from holdfast.format.names import StepName
 from holdfast.storage.protocol import Storage
+
+if TYPE_CHECKING:
+    from holdfast.restore.passing import Passing
 
 
 class Agreement:
@@ -30,4 +34,8 @@ class Agreement:
             stage()
         except DamageError as damage:
             return damage
+        return None
+
+    def open_passing(self, storage: Storage) -> Passing | None:
+        """Returns how the workers pass on to each other what several of them need; None if each reads by itself."""
         return None

@@ -43,6 +43,7 @@ from holdfast.storage.protocol import FileReader
 
 if TYPE_CHECKING:
     from holdfast.cluster.peers import Peers
+    from holdfast.restore.passing import Passing
 
 _MOST_LOOKS: Final = 30
 """How often a run is read again, because a running job has removed the chosen step."""
@@ -127,6 +128,9 @@ def restore_objects(
             "this. If the model has changed, start a new run, or name the tree in keep_current"
         )
         emit(Warned(step=name.step, text=text, by_each=True))
+    if trial.passing is not None:
+        for text in trial.passing.problems:
+            emit(Warned(step=name.step, text=text))
     emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=trial.size_bytes))
     return Restoration(
         step=name.step,
@@ -294,6 +298,7 @@ class _RestoreTrial:
         matching: How they fit the live objects.
         size_bytes: The size of what was read.
         replaced: New values of named objects that could not be changed in place.
+        passing: How the workers pass on to each other what several of them need; None if each reads by itself.
     """
 
     opened: OpenedStep
@@ -311,10 +316,14 @@ class _RestoreTrial:
         self.touched = touched
         self.size_bytes = 0
         self.replaced: Mapping[str, Any] = {}
+        self.passing: Passing | None = None
 
     def go(self, agreement: Agreement) -> DamageError | None:
         agreement.see(self._request.storage, self.name)
         with self._files:
+            self.passing = agreement.open_passing(self._request.storage)
+            if self.passing is not None:
+                self._files.enter_context(closing(self.passing))
             return agreement.run(self._prepare) or agreement.run(self._fill) or agreement.run(self._apply)
 
     def _prepare(self) -> None:
@@ -338,6 +347,8 @@ class _RestoreTrial:
             self.matching = self._match(stored)
             # Before anything live is touched, it is known that all is there.
             self._plan = self._plan_reads(self.matching.targets)
+        if self.passing is not None:
+            self.passing.offer(self._plan.orders)
 
     def _plan_reads(self, targets: Sequence[Target]) -> ReadPlan:
         opened = self.opened
@@ -421,7 +432,10 @@ class _RestoreTrial:
             def read(plan: ReadPlan) -> int:
                 return read_orders(request.storage, plan.orders, self._readers, pool, request.storage, advance)
 
-            self.size_bytes = read(self._plan)
+            if self.passing is None:
+                self.size_bytes = read(self._plan)
+            else:
+                self.size_bytes = self.passing.fill(request.storage, self._plan.orders, self._readers, pool, advance)
             overlapping = self._plan.overlapping
             clashes = find_clashes(overlapping, lambda targets: read(self._plan_reads(targets))) if overlapping else []
         self.matching.differences.wrong_kind.extend(clashes)

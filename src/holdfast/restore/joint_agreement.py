@@ -23,6 +23,7 @@ from holdfast.format.digests import digest
 from holdfast.format.names import StepName, parse_step_directory
 from holdfast.format.records import MAX_MANIFEST_BYTES
 from holdfast.restore.agreement import Agreement
+from holdfast.restore.passing import Passing
 from holdfast.storage.protocol import Storage
 
 _FIRST_PATIENCE_SECONDS: Final = 0.05
@@ -144,6 +145,12 @@ class JointAgreement(Agreement):
             tensor=answer.tensor,
             hint=failure.hint,
         )
+
+    def open_passing(self, storage: Storage) -> Passing | None:
+        """See `Agreement`."""
+        if not storage.traits.passes_on:
+            return None
+        return Passing(self._peers.open_namespace("passing"), self._peers.rank, self._peers.world_size)
 
     def _ask(self, asked: _Report, look: Callable[[], _Report], decide: Callable[[list[_Report]], _Report]) -> _Report:
         """Returns the conclusion from what all have found; if one cannot look, all raise its error."""

@@ -81,6 +81,7 @@ class Lineage:
         find_steps: Returns the step at which the run that this belongs to was entered, and the number of complete
             steps; None if this belongs to no run.
         restored_by: What the program calls for a restore, for hints.
+        count_epochs: Returns how many epochs a restored framework has complete; None if this belongs to no framework.
     """
 
     def __init__(self, catalog: Catalog, url: str, *, begins_anew: bool) -> None:
@@ -92,6 +93,7 @@ class Lineage:
         self.in_flight: SaveHandle | None = None
         self.find_steps: Callable[[], tuple[int, int]] | None = None
         self.restored_by, self._url = "manager.restore(...)", url
+        self.count_epochs: Callable[[], int] | None = None
         # Held to clear `in_flight`: another thread may wait while the training thread begins a save.
         self._settling = threading.RLock()
 

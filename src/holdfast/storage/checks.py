@@ -23,6 +23,20 @@ MAX_PATH_BYTES: Final = 1024
 TEMPORARY_SUFFIX: Final = ".tmp"
 
 
+def plain_path(text: str) -> str:
+    """**Blocks** if it has a `..`. Returns a path, or a URL, without doubled and final slashes.
+
+    `..` goes with the directory before it, where that leads to the same place: not past a link or a missing directory.
+    """
+    if "://" in text:
+        return text.rstrip("/")
+    path = Path(text)
+    if ".." not in path.parts:
+        return str(path)
+    plain, before = os.path.normpath(path), Path(text[: text.rindex("..")])
+    return plain if before.is_dir() and os.path.realpath(plain) == os.path.realpath(path) else str(path)
+
+
 def split_path(path: str) -> tuple[str, ...]:
     r"""**Pure.** Returns the parts of a path, after checks.
 

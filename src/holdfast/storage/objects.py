@@ -75,6 +75,7 @@ class ObjectStorage:
         names_are_consistent=True,
         read_parallel=_READS_AT_ONCE,
         replaces=True,
+        passes_on=True,
     )
     location = None
 

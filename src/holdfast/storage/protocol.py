@@ -51,6 +51,7 @@ class Traits(msgspec.Struct, frozen=True):
         most_pieces: How many pieces a file may have; 0 for any number.
         read_parallel: How many reads at once are fast; 0 for as many as the reader has threads of its own.
         replaces: True if it has `replace(path, data)` besides, which puts a small file in place of an older one.
+        passes_on: True if workers that read the same had better read it once, and pass it on between them.
         hindrance: What makes saves slower than they could be, in words for a person; empty if nothing is known of.
     """
 
@@ -64,6 +65,7 @@ class Traits(msgspec.Struct, frozen=True):
     most_pieces: int = 0
     read_parallel: int = 0
     replaces: bool = False
+    passes_on: bool = False
     hindrance: str = ""
 
 

@@ -23,6 +23,10 @@ _FIRST_RETRY_SECONDS: Final = {"s3": 15, "gs": 4, "az": 15}
 """For so long the first request is repeated; each of the places where Google's client looks for credentials, too."""
 _RETRY_SECONDS: Final = 180
 """For so long any other is. A save that has failed by then is made again at the next step that is due."""
+_BELIEVED: Final = timedelta(minutes=5, seconds=15)
+"""So long credentials of boto3 count as valid for obstore, which asks again 5 minutes before that: every 15 seconds.
+Only boto3 knows when they expire. It renews them 10 minutes before that, and asking it costs little.
+"""
 _BACKOFF: Final = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
 _REQUEST_SECONDS: Final = 60
 _CONNECT_SECONDS: Final = 10
@@ -166,7 +170,7 @@ def _find_session() -> Any:
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         session = boto3.session.Session()
-        return Boto3CredentialProvider(session) if session.get_credentials() is not None else None
+        return Boto3CredentialProvider(session, ttl=_BELIEVED) if session.get_credentials() is not None else None
     except ImportError:
         if profile := os.environ.get("AWS_PROFILE"):
             raise UsageError(

@@ -63,7 +63,7 @@ class Announcements:
                     *(other, found[1], self.place),
                 )
         else:
-            epochs = describe_epochs(objects_of(manager.checkpoint).all())
+            epochs = describe_epochs(objects_of(manager.checkpoint).all(), manager.lineage.count_epochs)
             after = f", after {epochs}" if epochs else ""
             lost = ("at least " if manager.witness.reached_is_least else "") + str(reached - step)
             self.say(self.describe(restored, f"at step {step}{after}", rhythm, lost if reached > step else ""))

@@ -83,6 +83,9 @@ def export_command(
                 f"export one of them as {target.location}@STEP."
             )
         raise
+    except UsageError as error:
+        error.hint = error.hint.replace("pass overwrite=True", "add --overwrite")
+        raise
     report.fields = {
         **name_fields(export.name),
         "out": str(out.absolute()),
@@ -96,7 +99,7 @@ def export_command(
         f"step {export.step}: {counted(export.arrays, 'array')}, {report.size(export.size_bytes)} in {export.out}",
         (f"  {time_text(export.seconds)}" if report.is_page else "", FAINT),
     )
-    for file in export.files[:_SHOWN]:
+    for file in export.files[:_SHOWN] if export.files != (out.name,) else ():
         report.line("  ", file)
     if len(export.files) > _SHOWN:
         report.line(f"  and {len(export.files) - _SHOWN} more files")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import click
 import numpy as np
@@ -69,10 +69,15 @@ _LAYERED: Final = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
 _LIBRARIES: Final = ("numpy", "xxhash", "torch", "jax", "lightning", "transformers", "keras", "ray")
 
 _STYLES: Final = {"ok": GOOD, "note": NOTABLE, "unfit": BAD}
+_FLOOR_SECONDS: Final = 60.0
+_FLOOR_SHARE: Final = 0.01
+"""The shortest interval that is recommended, and its largest share of the time between failures."""
+
 _WHY: Final = {
     "optimum": "This interval minimizes the time lost to saves and failures (Young's formula, refined by Daly).",
     "overhead": "Young's formula gives {young}, but saves would take more than one percent of the time.",
     "durable": "Young's formula gives {young}, but a save takes longer than that to be durable.",
+    "floor": "Young's formula gives {young}: saves are cheap here. A minute is often enough, with fewer saves.",
 }
 
 
@@ -264,7 +269,7 @@ class Examination:
     size_bytes: int
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
-    bound: Bound = "unmeasured"
+    bound: Bound | Literal["floor"] = "unmeasured"
 
     @property
     def can_commit(self) -> bool:
@@ -407,12 +412,16 @@ class Examination:
         }
 
     def advise(self, mtbf_seconds: float) -> None:
-        """**Pure.** Finds how often to save by what was measured, as `Auto` does, and what is lost with that."""
+        """**Pure.** Finds how often to save by what was measured, as `Auto` does, and what is lost with that.
+
+        `Auto` may save more often. A program that names an interval itself needs no more than one save a minute.
+        """
         blocked, durable = self.figures["blocked_seconds"], self.figures["durable_seconds"]
         moment = SaveMoment(step=0, save_blocked_seconds=blocked, save_durable_seconds=durable)
         chosen = Auto(mtbf_seconds=mtbf_seconds).chosen(moment)
-        self.bound = chosen.bound
-        interval_seconds = math.ceil(chosen.seconds)
+        floor_seconds = min(_FLOOR_SECONDS, mtbf_seconds * _FLOOR_SHARE)
+        self.bound = chosen.bound if chosen.seconds >= floor_seconds else "floor"
+        interval_seconds = math.ceil(max(chosen.seconds, floor_seconds))
         # A failure undoes half a period on average, and falls back to the save before while the newest is not durable.
         period_seconds = interval_seconds + blocked
         per_failure_seconds = period_seconds / 2 + max(durable - blocked, 0.0) + self.figures["restore_seconds"]

@@ -178,6 +178,10 @@ class Fit:
         self.replaced = Replaced()
         print_short()  # The framework calls what is replaced, and adds its frames to an error.
 
+    def count_restored_epochs(self) -> int:
+        """Returns how many epochs were complete at the save that was restored; 0 if that is not known."""
+        return 0
+
     def enter(self, settings: Settings, objects: Mapping[str, Any], imported: ImportedStart | None = None) -> Run:
         """**Blocks.** Restores, from what an imported checkpoint has, if there is one, and begins the run.
 
@@ -191,6 +195,7 @@ class Fit:
             present = {name: obj for name, obj in objects.items() if name in imported.objects}
             run = resumable(settings.directory, Checkpoint(**present), **{**settings.options, "on_resize": "allow"})
         run.manager.lineage.restored_by = "Resumable(...)"
+        run.manager.lineage.count_epochs = self.count_restored_epochs
         run.__enter__()
         self.run = run
         if imported is not None:

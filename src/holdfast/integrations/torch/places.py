@@ -53,9 +53,10 @@ class DataPlace(Watched):
     The order is not stored. It follows from the random generators as they were when the epoch began, which are stored:
     a restart draws the indices of the epoch again and skips those that were trained, without loading their samples.
 
-    Python's, NumPy's and torch's (CPU) generators are seeded for each batch of a dataset with indices, from their state
-    when the epoch began. So an augmentation, or a mask that is drawn while a batch is collated, is the same after a
-    restart, regardless of prefetching workers, and loading does not change the generators of training.
+    The generators of Python, NumPy and torch (CPU) are seeded for each batch of a dataset with indices, by the state of
+    torch's when the epoch began, and the number of the epoch. So an augmentation, or a mask that is drawn while a batch
+    is collated, is the same after a restart, regardless of prefetching workers. Each epoch has others, even if nothing
+    draws from these generators between two. Loading does not change the generators of training.
 
     The position is also stored in samples, with the sizes of a batch and of the dataset: if these have changed, the
     samples that are left are drawn again, and come in the present batches. The count of batches is then the one that
@@ -178,7 +179,7 @@ class DataPlace(Watched):
         iteration = getattr(self._owner, "iteration", self._begun_iteration)
         if self._restored is not None and self._begin is None:
             return dict(self._restored)  # Nothing was taken since it was restored.
-        state = {"iteration": iteration, "parts": read_parts(self._loader)}
+        state = {"iteration": iteration, "parts": read_parts(self._loader), "begun": self._data.begun}
         if self._begin is None or iteration != self._begun_iteration:
             return {**state, "begin": None, "taken": 0, "ended": False, "stream": None}
         stream = None if self.has_ended else self._data.read(self.lookahead)
@@ -189,6 +190,7 @@ class DataPlace(Watched):
         write_parts(self._loader, state["parts"])
         outline, self.remark = self.fit(state) if state["begin"] is not None else ({}, "")
         self._restored, self._begin = {**state, **outline}, None
+        self._data.begun = state.get("begun", 0)  # Older checkpoints have no such number.
         self.resumes = state["begin"] is not None
         if hasattr(self._owner, "iteration"):
             self._owner.iteration = state["iteration"]
@@ -205,6 +207,11 @@ class DataPlace(Watched):
         """Called when training goes on. If its loop has left the epoch by `break`, the next one starts at batch 0."""
         if self._is_left:
             self.forget()
+
+    def forget_all(self) -> None:
+        """Leaves the epoch, and those before it: the next one is the first."""
+        self.forget()
+        self._data.begun = 0
 
     def forget(self) -> None:
         """Leaves the epoch: the next one starts at batch 0."""
@@ -228,8 +235,9 @@ class DataPlace(Watched):
         self._is_left = False
         self._begun_iteration = getattr(self._owner, "iteration", 0)
         if state is None:
-            epochs = self._data.begin_epoch()
-            self._begin = {**read_generators(), "parts": read_parts(self._loader), "epochs": epochs}
+            streams, number = self._data.begin_epoch(), self._data.begun
+            self._begin = {**read_generators(), "parts": read_parts(self._loader), "epochs": streams, "number": number}
+            self._data.begun = number + 1
             self._taken = Taken()
             return self._follow(self._data.open(self._begin, self._taken))
         self.on_resume()
@@ -292,7 +300,7 @@ def follow_loader(loader: Any) -> DataPlace | None:
             "and iterate sampler.batches(loader).",
         )
     if place is not None:
-        place.forget()
+        place.forget_all()
         return place
     is_plain = type(loader).__iter__ is DataLoader.__iter__ or type(loader).__name__ == "StatefulDataLoader"
     return DataPlace(loader, is_driven=True) if is_plain else None
@@ -313,12 +321,13 @@ class _Indexed:
     Attributes:
         way: How a restart comes back to a position.
         caveat: What such a restart has to do, or cannot; empty if there is no such thing.
+        begun: How many epochs were begun.
     """
 
     way, caveat = Way.INDICES, ""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+        self._loader, self.begun = loader, 0
         self._inner: DataLoader[Any] | None = None
 
     @property
@@ -528,11 +537,13 @@ class _Stream(_Indexed):
 
 def _derive_key(begin: Mapping[str, Any]) -> int:
     """Returns the number that all seeds of an epoch are derived from."""
-    contents = (begin["python"][1], begin["numpy"][1], begin["torch"])
+    # `torch.manual_seed` alone is to give the same epoch twice. One of an older checkpoint goes on as it has begun.
+    contents = (begin["torch"],) if "number" in begin else (begin["python"][1], begin["numpy"][1], begin["torch"])
     # Workers whose generators have the same seed draw different augmentations nevertheless.
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if has_ranks else 0
-    return derive(*(int(digest(content)[:16], 16) for content in contents), rank)
+    number = (begin["number"],) if "number" in begin else ()
+    return derive(*(int(digest(content)[:16], 16) for content in contents), rank, *number)
 
 
 def _draw_again(loader: Any, begin: Mapping[str, Any]) -> None:

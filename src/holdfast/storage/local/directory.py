@@ -22,6 +22,7 @@ from holdfast.storage.checks import (
     as_storage_errors,
     check_size,
     lost_bytes_as_damage,
+    plain_path,
     split_directory,
     split_path,
     too_large_error,
@@ -89,7 +90,7 @@ class LocalStorage:
         text = os.fspath(root)
         if not text or "\0" in text:
             raise UsageError(f"{text!r} is not the name of a directory", hint="pass the path of a directory")
-        self._root = Path(text).absolute()
+        self._root = Path(plain_path(text)).absolute()
         self.url = str(self._root)
         self._wants_direct = direct
         self.traits = Traits(has_directories=True, is_shared=True, keeps_space=True)

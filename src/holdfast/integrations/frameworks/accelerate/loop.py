@@ -79,7 +79,9 @@ def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
     run.manager.lineage.restored_by = "holdfast.accelerate.resumable(...)"
     run.completes_step = lambda: progress.end_batch(run)
     if places:
-        run.manager.follow_epochs(lambda: places[0].source.iteration + bool(places[0].outline().get("ended")))
+        count = lambda: places[0].source.iteration + bool(places[0].outline().get("ended"))  # noqa: E731
+        run.manager.lineage.count_epochs = count
+        run.manager.follow_epochs(count)
     for place in places:
         # The loop goes on where it was by the loader: it need not ask for the step.
         place.on_resume = lambda: progress.begin_where_it_was(run)

@@ -361,6 +361,10 @@ class FitRun(keras.callbacks.Callback, Fit):
         self._initial_epoch: Any = _UNSET
         self._end: Any = None
 
+    def count_restored_epochs(self) -> int:
+        """See `Fit`."""
+        return 0 if self._restored is None else int(self._restored.state.get("epoch", 0))
+
     # As `fit` calls it.
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -72,10 +72,13 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             root.replace(replaced)
         manager = _open(storage, KeptTree(lambda: checkpoint))
         try:
-            step = max(manager.steps(), default=-1) + 1
+            newest = max(manager.steps(), default=-1)
+            step = checkpoint.get("global_step", newest + 1)
+            # Where a fit that began anew overwrites a later checkpoint, the number still grows by one.
+            step = step if step >= newest else newest + 1
             while True:
                 try:
-                    manager.save(step)
+                    manager.save(step, replace=step == newest)
                     break
                 except UnsupportedValueError as error:
                     checkpoint = _leave_out(checkpoint, error)

@@ -146,6 +146,14 @@ class LightningFit(Fit):
         if self._restored.own is not None:
             self._data.restore(self._restored.own["made_with"])
 
+    def count_restored_epochs(self) -> int:
+        """See `Fit`."""
+        if (shared := self._trained.loaded) is None:
+            return 0
+        progress = shared["progress"]
+        is_last = shared["is_in_epoch"] and progress["epoch_loop.batch_progress"]["is_last_batch"]
+        return int(progress["epoch_progress"]["current"]["processed"] + is_last)
+
     def _begin_imported(self, imported: ImportedStart, objects: dict[str, Any]) -> None:
         """Begins from a `.ckpt` file that was imported, as Lightning does with `ckpt_path`."""
         trainer, connector = self._trainer, self._trainer._checkpoint_connector

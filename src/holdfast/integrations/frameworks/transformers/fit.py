@@ -181,6 +181,10 @@ class TrainerFit(TrainerCallback, Fit):  # type: ignore[misc, unused-ignore]
             named["num_update_steps_per_epoch"] = begin.taken // size + math.ceil(begin.left / size)
         return original(**named)
 
+    def count_restored_epochs(self) -> int:
+        """See `Fit`."""
+        return self._live.count_restored_epochs()
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restores, once everything to restore exists; the Trainer is about to begin its first epoch."""
         trainer, progress, imported = self._trainer, self._live, self._start.imported

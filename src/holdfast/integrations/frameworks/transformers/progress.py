@@ -125,6 +125,11 @@ class TrainerProgress:
             max_steps = self.global_step + max_steps - begin
         return Begin(begin, taken if is_within else None, left, max_steps)
 
+    def count_restored_epochs(self) -> int:
+        """Returns how many epochs were over at the save that was restored; 0 for a new run, or if it is not known."""
+        over = (self._stored.get("epochs") or (0,))[0]
+        return int(over + bool((self.unfinished or {}).get("ends_epoch")))
+
     @property
     def epochs(self) -> int:
         """How many epochs are over."""
