@@ -38,6 +38,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Many tests start a second job beside a first one on purpose, to see that one is fenced; `test_owning.py` shows that it
 # is refused without this.
 os.environ["HOLDFAST_TAKE_OVER"] = "1"
+# A process beside each run of each test would take a minute in all; the tests of watchdogs turn it on.
+os.environ["HOLDFAST_WATCHDOG"] = "off"
 
 # Where it is set, a program that prints to a full disk fails in `print`; where not, at its end. What the tests start is
 # to be the same wherever they run: the latter, as it comes.

@@ -200,3 +200,27 @@ def check_order(maker: str, directory: object, checkpoint: object) -> None:
         raise UsageError(
             f"expected a Checkpoint, got {checkpoint!r}", hint="Name the objects to save: Checkpoint(model=model, ...)."
         )
+
+
+def find_given(directory: object, given: tuple[object, ...], objects: Mapping[str, object]) -> Checkpoint:
+    """**Pure.** Returns the objects to save, in whichever way they are given."""
+    named = objects.get("checkpoint")
+    if isinstance(directory, Checkpoint) or isinstance(named, Checkpoint):
+        raise UsageError(
+            "resumable takes the directory first and a Checkpoint second",
+            hint="Write resumable(directory, Checkpoint(model=model, ...)).",
+        )
+    unnamed = ", ".join(type(obj).__name__ for obj in given if not isinstance(obj, Checkpoint))
+    if unnamed:
+        raise UnnamedError(
+            f"objects must be given by name, got {unnamed} without a name",
+            hint=("Write resumable(directory, model=model, optimizer=optimizer): the keyword is its stored name."),
+        )
+    if len(given) + bool(objects) > 1:
+        raise UsageError("pass the objects to save in one Checkpoint or by name, not both")
+    kept = given[0] if given else Checkpoint(**objects)
+    if not isinstance(kept, Checkpoint) or not kept.objects:
+        raise UsageError(
+            "no objects were given to save", hint="Pass objects by name: resumable(directory, model=model, ...)."
+        )
+    return kept

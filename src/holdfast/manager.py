@@ -17,6 +17,7 @@ from holdfast.advice.hyperparameters import Keeping, list_kept, note_script
 from holdfast.advice.rules import Advisor
 from holdfast.advice.watch import follow_epochs
 from holdfast.catalog import StoredRun
+from holdfast.catalog.starts import read_starts
 from holdfast.checkpoint import (
     Checkpoint,
     check_order,
@@ -38,7 +39,8 @@ from holdfast.options import (
     check_step,
     look_into,
 )
-from holdfast.policies import All, RetentionPolicy, SavePolicy, counts_epochs
+from holdfast.policies import All, RetentionPolicy, SavePolicy, counts_epochs, learns_failures
+from holdfast.process.pulse import PULSE
 from holdfast.restore.candidates import make_selection
 from holdfast.restore.engine import make_agreement, restore_objects
 from holdfast.restore.records import Restoration
@@ -52,6 +54,7 @@ from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import Preparation, RunEvents
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.storage import Storage, open_storage
+from holdfast.supervise.board import COPY, NONE
 from holdfast.tracebacks import short_traceback
 from holdfast.witness.ring import remove_rings
 from holdfast.witness.watch import Witness
@@ -185,6 +188,8 @@ class CheckpointManager:
             )
             self.witness = Witness(self._storage, worker, self.emit)
             self.restored: Restoration | None = None
+        if learns_failures(options.save_every) and worker.is_leader and self._storage.location is not None:
+            self.lineage.pace.past = read_starts(self._storage.location)
         self.follow_epochs(follow_epochs(checkpoint.objects))
 
     @property
@@ -524,7 +529,7 @@ class CheckpointManager:
     ) -> SaveHandle:
         asked_at = time.monotonic()
         self._calls.check_usable()
-        self._calls.caller = threading.get_ident()
+        self._calls.caller, before = threading.get_ident(), PULSE.enter(COPY) if PULSE.is_on else NONE
         try:
             clean_metrics, clean_metadata = check_notes(metrics, metadata)
             step = check_step(step)
@@ -545,6 +550,10 @@ class CheckpointManager:
             return handle
         finally:
             self._calls.caller = None
+            if before != NONE:
+                PULSE.enter(before)
+            if PULSE.on_first_step is not None:
+                PULSE.note_first()
 
     def _begin(self, handle: SaveHandle, captured: Captured | None) -> None:
         step, request, lineage = handle.step, handle.request, self.lineage

@@ -57,8 +57,8 @@ def test_killed_writer_leaves_a_page_that_can_be_read() -> None:
 
 
 def test_keeps_the_newest_durations_and_the_longest() -> None:
-    board, now = Board.create(), 0.0
-    board.enter(STEP, 0, at=0.0)
+    board, now = Board.create(), 1.0
+    board.enter(STEP, 0, completed=1, at=1.0)
     for seconds in (100.0, *range(1, KEPT + 1)):
         now += seconds
         board.enter(DATA, 0, at=now)
@@ -67,7 +67,7 @@ def test_keeps_the_newest_durations_and_the_longest() -> None:
     assert sorted(reading.last) == [float(one) for one in range(1, KEPT + 1)]
     assert reading.slowest == 100.0
     assert board.enter(BETWEEN, 1, completed=1, at=now) == STEP
-    assert (board.read().last, board.read().first_step_at) == ((), now)
+    assert (board.read().last, board.read().first_step_at) == ((), 1.0)
     board.close()
 
 

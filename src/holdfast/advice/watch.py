@@ -11,6 +11,7 @@ from typing import Any, Final
 from holdfast.advice.rules import EPOCHS, is_number
 from holdfast.advice.strays import StrayOptimizers, is_own_class, keeps_draws, list_values
 from holdfast.format.names import is_own
+from holdfast.process.pulse import PULSE
 from holdfast.state.data.followed import CALL, FollowedData
 from holdfast.state.data.sampler import BatchCount, ResumableSampler, SamplerAdapter
 from holdfast.state.registry import list_members
@@ -277,6 +278,7 @@ class TrainingWatch:
         """Called when an optimizer has stepped, in any thread: warns if it trains a saved module but is not saved."""
         if threading.get_ident() != self._thread:
             return
+        PULSE.note_update()
         path, text = self._strays.find(optimizer)
         if text:
             self._warn_else(text)

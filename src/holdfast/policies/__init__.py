@@ -41,6 +41,7 @@ from holdfast.policies.saving import (
     counts_epochs,
     describe_rhythm,
     is_by_step,
+    learns_failures,
 )
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "describe_rhythm",
     "find_modes",
     "is_by_step",
+    "learns_failures",
     "plan_retention",
     "read_keep",
     "read_save_every",

@@ -12,7 +12,11 @@ from holdfast.numbers import check_seconds, check_share, check_whole, span_text
 from holdfast.tracebacks import short_traceback
 
 DEFAULT_MTBF_SECONDS: Final = 6 * 3600.0
-"""The mean time between failures that `Auto` assumes: that of preemptible machines, or of a few hundred GPUs."""
+"""The mean time between failures that `Auto` assumes until it has seen some: that of preemptible machines, or of a few
+hundred GPUs."""
+
+DEFAULT_OVERHEAD: Final = 0.01
+"""The share of the time for which saves may block training, while no failure is known."""
 
 PROBE_STEPS: Final = 3
 """The step of `Auto`'s first save, which measures the cost: late enough for the optimizer to have its state."""
@@ -38,6 +42,8 @@ class SaveMoment(msgspec.Struct, frozen=True, kw_only=True):
         save_durable_seconds: The time from the call of the newest durable save until it was durable; None before one.
         epochs: The number of complete epochs; None if it is not known, or the policy contains no `Epochs`.
         last_saved_epochs: How many of them were complete at the last save, or when this process began.
+        failures: How many earlier starts of the run are known to have failed.
+        observed_seconds: How long these starts and this process have trained together.
     """
 
     step: int
@@ -49,6 +55,8 @@ class SaveMoment(msgspec.Struct, frozen=True, kw_only=True):
     save_durable_seconds: float | None = None
     epochs: int | None = None
     last_saved_epochs: int = 0
+    failures: int = 0
+    observed_seconds: float = 0.0
 
     @property
     def saved_from_step(self) -> int:
@@ -241,8 +249,13 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
     """Saves as often as is worthwhile, by the measured cost of a save and the mean time between failures.
 
     The interval is that of Young and Daly: it minimizes the sum of the time spent on saves and the work that failures
-    are expected to undo. It is lengthened if saves would otherwise block training for more than the share `overhead` of
-    the time, or if a save would begin before the previous one is durable. Because nothing is measured at first, the
+    are expected to undo. How often the run fails is learned from its own earlier starts, as its journal on a local disk
+    has them; a start that ended with a save after a notice is not a failure. Until one is known, a failure every six
+    hours is assumed, and saves block training for at most 1 % of the time. The interval is lengthened if a save would
+    begin before the previous one is durable.
+
+    Pass `mtbf_seconds` to set how often the run fails, and `overhead` to bound the share of the time for which saves
+    block training. Because nothing is measured at first, the
     first save comes after a few steps. One slow save does not make saves rare: the cost is the median of the last five,
     and the first save, which touches fresh memory, counts only until two others are known.
     """
@@ -250,14 +263,16 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
     by_step: ClassVar = False
     rhythm: ClassVar = "as often as is worthwhile (holdfast.Auto)"
 
-    overhead: float = 0.01
-    mtbf_seconds: float = DEFAULT_MTBF_SECONDS
+    overhead: float | None = None
+    mtbf_seconds: float | None = None
 
     @short_traceback
     def __post_init__(self) -> None:
         hint = "For example, 0.01 lets saves block training for at most one percent of the time."
-        check_share("Auto(overhead)", self.overhead, hint=hint)
-        check_seconds("Auto(mtbf_seconds)", self.mtbf_seconds)
+        if self.overhead is not None:
+            check_share("Auto(overhead)", self.overhead, hint=hint)
+        if self.mtbf_seconds is not None:
+            check_seconds("Auto(mtbf_seconds)", self.mtbf_seconds)
 
     def _decide(self, moment: SaveMoment) -> SaveDecision:
         if moment.save_blocked_seconds is None and moment.saved_from_step <= moment.first_step:
@@ -273,9 +288,9 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
         """**Pure.** Returns the interval that follows from the measurements so far."""
         blocked = moment.save_blocked_seconds
         cost = UNMEASURED_BLOCKED_SECONDS if blocked is None else max(blocked, 0.0)
-        optimum = daly_interval_seconds(cost, self.mtbf_seconds)
+        optimum = daly_interval_seconds(cost, self.failure_seconds(moment))
         # A share e of the time is blocked when e = cost / (interval + cost).
-        affordable = cost * (1 / self.overhead - 1)
+        affordable = 0.0 if (share := self._find_share(moment)) is None else cost * (1 / share - 1)
         durable = moment.save_durable_seconds or 0.0
         seconds = max(optimum, affordable, durable)
         bound: Bound = "optimum"
@@ -286,21 +301,48 @@ class Auto(_SavePolicy, msgspec.Struct, frozen=True):
         steps = max(1, math.ceil(seconds / moment.step_seconds)) if moment.step_seconds else None
         return ChosenInterval(seconds, steps, bound)
 
+    def failure_seconds(self, moment: SaveMoment) -> float:
+        """**Pure.** Returns after how long a failure is expected."""
+        if self.mtbf_seconds is not None:
+            return self.mtbf_seconds
+        return estimate_failure_seconds(moment.failures, moment.observed_seconds)
+
+    def _find_share(self, moment: SaveMoment) -> float | None:
+        """Returns the share of the time for which saves may block training; None if the failures alone decide."""
+        if self.overhead is not None or self.mtbf_seconds is not None or not moment.failures:
+            return DEFAULT_OVERHEAD if self.overhead is None else self.overhead
+        return None
+
     def describe(self, moment: SaveMoment) -> str:
         """**Pure.** Returns what it chose and why, in one line of text."""
         chosen = self.chosen(moment)
         blocks = f"a save usually blocks for {moment.save_blocked_seconds or 0:.3g} s"
         reasons: dict[Bound, str] = {
             "unmeasured": f"no save has been measured yet; {UNMEASURED_BLOCKED_SECONDS:.3g} s is assumed",
-            "optimum": f"{blocks} and a failure is expected every {self.mtbf_seconds:.6g} s",
-            "overhead": f"{blocks}, and {self.overhead:.3g} of the time may be spent on that",
+            "optimum": f"{blocks} and a failure is expected every {self.failure_seconds(moment):.6g} s",
+            "overhead": f"{blocks}, and {self._find_share(moment) or 0:.3g} of the time may be spent on that",
             "durable": f"a save takes {moment.save_durable_seconds or 0:.3g} s until it is durable",
         }
         about = f" (about {chosen.steps} steps)" if chosen.steps else ""
         return f"a save every {chosen.seconds:.3g} s{about}: {reasons[chosen.bound]}"
 
     def __repr__(self) -> str:
-        return f"Auto(overhead={self.overhead!r}, mtbf_seconds={self.mtbf_seconds!r})"
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        return f"Auto({', '.join(f'{name}={value!r}' for name, value in given.items() if value is not None)})"
+
+
+def estimate_failure_seconds(failures: int, observed_seconds: float) -> float:
+    """**Pure.** Returns the mean time between failures: what was observed, with what is assumed as one observation.
+
+    That observation counts less the more failures are known: after the first one it is a quarter of a failure, after
+    ten a hundredth.
+
+    Args:
+        failures: How many failures were seen.
+        observed_seconds: The time in which they came, including that since the last one.
+    """
+    weight = (failures + 1) ** -2
+    return (weight * DEFAULT_MTBF_SECONDS + observed_seconds * (failures > 0)) / (weight + failures)
 
 
 def daly_interval_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
@@ -323,6 +365,13 @@ def is_by_step(policy: SavePolicy) -> bool:
 def describe_rhythm(policy: SavePolicy) -> str:
     """**Pure.** Returns how often a policy saves, in words: the attribute `rhythm`; empty if it has none."""
     return str(getattr(policy, "rhythm", ""))
+
+
+def learns_failures(policy: SavePolicy | None) -> bool:
+    """**Pure.** Returns True if a policy contains an `Auto` that learns how often the run fails."""
+    if isinstance(policy, AnySave):
+        return any(map(learns_failures, policy.policies))
+    return isinstance(policy, Auto) and policy.mtbf_seconds is None
 
 
 def counts_epochs(policy: SavePolicy | None) -> bool:

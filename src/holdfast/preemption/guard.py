@@ -26,6 +26,7 @@ from holdfast.preemption.inbox import NoticeInbox
 from holdfast.preemption.progress import LoopProgress, PausedState
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.process.latch import Latch, start_thread
+from holdfast.process.pulse import PULSE
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 
@@ -454,6 +455,7 @@ class Guard:
 
     def _serve(self) -> None:
         """The main function of the guard's own thread."""
+        PULSE.dump_thread = threading.get_native_id()
         while not self._closed:
             self.inbox.listen(_LOOK_SECONDS if self._is_alert() else _CALM_SECONDS)
             if self._is_alert():

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Self
 
 from holdfast.events.kinds import size_text
+from holdfast.process.pulse import PULSE
 from holdfast.process.terminal import inform
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class LongRead:
         """Adds bytes that were read."""
         with self._lock:
             self._done_bytes += moved_bytes
+        if PULSE.board is not None:
+            PULSE.board.note_beat()
         if time.monotonic() >= self._next_at and self._showing.acquire(blocking=False):
             try:
                 with suppress(Exception):  # A terminal, or the log, may be gone.

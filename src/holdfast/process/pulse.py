@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeVar
 
-from holdfast.supervise.board import ENDED, ENVIRONMENT, NONE, Board
+from holdfast.supervise.board import BETWEEN, DATA, ENDED, ENVIRONMENT, NONE, STEP, Board
+
+Batch = TypeVar("Batch")
 
 
 class Pulse:
@@ -17,6 +19,9 @@ class Pulse:
     Attributes:
         is_on: True while there is a board. Code that is called for each save asks this first.
         board: The board, or None.
+        is_supervised: True if the board is inherited, so that another process watches it.
+        dump_thread: A thread that writes stacks without delay to training; 0 for none.
+        after_batch: The phase that begins with a batch: a step, if it is known where steps end.
         on_first_step: Called once, when this process has completed its first step, or else has begun its first save.
     """
 
@@ -24,8 +29,10 @@ class Pulse:
         self.is_on = False
         self.board: Board | None = None
         self.on_first_step: Callable[[], object] | None = None
-        self._thread = 0
-        self._step = 0
+        self.is_supervised = False
+        self.dump_thread = 0
+        self.after_batch = BETWEEN
+        self._thread = self._step = 0
 
     def join(self, *, make: bool = False) -> Board | None:
         """Lets this thread note its phases, on the inherited board if it is meant for this process.
@@ -36,7 +43,10 @@ class Pulse:
         self._thread = threading.get_ident()
         if self.board is None:
             with suppress(OSError, ValueError):
-                self.board = _open_inherited() or (Board.create() if make else None)
+                self.board = _open_inherited()
+                self.is_supervised = self.board is not None
+                if make and self.board is None:
+                    self.board = Board.create()
         self.is_on = self.board is not None
         return self.board
 
@@ -60,6 +70,11 @@ class Pulse:
             self._step = step
         return board.enter(phase, self._step, completed=completed)
 
+    def note_update(self) -> None:
+        """Called when an optimizer has stepped: what follows may be an evaluation."""
+        self.after_batch = STEP
+        self.enter(BETWEEN)
+
     def note_first(self) -> None:
         """Calls `on_first_step`, once."""
         call, self.on_first_step = self.on_first_step, None
@@ -73,6 +88,18 @@ class Pulse:
     def leave_to_parent(self) -> None:
         """Called in a forked child, which is not watched by what watches its parent."""
         self.board, self.is_on, self.on_first_step = None, False, None
+        self.is_supervised = False
+
+
+def take_batch(batches: Iterator[Batch]) -> Batch:
+    """Returns the next batch, noted as a wait for data."""
+    if not PULSE.is_on:
+        return next(batches)
+    PULSE.enter(DATA)
+    try:
+        return next(batches)
+    finally:
+        PULSE.enter(PULSE.after_batch)
 
 
 def _open_inherited() -> Board | None:

@@ -34,6 +34,7 @@ from holdfast.events import (
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest, Worker
 from holdfast.options import SaveOptions
+from holdfast.process.pulse import PULSE
 from holdfast.process.worker_pool import Round, WorkerPool
 from holdfast.save.handle import LeftOutError, Origin, PendingFailures, SaveHandle, SaveRequest
 from holdfast.save.image import CalledOffError, Stager, Staging
@@ -321,6 +322,8 @@ class Engine:
         self.newest = NewestSave(name, request.origin, cost_seconds, durable_seconds)
         self.protected_since_at = request.asked_at
         self._failures.forgive()
+        if PULSE.board is not None:
+            PULSE.board.note_committed(name.step)
         request.is_committed = True
         request.settled.open()
         self._emit(

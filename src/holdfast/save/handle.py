@@ -26,6 +26,7 @@ from holdfast.format.records import Worker
 from holdfast.options import check_wait
 from holdfast.process.exit import register_drain, unregister_drain
 from holdfast.process.latch import Latch
+from holdfast.process.pulse import PULSE
 from holdfast.process.terminal import say
 from holdfast.save.image import CopyProgress
 from holdfast.tracebacks import short_traceback
@@ -409,6 +410,8 @@ class PendingFailures:
         """Called when a save has begun; from now on the exit of the program waits for it."""
         with self._lock:
             self._in_flight, self._is_given_up, self._is_interrupted = handle, False, False
+        if PULSE.board is not None:
+            PULSE.board.note_saves(begun=1)
         register_drain(self)
 
     def forgive(self) -> None:
@@ -424,6 +427,8 @@ class PendingFailures:
             if self._in_flight is handle:
                 self._in_flight = None
             self._release_if_done()
+        if PULSE.board is not None:
+            PULSE.board.note_saves(ended=1)
         handle.request.ended.open()
 
     def add(self, error: HoldfastError) -> bool:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from holdfast.catalog import Catalog
+from holdfast.catalog.starts import PastStarts
 from holdfast.errors import ClosedError, StepExistsError, UsageError
 from holdfast.options import check_wait
 from holdfast.policies import SaveMoment
+from holdfast.process.pulse import PULSE
 from holdfast.save.handle import Origin, SaveHandle, SaveRequest
+from holdfast.supervise.board import COMMIT, NONE
 
 
 class CallGuard:
@@ -162,7 +165,12 @@ class Lineage:
         if (handle := self.in_flight) is None:
             return
         handle.request.drop_if_left()
-        wait(handle, timeout_seconds)
+        before = PULSE.enter(COMMIT) if PULSE.is_on else NONE
+        try:
+            wait(handle, timeout_seconds)
+        finally:
+            if before != NONE:
+                PULSE.enter(before)
         with self._settling:
             if self.in_flight is handle:  # A signal handler may have waited, and saved, since.
                 if handle.request.is_committed:
@@ -183,12 +191,15 @@ class StepTimer:
 
     Attributes:
         find_epochs: Returns how many epochs are complete, or None if it is not known; None if no policy needs it.
+        past: The earlier starts of the run.
     """
 
     def __init__(self) -> None:
         self.find_epochs: Callable[[], int | None] | None = None
+        self.past = PastStarts()
         self._saved_epochs = 0
         self._first_step = 0
+        self._begun_at = time.monotonic()
         self._saved_step: int | None = None
         self._saved_at = self._seen_at = time.monotonic()
         self._seen_step: int | None = None
@@ -245,6 +256,8 @@ class StepTimer:
             save_durable_seconds=durable_seconds,
             epochs=None if self.find_epochs is None else self.find_epochs(),
             last_saved_epochs=self._saved_epochs,
+            failures=self.past.failures,
+            observed_seconds=self.past.observed_seconds + now - self._begun_at,
         )
 
 

@@ -12,18 +12,17 @@ PHASES: Final = (
     "not begun",
     "starting",
     "restoring",
-    "in its first step",
     "in a step",
     "waiting for data",
     "copying a save",
     "waiting for a save",
-    "between two steps",
+    "in the program's own code",
     "leaving",
     "ended",
 )
 """The phases of a trainer, in words; a phase is an index of these."""
 
-(NONE, STARTING, RESTORE, FIRST_STEP, STEP, DATA, COPY, COMMIT, BETWEEN, LEAVING, ENDED) = range(len(PHASES))
+(NONE, STARTING, RESTORE, STEP, DATA, COPY, COMMIT, BETWEEN, LEAVING, ENDED) = range(len(PHASES))
 
 ENVIRONMENT: Final = "HOLDFAST_BOARD"
 """Names the board that a trainer inherits: `descriptor:pid`, where 0 means the first process that uses it."""
@@ -164,14 +163,13 @@ class Board:
             The phase that has ended.
         """
         now, before, whole, real = time.monotonic() if at is None else at, self._phase, self._whole, self._real
-        if self._pid:
+        if self._pid and not (before == STEP and not self._first_step_at):  # The first step may compile.
             seconds, count = now - self._since, whole[_COUNTS + before]
             real[_RINGS + before * KEPT + count % KEPT] = seconds
             whole[_COUNTS + before] = count + 1
             if seconds > real[_SLOWEST + before]:
                 real[_SLOWEST + before] = seconds
-        else:
-            self._pid = os.getpid()
+        self._pid = self._pid or os.getpid()
         if completed:
             self._steps_done += completed
             if not self._first_step_at:

@@ -23,10 +23,12 @@ from holdfast.policies import find_modes
 from holdfast.preemption.guard import Guard
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.process.exit import EXIT_SAVE_FAILED, LeavingExit, end_interrupted, end_process
+from holdfast.process.pulse import PULSE
 from holdfast.process.terminal import say
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
 from holdfast.state.data.position import step_break
+from holdfast.supervise.board import BETWEEN
 from holdfast.tracebacks import find_inside, short_traceback
 
 if TYPE_CHECKING:
@@ -268,6 +270,7 @@ class TrainingLoop:
             ResumeDiffersError: If a step differs from what it repeats, and `strict_resume` makes that an error.
         """
         if done > self.count.done:
+            PULSE.enter(BETWEEN, done, completed=done - self.count.done)
             self.count.done = done
             self.taken.data.note_step()
             self.manager.witness.note_step(done)
@@ -342,11 +345,12 @@ class TrainingLoop:
             yield
             return
         self.pause(step)
-        self._is_in_block = True
+        self._is_in_block, before = True, PULSE.enter(BETWEEN)
         try:
             yield
         finally:
             self._is_in_block = False
+            PULSE.enter(before)
             self.begin_steps()
 
     def pause(self, step: int) -> None:

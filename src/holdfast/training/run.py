@@ -15,10 +15,10 @@ from msgspec.structs import asdict
 
 from holdfast.advice.hyperparameters import check_kept
 from holdfast.advice.watch import count_taken
-from holdfast.checkpoint import Checkpoint, objects_of
+from holdfast.checkpoint import Checkpoint, find_given, objects_of
 from holdfast.cluster import Cluster
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
-from holdfast.errors import ClosedError, HoldfastError, UnnamedError, UsageError
+from holdfast.errors import ClosedError, HoldfastError, UsageError
 from holdfast.events import Sink
 from holdfast.format.names import FOLLOWED_DATA
 from holdfast.manager import CheckpointManager
@@ -29,15 +29,18 @@ from holdfast.preemption.config import TerminationConfig, make_termination
 from holdfast.preemption.guard import make_guard
 from holdfast.preemption.inbox import EarlyNotices
 from holdfast.process.exit import EXIT_SAVE_FAILED
+from holdfast.process.pulse import PULSE
 from holdfast.process.terminal import say
 from holdfast.restore.records import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.setup import explaining
 from holdfast.state.data.followed import CALL, FollowedData, LoaderBatches
 from holdfast.storage import Storage
+from holdfast.supervise.board import LEAVING
 from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements, warn_never_entered
 from holdfast.training.loop import StepNumbers, TrainingLoop
+from holdfast.training.watchdog import Watchdog
 
 Batch = TypeVar("Batch")
 
@@ -70,6 +73,7 @@ def resumable(
     grace: float | str | None = None,
     keep_current: str | Iterable[str] = (),
     strict_resume: bool = False,
+    watchdog: str = "report",
     quiet: bool = False,
     **objects: object,
 ) -> Run:
@@ -117,6 +121,9 @@ def resumable(
             such as `"optimizer.lr"`, or names of whole objects.
         strict_resume: True to make it an error if a step is repeated with other data, or another loss, than before the
             restart; it is a warning otherwise.
+        watchdog: What happens if training makes no progress for much longer than usual: "report" writes the stacks of
+            all threads into the run's directory and says so; "restart", under `holdfast run`, also starts the program
+            again; "off" does nothing. Limits may follow: "report step=2min unmarked=30min first=1h".
         quiet: True to omit the lines that say where the run begins and ends; warnings and errors stay.
         **objects: The objects to save, by name. An object with the name of an option needs a `Checkpoint`:
             `resumable(directory, Checkpoint(threads=..., model=model))`.
@@ -132,7 +139,7 @@ def resumable(
     given = locals()
     named = {name: given[name] for name in resumable.__kwdefaults__ or ()}
     check_names(objects, named)
-    kept = _find_checkpoint(directory, checkpoint, objects)
+    kept = find_given(directory, checkpoint, objects)
     check_kept_objects(kept.objects)
     termination = make_termination(preemption, objects, grace=grace)
     if not isinstance(strict, bool):
@@ -144,33 +151,10 @@ def resumable(
         manager = CheckpointManager(directory, kept, **asdict(options))
         with explaining(manager.participant):
             loop = TrainingLoop(manager, partial(make_guard, manager, termination))
-            run = Run(loop, _Resumption(strict, [*names], strict_resume), quiet=quiet)
+            watched = Watchdog(watchdog, manager.url, manager.worker)
+            run = Run(loop, _Resumption(strict, [*names], strict_resume), watched, quiet=quiet)
             early.hand_over(loop.guard.inbox.receive)
     return run
-
-
-def _find_checkpoint(directory: object, given: tuple[object, ...], objects: Mapping[str, object]) -> Checkpoint:
-    """**Pure.** Returns the objects to save, in whichever way they are given."""
-    named = objects.get("checkpoint")
-    if isinstance(directory, Checkpoint) or isinstance(named, Checkpoint):
-        raise UsageError(
-            "resumable takes the directory first and a Checkpoint second",
-            hint="Write resumable(directory, Checkpoint(model=model, ...)).",
-        )
-    unnamed = ", ".join(type(obj).__name__ for obj in given if not isinstance(obj, Checkpoint))
-    if unnamed:
-        raise UnnamedError(
-            f"objects must be given by name, got {unnamed} without a name",
-            hint=("Write resumable(directory, model=model, optimizer=optimizer): the keyword is its stored name."),
-        )
-    if len(given) + bool(objects) > 1:
-        raise UsageError("pass the objects to save in one Checkpoint or by name, not both")
-    kept = given[0] if given else Checkpoint(**objects)
-    if not isinstance(kept, Checkpoint) or not kept.objects:
-        raise UsageError(
-            "no objects were given to save", hint="Pass objects by name: resumable(directory, model=model, ...)."
-        )
-    return kept
 
 
 class _Resumption(NamedTuple):
@@ -200,12 +184,12 @@ class Run:
         completes_step: Returns False while gradients are being accumulated; `finish_step` does nothing then.
     """
 
-    def __init__(self, loop: TrainingLoop, resumption: _Resumption, *, quiet: bool) -> None:
+    def __init__(self, loop: TrainingLoop, resumption: _Resumption, watchdog: Watchdog, *, quiet: bool) -> None:
         self.manager = manager = loop.manager
         self.checkpoint = manager.checkpoint
         self._loop, self._guard = loop, loop.guard
         self._restored: Restoration | None = None
-        self._resumption = resumption
+        self._resumption, self._watchdog = resumption, watchdog
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self.completes_step: Callable[[], bool] = lambda: True
         self._total = 0  # How many steps the last loop of `steps` was to have.
@@ -477,6 +461,7 @@ class Run:
         try:
             self._guard.pause(None)
             self._guard.open()
+            self._watchdog.open()
             self.manager.wait_until_free()
             self._restored = self._restore()
             self.manager.check_ready()
@@ -485,8 +470,10 @@ class Run:
                 self._end_badly(error)
             finally:
                 self._guard.close()
+                self._watchdog.close()
             raise
         step = self._loop.count.done = 0 if self._restored is None else self._restored.step
+        self._watchdog.begin(step, is_restored=self._restored is not None)
         self._loop.count.join(self.manager)
         self._guard.pause(step)
         self._loop.begin(_ADVICE, self._warn_uncounted, self.__exit__)
@@ -513,6 +500,7 @@ class Run:
         if os.getpid() != self._process or self._phase is _Phase.ENDED:
             return  # A forked child that leaves the block: the run is its parent's. Or the program's end has ended it.
         self._phase, place = _Phase.ENDED, self._loop.find_exit(error, trace)
+        PULSE.enter(LEAVING)
         is_exit, error = isinstance(error, SystemExit), None if place is None else error
         inbox, watch = self._guard.inbox, self._loop.watch
         inbox.patient = True
@@ -543,6 +531,7 @@ class Run:
                         self.manager.close()
             finally:
                 self._loop.end()
+                self._watchdog.close()
 
     def _end_well(self) -> None:
         try:

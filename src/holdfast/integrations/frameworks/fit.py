@@ -20,6 +20,7 @@ from holdfast.preemption.config import make_termination
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import print_short
 from holdfast.training.run import Run, resumable
+from holdfast.training.watchdog import read_watchdog
 
 Directory = str | os.PathLike[str] | Storage
 
@@ -58,6 +59,7 @@ def split_options(directory: Directory, given: Mapping[str, Any], taken: Collect
     every = {**known, **options}
     make_termination(every["preemption"], objects, grace=every["grace"])
     check_switches(**{name: every[name] for name in ("strict", "strict_resume", "quiet")})
+    read_watchdog(every["watchdog"])
     SaveOptions.pick(every, save_every=Auto(), keep=Latest(3))
     return Settings(directory, options, objects)
 

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from holdfast.errors import UsageError
 from holdfast.format.records import Worker
+from holdfast.process.pulse import take_batch
 from holdfast.state.adapters import StateDictAdapter
 from holdfast.state.data.reading import ReadPlace
 from holdfast.state.data.sampler import BatchCount
@@ -469,7 +470,7 @@ class LoaderBatches(Iterator[Batch]):
 
     @short_traceback
     def __next__(self) -> Batch:
-        return next(self._batches)
+        return take_batch(self._batches)
 
     @property
     def batches_done(self) -> int:

@@ -17,6 +17,7 @@ import msgspec
 from holdfast.errors import MismatchError, OutOfRangeError, UsageError
 from holdfast.format.digests import derive
 from holdfast.numbers import check_whole
+from holdfast.process.pulse import take_batch
 from holdfast.state.adapters import Adapter, CaptureContext, Loading
 from holdfast.state.data.order import Batches, Permutation
 from holdfast.state.data.position import Position, count_samples, step_break
@@ -507,7 +508,7 @@ class BatchIterator(Iterator[Batch]):
 
     @short_traceback
     def __next__(self) -> Batch:
-        return next(self._batches)
+        return take_batch(self._batches)
 
 
 class BatchStream(BatchIterator[Batch]):
