@@ -87,4 +87,4 @@ def test_reasons_and_codes_in_words() -> None:
     assert end(KILLED).exit_code == 137
     assert end(-70).reason == "killed by signal 70"
     assert end(3).reason == "ended with code 3"
-    assert end()._replace(hung="hung in a step for 40 s").reason == "hung in a step for 40 s"
+    assert end()._replace(hung="in a step for 40 s").reason == "hung (in a step for 40 s)"

@@ -54,7 +54,7 @@ class End(NamedTuple):
     def reason(self) -> str:
         """The end in a few words, as in "killed by SIGKILL"."""
         if self.hung:
-            return self.hung
+            return f"hung ({self.hung})"
         if self.code < 0:
             number = -self.code
             known = number in set(signal.Signals)

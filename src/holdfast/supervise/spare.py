@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from holdfast.supervise.board import ENVIRONMENT
 from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.imports import ImportNote, find_roots, is_installed, read_record
 from holdfast.supervise.launch import forget_stub
@@ -268,6 +269,8 @@ class Spare:
         os.chdir(request.directory)
         os.environ.clear()
         os.environ.update(request.environment | self._made)
+        if board >= 0:
+            os.environ[ENVIRONMENT] = f"{board}:0"
         program = Program(*request.program)._replace(board=board, words=words)
         become_fresh()
         return program

@@ -7,6 +7,7 @@ ends.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -18,12 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from holdfast.supervise.board import Board, Reading
+from holdfast.supervise.board import ENVIRONMENT, Board, Reading
 from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.launch import make_command
 from holdfast.supervise.linux import adopt_orphans, end_with_parent, list_children, open_signals, read_signal
 from holdfast.supervise.program import WORDS_BYTES, Program, read_words
 from holdfast.supervise.restarts import INTERRUPTED, PREEMPTED, End, LastError, Options, RestartVerdict, decide
+from holdfast.supervise.watcher import HangWatch, pause_of, report
 
 _PASSED_ON: Final = (
     signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
@@ -39,8 +41,10 @@ _END_SECONDS: Final = 5.0
 _FORK_SECONDS: Final = 10.0
 _IMPORT_SECONDS: Final = 120.0
 """How long the import of one module may take."""
-_UNCOUNTED_SECONDS: Final = 5.0
+_UNCOUNTED_SECONDS: Final = 20.0
 """After so long the spare is started for a program that counts no steps."""
+_SAVE_SECONDS: Final = 30.0
+"""How long a program that hangs may go on with its saves before it is killed."""
 _LOOK_SECONDS: Final = 0.02
 _POISONS: Final = 5
 """After so many unfit spares none is started any more."""
@@ -148,7 +152,7 @@ class SpareProcess:
             return 0
         request = {
             "program": list(self._program),
-            "environment": dict(os.environ) | {"HOLDFAST_BOARD": f"{board}:0"},
+            "environment": dict(os.environ),
             "directory": str(Path.cwd()),
             "supervisor": os.getpid(),
             "ignored": ignored,
@@ -231,7 +235,7 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             for descriptor in (self._board.fd, self._words):
                 os.set_inheritable(descriptor, True)
-            os.execvpe(command[0], command, os.environ | {"HOLDFAST_BOARD": f"{self._board.fd}:0"})
+            os.execvpe(command[0], command, os.environ | {ENVIRONMENT: f"{self._board.fd}:0"})
         except OSError as error:
             _say(f"cannot start {command[0]}: {error}")
         finally:
@@ -241,13 +245,26 @@ class Supervisor:
         """**Blocks.** Waits until the program ends, and looks after the spare meanwhile; returns the end."""
         is_awaited, has_spare = True, False  # The first step of this start, and the spare for the next one.
         counts = bool(ends) and ends[-1].step is not None
+        watch, hung, kill_at = HangWatch(), "", math.inf
+        looked_at, pause = time.monotonic(), pause_of(self._board.read())
         while self._pid not in self._ended:
-            self._turn(_LOOK_SECONDS if is_awaited else 1.0)
-            reading = self._board.read()
+            self._turn(_LOOK_SECONDS if is_awaited or hung else pause)
+            reading, now = self._board.read(), time.monotonic()
+            if now >= looked_at + pause:
+                verdict = watch.look(reading, now, pause)
+                looked_at, pause = now, pause_of(reading)
+                if verdict is not None:
+                    _say(report(reading, verdict))
+                    if verdict.restarts and not hung:
+                        hung, kill_at = verdict.reason, now + _SAVE_SECONDS
+            if hung and (not reading.saves_in_flight or now >= kill_at) and self._pid not in self._ended:
+                os.kill(self._pid, signal.SIGKILL)
+                kill_at = math.inf
             if is_awaited and (reading.first_step_at or not counts):
                 is_awaited = False
                 self._announce(ends, reading, died_at, begun_at, is_forked=is_forked)
-            if not has_spare and (reading.first_step_at or time.monotonic() > begun_at + _UNCOUNTED_SECONDS):
+            is_uncounted = not reading.pid and now > begun_at + _UNCOUNTED_SECONDS
+            if not has_spare and (reading.first_step_at or is_uncounted):
                 has_spare = True
                 if self._spare is not None:
                     self._spare.start()
@@ -256,14 +273,16 @@ class Supervisor:
         if is_awaited:
             self._announce(ends, self._board.read(), died_at, begun_at, is_forked=is_forked)
         reading = self._board.read()
+        code = os.waitstatus_to_exitcode(self._ended[self._pid])
         words = read_words(self._words)
         failure = LastError() if words is None or words.pid != self._pid else LastError(*words[1:])
         return End(
-            code=os.waitstatus_to_exitcode(self._ended[self._pid]),
+            code=code,
             step=reading.step if reading.pid else None,
             seconds=time.monotonic() - begun_at,
             saved=reading.committed if reading.pid else -1,
             failure=failure,
+            hung=hung if code == -signal.SIGKILL else "",
         )
 
     def _announce(
