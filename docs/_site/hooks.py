@@ -61,7 +61,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keeps the source text of the API out of the search."""
+    """Keeps the API's source out of the search, and shows a bar in a table as it is typed.
+
+    GitHub's Markdown needs a backslash before it, which the site's Markdown would show.
+    """
+    html = re.sub(
+        r"<td[^>]*>.*?</td>",
+        lambda cell: cell[0].replace("\\|", "|"),
+        html,
+        flags=re.DOTALL,
+    )
     return html.replace(
         '<details class="mkdocstrings-source">',
         '<details class="mkdocstrings-source" data-search-exclude>',

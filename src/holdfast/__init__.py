@@ -142,20 +142,21 @@ _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 _MODULES: Final = {
     "accelerate": "holdfast.integrations.frameworks.accelerate",
     "dcp": "holdfast.integrations.dcp",
-    "errors": "holdfast.errors",
-    "events": "holdfast.events",
     "jobs": "holdfast.jobs",
     "keras": "holdfast.integrations.frameworks.keras",
     "lightning": "holdfast.integrations.frameworks.lightning",
-    "preemption": "holdfast.preemption",
     "transformers": "holdfast.integrations.frameworks.transformers",
 }
 """Modules that are imported on demand; those for frameworks are `Door`s (`holdfast.extras`)."""
 
 
+_PARTS: Final = frozenset({"errors", "events", "preemption"})
+"""Modules of that name that are imported on demand."""
+
+
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(_MODULES[name])
+    if name in _MODULES or name in _PARTS:
+        return import_module(_MODULES.get(name, f"holdfast.{name}"))
     if name in _HOMES:
         try:
             return getattr(import_module(_HOMES[name]), name)

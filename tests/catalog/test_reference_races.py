@@ -87,7 +87,7 @@ def run_prune_in_save(at: int) -> tuple[bool, bool, Sequence[Removed]]:
     storage = Interrupted()
     manager, arrays, plan = lay_ground(storage)
     done: list[Removed] = []
-    storage.interrupt(at, lambda: done.extend(carry_out(storage, plan)))
+    storage.interrupt(at, lambda: done.extend(carry_out(storage, plan, StoredRun(storage).look())))
     is_committed = save_on(manager, arrays, 3)
     was_interrupted = storage.was_interrupted
     storage.interrupt(0, lambda: None)
@@ -118,7 +118,7 @@ def test_a_save_at_any_moment_of_prune() -> None:
         manager, arrays, plan = lay_ground(storage)
         saved: list[bool] = []
         storage.interrupt(at, partial(note, saved, partial(save_on, manager, arrays, 3)))
-        done = carry_out(storage, plan)
+        done = carry_out(storage, plan, StoredRun(storage).look())
         if not saved:
             break
         outcomes.add((saved[0], all(removed.is_gone for removed in done)))
@@ -245,7 +245,7 @@ def test_what_cannot_be_withdrawn_keeps_what_it_refers_to(name: StepName) -> Non
     manager, _, plan = lay_ground(storage)
     manager.close()
     storage.stubborn = True
-    done = {removed.found.name: removed.is_gone for removed in carry_out(storage, plan)}
+    done = {removed.found.name: removed.is_gone for removed in carry_out(storage, plan, StoredRun(storage).look())}
     # Step 2 refers to step 1, and not the other way round.
     assert done == {StepName(1, 1): False, StepName(2, 1): name == StepName(1, 1)}
     check_all_whole(storage, "after a removal that failed")

@@ -61,6 +61,16 @@ def test_a_framework_resumes_what_was_killed(server: CephServer, url: str, frame
     assert [name.step for name in StoredRun(open_storage(url)).look().living] == [3, 6, 9, 12]
 
 
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+def test_a_framework_has_its_own_checkpoints_written_and_read(url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "lightning_io.py", f"{url}.ckpt"],
+        env=dict(os.environ), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(equal|ends) (.*)", done.stdout, re.M) == [("equal", "True"), ("ends", "8 12")]
+
+
 @pytest.mark.parametrize("kind", ["URL", "storage", "file"])
 def test_a_run_is_exported_and_imported(
     server: CephServer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -6,6 +6,7 @@ import random
 import re
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -99,3 +100,20 @@ def test_of_two_jobs_the_older_one_is_fenced_and_the_run_stays_whole(run_url: st
         restored = reader.restore()
     assert restored is not None
     assert (restored.step, found[0]) == (2, 2)
+
+
+def test_two_jobs_that_start_at_once_leave_one_whole_run(run_url: str) -> None:
+    expected = run_job(f"{run_url}-untouched", 24).stdout.splitlines()[-1]
+    for number in range(3 * SIZES):
+        place = f"{run_url}-{number}"
+        with ThreadPoolExecutor(2) as both:
+            jobs = list(both.map(run_job, (place, place), (24, 24)))
+        ended = [job for job in jobs if job.returncode == 0]
+        assert ended, [job.stderr for job in jobs]
+        assert {job.stdout.splitlines()[-1] for job in ended} == {expected}
+        fenced = [job.stderr for job in jobs if job.returncode != 0]
+        assert all("Only one job may save to a run" in text for text in fenced), fenced
+        again = run_job(place, 24)
+        assert again.stdout.splitlines()[-1] == expected, again.stderr
+        assert not committed_steps(again.stdout)
+        assert "whole" in call("verify", place).stdout

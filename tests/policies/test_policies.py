@@ -242,7 +242,10 @@ def test_counts_are_whole_numbers_from_one_on(wrong: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf, True, "3", None, 10**400])
 def test_times_are_finite_numbers_above_zero(wrong: Any) -> None:
-    for make in (Seconds, Newer, lambda s: Auto(mtbf_seconds=s)):
+    makers: list[Callable[[Any], object]] = [Seconds, Newer]
+    if wrong is not None:
+        makers.append(lambda seconds: Auto(mtbf_seconds=seconds))
+    for make in makers:
         with pytest.raises(UsageError):
             make(wrong)
 

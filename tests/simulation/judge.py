@@ -84,8 +84,8 @@ class Judge:
         acknowledged: The steps that their savers called committed.
         floor: The step that a restore may rely on: the newest acknowledged one, or the one that the run was taken back
             to since. -1 for none.
-        slept_over: Steps that were removed by a job that slept between its look at the generations and the removal of
-            what its policy gives up: the docs name this gap. One may be that from which a new job has begun meanwhile.
+        slept_over: Steps that were removed by a job or a person between a look at the generations and the removal of
+            what a policy gives up: the docs name this gap. One may be that from which a new job has begun meanwhile.
     """
 
     scheduler: Scheduler
@@ -273,6 +273,9 @@ class Judge:
         del self._committed[name]
         self._withdrawn[name] = self.scheduler.now, task.process
         newer = [] if is_late else self._list_newer(task.process)
+        if task.name.startswith("person"):
+            # A person has no generation: newer ones are those that were opened since the last look.
+            newer = [one for one, opened_at in self._opened.items() if opened_at > task.looked_at]
         if was_promised and newer and min(self._opened[one] for one in newer) < task.looked_at:
             self.wrong(f"{task.name} removes {name}, though it has seen generation {newer}")
         if newer or is_late:

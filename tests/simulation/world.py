@@ -248,7 +248,7 @@ class World:
                 plan = plan_removals(survey, wishes, 0.0)
                 if plan.remove:
                     check_unchanged(storage, plan, survey.catalog)
-                    carry_out(storage, plan)
+                    carry_out(storage, plan, survey.catalog)
             except (StorageError, UsageError):
                 continue
 

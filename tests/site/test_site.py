@@ -70,6 +70,12 @@ def test_every_link_anchor_and_picture_is_there() -> None:
     assert broken == []
 
 
+def test_code_in_tables_has_no_backslash_before_a_bar() -> None:
+    cells = [cell for path in PAGES for cell in re.findall(r"<td[^>]*><code>.*?</td>", read(path).text)]
+    assert [cell for cell in cells if "\\|" in cell] == []
+    assert any("holdfast.Latest(1) | holdfast.Best" in cell for cell in cells)
+
+
 def test_the_site_loads_nothing_from_elsewhere() -> None:
     """It can be read where there is no network."""
     for path in PAGES:

@@ -473,17 +473,20 @@ def _choose_outdated(survey: Survey, policy: RetentionPolicy, now_unix_seconds: 
 
 
 def check_unchanged(storage: Storage, plan: RemovalPlan, before: Catalog) -> None:
-    """**Blocks.** Raises `StorageError` if a job has begun since the plan was made, or a directory in it is needed
-    now."""
+    """**Blocks.** Raises `StorageError` if a job has begun since the plan was made, or what is in it has changed."""
     now = survey_run(storage)
     states = {one.directory: one.state for one in now.found}
     moved = any(states.get(one.directory) is not one.state for one in plan.remove)
     needed = _find_needed(storage, plan)
     if moved or any(one.name in needed for one in plan.remove) or now.catalog.generation != before.generation:
-        raise StorageError(
-            f"{storage.url} changed while holdfast was looking at it; nothing was removed",
-            hint="A job is saving there. Run the command again.",
-        )
+        raise _changed(storage)
+
+
+def _changed(storage: Storage) -> StorageError:
+    return StorageError(
+        f"{storage.url} changed while holdfast was looking at it; nothing was removed",
+        hint="A job is saving there. Run the command again.",
+    )
 
 
 def _find_needed(storage: Storage, plan: RemovalPlan) -> set[StepName]:
@@ -503,16 +506,21 @@ class Removed:
     error: HoldfastError | None = None
 
 
-def carry_out(storage: Storage, plan: RemovalPlan) -> list[Removed]:
+def carry_out(storage: Storage, plan: RemovalPlan, before: Catalog) -> list[Removed]:
     """**Blocks.** Removes everything in the plan. If one removal fails, only the steps that it refers to are kept too.
 
     A crash in the middle leaves remains that a later removal of what is unfinished finds.
+
+    Raises:
+        StorageError: If a job has begun since the plan was made, which may be about to continue from a step in it.
     """
     failures: dict[str, HoldfastError] = {}
     held: dict[StepName, str] = {}
     if plan.committed:
         # A summary would go on vouching for them. A job that runs writes a new one.
         StoredRun(storage).history.drop_summaries()
+        if max(StoredRun(storage).list_generations(), default=0) != before.generation:
+            raise _changed(storage)
     # The newest first: what refers to others goes before them.
     for one in sorted(plan.committed, key=lambda one: one.name or StepName(0, 0), reverse=True):
         try:

@@ -19,7 +19,7 @@ from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.imports import find_record
 from holdfast.supervise.launch import find_flags, make_command
 from holdfast.supervise.linux import open_signals, read_signal
-from holdfast.supervise.node import Surroundings
+from holdfast.supervise.node import ProcessLimits
 from holdfast.supervise.program import Program
 from holdfast.supervise.spare import Request
 
@@ -37,7 +37,7 @@ def main(program: Program, *, has_spare: bool) -> NoReturn:
     reason = ""
     if path and (connection := _connect(path)) is not None:
         request = Request([*program], dict(os.environ), str(Path.cwd()), 0, ignored)
-        message = {"request": request._asdict(), "surroundings": [*Surroundings.find()]}
+        message = {"request": request._asdict(), "process_limits": [*ProcessLimits.find()]}
         # From here on signals are for the worker.
         signals = open_signals(number for number in signal.valid_signals() if number not in _NOT_PASSED_ON)
         answer = receive(connection) if tell(connection, message, [0, 1, 2]) else None
@@ -90,7 +90,7 @@ def _connect(path: str) -> socket.socket | None:
 
 
 def _follow(connection: socket.socket, signals: int, worker: int) -> NoReturn:
-    """**Blocks.** Passes signals on until the worker ends, and ends this process alike."""
+    """**Blocks.** Passes signals on until the worker ends, and ends this process in the same way."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     poll.register(signals, select.POLLIN)

@@ -37,7 +37,7 @@ _LOOK_SECONDS: Final = 5.0
 _PEER: Final = struct.Struct("3i")
 
 
-class Surroundings(NamedTuple):
+class ProcessLimits(NamedTuple):
     """The limits of a process that a fork can't change. A worker in others than the spare's is started afresh."""
 
     groups: str
@@ -45,7 +45,7 @@ class Surroundings(NamedTuple):
     limits: list[list[int]]
 
     @classmethod
-    def find(cls) -> Surroundings:
+    def find(cls) -> ProcessLimits:
         """Returns those of this process."""
         groups = ""
         with suppress(OSError):
@@ -55,7 +55,7 @@ class Surroundings(NamedTuple):
         return cls(groups, sorted(os.sched_getaffinity(0)), limits)
 
 
-class Worker(NamedTuple):
+class ForkedWorker(NamedTuple):
     """A worker that was forked.
 
     Attributes:
@@ -107,9 +107,9 @@ class NodeSpare:
         self._spare = spare
         self._path = path
         self._launcher = launcher
-        self._own = Surroundings.find()
+        self._own = ProcessLimits.find()
         self._environment = dict(os.environ)
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, ForkedWorker] = {}
         # Under a name of its own first: at the path there is never a socket that no process listens at.
         passing = f"{path}.{os.getpid()}"
         self._listener = socket.socket(socket.AF_UNIX)
@@ -163,8 +163,8 @@ class NodeSpare:
             client.close()
             return None
         message, descriptors = received
-        request, surroundings = Request(**message["request"]), Surroundings(*message["surroundings"])
-        reason = self._find_difference(request, surroundings)
+        request, process_limits = Request(**message["request"]), ProcessLimits(*message["process_limits"])
+        reason = self._find_difference(request, process_limits)
         child = 0 if reason else self._spare.fork()
         if not reason and child == 0:
             return self._become(client, request, descriptors)
@@ -175,14 +175,14 @@ class NodeSpare:
             client.close()
             return None
         tell(client, {"pid": child})
-        self._workers[child] = Worker(child, os.pidfd_open(child), client)
+        self._workers[child] = ForkedWorker(child, os.pidfd_open(child), client)
         return None
 
-    def _find_difference(self, request: Request, surroundings: Surroundings) -> str:
+    def _find_difference(self, request: Request, process_limits: ProcessLimits) -> str:
         """Returns why a worker must be started afresh; empty if it can be forked."""
         if poison := self._spare.check():
             return poison.reason
-        if surroundings != self._own:
+        if process_limits != self._own:
             return "its cores, its control group or its limits differ from the spare's"
         own, other = self._environment, request.environment
         for name in sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name)):

@@ -119,7 +119,7 @@ def command(
             report.note("nothing was removed")
             return
         check_unchanged(storage, plan, survey.catalog)
-        done = carry_out(storage, plan)
+        done = carry_out(storage, plan, survey.catalog)
         _show_done(report, done)
     outcomes = {
         removed.found.directory: "failed" if removed.error else "removed" if removed.is_gone else "kept_foreign_files"
