@@ -7,13 +7,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast import errors, events, preemption
-from holdfast.checkpoint import Checkpoint
-from holdfast.extras import stand_in
-from holdfast.policies import All, Auto, Best, Epochs, EveryHours, EveryN, Latest, Newer, Seconds, Steps
-
 if TYPE_CHECKING:
-    from holdfast import jobs
+    from holdfast import errors, events, jobs, preemption
+    from holdfast.checkpoint import Checkpoint
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
     from holdfast.integrations import dcp
@@ -31,6 +27,7 @@ if TYPE_CHECKING:
         epoch_limiter,
     )
     from holdfast.manager import CheckpointManager
+    from holdfast.policies import All, Auto, Best, Epochs, EveryHours, EveryN, Latest, Newer, Seconds, Steps
     from holdfast.preemption.config import TerminationConfig
     from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
@@ -100,8 +97,13 @@ __all__ = [
 
 
 _HOMES: Final = {
+    **dict.fromkeys(
+        ("All", "Auto", "Best", "Epochs", "EveryHours", "EveryN", "Latest", "Newer", "Seconds", "Steps"),
+        "holdfast.policies",
+    ),
     "RNG": "holdfast.state",
     "Backup": "holdfast.training.backup",
+    "Checkpoint": "holdfast.checkpoint",
     "CheckpointManager": "holdfast.manager",
     "Job": "holdfast.jobs",
     "JobRunner": "holdfast.jobs",
@@ -131,8 +133,7 @@ _HOMES: Final = {
     "resumable": "holdfast.training.run",
     "save": "holdfast.tree",
 }
-"""Names that are imported on demand, so that `import holdfast` is quick: the engine of saves and restores, parts that
-need a framework, and those that few programs use."""
+"""By public name, the module that is imported when it is first used: `import holdfast` itself loads nothing."""
 
 _EXTRAS: Final = {"ray": "ray", "torch": "torch"}
 """By module, the extra of holdfast that installs it."""
@@ -149,15 +150,21 @@ _MODULES: Final = {
 """Modules that are imported on demand; those for frameworks are `Door`s (`holdfast.extras`)."""
 
 
+_PARTS: Final = frozenset({"errors", "events", "preemption"})
+"""Modules of that name that are imported on demand."""
+
+
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(_MODULES[name])
+    if name in _MODULES or name in _PARTS:
+        return import_module(_MODULES.get(name, f"holdfast.{name}"))
     if name in _HOMES:
         try:
             return getattr(import_module(_HOMES[name]), name)
         except ModuleNotFoundError as error:
             if error.name not in _EXTRAS:
                 raise
+            from holdfast.extras import stand_in
+
             return stand_in(name, f"{error.name}, which is not installed", _EXTRAS[error.name])
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
 

@@ -448,7 +448,7 @@ def test_shared_arrays_are_shown_once_with_all_their_names(tmp_path: Path) -> No
         ("cp", "Use 'holdfast copy': Copy a run"),
         ("inspect", "Use 'holdfast show': Show what one checkpoint holds."),
         ("check", "Use 'holdfast verify': Read every byte"),
-        ("resume", "A job resumes by itself: start its script again."),
+        ("resume", "A job resumes by itself: 'holdfast run TRAIN.PY' starts it."),
         ("prun", "Did you mean 'prune'?"),
     ],
 )

@@ -17,6 +17,8 @@ from holdfast.errors import HoldfastError
 from holdfast.tracebacks import TRACEBACK_VARIABLE
 
 VERBS: Final = {
+    "run": "Run a training program, and start it again when it dies.",
+    "worker": "Run a training program as a worker of torchrun or srun, which restarts it quickly.",
     "init": "Write a script that trains and resumes, to begin with.",
     "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
@@ -47,7 +49,7 @@ _INSTEAD: Final = {
 }
 """Words that people write for a verb of another name."""
 
-_RESUMING: Final = frozenset({"resume", "restart", "continue", "run", "train", "start"})
+_RESUMING: Final = frozenset({"resume", "restart", "continue", "train", "start"})
 
 _MODULES: Final = {"export": "conversion", "import": "conversion"}
 """Modules of verbs that are not named for one verb."""
@@ -73,7 +75,7 @@ class Verbs(click.Group):
         """Finds the verb, or names the one that does what another word asks for."""
         word = args[0].lower()
         if word in _RESUMING:
-            ctx.fail(f"No such command {args[0]!r}. A job resumes by itself: start its script again.")
+            ctx.fail(f"No such command {args[0]!r}. A job resumes by itself: 'holdfast run TRAIN.PY' starts it.")
         if (verb := _INSTEAD.get(word)) is not None:
             ctx.fail(f"No such command {args[0]!r}. Use 'holdfast {verb}': {VERBS[verb]}")
         return super().resolve_command(ctx, args)

@@ -1,0 +1,51 @@
+"""Starts the lean processes beside a training program, which use the standard library alone.
+
+The supervisor, the spare and what becomes the program must not run `holdfast/__init__`, which a program may never
+import. So each begins with an empty module in its place, through which only the modules of this package are found.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+_ROOT: Final = str(Path(__file__).parents[1])
+
+_CODE: Final = (
+    "import sys, types; p = types.ModuleType('holdfast'); p.__path__ = [{root!r}]; sys.modules['holdfast'] = p; "
+    "from holdfast.supervise import {module} as m; m.main(*__import__('json').loads(sys.argv[1]))"
+)
+
+
+def make_command(module: str, *arguments: Any, flags: list[str], show: list[str] | None = None) -> list[str]:
+    """**Pure.** Returns the command line of a process that calls `main` of a module of this package.
+
+    Args:
+        module: The name of the module.
+        arguments: What `main` is called with; JSON must hold it.
+        flags: Options of the interpreter.
+        show: Further words, which the process does not read: they show in lists of processes.
+    """
+    code = _CODE.format(root=_ROOT, module=module)
+    return [sys.executable, *flags, "-c", code, json.dumps(arguments), *(show or [])]
+
+
+def find_flags() -> list[str]:
+    """Returns the options of this interpreter, such as -O; the environment's are inherited."""
+    found: list[str] = []
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        if not word.startswith("-") or word in ("-m", "-c"):
+            break
+        found += [word, next(words, "")] if word in ("-X", "-W") else [word]
+    return found
+
+
+def forget_stub() -> None:
+    """Removes the empty module and what was found through it, so that the program imports holdfast itself."""
+    if getattr(sys.modules.get("holdfast"), "__file__", None) is not None:
+        return
+    for name in [name for name in sys.modules if name == "holdfast" or name.startswith("holdfast.")]:
+        del sys.modules[name]
