@@ -73,6 +73,9 @@ def test_pauses_grow_without_progress_only() -> None:
     assert pauses([end(step=9, text=str(n)) for n in range(9)]) == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     assert pauses([end(step=None, seconds=70)] * 4) == [0.0] * 4
     assert pauses([end(step=None, seconds=5)] * 2) == [0.0, 1.0]
+    # Starts that came further are no failures to begin, however soon they ended.
+    quick = [end(step=step, seconds=15, text=str(step)) for step in range(5)]
+    assert pauses([*quick, end(step=None, seconds=5), end(step=None, seconds=5)]) == [0.0] * 6 + [1.0]
 
 
 def test_a_number_of_restarts_is_kept_to() -> None:

@@ -150,7 +150,7 @@ def _find_pause(ends: Sequence[End]) -> float:
     if ends[-1].step is None:
         stuck = 0
         for end in reversed(ends):
-            if end.seconds >= _QUICK_SECONDS:
+            if end.step is not None or end.seconds >= _QUICK_SECONDS:
                 break
             stuck += 1
         stuck = max(stuck - 1, 0)

@@ -31,7 +31,6 @@ _SWEEPS: Final = frozenset({"__iter__", "copy"})
 """Functions that read the whole environment, by `os.environ.items()` and `os.environ.copy()`."""
 _STREAMS: Final = 3
 _TRIAL_SECONDS: Final = 10.0
-_ADOPTED_SECONDS: Final = 10.0
 
 _TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGTSTP, signal.SIGHUP, signal.SIGQUIT)
 
@@ -236,7 +235,8 @@ class Spare:
                 request = Request(**message)
                 self._change_parent(request.supervisor)
                 program = self.become(request, descriptors)
-                tell(self._connection, {"pid": os.getpid()})
+                if not tell(self._connection, {"pid": os.getpid()}):
+                    os._exit(1)  # The supervisor waits no longer, and has started another one.
                 return program
             os.waitpid(child, 0)
             for descriptor in descriptors:
@@ -244,10 +244,10 @@ class Spare:
 
     def _change_parent(self, supervisor: int) -> None:
         """Goes on in a child of the one that was forked, which ends: so the supervisor becomes the parent."""
+        between = os.getpid()
         if os.fork():
             os._exit(0)
-        give_up_at = time.monotonic() + _ADOPTED_SECONDS
-        while os.getppid() != supervisor and time.monotonic() < give_up_at:
+        while os.getppid() == between:
             time.sleep(0.0002)
         end_with_parent()
         if os.getppid() != supervisor:

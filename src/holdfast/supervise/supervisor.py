@@ -47,7 +47,7 @@ _SAVE_SECONDS: Final = 30.0
 """How long a program that hangs may go on with its saves before it is killed."""
 _LOOK_SECONDS: Final = 0.02
 _POISONS: Final = 5
-"""After so many unfit spares none is started any more."""
+"""After so many unfit spares, and no program that was forked from one, none is started any more."""
 
 
 class Supervised(NamedTuple):
@@ -75,13 +75,14 @@ class SpareProcess:
         pid: Its process; 0 if there is none.
         connection: The socket to it.
         is_ready: True if it can be forked.
+        is_worth_another: True if it has ended, and another one may do better.
         cause: The reason why there is no spare, for a line; empty if there is none to tell.
     """
 
     def __init__(self, program: Program, mask: Iterable[int]) -> None:
         self.pid = 0
         self.connection: socket.socket | None = None
-        self.is_ready = False
+        self.is_ready = self.is_worth_another = False
         self.cause = ""
         self._program = program
         self._mask = mask
@@ -102,7 +103,8 @@ class SpareProcess:
         with other:
             os.set_inheritable(other.fileno(), True)
             self.pid = os.posix_spawn(command[0], command, os.environ, setsigmask=self._mask)
-        self.connection, self.is_ready, self._importing, self._told_at = own, False, "", time.monotonic()
+        self.connection, self._importing, self._told_at = own, "", time.monotonic()
+        self.is_ready = self.is_worth_another = False
 
     def hear(self) -> None:
         """Reads what it tells."""
@@ -118,10 +120,20 @@ class SpareProcess:
         elif "reason" in message:
             self._reject(message["reason"], message["module"])
         elif received is None:
-            self._reject(
-                f"importing {self._importing} ended the process" if not self.is_ready else "it has ended",
-                "" if self.is_ready else self._importing,
-            )
+            self._find_out()
+
+    def _find_out(self) -> None:
+        """**Blocks.** Rejects one that has closed its end, as it is ending."""
+        status, module = signal.SIGKILL.value, "" if self.is_ready else self._importing
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            status = os.waitpid(self.pid, 0)[1]
+        if os.waitstatus_to_exitcode(status) == -signal.SIGKILL:
+            # By somebody else, such as a kernel that lacks memory: the module is not the reason.
+            self._reject("it was killed", "")
+            self.is_worth_another = True
+        else:
+            self._reject(f"importing {module} ended the process" if module else "it has ended", module)
 
     def look(self) -> None:
         """Gives up one that hangs in an import."""
@@ -131,6 +143,7 @@ class SpareProcess:
     def _reject(self, cause: str, module: str) -> None:
         self.cause = cause
         self._poisons += 1
+        self.is_worth_another = bool(module)
         if module:
             self._left_out.append(module)
         self.end()
@@ -161,6 +174,7 @@ class SpareProcess:
         try:
             if tell(connection, request, [0, 1, 2, board, words]) and (received := receive(connection)):
                 if pid := received[0].get("pid"):
+                    self._poisons = 0
                     return int(pid)
                 self._reject(received[0]["reason"], received[0]["module"])
                 return 0
@@ -228,10 +242,13 @@ class Supervisor:
         else:
             program = self._program._replace(board=self._board.fd, words=self._words)
             command = make_command("program", *program, flags=program.flags, show=program.shown)
+        supervisor = os.getpid()
         if child := os.fork():
             return child
         try:
             end_with_parent()
+            if os.getppid() != supervisor:
+                os._exit(1)  # It has died.
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             for descriptor in (self._board.fd, self._words):
                 os.set_inheritable(descriptor, True)
@@ -264,12 +281,11 @@ class Supervisor:
                 is_awaited = False
                 self._announce(ends, reading, died_at, begun_at, is_forked=is_forked)
             is_uncounted = not reading.pid and now > begun_at + _UNCOUNTED_SECONDS
-            if not has_spare and (reading.first_step_at or is_uncounted):
-                has_spare = True
-                if self._spare is not None:
-                    self._spare.start()
             if self._spare is not None:
                 self._spare.look()
+                if self._spare.is_worth_another or (not has_spare and (reading.first_step_at or is_uncounted)):
+                    has_spare = True
+                    self._spare.start()
         if is_awaited:
             self._announce(ends, self._board.read(), died_at, begun_at, is_forked=is_forked)
         reading = self._board.read()
