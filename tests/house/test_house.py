@@ -90,7 +90,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2487,
+    "catalog": 2494,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 4441,
     # Joining, the store, failures of workers, a barrier.

@@ -13,6 +13,9 @@ from simulation.planted import BUGS
 from simulation.world import kind_of, simulate
 
 SEEDS = 1000
+FOUND = (51_904, 100_227)
+"""Others that have found something, which has been mended."""
+
 PAGE = Path(__file__).parents[2] / "docs/internals/crash-safety.md"
 
 
@@ -28,6 +31,13 @@ def test_simulated_jobs_lose_nothing_and_see_nothing_half(first: int) -> None:
         fenced += outcome.fenced
         deaths += outcome.deaths
     assert min(acknowledged, restored, fenced, deaths) > 50, "too little happens for anything to be found"
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_seed_that_has_found_something_finds_nothing(seed: int) -> None:
+    outcome = simulate(seed)
+    assert outcome.failure is None
+    assert outcome.acknowledged > 0
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -184,7 +184,8 @@ class StoredRun:
         If the storage lists deep, one listing says of every directory what is in it, and no summary is trusted.
 
         A running job may commit a step that is not in the list of directories yet, and then remove one that is, before
-        that one is looked into. So if a directory has no manifest, and others have come since, all are looked at again.
+        that one is looked into. Or a new job may begin from a step that is not in the list yet. So if a directory has
+        no manifest, or a base is not there, and others have come since, all are looked at again.
 
         Args:
             closely: True to look into each directory, regardless of a summary.
@@ -192,19 +193,21 @@ class StoredRun:
         Raises:
             StorageError: If the storage cannot be read.
         """
-        history, known = self.history, frozenset[StepName]()
+        history, known, bases = self.history, frozenset[StepName](), dict[int, Base]()
         for looks in range(_MOST_LOOKS):
             entries, files = self._list_deep() if self.storage.traits.lists_deep else (self.storage.list(""), None)
             directories = [entry.name for entry in entries if entry.is_directory]
             names = list(filter(None, map(parse_step_directory, directories)))
-            if not looks:
-                # After the steps: a step that has been seen is of a generation that is seen.
+            if not looks or any(name.generation not in bases for name in names if name not in known):
+                # After the steps: a step that has been seen is of a generation that is seen, and so is its base.
                 records = None if files is None else _find_records(names, files)
                 bases, faults = history.look(closely=closely, names=records)
             elif known.issuperset(names):
                 break
             committed, lost, unfinished = self._sort_steps(names, files)
-            if not (lost or unfinished):
+            newest = max(map(attrgetter("generation"), names), default=0)
+            begun = {base.name for generation, base in bases.items() if generation > newest}
+            if not (lost or unfinished or begun.difference((None, *committed))):
                 break
             known = frozenset(names)
         living = choose_living(committed, bases)
@@ -315,6 +318,10 @@ class StoredRun:
             StorageError: If the storage fails, or the base of this generation was recorded before.
         """
         path = base_path(base.generation)
+        if base.name is not None:
+            # Its saver may have died before it did so: a power cut must not leave the base of a step that is not there.
+            with suppress(NotFoundError):
+                self.storage.sync_directory(base.name.directory)
         if not self.storage.publish(path, seal(base)):
             raise StorageError(
                 f"{self.url}: generation {base.generation} already has a base",
