@@ -21,7 +21,7 @@ import pytest
 
 import holdfast as hf
 from command_line import call
-from faulty import Fault, FaultyStorage
+from faulty import Call, Fault, FaultyStorage
 from holdfast.catalog import Catalog, StoredRun
 from holdfast.cluster import Cluster
 from holdfast.errors import FencedError, HoldfastError, NoWholeCheckpointError, SaveFailedError
@@ -414,6 +414,17 @@ def test_a_job_whose_base_another_job_has_removed_starts_nothing_over() -> None:
         manager.save(6).wait_committed()
     with open_manager(storage, begin_anew=True) as manager:
         assert manager.restore() is None
+
+
+def test_a_step_is_synced_before_a_generation_begins_from_it() -> None:
+    """Its saver may have died between its publication and the sync, and the power may fail next."""
+    storage = FaultyStorage(MemoryStorage())
+    last = save_steps(storage, 1)
+    before = len(storage.calls)
+    save_steps(storage, 1)
+    calls = storage.calls[before:]
+    synced = calls.index(Call("sync_directory", StepName(last, 1).directory))
+    assert synced < calls.index(Call("publish", base_path(2)))
 
 
 def test_a_directory_named_like_a_summary_is_left_alone() -> None:

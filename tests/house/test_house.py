@@ -90,7 +90,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2490,
+    "catalog": 2494,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 4441,
     # Joining, the store, failures of workers, a barrier.
@@ -128,7 +128,7 @@ BUDGETS = {
     # A tree of objects taken apart, captured, and matched.
     "state": 7200,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
-    "supervise": 2439,
+    "supervise": 2445,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 3173,
     # Contracts for storages and clusters of others.

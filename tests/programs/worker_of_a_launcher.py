@@ -21,7 +21,8 @@ with holdfast.resumable(directory / f"run-{os.environ['RANK']}", state=state, cl
     for _ in run.steps(run.step + 3):
         state += 1
 print("trained", os.environ["RANK"], os.getpid(), os.getsid(0), flush=True)
-child = subprocess.Popen(["sleep", "1000"])
+nowhere = subprocess.DEVNULL
+child = subprocess.Popen(["sleep", "1000"], stdin=nowhere, stdout=nowhere, stderr=nowhere)
 
 
 def leave(*_: object) -> None:

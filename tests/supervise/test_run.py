@@ -101,6 +101,16 @@ def test_a_program_that_dies_is_started_again() -> None:
     ]
 
 
+def test_a_record_that_was_not_finished_is_removed() -> None:
+    write("")
+    assert run().returncode == 0
+    (record,) = Path("cache/holdfast/imports").iterdir()
+    record.with_suffix(f".{2**22 + 1}").touch()  # No process has this number.
+    (living := record.with_suffix(".1")).touch()
+    assert run().returncode == 0
+    assert sorted(Path("cache/holdfast/imports").iterdir()) == sorted([record, living])
+
+
 def test_a_traceback_that_repeats_is_shown_once() -> None:
     write("def step():\n    raise ValueError('boom')\nstep()")
     done = run()
@@ -268,8 +278,9 @@ def test_ctrl_c_ends_all_with_130() -> None:
 def test_a_second_ctrl_c_ends_a_program_that_goes_on() -> None:
     write("""
 import signal, time
-signal.signal(signal.SIGINT, lambda *_: print("no", flush=True))
-print("ready", flush=True)
+# By a call of the system: `print` may be under way when the signal comes.
+signal.signal(signal.SIGINT, lambda *_: os.write(1, b"no"))
+os.write(1, b"ready")
 while True:
     time.sleep(1000)
 """)

@@ -180,6 +180,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_forked_program_is_as_one_that_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts, losses bit for bit, and processes of each kind; random generators begin anew in each."""
     # Without this, sums in MKL may depend on where in memory its arrays happen to begin, in plain starts too.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,8 +66,10 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     """Starts clients; at the end all of them are killed, and the spare is asked to end by the loss of its socket."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "runtime").mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    # Paths of sockets are short.
+    runtime = Path(tempfile.mkdtemp(prefix="holdfast-"))
+    Path("runtime").symlink_to(runtime)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     started: list[Client] = []
 
     def start(rank: int, **environment: str) -> Client:
@@ -73,10 +78,10 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
     yield start
     for client in started:
-        client.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(client.process.pid, signal.SIGKILL)
         client.process.communicate()
-    for socket in (tmp_path / "runtime").iterdir():
-        socket.unlink()
+    shutil.rmtree(runtime)
 
 
 def find_spare() -> Path | None:

@@ -318,6 +318,10 @@ class StoredRun:
             StorageError: If the storage fails, or the base of this generation was recorded before.
         """
         path = base_path(base.generation)
+        if base.name is not None:
+            # Its saver may have died before it did so: a power cut must not leave the base of a step that is not there.
+            with suppress(NotFoundError):
+                self.storage.sync_directory(base.name.directory)
         if not self.storage.publish(path, seal(base)):
             raise StorageError(
                 f"{self.url}: generation {base.generation} already has a base",

@@ -24,6 +24,8 @@ from holdfast.supervise.program import Program
 from holdfast.supervise.spare import Request
 
 _PATIENCE_SECONDS: Final = 10.0
+_LONGEST_PATH: Final = 95
+"""Paths of sockets have at most 107 bytes, and the spare adds its number."""
 _NOT_PASSED_ON: Final = frozenset({
     signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL,
     signal.SIGABRT, signal.SIGTRAP, signal.SIGPIPE, signal.SIGTTIN, signal.SIGTTOU,
@@ -63,7 +65,7 @@ def run_script(script: str, arguments: list[str]) -> NoReturn:
 
 
 def find_socket(program: Program) -> str:
-    """Returns the path of the socket of the spare for this program and this launcher; empty without a safe place."""
+    """Returns the path of the socket of the spare for this program and this launcher; empty without a safe one."""
     place = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/holdfast-{os.getuid()}")
     launcher = os.getppid()
     try:
@@ -75,7 +77,8 @@ def find_socket(program: Program) -> str:
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         return ""
     words = [str(launcher), begun, program.record, *program.flags]
-    return str(place / f"holdfast-{hashlib.sha256('|'.join(words).encode()).hexdigest()[:24]}")
+    path = str(place / f"holdfast-{hashlib.sha256('|'.join(words).encode()).hexdigest()[:24]}")
+    return path if len(os.fsencode(path)) <= _LONGEST_PATH else ""
 
 
 def _connect(path: str) -> socket.socket | None:

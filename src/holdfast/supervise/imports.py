@@ -138,6 +138,9 @@ def is_installed(module: ModuleType | None, roots: tuple[str, ...]) -> bool:
 
 
 def _write(file: Path, data: bytes) -> None:
+    for part in file.parent.glob(f"{file.stem}.[0-9]*"):
+        if not Path("/proc", part.suffix[1:]).exists():
+            part.unlink(missing_ok=True)  # Its writer was killed.
     temporary = file.with_suffix(f".{os.getpid()}")
     temporary.write_bytes(data)
     temporary.replace(file)
