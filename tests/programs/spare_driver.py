@@ -28,6 +28,7 @@ program = Program(target, False, arguments, [], record, board=-1, words=-1)
 board, memory = Board.create(), os.memfd_create("words")
 os.truncate(memory, WORDS_BYTES)
 spare = SpareProcess(program, ())
+os.utime(record)
 spare.start()
 while spare.pid and not spare.is_ready:
     spare.hear()

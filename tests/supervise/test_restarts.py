@@ -14,7 +14,7 @@ KILLED = -int(signal.SIGKILL)
 
 def end(code: int = 1, step: int | None = 10, *, seconds: float = 100.0, saved: int = -1, text: str = "boom") -> End:
     failure = LastError(f"ValueError at train.py:{text}", f"ValueError: {text}") if code == 1 else LastError()
-    return End(code, step, seconds, saved, failure)
+    return End(code, step, seconds, saved, "", failure)
 
 
 @pytest.mark.parametrize("code", [0, 42, 74, 130])
@@ -60,6 +60,9 @@ def test_different_failures_without_progress_end_it_too() -> None:
     ends = [end(step=20)] + [end(step=number % 7, text=str(number)) for number in range(10)]
     assert decide(ends[:-1], Options(), is_asked=False).restarts
     assert "no further than step 20" in decide(ends, Options(), is_asked=False).why
+    # Steps of another run are no measure.
+    folds = [one._replace(run="fold-2" if place else "fold-1", step=place + 9) for place, one in enumerate(ends)]
+    assert decide([ends[0]._replace(run="fold-1", step=1000), *folds[1:]], Options(), is_asked=False).restarts
     # What is committed counts as progress, even if a start came less far than one before it.
     saving = [one._replace(saved=number) for number, one in enumerate(ends)]
     assert decide(saving, Options(), is_asked=False).restarts

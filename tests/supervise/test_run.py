@@ -203,17 +203,17 @@ while True:
 def test_what_a_dead_program_leaves_is_ended_before_the_next_start() -> None:
     write("""
 import subprocess
-child = subprocess.Popen(["sleep", "1000"])
-with open("children", "a") as stream:
-    stream.write(f"{child.pid}\\n")
 if count < 3:
+    # A child, and one of that.
+    child = subprocess.Popen(["sh", "-c", "sleep 1000 & echo $! $$ >> children; touch ready; wait"])
+    while not Path("ready").exists():
+        pass
+    Path("ready").unlink()
     os.kill(os.getpid(), 9)
-child.kill()
-child.wait()
 """)
     assert run().returncode == 0
-    children = [int(line) for line in Path("children").read_text().splitlines()]
-    assert len(children) == 3
+    children = [int(word) for word in Path("children").read_text().split()]
+    assert len(children) == 4
     assert not any(map(is_alive, children))
 
 
@@ -295,9 +295,10 @@ while True:
 def test_a_program_reads_from_the_terminal_and_can_be_suspended() -> None:
     write("""
 import signal, time
-signal.signal(signal.SIGCONT, lambda *_: print("back", flush=True))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
 print(input("name: "), sys.stdin.isatty(), sys.stdout.isatty(), flush=True)
-signal.pause()
+signal.sigwait({signal.SIGCONT})
+print("back", flush=True)
 """)
     shell = Shell("train.py")
     shell.read_until("name: ")
@@ -344,6 +345,17 @@ print(json.dumps(facts, sort_keys=True))
     first, second = json.loads(supervised.stdout), json.loads(plain.stdout)
     for key, value in second.items():
         assert (key, first[key]) == (key, value)
+
+
+def test_closed_streams_and_long_command_lines_change_nothing() -> None:
+    write("Path('ran').write_text(str(len(sys.argv)))")
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        command = f"{RUN[0]} -m holdfast run train.py {closed}"
+        assert subprocess.run(command, shell=True, timeout=60, check=False).returncode == 0, closed
+        assert Path("ran").read_text() == "1"
+        Path("ran").unlink()
+    assert run("train.py", *["é" * 50] * 3000, program="").returncode == 0
+    assert Path("ran").read_text() == "3001"
 
 
 def test_the_command_starts_no_slower_for_what_it_imports() -> None:

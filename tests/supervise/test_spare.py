@@ -92,9 +92,10 @@ def names(*modules: str) -> list[ImportNote]:
         ("raise SystemExit(3)", "importing poison raised SystemExit"),
         ("import os\nos._exit(3)", "importing poison ended the process"),
         ("import os\nos.kill(os.getpid(), 11)", "importing poison ended the process"),
-        ("import sys\nsys.path.insert(0, '.')\nimport own", "own is not an installed package"),
+        ("import own", "own is not an installed package"),
+        ("import subprocess\nsubprocess.Popen(['sleep', '0'])", "importing poison starts a process"),
     ],
-    ids=["thread", "error", "exit", "end", "signal", "own"],
+    ids=["thread", "error", "exit", "end", "signal", "own", "process"],
 )
 def test_a_module_that_makes_it_unfit_is_named(installed: Path, code: str, cause: str) -> None:
     Path("train.py").write_text("")
@@ -128,6 +129,27 @@ print(reads.BACKEND, os.environ["MADE"])
 """)
     with spare(installed, [ImportNote("reads", {"BACKEND": "torch"})], "train.py") as one:
         assert one.fork()["lines"] == ["None by the module\n", "torch by the module\n"]
+
+
+def test_an_own_module_is_left_to_the_program(installed: Path) -> None:
+    """Also one that is imported right after a variable was set: that is noted, and the module is not."""
+    Path("train.py").write_text(
+        "import os, sys, json.tool\nos.environ['KIND'] = 'x'\nimport own, statistics\n"
+        "[f for f in sys.meta_path if type(f).__name__ == 'ImportRecorder'][0].finish_step()\n"
+    )
+    Path("own.py").write_text("import sys\nprint('own', sys.argv)")
+    source = f"import sys, types; p = types.ModuleType('holdfast'); p.__path__ = [{str(SOURCE)!r}]; "
+    source += "sys.modules['holdfast'] = p; from holdfast.supervise.program import main; "
+    source += "main('train.py', False, [], [], 'record', -1, -1)"
+    subprocess.run([installed, "-c", source], timeout=60, check=True)
+    noted = read_record("record")
+    assert ImportNote("", {"KIND": "x"}) in noted
+    assert {"json.tool", "statistics"} <= {note.name for note in noted}
+    assert "own" not in {note.name for note in noted}
+    assert Path("record").stat().st_mode & 0o777 == 0o600
+    with spare(installed, noted, "train.py") as one:
+        assert one.state["ready"]
+        assert one.fork()["lines"] == ["own ['train.py']\n"]
 
 
 def test_what_imports_print_is_not_shown(installed: Path) -> None:
@@ -225,7 +247,8 @@ how = sys.argv[1] if len(sys.argv) > 1 else ""
 def test_a_record_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may write where others may must not choose what is imported."""
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    file = find_record("/train.py")
+    file = find_record("/train.py", [])
+    assert find_record("/train.py", ["--lr=1"]) != file
     assert Path(file).parent == Path("cache/holdfast/imports")
     assert Path(file).parent.stat().st_mode & 0o777 == 0o700
     assert read_record(file) == []
@@ -235,6 +258,6 @@ def test_a_record_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
         Path(file).write_text(damaged)
         assert read_record(file) == []
     Path(file).parent.chmod(0o770)
-    assert find_record("/train.py") == ""
+    assert find_record("/train.py", []) == ""
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    assert find_record("/train.py") == ""
+    assert find_record("/train.py", []) == ""

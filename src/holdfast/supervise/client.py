@@ -60,7 +60,7 @@ def main(program: Program, *, has_spare: bool) -> NoReturn:
 
 def run_script(script: str, arguments: list[str]) -> NoReturn:
     """Runs a script as a worker of a launcher, as `main` does."""
-    record = find_record(os.path.realpath(script))
+    record = find_record(os.path.realpath(script), arguments)
     main(Program(script, False, arguments, find_flags(), record, board=-1, words=-1), has_spare=True)
 
 

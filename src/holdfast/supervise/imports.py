@@ -83,18 +83,25 @@ class ImportRecorder(MetaPathFinder):
         roots = find_roots()
         # A copy: another thread may be importing.
         modules = dict(sys.modules)
-        found = [one for one in self._imports if is_installed(modules.get(one.name), roots) or one.environment]
+        found = []
+        for one in self._imports:
+            if is_installed(modules.get(one.name), roots):
+                found.append(one)
+            elif one.environment:
+                # The program imports its own modules itself; the environment is as it was from there on.
+                found.append(ImportNote("", one.environment))
         with suppress(OSError):
             _write(Path(self._file), json.dumps({"version": _VERSION, "imports": found}).encode())
             return True
         return False
 
 
-def find_record(program: str) -> str:
+def find_record(program: str, arguments: Sequence[str]) -> str:
     """Returns the file for the record of a program, in a directory that only this user may write; empty without one.
 
     Args:
         program: The absolute path of a script, or the name of a module.
+        arguments: Its arguments, which may choose what it imports.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "holdfast", "imports")
     try:
@@ -105,7 +112,15 @@ def find_record(program: str) -> str:
         return ""
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         return ""
-    words = [program, sys.executable, sys.version, *sys.path, repr(sys.flags), os.environ.get("PYTHONPATH", "")]
+    words = [
+        program,
+        *arguments,
+        sys.executable,
+        sys.version,
+        *sys.path,
+        repr(sys.flags),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return str(folder / f"{hashlib.sha256('|'.join(words).encode()).hexdigest()[:32]}.json")
 
 
@@ -142,5 +157,11 @@ def _write(file: Path, data: bytes) -> None:
         if not Path("/proc", part.suffix[1:]).exists():
             part.unlink(missing_ok=True)  # Its writer was killed.
     temporary = file.with_suffix(f".{os.getpid()}")
-    temporary.write_bytes(data)
-    temporary.replace(file)
+    try:
+        # What the program has set in its environment may be a secret.
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:  # noqa: PTH123
+            stream.write(data)
+        temporary.replace(file)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -15,8 +15,12 @@ _ROOT: Final = str(Path(__file__).parents[1])
 
 _CODE: Final = (
     "import sys, types; p = types.ModuleType('holdfast'); p.__path__ = [{root!r}]; sys.modules['holdfast'] = p; "
-    "from holdfast.supervise import {module} as m; m.main(*__import__('json').loads(sys.argv[1]))"
+    "from holdfast.supervise import {module} as m; n = int(sys.argv[1]) + 2; "
+    "m.main(*__import__('json').loads(''.join(sys.argv[2:n])))"
 )
+
+_PIECE: Final = 30_000
+"""Characters of an argument: Linux allows 128 KiB."""
 
 
 def make_command(module: str, *arguments: Any, flags: list[str], show: list[str] | None = None) -> list[str]:
@@ -29,7 +33,9 @@ def make_command(module: str, *arguments: Any, flags: list[str], show: list[str]
         show: Further words, which the process does not read: they show in lists of processes.
     """
     code = _CODE.format(root=_ROOT, module=module)
-    return [sys.executable, *flags, "-c", code, json.dumps(arguments), *(show or [])]
+    text = json.dumps(arguments, ensure_ascii=False)
+    pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+    return [sys.executable, *flags, "-c", code, str(len(pieces)), *pieces, *(show or [])]
 
 
 def find_flags() -> list[str]:

@@ -15,11 +15,11 @@ import socket
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.imports import read_record
-from holdfast.supervise.launch import find_flags, forget_stub, make_command
+from holdfast.supervise.launch import forget_stub, make_command
 from holdfast.supervise.linux import end_with_parent
 from holdfast.supervise.program import Program, run
 from holdfast.supervise.spare import Request, Spare
@@ -69,7 +69,7 @@ class ForkedWorker(NamedTuple):
     client: socket.socket
 
 
-def main(path: str, launcher: int, record: str, left_out: list[str]) -> None:
+def main(path: str, launcher: int, record: str, left_out: list[str], fields: list[Any]) -> None:
     """Leaves the process that started it, imports, and serves the clients of one launcher.
 
     Args:
@@ -77,6 +77,7 @@ def main(path: str, launcher: int, record: str, left_out: list[str]) -> None:
         launcher: The process to end with.
         record: The file with what to import.
         left_out: The modules not to import.
+        fields: The program.
     """
     if os.fork():
         os._exit(0)
@@ -89,10 +90,11 @@ def main(path: str, launcher: int, record: str, left_out: list[str]) -> None:
     except OSError:
         return
     spare = Spare(None)
-    if (poison := spare.prepare(read_record(record), frozenset(left_out))) is not None:
+    if (poison := spare.prepare(Program(*fields), read_record(record), frozenset(left_out))) is not None:
         Path(f"{path}.reason").write_text(poison.reason)
         if poison.module and len(left_out) < _MOST_LEFT_OUT:
-            words = make_command("node", path, launcher, record, [*left_out, poison.module], flags=find_flags())
+            flags = fields[Program._fields.index("flags")]
+            words = make_command("node", path, launcher, record, [*left_out, poison.module], fields, flags=flags)
             os.execv(words[0], words)
         return
     program = NodeSpare(spare, path, watch).serve()

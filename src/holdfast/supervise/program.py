@@ -16,10 +16,11 @@ import time
 import traceback
 from contextlib import suppress
 from functools import partial
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Final, NamedTuple, NoReturn
+from zipimport import ZipImportError, zipimporter
 
 from holdfast.supervise.imports import ImportNote, ImportRecorder
 from holdfast.supervise.launch import forget_stub, make_command
@@ -60,6 +61,30 @@ class Program(NamedTuple):
         return [sys.executable, *self.flags, *(["-m"] if self.is_module else []), self.target, *self.arguments]
 
 
+def set_path(program: Program) -> None:
+    """Sets the arguments and the first entry of the path, as they are when a program begins."""
+    sys.orig_argv = program.shown
+    sys.argv = ["-m" if program.is_module else program.target, *program.arguments]
+    place = Path(program.target).absolute()
+    if sys.path and sys.path[0] == "":
+        del sys.path[0]
+    entry = str(Path.cwd()) if program.is_module else str(place if _is_collection(place) else place.resolve().parent)
+    is_safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
+    if (not is_safe or _is_collection(place)) and sys.path[:1] != [entry]:
+        sys.path.insert(0, entry)
+
+
+def _is_collection(place: Path) -> bool:
+    """Returns True for a directory or an archive that is run."""
+    if place.is_dir():
+        return True
+    try:
+        zipimporter(str(place))
+    except (ZipImportError, OSError):
+        return False
+    return True
+
+
 def main(*fields: Any) -> None:
     """Runs a program in this process, which was started for it."""
     run(Program(*fields), [])
@@ -77,12 +102,11 @@ def run(program: Program, known: list[ImportNote]) -> None:
         KeyboardInterrupt: If it ended by that; it is printed by then.
     """
     forget_stub()
-    _show(program.shown)
+    show_as(program.shown)
     for descriptor in (program.board, program.words):
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
-    sys.orig_argv = program.shown
-    sys.argv = ["-m" if program.is_module else program.target, *program.arguments]
+    set_path(program)
     # A module object of its own, as the interpreter makes it: a thread that ends late still finds its names there.
     main_module = ModuleType("__main__")
     main_module.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -110,25 +134,23 @@ def run(program: Program, known: list[ImportNote]) -> None:
 
 def _run_main(program: Program, module: ModuleType) -> None:
     place = Path(program.target).absolute()
-    is_safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
-    if sys.path and sys.path[0] == "":
-        del sys.path[0]
-    if program.is_module or place.is_dir() or place.suffix in (".zip", ".pyz"):
+    if program.is_module or _is_collection(place):
         import runpy
 
         if program.is_module:
-            if not is_safe:
-                sys.path.insert(0, str(Path.cwd()))
             runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]
         else:
-            sys.path.insert(0, str(place))
             runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
-    if not is_safe:
-        sys.path.insert(0, str(place.resolve().parent))
-    loader = SourceFileLoader("__main__", str(place))
-    module.__dict__.update(__file__=str(place), __cached__=None, __loader__=loader)
-    code = compile(place.read_bytes(), str(place), "exec", dont_inherit=True)
+    if place.suffix == ".pyc":
+        compiled = SourcelessFileLoader("__main__", str(place))
+        module.__dict__.update(__file__=str(place), __cached__=None, __loader__=compiled)
+        code = compiled.get_code("__main__")
+        assert code is not None
+    else:
+        loader = SourceFileLoader("__main__", str(place))
+        module.__dict__.update(__file__=str(place), __cached__=None, __loader__=loader)
+        code = compile(place.read_bytes(), str(place), "exec", dont_inherit=True)
     exec(code, module.__dict__)
 
 
@@ -136,7 +158,7 @@ def _start_spare(program: Program, environment: dict[str, str], launcher: int) -
     """Starts the spare of this node, unless another worker has."""
     try:
         os.close(os.open(f"{program.spare}.begun", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        words = make_command("node", program.spare, launcher, program.record, [], flags=program.flags)
+        words = make_command("node", program.spare, launcher, program.record, [], [*program], flags=program.flags)
         streams = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
         # It leaves this process at once, and ends with the launcher.
         os.waitpid(os.posix_spawn(words[0], words, environment, file_actions=streams), 0)
@@ -227,7 +249,7 @@ def become_fresh() -> None:
             module.seed()
 
 
-def _show(words: list[str]) -> None:
+def show_as(words: list[str]) -> None:
     """Writes the command line of a plain start over this process's own, for `ps`, `pgrep` and `pkill`."""
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()

@@ -38,6 +38,7 @@ class End(NamedTuple):
         code: The exit code, or minus the number of the signal that killed it.
         step: How many steps were complete; None if the program counts none.
         saved: The newest step that was committed, as far as known; -1 for none.
+        run: The run that it trained; steps of another one do not count.
         seconds: How long it ran.
         failure: Its error.
         hung: What the watchdog found, if that was the reason to kill it.
@@ -47,6 +48,7 @@ class End(NamedTuple):
     step: int | None
     seconds: float
     saved: int = -1
+    run: str = ""
     failure: LastError = LastError()
     hung: str = ""
 
@@ -59,7 +61,7 @@ class End(NamedTuple):
             number = -self.code
             known = number in set(signal.Signals)
             return f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
-        text = self.failure.text.splitlines()[0] if self.failure.text else ""
+        text = self.failure.text.splitlines()[-1] if self.failure.text else ""
         return f"failed with {text}" if text else f"ended with code {self.code}"
 
     @property
@@ -136,8 +138,10 @@ def _find_loop(ends: Sequence[End]) -> str:
 
 def _count_without_progress(ends: Sequence[End]) -> int:
     """Returns how many of the last starts came no further than those before them."""
-    furthest, saved, count = -1, -1, 0
+    furthest, saved, count, run = -1, -1, 0, ends[0].run
     for end in ends:
+        if end.run and end.run != run:
+            furthest, saved, run = -1, -1, end.run
         step = -1 if end.step is None else end.step
         count = 0 if step > furthest or end.saved > saved else count + 1
         furthest, saved = max(furthest, step), max(saved, end.saved)

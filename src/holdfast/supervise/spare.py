@@ -23,8 +23,8 @@ from holdfast.supervise.board import ENVIRONMENT
 from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.imports import ImportNote, find_roots, is_installed, read_record
 from holdfast.supervise.launch import forget_stub
-from holdfast.supervise.linux import end_with_parent
-from holdfast.supervise.program import Program, become_fresh, run
+from holdfast.supervise.linux import end_with_parent, list_children
+from holdfast.supervise.program import Program, become_fresh, run, set_path
 
 _HARMLESS_THREADS: Final = frozenset({"jemalloc_bg_thd"})
 _SWEEPS: Final = frozenset({"__iter__", "copy"})
@@ -65,24 +65,25 @@ class Request(NamedTuple):
     ignored: list[int]
 
 
-def main(channel: int, record: str, left_out: list[str]) -> None:
+def main(channel: int, record: str, left_out: list[str], program: list[Any]) -> None:
     """Imports, tells that it is ready, and forks the program as often as asked; in each child, runs it.
 
     Args:
         channel: The descriptor of the socket that the requests come from.
         record: The file with what to import.
         left_out: The modules not to import.
+        program: What is run later: what imports look at is as it will be.
     """
     for number in _TERMINAL_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     forget_stub()
     with socket.socket(fileno=channel) as connection:
         spare = Spare(connection)
-        poison = spare.prepare(read_record(record), frozenset(left_out))
+        poison = spare.prepare(Program(*program), read_record(record), frozenset(left_out))
         tell(connection, {"ready": True} if poison is None else poison._asdict())
-        program = spare.serve() if poison is None else None
-    if program is not None:
-        run(program, spare.imported)
+        served = spare.serve() if poison is None else None
+    if served is not None:
+        run(served, spare.imported)
 
 
 class Spare:
@@ -101,7 +102,7 @@ class Spare:
         self._made: dict[str, str] = {}
         self._origin: dict[int, str] = {}
 
-    def prepare(self, wanted: list[ImportNote], left_out: frozenset[str]) -> Poison | None:
+    def prepare(self, program: Program, wanted: list[ImportNote], left_out: frozenset[str]) -> Poison | None:
         """Imports, in the order and with the environment of the program, then looks for what forbids a fork.
 
         Returns:
@@ -112,12 +113,15 @@ class Spare:
         with Path(os.devnull).open("wb") as nowhere:
             for number in (1, 2):
                 os.dup2(nowhere.fileno(), number)
+        set_path(program)
+        if not program.is_module:
+            sys.modules["__main__"].__file__ = str(Path(program.target).absolute())
         plain = os.environ._data  # type: ignore[attr-defined]
         os.environ._data = _WatchedDict(plain, self.read)  # type: ignore[attr-defined]
         try:
             for one in wanted:
                 self._replay(one, given)
-                if one.name not in sys.modules and not _is_within(one.name, left_out):
+                if one.name and one.name not in sys.modules and not _is_within(one.name, left_out):
                     if poison := self._import(one.name):
                         return poison
                     self.imported.append(one)
@@ -164,6 +168,8 @@ class Spare:
             importlib.import_module(name)
         except BaseException as error:  # noqa: BLE001 - SystemExit too: the program itself is to meet it.
             return Poison(name, f"importing {name} raised {type(error).__name__}")
+        if list_children():
+            return Poison(name, f"importing {name} starts a process")
         for number in list_threads():
             self._origin.setdefault(number, name)
         torch = sys.modules.get("torch")

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from holdfast.supervise.board import ENVIRONMENT, Board, Reading
 from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.launch import make_command
 from holdfast.supervise.linux import adopt_orphans, end_with_parent, list_children, open_signals, read_signal
-from holdfast.supervise.program import WORDS_BYTES, Program, read_words
+from holdfast.supervise.program import WORDS_BYTES, Program, read_words, show_as
 from holdfast.supervise.restarts import INTERRUPTED, PREEMPTED, End, LastError, Options, RestartVerdict, decide
 from holdfast.supervise.watcher import HangWatch, pause_of, report
 
@@ -36,8 +35,11 @@ _ASKING: Final = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal
 
 _SECOND_SECONDS: Final = 10.0
 """Within how long after a Ctrl-C another one is the second."""
+_OUTLIVED_SECONDS: Final = 600.0
 _END_SECONDS: Final = 5.0
 """How long the program may take to end after a second Ctrl-C."""
+_ORPHANS_SECONDS: Final = 2.0
+_ORPHANS_LOOK_SECONDS: Final = 0.001
 _FORK_SECONDS: Final = 10.0
 _IMPORT_SECONDS: Final = 120.0
 """How long the import of one module may take."""
@@ -90,13 +92,18 @@ class SpareProcess:
         self._poisons = 0
         self._importing = ""
         self._told_at = 0.0
+        # A record of another run may be of other imports. File systems round times.
+        self._begun_at_unix_ns = time.time_ns() - 1_000_000_000
 
     def start(self) -> None:
         """Starts it, unless it is there, or too many were unfit, or nothing is known to import."""
-        if self.pid or self._poisons >= _POISONS or not Path(self._program.record).exists():
+        if self.pid or self._poisons >= _POISONS:
+            return
+        if not self._is_recorded():
+            self.cause = "its imports are not recorded"
             return
         own, other = socket.socketpair()
-        arguments = (other.fileno(), self._program.record, self._left_out)
+        arguments = (other.fileno(), self._program.record, self._left_out, [*self._program])
         # Room for the program's own command line, which is written over this one.
         padding = ["-" * (sum(map(len, self._program.shown)) + len(self._program.shown))]
         command = make_command("spare", *arguments, flags=self._program.flags, show=padding)
@@ -105,6 +112,13 @@ class SpareProcess:
             self.pid = os.posix_spawn(command[0], command, os.environ, setsigmask=self._mask)
         self.connection, self._importing, self._told_at = own, "", time.monotonic()
         self.is_ready = self.is_worth_another = False
+
+    def _is_recorded(self) -> bool:
+        """Returns True if the program has recorded its imports since this supervisor began."""
+        try:
+            return Path(self._program.record).stat().st_mtime_ns >= self._begun_at_unix_ns
+        except OSError:
+            return False
 
     def hear(self) -> None:
         """Reads what it tells."""
@@ -217,7 +231,7 @@ class Supervisor:
             end = self._follow(ends, begun_at, died_at, is_forked=is_forked)
             died_at = time.monotonic()
             ends.append(end)
-            verdict = decide(ends, self._options, is_asked=bool(self._asked))
+            verdict = decide(ends, self._options, is_asked=self._is_asked())
             if not verdict.restarts:
                 return self._finish(end, verdict)
             self._end_orphans()
@@ -225,6 +239,12 @@ class Supervisor:
                 _say(f"{_describe_end(end)}; starts again in {verdict.pause_seconds:.0f} s")
                 if self._pause(verdict.pause_seconds):
                     return INTERRUPTED if self._asked == signal.SIGINT else PREEMPTED
+
+    def _is_asked(self) -> bool:
+        """Returns True if an end was asked for; a Ctrl-C that the program has long outlived was for something else."""
+        if self._asked == signal.SIGINT and self._interrupted_at:
+            return time.monotonic() < self._interrupted_at[-1] + _OUTLIVED_SECONDS
+        return bool(self._asked)
 
     def _start(self) -> bool:
         """Starts the program; returns True if it was forked from the spare."""
@@ -297,6 +317,7 @@ class Supervisor:
             step=reading.step if reading.pid else None,
             seconds=time.monotonic() - begun_at,
             saved=reading.committed if reading.pid else -1,
+            run=reading.text.split("\n")[1] if "\n" in reading.text else "",
             failure=failure,
             hung=hung if code == -signal.SIGKILL else "",
         )
@@ -313,8 +334,8 @@ class Supervisor:
             text += f", {reading.first_step_at - died_at:.2f} s later"
         else:
             text += f"; started again {begun_at - died_at:.2f} s later"
-        if self._spare is not None and not is_forked and self._spare.cause:
-            text += f" (without the spare: {self._spare.cause})"
+        if self._spare is not None and not is_forked:
+            text += f" (without the spare: {self._spare.cause or 'it was not ready yet'})"
         _say(text)
 
     def _turn(self, seconds: float) -> None:
@@ -360,10 +381,15 @@ class Supervisor:
 
     def _end_orphans(self) -> None:
         """Ends processes that the program has left: it may hold memory, a GPU or a port that the next start needs."""
-        for child in list_children():
-            if self._spare is None or child != self._spare.pid:
+        until = time.monotonic() + _ORPHANS_SECONDS
+        spare = self._spare.pid if self._spare is not None else 0
+        # When one ends, its own children come here.
+        while (orphans := [child for child in list_children() if child != spare]) and time.monotonic() < until:
+            for child in orphans:
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
+            time.sleep(_ORPHANS_LOOK_SECONDS)
+            self._reap()
 
     def _pause(self, seconds: float) -> bool:
         """**Blocks.** Waits; returns True if an end is asked for meanwhile."""
@@ -393,7 +419,7 @@ def _say(text: str) -> None:
 
 def main(*fields: Any) -> None:
     """Supervises one program, and ends this process with the code that it ended with."""
-    supervisor = Supervisor(Supervised(*fields))
-    code = supervisor.run()
-    sys.stdout.flush()
+    task = Supervised(*fields)
+    show_as(["holdfast", "run", *(Program(*task.program).shown[1:] if task.program else task.command)])
+    code = Supervisor(task).run()
     os._exit(code)

@@ -57,7 +57,7 @@ def command(
     program: tuple[str, ...],
     is_command: bool,
 ) -> None:
-    r"""Run a training program, and start it again when it dies.
+    """Run a training program, and start it again when it dies.
 
     A spare interpreter that has imported the same modules waits beside it, so that a new start takes a fraction of a
     second. The program is not started again when it succeeds, was preempted (exit code 42), was stopped by Ctrl-C
@@ -67,7 +67,7 @@ def command(
     holdfast run train.py --lr 0.1
     holdfast run -m package.train
     holdfast run -- torchrun --nproc-per-node 8 train.py     any command, without the spare
-    """
+    """  # noqa: D301 - click wants the character.
     task = plan(is_module, program, is_command)._replace(
         max_restarts=max_restarts, on_code=on_code, has_spare=not no_spare
     )
@@ -94,14 +94,14 @@ def plan(is_module: bool, program: tuple[str, ...], is_command: bool) -> Supervi
     if is_module:
         if _find_module(target) is None:
             raise UsageError(f"no module named {target} can be imported from here")
-        record = find_record(f"-m {target}")
+        record = find_record(f"-m {target}", arguments)
     else:
         if not Path(target).exists():
             raise UsageError(
                 f"{target} does not exist",
                 hint="holdfast run TRAIN.PY runs a program of Python; holdfast run -- COMMAND runs any command.",
             )
-        record = find_record(os.path.realpath(target))
+        record = find_record(os.path.realpath(target), arguments)
     fields: Any = Program(target, is_module, arguments, find_flags(), record, board=-1, words=-1)
     return task._replace(program=[*fields])
 
@@ -110,6 +110,6 @@ def _find_module(name: str) -> object:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        return find_spec(name)
+        return find_spec(name.partition(".")[0])
     except (ImportError, ValueError):
         return None

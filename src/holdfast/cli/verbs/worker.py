@@ -14,7 +14,7 @@ from holdfast.supervise.program import Program
 @click.option("--no-spare", is_flag=True, help="Use no spare, and start afresh.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="TRAIN.PY [ARGUMENTS]...")
 def command(is_module: bool, no_spare: bool, program: tuple[str, ...]) -> None:
-    r"""Run a training program as a worker that a launcher starts, and starts again.
+    """Run a training program as a worker that a launcher starts, and starts again.
 
     All workers of a node are forked from one spare interpreter, which has imported what the program imports, so a
     restart by the launcher takes a fraction of a second. This process ends with the exit code, or the signal, of the
@@ -22,5 +22,5 @@ def command(is_module: bool, no_spare: bool, program: tuple[str, ...]) -> None:
 
     \b
     torchrun --nproc-per-node 8 --no-python holdfast worker train.py
-    """
+    """  # noqa: D301 - click wants the character.
     client.main(Program(*plan(is_module, program, is_command=False).program), has_spare=not no_spare)
