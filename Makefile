@@ -38,7 +38,7 @@ DRY ?=
 # For instance: make gpu GPU="--only tests"; GPU=--help shows what there is.
 GPU ?=
 
-.PHONY: demo dist docs test test-objects faults-objects few-faults-objects test-ray test-slurm test-frameworks test-tensorflow test-oldest check crash faults bench bench-objects bench-frameworks gpu gpu-wheels clean
+.PHONY: demo dist docs test test-objects faults-objects few-faults-objects test-ray test-slurm test-frameworks test-tensorflow test-oldest check crash faults bench bench-objects bench-goodput bench-frameworks gpu gpu-wheels clean
 
 demo: .venv/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO)
@@ -132,6 +132,10 @@ bench: $(BENCH_PLACE)/ready
 # Saves and restores in a bucket: in one of yours by BENCH="s3://bucket/prefix", else on Ceph's gateway, as in test-objects.
 bench-objects: $(BENCH_PLACE)/ready
 	$(BENCH_PLACE)/bin/python -m benchmarks.buckets $(BENCH)
+
+# Training that is killed about every 15 seconds. For a quick look: make bench-goodput BENCH="--scale 0.2 --rounds 1"
+bench-goodput: .venv/ready
+	$(BIN)/python -m benchmarks.goodput $(BENCH)
 
 # The page of the docs is written by BENCH="--docs docs/internals/benchmarks.md".
 bench-frameworks: $(FRAMEWORKS_VENV)/ready

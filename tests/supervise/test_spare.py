@@ -93,7 +93,7 @@ def names(*modules: str) -> list[ImportNote]:
         ("import os\nos._exit(3)", "importing poison ended the process"),
         ("import os\nos.kill(os.getpid(), 11)", "importing poison ended the process"),
         ("import own", "own is not an installed package"),
-        ("import subprocess\nsubprocess.Popen(['sleep', '0'])", "importing poison starts a process"),
+        ("import subprocess\nsubprocess.Popen(['sleep', '5'])", "importing poison starts a process"),
     ],
     ids=["thread", "error", "exit", "end", "signal", "own", "process"],
 )
@@ -150,6 +150,16 @@ def test_an_own_module_is_left_to_the_program(installed: Path) -> None:
     with spare(installed, noted, "train.py") as one:
         assert one.state["ready"]
         assert one.fork()["lines"] == ["own ['train.py']\n"]
+
+
+def test_multiprocessing_knows_the_program_as_main(installed: Path) -> None:
+    """It keeps another name for it from when it is imported, which is no module of the user's own."""
+    Path("train.py").write_text(
+        "import multiprocessing, sys; print(sys.modules['__mp_main__'] is sys.modules['__main__'])"
+    )
+    with spare(installed, names("multiprocessing"), "train.py") as one:
+        assert one.state["ready"], one.state["cause"]
+        assert one.fork()["lines"] == ["True\n"]
 
 
 def test_what_imports_print_is_not_shown(installed: Path) -> None:

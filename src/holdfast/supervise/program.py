@@ -111,6 +111,8 @@ def run(program: Program, known: list[ImportNote]) -> None:
     main_module = ModuleType("__main__")
     main_module.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main_module
+    if "__mp_main__" in sys.modules:
+        sys.modules["__mp_main__"] = main_module  # As multiprocessing has it.
     start_spare = partial(_start_spare, program, dict(os.environ), os.getppid()) if program.spare else None
     sys.meta_path.insert(0, recorder := ImportRecorder(program.record, known, start_spare))
     ended_by: BaseException | None = None

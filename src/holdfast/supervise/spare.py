@@ -29,6 +29,8 @@ from holdfast.supervise.program import Program, become_fresh, run, set_path
 _HARMLESS_THREADS: Final = frozenset({"jemalloc_bg_thd"})
 _SWEEPS: Final = frozenset({"__iter__", "copy"})
 """Functions that read the whole environment, by `os.environ.items()` and `os.environ.copy()`."""
+_MAIN: Final = frozenset({"__main__", "__mp_main__"})
+"""The program itself, and what multiprocessing calls it."""
 _STREAMS: Final = 3
 _TRIAL_SECONDS: Final = 10.0
 
@@ -127,7 +129,7 @@ class Spare:
                     self.imported.append(one)
             for name, module in [*sys.modules.items()]:
                 file = str(getattr(module, "__file__", None) or "")
-                if name != "__main__" and Path(file).is_absolute() and not is_installed(module, roots):
+                if name not in _MAIN and Path(file).is_absolute() and not is_installed(module, roots):
                     return Poison(name, f"{name} is not an installed package, but was imported by one")
         finally:
             plain.clear()

@@ -1,0 +1,126 @@
+"""A training program that is killed: `program.py WAY DIRECTORY NOTES WIDTH`. It notes times in a file, in each start.
+
+WAY is `holdfast`, `overlap` (an overlapped copy, at intervals that `Auto` chooses), `torch` or `dcp`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+begun_at = time.monotonic()
+
+import torch  # noqa: E402
+
+SAVE_SECONDS = 2.0
+LAYERS = 4
+BATCH = 32
+
+
+def main(way: str, directory: Path, notes: Path, width: int) -> None:
+    """Trains until it is killed."""
+    file = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def note(*words: object) -> None:
+        os.write(file, f"{time.monotonic():.4f} {' '.join(map(str, words))}\n".encode())
+
+    note("begun", begun_at)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(step: int) -> None:
+        optimizer.zero_grad()
+        batch = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(step))
+        model(batch).square().mean().backward()
+        at = time.monotonic()
+        optimizer.step()
+        note("step", step, time.monotonic() - at)
+
+    if way in ("holdfast", "overlap"):
+        _train_resumable(way, directory, model, optimizer, train, note)
+    else:
+        _train_with_files(way, directory, model, optimizer, train, note)
+
+
+def _train_resumable(
+    way: str,
+    directory: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train: Callable[[int], None],
+    note: Callable[..., None],
+) -> None:
+    import holdfast as hf
+
+    chosen: dict[str, Any] = {"save_every": hf.Seconds(SAVE_SECONDS)}
+    if way == "overlap":
+        chosen = {"save_every": hf.Auto(), "overlap_copy": True}
+    at = time.monotonic()
+    with hf.resumable(directory, model=model, optimizer=optimizer, keep=hf.Latest(2), **chosen) as run:
+        note("read", time.monotonic() - at)
+        for step in run.steps(1 << 40):
+            train(step)
+
+
+def _train_with_files(
+    way: str,
+    directory: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train: Callable[[int], None],
+    note: Callable[..., None],
+) -> None:
+    """The newest checkpoint that is whole is renamed to its name; two are kept."""
+    from torch.distributed.checkpoint import load, save
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    directory.mkdir(parents=True, exist_ok=True)
+    at, step = time.monotonic(), 0
+    found = sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+    if found:
+        newest, step = directory / str(found[-1]), found[-1]
+        if way == "torch":
+            state = torch.load(newest)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        else:
+            states = get_state_dict(model, optimizer)
+            load({"model": states[0], "optimizer": states[1]}, checkpoint_id=newest)
+            set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    note("read", time.monotonic() - at)
+    saved_at = time.monotonic()
+    while True:
+        train(step)
+        step += 1
+        if time.monotonic() - saved_at < SAVE_SECONDS:
+            continue
+        at = time.monotonic()
+        part = directory / "part"
+        if way == "torch":
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, part)
+            with part.open("rb") as written:
+                os.fsync(written.fileno())
+        else:
+            states = get_state_dict(model, optimizer)
+            save({"model": states[0], "optimizer": states[1]}, checkpoint_id=part)
+        part.rename(directory / str(step))
+        for old in sorted((path for path in directory.iterdir() if path.name.isdecimal()), key=lambda p: int(p.name))[
+            :-2
+        ]:
+            if way == "torch":
+                old.unlink()
+            else:
+                import shutil
+
+                shutil.rmtree(old)
+        saved_at = time.monotonic()
+        note("stall", saved_at - at)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
