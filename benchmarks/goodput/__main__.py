@@ -32,7 +32,7 @@ class Way(NamedTuple):
 
     Attributes:
         title: What it is, for the table.
-        kind: What the program is told.
+        kind: The argument of the program.
         options: Those of `holdfast run`; None for a loop that starts Python.
     """
 

@@ -349,6 +349,7 @@ def test_a_job_waits_for_one_that_is_leaving(tmp_path: Path) -> None:
     assert "entered 7" in printed
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("refusing")
 def test_a_second_job_that_tolerates_failures_does_not_train_in_vain(tmp_path: Path) -> None:
     """A backup that fails is only reported; each one of a directory that another process has open would fail."""

@@ -309,6 +309,7 @@ def test_a_terminal_sees_what_was_written(run: Path, tmp_path: Path) -> None:
     assert "model.safetensors" in shown.text
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
     arrays = {str(one): np.full((32 << 20) // 8, one, np.float64) for one in range(8)}
     with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(model=arrays), threads=2) as manager:

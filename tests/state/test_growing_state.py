@@ -179,7 +179,11 @@ def test_a_restored_object_that_the_program_does_not_read_is_warned_of(
                 own.lr = run.checkpoint.objects["log"]["a"] = 0.5
                 if step == 0:
                     run.checkpoint.best = 7
-        return [text.split(": restored, but")[0] for text in caplog.messages if ": restored, but nothing" in text]
+        return [
+            text.split(": nothing has read")[0]
+            for text in caplog.messages
+            if ": nothing has read the restored value" in text
+        ]
 
     assert live(2) == []
     assert live(4) == ["own", "best"], "what the program holds at the first save, the rest at the end"

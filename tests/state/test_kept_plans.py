@@ -279,7 +279,7 @@ def look(array: Any) -> Any:
     return array.data_ptr(), array.shape, array.stride(), array.dtype
 
 
-@settings(deadline=None, max_examples=repeated(60, in_gate=12))
+@settings(deadline=None, max_examples=repeated(60, in_gate=6))
 @given(st.integers(0, 1 << 30), st.sampled_from([(0, 1), (0, 2), (1, 2), (2, 3)]))
 def test_a_capture_is_as_if_nothing_was_kept(seed: int, at: tuple[int, int]) -> None:
     worker, source = Worker(*at), random.Random(seed)
@@ -371,7 +371,7 @@ def test_modules_are_walked_as_torch_walks_them(seed: int) -> None:
     assert all(state[name] is one or torch.equal(state[name], one) for name, one in whole.items())
 
 
-@pytest.mark.parametrize("mode", ["plain", "overlapped"])
+@pytest.mark.parametrize("mode", ["plain", pytest.param("overlapped", marks=pytest.mark.long)])
 def test_changes_between_saves_of_two_workers_come_back(tmp_path: Path, mode: str) -> None:
     old_versions.skip_without_fsdp_on_cpu()
     launch = [*python(PROGRAMS / "elastic.py", "kept_plans"), "2", "0", mode, tmp_path / "run"]

@@ -76,6 +76,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def is_pending(pid: int, number: int) -> bool:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["ShdPnd"], 16) >> (number - 1) & 1)
+
+
 def read_pids() -> list[int]:
     return [int(line) for line in Path("starts").read_text().splitlines()]
 
@@ -288,6 +293,9 @@ while True:
     shell.read_until("ready")
     shell.write("\x03")
     shell.read_until("no")
+    # Two that come before the first is read are one, as for every process.
+    supervisor = int(Path(f"/proc/{read_pids()[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    wait_until(lambda: not is_pending(supervisor, signal.SIGINT))
     shell.write("\x03")
     assert shell.wait() == 137
 

@@ -407,6 +407,7 @@ def test_a_writer_that_another_job_has_followed_is_fenced_off(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_workers_are_killed_in_saves_and_others_load_them(tmp_path: Path) -> None:
     launch = python(PROGRAMS / "elastic.py", "dcp_job", "2", "2", "save", tmp_path)
     launch += ["--", "1", "0", "check", tmp_path, "--", "2", "0", "check", tmp_path]

@@ -39,7 +39,7 @@ TRAINED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "job", ["2x2", "fsdp", *(pytest.param(job, marks=pytest.mark.long) for job in ("fsdp-2", "hsdp", "ddp"))]
+    "job", ["fsdp", *(pytest.param(job, marks=pytest.mark.long) for job in ("2x2", "fsdp-2", "hsdp", "ddp"))]
 )
 def test_killed_job_resumes_like_any_other(job: str, tmp_path: Path) -> None:
     old_versions.skip_without_fsdp_on_cpu()
