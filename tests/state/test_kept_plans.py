@@ -371,7 +371,8 @@ def test_modules_are_walked_as_torch_walks_them(seed: int) -> None:
     assert all(state[name] is one or torch.equal(state[name], one) for name, one in whole.items())
 
 
-@pytest.mark.parametrize("mode", ["plain", pytest.param("overlapped", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["plain", "overlapped"])
 def test_changes_between_saves_of_two_workers_come_back(tmp_path: Path, mode: str) -> None:
     old_versions.skip_without_fsdp_on_cpu()
     launch = [*python(PROGRAMS / "elastic.py", "kept_plans"), "2", "0", mode, tmp_path / "run"]

@@ -120,6 +120,7 @@ def test_workers_are_forked_and_end_as_their_clients_do(clients: Callable[..., C
     wait_until(lambda: not any(map(is_alive, [pids[3], *children])))
 
 
+@pytest.mark.long
 def test_a_worker_that_cannot_be_forked_is_started_afresh(clients: Callable[..., Client]) -> None:
     first = clients(0)
     first.read_trained()
@@ -132,6 +133,7 @@ def test_a_worker_that_cannot_be_forked_is_started_afresh(clients: Callable[...,
     )
 
 
+@pytest.mark.long
 def test_the_spare_ends_with_its_launcher(clients: Callable[..., Client], tmp_path: Path) -> None:
     launcher = f"""
 import subprocess, sys
