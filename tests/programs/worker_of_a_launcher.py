@@ -20,7 +20,6 @@ state = np.zeros(3)
 with holdfast.resumable(directory / f"run-{os.environ['RANK']}", state=state, cluster="alone", quiet=True) as run:
     for _ in run.steps(run.step + 3):
         state += 1
-print("trained", os.environ["RANK"], os.getpid(), os.getsid(0), flush=True)
 nowhere = subprocess.DEVNULL
 child = subprocess.Popen(["sleep", "1000"], stdin=nowhere, stdout=nowhere, stderr=nowhere)
 
@@ -33,6 +32,7 @@ def leave(*_: object) -> None:
 
 
 signal.signal(signal.SIGTERM, leave)
+print("trained", os.environ["RANK"], os.getpid(), os.getsid(0), flush=True)
 for line in sys.stdin:
     exec(line)
 child.kill()

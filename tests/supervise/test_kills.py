@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from places import TESTS
 from repetitions import repeated
 
 
+@pytest.mark.long
 def test_kills_of_program_spare_and_supervisor(tmp_path: Path) -> None:
     kills = repeated(40, in_gate=6)
     command = [sys.executable, "-m", "crash.restarts", "--kills", str(kills), "--directory", str(tmp_path / "run")]

@@ -89,7 +89,7 @@ def names(*modules: str) -> list[ImportNote]:
             "importing poison starts a thread",
         ),
         ("raise ValueError(1)", "importing poison raised ValueError"),
-        ("raise SystemExit(3)", "importing poison raised SystemExit"),
+        ("raise SystemExit(33)", "importing poison raised SystemExit"),
         ("import os\nos._exit(3)", "importing poison ended the process"),
         ("import os\nos.kill(os.getpid(), 11)", "importing poison ended the process"),
         ("import own", "own is not an installed package"),
