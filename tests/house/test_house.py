@@ -128,7 +128,7 @@ BUDGETS = {
     # A tree of objects taken apart, captured, and matched.
     "state": 7200,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
-    "supervise": 2536,
+    "supervise": 2538,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 3173,
     # Contracts for storages and clusters of others.

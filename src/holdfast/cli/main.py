@@ -18,7 +18,7 @@ from holdfast.tracebacks import TRACEBACK_VARIABLE
 
 VERBS: Final = {
     "run": "Run a training program, and start it again when it dies.",
-    "worker": "Run a training program as a worker of torchrun or srun, which restarts it quickly.",
+    "worker": "Run a training program as a worker of torchrun, which restarts it quickly.",
     "init": "Write a script that trains and resumes, to begin with.",
     "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
