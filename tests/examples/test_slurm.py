@@ -160,5 +160,6 @@ def test_a_worker_that_is_killed_is_back_within_the_job(
     cluster.wait_text(place.log, r"^step 199:")
     os.kill(int(re.findall(r"worker 1 of 2, process (\d+)", place.log.read_text())[-1]), signal.SIGKILL)
     assert cluster.wait_state(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED", place.log.read_text()
-    assert place.log.read_text().count("; trains again from step") == 2
+    # One more, if the first to come back has met the other one before its end.
+    assert len(re.findall("; (trains|started) again", place.log.read_text())) >= 2
     assert place.losses() == untouched
