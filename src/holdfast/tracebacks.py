@@ -159,7 +159,7 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
     if isinstance(error, HoldfastError) and not os.environ.get(TRACEBACK_VARIABLE):
         if worker := _printed_elsewhere.get(error):
             first = error.message.partition("\n")[0].rstrip(":")
-            print(f"{kind.__module__}.{kind.__qualname__}: {first} ({worker} prints all of it)", file=sys.stderr)
+            sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {first} ({worker} prints all of it)\n")
             return
         with suppress(Exception):  # Else it is shown as it is.
             _leave_out_repeated(error)

@@ -311,7 +311,6 @@ def test_value_that_cannot_be_sent_to_a_node_is_refused(session: hf.RaySession) 
     assert set(fine.results()) == set(NODES)
 
 
-
 class _Local(LocalStorage):
     """A directory that only this process can open: a node gets what `opened` does."""
 

@@ -1,6 +1,6 @@
 """A worker of a job that names an array of some length, which may not be that of the checkpoint; run as under torchrun.
 
-    python unlike_state.py DIRECTORY LENGTH VALUE
+python unlike_state.py DIRECTORY LENGTH VALUE
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def test_one_failure_of_two_workers_is_printed_once(tmp_path: Path) -> None:
         with Workers(tmp_path) as workers:
             port = find_port()
             for rank in range(2):
-                command = python(PROGRAMS / "unlike_state.py", tmp_path / directory, str(lengths[rank]), str(values[rank]))
+                command = python(
+                    PROGRAMS / "unlike_state.py", tmp_path / directory, str(lengths[rank]), str(values[rank])
+                )
                 workers.start(command, environment(rank, 2, port, agent=True), preloaded.TrainingPopen)
             workers.start(python("-c", HOST, str(port)), popen=preloaded.TrainingPopen)
             codes = workers.wait(PATIENCE_SECONDS, [0, 1])

@@ -244,7 +244,11 @@ class PeerFailures:
             return first
         if not (isinstance(error, SaveFailedError) and first.kind == SaveFailedError.__name__):  # Of one save.
             is_same = (found.kind, found.text) == (failure.kind, failure.text)
-            more = f"Rank {found.rank} failed in the same way" if is_same else f"Another worker failed too: {first.message}"
+            more = (
+                f"Rank {found.rank} failed in the same way"
+                if is_same
+                else f"Another worker failed too: {first.message}"
+            )
             _note(error, more)
         return None
 
