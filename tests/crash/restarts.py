@@ -56,7 +56,8 @@ _LEAVES_WITH: Final = frozenset({42, -signal.SIGTERM, -signal.SIGKILL})
 
 _LINE: Final = re.compile(
     r"holdfast: (killed by SIGKILL( at step \d+)?; ((trains again from step \d+, [\d.]+ s|started again [\d.]+ s) later"
-    r"( \(without the spare: it (was killed|does not answer)\))?|starts again in \d+ s)"
+    r"( \(without the spare: (it (was killed|does not answer|was not ready yet)|its imports are not recorded)\))?"
+    r"|starts again in \d+ s)"
     r"|.* is new; saves .*|resumed .*|\d+ saves?; .*|.* is at step .*, saved|step \d+ is (saved|complete).*"
     r"|no progress is lost: .*|SIGTERM was sent .*)"
 )
@@ -336,7 +337,7 @@ def run(directory: Path, kills: int, seed: int, span_seconds: float) -> Tally:
         directory: A new directory.
         kills: How many.
         seed: What the random moments follow from, as far as the machine lets them.
-        span_seconds: Within how many seconds after the program has come further somebody is killed.
+        span_seconds: Within how many seconds after the program has come further a process is killed.
 
     Raises:
         WrongStateError: As soon as something is not as it must be.
@@ -372,7 +373,7 @@ def main() -> None:
             f"forked from the spare, {tally.fresh} were not; {tally.left} times the program left by itself."
         )
 
-    span = {"type": float, "default": 0.1, "help": "seconds within which somebody is killed"}
+    span = {"type": float, "default": 0.1, "help": "seconds within which a process is killed"}
     run_command("restarts", __doc__, {"--kills": {"type": int, "default": 100}, "--span": span}, play)
 
 

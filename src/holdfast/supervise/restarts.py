@@ -111,10 +111,7 @@ def decide(ends: Sequence[End], options: Options, *, is_asked: bool) -> RestartV
     if wanted is None and (last.failure.is_hopeless or (last.code == _USAGE and not last.step)):
         return RestartVerdict(False, why=f"it {last.reason}, and would again")
     if options.max_restarts is not None and len(ends) > options.max_restarts:
-        again = "time" if options.max_restarts == 1 else "times"
-        return RestartVerdict(
-            False, why=f"it {last.reason}, and was started again {options.max_restarts} {again} already"
-        )
+        return RestartVerdict(False, why=f"it {last.reason}, and --max-restarts {options.max_restarts} are used up")
     if why := _find_loop(ends):
         return RestartVerdict(False, why=why)
     return RestartVerdict(True, _find_pause(ends))
@@ -127,7 +124,7 @@ def _find_loop(ends: Sequence[End]) -> str:
         if last.step is None:
             if all(end.step is None and end.seconds < _QUICK_SECONDS for end in recent):
                 return f"three times in a row it ended within {_QUICK_SECONDS:.0f} seconds; at last it {last.reason}"
-        elif len({(end.step, end.code, end.failure.place, end.hung) for end in recent}) == 1:
+        elif len({(end.run, end.step, end.code, end.failure.place, end.hung) for end in recent}) == 1:
             place = f"at step {last.step}" if last.step else "before its first step"
             return f"three times in a row it {last.reason} {place}"
     stuck = _count_without_progress(ends)
