@@ -160,7 +160,7 @@ class CheckpointManager:
         catalog, self.participant = open_participant(cluster, partial(look_into, self._storage), **deadlines)
         worker = self.worker
         with explaining(self.participant):
-            self.lineage = Lineage(catalog, self.url, begins_anew=begin_anew)
+            self.lineage = Lineage(catalog, self._storage, begins_anew=begin_anew)
             if self.participant is not None:
                 is_new = not self.lineage.steps
                 self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=is_new)
