@@ -23,6 +23,7 @@ VERBS: Final = {
     "init": "Write a script that trains and resumes, to begin with.",
     "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
+    "stats": "Show where the time of a run went.",
     "diff": "Show what changed from one checkpoint to another.",
     "verify": "Read every byte of a checkpoint and check it.",
     "prune": "Remove checkpoints that you no longer want, and remains of unfinished saves.",

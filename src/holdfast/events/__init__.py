@@ -6,6 +6,7 @@ An event is a frozen record; `str(event)` is a readable line. A sink is any func
 
 from holdfast.events.kinds import (
     AnyEvent,
+    Clocked,
     Committed,
     Diverged,
     Event,
@@ -27,6 +28,7 @@ from holdfast.events.kinds import (
     WitnessDiffers,
     Written,
 )
+from holdfast.events.prometheus import PrometheusSink
 from holdfast.events.sinks import (
     Fanout,
     JsonLinesSink,
@@ -41,6 +43,7 @@ from holdfast.events.sinks import (
 
 __all__ = [
     "AnyEvent",
+    "Clocked",
     "Committed",
     "Diverged",
     "Event",
@@ -55,6 +58,7 @@ __all__ = [
     "NodesTimed",
     "NoticeHeard",
     "PassedOver",
+    "PrometheusSink",
     "Resized",
     "Restored",
     "Retained",

@@ -39,6 +39,7 @@ from holdfast.storage import Storage
 from holdfast.supervise.board import LEAVING
 from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements, warn_never_entered
+from holdfast.training.ledger import Ledger
 from holdfast.training.loop import StepNumbers, TrainingLoop
 from holdfast.training.watchdog import Watchdog
 
@@ -148,11 +149,12 @@ def resumable(
     options = SaveOptions.pick(given, save_every=Auto(), keep=Latest(3))
     with EarlyNotices(termination) as early:
         names = check_kept(keep_current, kept.objects)
-        manager = CheckpointManager(directory, kept, **asdict(options))
+        ledger = Ledger()
+        manager = CheckpointManager(directory, kept, **asdict(options) | {"sinks": (*options.sinks, ledger)})
         with explaining(manager.participant):
             loop = TrainingLoop(manager, partial(make_guard, manager, termination))
             watched = Watchdog(watchdog, manager.url, manager.worker)
-            run = Run(loop, _Resumption(strict, [*names], strict_resume), watched, quiet=quiet)
+            run = Run(loop, _Resumption(strict, [*names], strict_resume), watched, ledger, quiet=quiet)
             early.hand_over(loop.guard.inbox.receive)
     return run
 
@@ -184,12 +186,14 @@ class Run:
         completes_step: Returns False while gradients are being accumulated; `finish_step` does nothing then.
     """
 
-    def __init__(self, loop: TrainingLoop, resumption: _Resumption, watchdog: Watchdog, *, quiet: bool) -> None:
+    def __init__(
+        self, loop: TrainingLoop, resumption: _Resumption, watchdog: Watchdog, ledger: Ledger, *, quiet: bool
+    ) -> None:
         self.manager = manager = loop.manager
         self.checkpoint = manager.checkpoint
         self._loop, self._guard = loop, loop.guard
         self._restored: Restoration | None = None
-        self._resumption, self._watchdog = resumption, watchdog
+        self._resumption, self._watchdog, self._ledger = resumption, watchdog, ledger
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self.completes_step: Callable[[], bool] = lambda: True
         self._total = 0  # How many steps the last loop of `steps` was to have.
@@ -481,6 +485,7 @@ class Run:
         self._loop.begin_witness(self._restored, self._announcements.say, keeps_current=keeps_current, strict=strict)
         self._announcements.begin(self.manager, self._restored, step)
         self._phase, self.manager.lineage.find_steps = _Phase.ENTERED, lambda: (step, self._loop.count.done)
+        self._ledger.begin(self.manager)
         return self
 
     def _restore(self) -> Restoration | None:
@@ -548,6 +553,7 @@ class Run:
                 last.wait_ended(at_exit=True)
             self.manager.wait()
             self._guard.pass_end(step)
+            self._ledger.end()
             self.manager.__exit__(None, None, None)
             self._announcements.end(self.manager, step, self._total)
         except Exception as error:
@@ -563,6 +569,7 @@ class Run:
     def _end_badly(self, error: BaseException) -> None:
         """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""
         cause = self._guard.fail(error)
+        self._ledger.end()
         if not self._guard.leaving and not self._guard.inbox.gave_up:
             self.manager.__exit__(type(error), error, error.__traceback__)
         if cause is not None:
