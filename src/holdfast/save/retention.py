@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -28,6 +28,9 @@ from holdfast.save.lineage import CallGuard
 
 if TYPE_CHECKING:
     from holdfast.save.run_writer import CheckpointWriter
+
+NeededFinder: TypeAlias = Callable[[Sequence[KeptCandidate[StepName]]], Mapping[StepName, str]]
+"""Returns which of some steps must stay, because a farther tier has still to get them, each with the reason."""
 
 _MOST_NAMED: Final = 100
 """So many kept steps are named in the event of retention."""
@@ -64,13 +67,23 @@ class Retention:
 
     Attributes:
         recycler: Recycles the data file of a removed checkpoint; the owner of this closes it.
+        spared: The steps that stayed at the last clean-up only because a farther tier needs them, oldest first.
     """
 
     def __init__(
-        self, run: StoredRun, keep: RetentionPolicy, token: str, *, incremental: bool, reuse_space: bool
+        self,
+        run: StoredRun,
+        keep: RetentionPolicy,
+        token: str,
+        *,
+        incremental: bool,
+        reuse_space: bool,
+        find_needed: NeededFinder | None = None,
     ) -> None:
-        """`token` identifies the generations that are opened here."""
+        """`token` identifies the generations that are opened here; `find_needed` finds what farther tiers need."""
         self._run, self._keep = run, keep
+        self._find_needed = find_needed or (lambda candidates: {})
+        self.spared: tuple[StepName, ...] = ()
         self._summarizer = Summarizer(run, token)
         # Whether what older generations had left has been removed, as far as it was there when this one began.
         self._has_swept = False
@@ -129,6 +142,7 @@ class Retention:
         if others := set(catalog.committed).difference(catalog.living, protected):
             own = {name.step for name in catalog.living if name.generation == newest.generation}
             replaced = sorted(name for name in others if name.generation == newest.generation and name.step in own)
+        protected = self._protect_needed(candidates, protected)
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         if manifest is not None:
@@ -193,6 +207,38 @@ class Retention:
             kept_bytes,
             shortage,
         )
+
+    def remove_spared(self) -> StepName | None:
+        """**Blocks.** Removes the oldest step that stays only because a farther tier needs it, and returns it; None if
+        there is none.
+
+        The newest never is one, nor a step to which another one refers.
+        """
+        catalog, history = self._run.look(), self._run.history
+        referrers = history.referrers((*catalog.committed, *catalog.lost))
+        referred = {name for referrer in referrers for name in referrer.refers_to}
+        for name in self.spared:
+            if name not in catalog.committed or name in referred or catalog.newest in (None, name):
+                continue
+            self.spared = tuple(other for other in self.spared if other != name)
+            generation = max(history.opened, default=0)
+            if history.summary is not None and not self._summarizer.release((name,), catalog, generation):
+                continue
+            if self._remove([name], StepName(name.step, generation), 0, []):
+                return name
+        return None
+
+    def _protect_needed(
+        self, candidates: Sequence[KeptCandidate[StepName]], protected: Mapping[StepName, str]
+    ) -> Mapping[StepName, str]:
+        """Adds what farther tiers still need to the steps that must stay, and notes it."""
+        needed = self._find_needed(candidates)
+        if not needed:
+            self.spared = ()
+            return protected
+        kept = self._keep.choose_kept(candidates, time.time())
+        self.spared = tuple(sorted(name for name in needed if name not in kept and name not in protected))
+        return {**needed, **protected}
 
     def _find_shortage(self, size_bytes: int, present: int, protected: int) -> str:
         """Returns how many checkpoints of that size the disk has room for, if these are too few; empty otherwise.
@@ -270,7 +316,7 @@ class Tidier:
         calls: CallGuard,
     ) -> None:
         """`recycler` may keep a file of a removed checkpoint until `join`."""
-        self.recycler = recycler
+        self.recycler, self.copier = recycler, writer.copier
         self._writer, self._failures, self._emit, self._calls = writer, failures, emit, calls
         self._thread = WorkerPool(1, "holdfast-tidier")
         # The save before, while it may still be cleaned up after.
@@ -320,10 +366,22 @@ class Tidier:
     def join(self, timeout_seconds: float) -> None:
         """**Blocks.** Waits that long for the thread to end, and frees the disk."""
         self._thread.join(timeout_seconds)
+        if self.copier is not None:
+            self.copier.close(timeout_seconds)
         try:
             self.recycler.close()
         except HoldfastError as error:
             self._emit(Warned(text=f"a recycled file that was kept for the next save is still on the disk: {error}"))
+
+    def abandon(self) -> None:
+        """Leaves the disk as it is, as a crash does, and waits for nothing."""
+        self.recycler.abandon()
+        self.leave_copies()
+
+    def leave_copies(self) -> None:
+        """Copies nothing more into farther tiers: the next start goes on with it."""
+        if self.copier is not None:
+            self.copier.abandon()
 
     def _do(self, work: Callable[[], object]) -> None:
         if self._thread.start():

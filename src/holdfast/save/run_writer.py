@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -13,9 +13,18 @@ from holdfast.catalog.publish import Receipts, commit
 from holdfast.errors import HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Event, GenerationOpened, Warned
 from holdfast.format.digests import seal
-from holdfast.format.names import MAX_ATTEMPT, MAX_STEP, StepName, metrics_name, parse_step_directory
-from holdfast.format.records import MAX_LATE_METRICS, Base, LateMetrics, Manifest, make_base
-from holdfast.policies import RetentionPolicy, find_modes
+from holdfast.format.names import (
+    GENERATIONS_DIRECTORY,
+    MAX_ATTEMPT,
+    MAX_STEP,
+    StepName,
+    base_path,
+    generation_path,
+    metrics_name,
+    parse_step_directory,
+)
+from holdfast.format.records import MAX_GENERATION_BYTES, MAX_LATE_METRICS, Base, LateMetrics, Manifest, make_base
+from holdfast.policies import KeptCandidate, RetentionPolicy, find_modes
 from holdfast.process.terminal import inform
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.handle import Origin, SaveRequest
@@ -23,10 +32,46 @@ from holdfast.save.image import Snapshot, Staging
 from holdfast.save.incremental import Incremental
 from holdfast.save.retention import Cleaning, Retention, Tidier
 from holdfast.save.writer import StepFiles
+from holdfast.storage.open import nearest_of
 from holdfast.storage.protocol import Storage
 
 if TYPE_CHECKING:
     from holdfast.save.joint.protocol import CommitProtocol
+
+
+class StepCopier(Protocol):
+    """Brings each committed step to the farther tiers of a run.
+
+    Attributes:
+        keep: What is kept in the nearest tier.
+    """
+
+    keep: RetentionPolicy
+
+    def align(self) -> None:
+        """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
+
+    def note_committed(self) -> None:
+        """Called when a step is committed in the nearest tier."""
+
+    def find_needed(self, candidates: Sequence[KeptCandidate[StepName]]) -> Mapping[StepName, str]:
+        """Returns the steps that may not be removed from the nearest tier yet, each with the reason."""
+
+    def keep_manifest(self, name: StepName, text: str) -> Manifest | None:
+        """**Blocks.** Puts the manifest of a committed step into a tier of this worker's own, and returns it there if
+        this worker cleans up there; None if not, or if it shares the leader's."""
+
+    def give_up(self, name: StepName) -> None:
+        """Called when the nearest tier had no room for a step that was not copied yet."""
+
+    def wait(self, name: StepName, tier: int | str, timeout_seconds: float) -> str:
+        """**Blocks.** Waits until a committed step is in a tier as well; returns its directory there."""
+
+    def close(self, timeout_seconds: float) -> None:
+        """**Blocks.** Waits until all is copied, and ends the threads."""
+
+    def abandon(self) -> None:
+        """Ends the threads, and waits for nothing."""
 
 
 class CheckpointWriter(Protocol):
@@ -41,11 +86,13 @@ class CheckpointWriter(Protocol):
             and while `clean` has not returned yet.
         compares: True if the next save compares replicated state.
         generation: The generation that is written, or None before the first save.
+        copier: What brings each committed step to the farther tiers of the run; None if it has none.
     """
 
     writes_early: bool
     compares: bool
     generation: int | None
+    copier: StepCopier | None
 
     def digest(self, staging: Staging, pool: WorkerPool) -> tuple[str, ...]:
         """**Blocks.** Returns digests of the values that are to be compared with those of other workers."""
@@ -106,6 +153,10 @@ class CheckpointWriter(Protocol):
         """Called when training continues from another state: the next save opens a generation of its own."""
         ...
 
+    def make_room(self) -> bool:
+        """**Blocks.** Called if the disk is full: removes what stays for a farther tier only; True if it did."""
+        return False
+
 
 class StepAttempt:
     """The files of one save, from their name to the commit. If the disk is full, it begins again once the save before
@@ -136,7 +187,7 @@ class StepAttempt:
             try:
                 return (self._files or self._open(staging, pool)).finish(pool)
             except StorageFullError as error:
-                if not self._tidier.wait():
+                if not (self._tidier.wait() or self._writer.make_room()):
                     raise
                 self.give_up(error)
 
@@ -148,7 +199,7 @@ class StepAttempt:
             try:
                 return self._writer.commit(receipts, name, request.metrics, request.metadata)
             except StorageFullError:
-                if not self._tidier.wait():
+                if not (self._tidier.wait() or self._writer.make_room()):
                     raise
 
     def give_up(self, error: BaseException) -> None:
@@ -200,16 +251,32 @@ class RunWriter(CheckpointWriter):
     compares = False
 
     def __init__(
-        self, storage: Storage, keep: RetentionPolicy, *, incremental: bool = False, reuse_space: bool = True
+        self,
+        storage: Storage,
+        keep: RetentionPolicy,
+        *,
+        incremental: bool = False,
+        reuse_space: bool = True,
+        copier: StepCopier | None = None,
     ) -> None:
-        self._storage = storage
+        """`storage` may have tiers, whose nearest is written to; the `copier` brings each step to the others."""
+        # What generations are opened in, and what is saved into: the same, but for tiers.
+        self._whole, self._storage = StoredRun(storage), nearest_of(storage)
+        self.copier = copier
         self.generation: int | None = None
         self.base: Base | None = None
         # By this it knows an opening of its own that has failed half-way.
         self._token = os.urandom(16).hex()
         self._best = find_modes(keep)
-        self._run = StoredRun(storage)
-        self._retention = Retention(self._run, keep, self._token, incremental=incremental, reuse_space=reuse_space)
+        self._run = self._whole if copier is None else StoredRun(self._storage)
+        self._retention = Retention(
+            self._run,
+            keep,
+            self._token,
+            incremental=incremental,
+            reuse_space=reuse_space,
+            find_needed=None if copier is None else copier.find_needed,
+        )
         self.recycler = self._retention.recycler
         # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
         self._attempts: tuple[StepName, ...] = ()
@@ -241,16 +308,18 @@ class RunWriter(CheckpointWriter):
         base = None
         if self.generation is None:
             self.recycler.lock.take(inform)
-            self._run.check_unpassed(origin.seen_generation, self._token)
+            self.align()
+            whole = self._whole
+            whole.check_unpassed(origin.seen_generation, self._token)
             before = self._keep_lost()
             if origin.base not in before.committed:
-                self._run.check_base(origin.base)
-            generation = self._run.open_generation(self._token, seen_generation=origin.seen_generation, best=self._best)
+                whole.check_base(origin.base)
+            generation = whole.open_generation(self._token, seen_generation=origin.seen_generation, best=self._best)
             # Those that are fenced now remove no step that they have not removed yet.
-            self._run.check_base(origin.base)
+            whole.check_base(origin.base)
             self._retention.begin(generation)
             base = make_base(generation, origin.base, origin.start_from)
-            self._run.record_base(base)
+            whole.record_base(base)
             self.generation, self.base, self._named_step, self._named_attempt = generation, base, -1, 0
             self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
@@ -260,10 +329,35 @@ class RunWriter(CheckpointWriter):
             self._retention.make_room(self.generation, {*busy, *self._undecided})
         return self._name_attempt(step, self.generation), base
 
+    def align(self) -> None:
+        """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
+        if self.copier is not None:
+            self.copier.align()
+
+    def read_records(self, generation: int) -> dict[str, str]:
+        """**Blocks.** Returns the records of a generation that was opened here, by path."""
+        paths = (generation_path(generation), base_path(generation))
+        return {path: self._storage.read(path, MAX_GENERATION_BYTES).decode() for path in paths}
+
+    def take_records(self, records: Mapping[str, str]) -> None:
+        """**Blocks.** Puts the records of the leader's generation into a tier of this worker's own."""
+        if records:
+            self.align()
+            self._storage.make_directory(GENERATIONS_DIRECTORY)
+        for path, record in records.items():
+            self._storage.publish(path, record.encode())
+
+    def make_room(self) -> bool:
+        """See `CheckpointWriter`. The newest step is never among them."""
+        if self.copier is None or (name := self._retention.remove_spared()) is None:
+            return False
+        self.copier.give_up(name)
+        return True
+
     def _keep_lost(self) -> Catalog:
         """Marks steps of older runs that have lost their manifests: later saves would take them for unfinished."""
-        catalog = self._run.look()
-        for name in self._run.find_lost(catalog):
+        catalog = self._whole.look()
+        for name in self._whole.find_lost(catalog):
             if name not in catalog.lost:
                 self._storage.write(name.committed_path, b"")
                 self._storage.sync_directory(name.directory)
