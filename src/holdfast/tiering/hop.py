@@ -309,7 +309,7 @@ class Hop:
     def _list_busy(self, generation: int) -> set[StepName]:
         """Returns the steps that any worker may be copying."""
         unfinished = {name for name in self._goal.look().unfinished if name.generation == generation}
-        return unfinished.union(self._source.look().committed)
+        return unfinished.union(self._source.look().living)
 
     def _check_going(self) -> None:
         if self._is_stopped:

@@ -155,7 +155,7 @@ def look_for_steps(near: Storage, far: Storage | None) -> Holding:
 
 
 def choose_incomplete(holdings: Sequence[Holding]) -> dict[str, str]:
-    """**Pure.** Returns the manifests of the steps to be copied into the farthest tier, for the newest step to be there.
+    """**Pure.** Returns the manifests of the steps to be copied into the farthest tier, so that it has the newest one.
 
     That is the newest of the current lineage that is there, or of which all files are in some tier; with it go the
     steps that it refers to. None if it is there.
