@@ -51,6 +51,12 @@ class StepCopier(Protocol):
     def align(self) -> None:
         """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
 
+    def find_least(self) -> int:
+        """**Blocks.** Returns the least number of the next generation; see `Tiers.find_least`."""
+
+    def check(self) -> None:
+        """Raises `FencedError` if another job was found to have gone on in a farther tier."""
+
     def note_committed(self) -> None:
         """Called when a step is committed in the nearest tier."""
 
@@ -314,7 +320,10 @@ class RunWriter(CheckpointWriter):
             before = self._keep_lost()
             if origin.base not in before.committed:
                 whole.check_base(origin.base)
-            generation = whole.open_generation(self._token, seen_generation=origin.seen_generation, best=self._best)
+            least = 0 if self.copier is None else self.copier.find_least()
+            generation = whole.open_generation(
+                self._token, seen_generation=origin.seen_generation, best=self._best, least=least
+            )
             # Those that are fenced now remove no step that they have not removed yet.
             whole.check_base(origin.base)
             self._retention.begin(generation)
@@ -408,8 +417,9 @@ class RunWriter(CheckpointWriter):
             self._undecided |= {name}
         try:
             manifest = commit(self._run, receipts, name, token=self._token, metrics=metrics, metadata=metadata)
-        except NotFoundError:
-            self.check_valid()
+        except StorageError as error:
+            if isinstance(error, NotFoundError) or self.copier is not None:
+                self.check_valid()
             raise
         self._undecided -= {name}
         if self._incremental is not None:
@@ -433,6 +443,8 @@ class RunWriter(CheckpointWriter):
 
     def check_valid(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""
+        if self.copier is not None:
+            self.copier.check()
         if self.generation is not None:
             self._run.check_owned(self.generation, self._token)
 

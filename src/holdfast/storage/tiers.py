@@ -39,8 +39,12 @@ from holdfast.storage.local.files import sync_to_disk
 from holdfast.storage.open import open_storage
 from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage, Traits
 
-_REST_SECONDS: Final = 30.0
-"""For so long a tier that could not be reached is not asked again."""
+_FIRST_REST_SECONDS: Final = 1.0
+_MOST_REST_SECONDS: Final = 30.0
+"""For so long a tier that could not be reached is not asked again: twice as long each time."""
+
+_LEAST_GAP: Final = 1000
+_MOST_GAP: Final = 1_000_000
 
 PARTED_PREFIX: Final = "parted-"
 """What the name of a directory with steps begins with that another machine's job has passed."""
@@ -133,11 +137,16 @@ class Tiers:
         # Guards the rest, of which none is held during a call of a tier.
         self._lock = threading.Lock()
         self.read_bytes = [0] * len(urls)
+        # True if the next generation is to be opened without the farthest tier.
+        self._is_alone = False
         self.first_offering = 0
-        self._down_until = [0.0] * len(urls)
+        self._down_until, self._rests_seconds = [0.0] * len(urls), [_FIRST_REST_SECONDS] * len(urls)
+        self._problems = [""] * len(urls)
         self._has_said: set[str] = set()
-        # From which generation on a tier has gone another way than the farthest one; none if it has not.
+        # From which generation on a tier has gone another way than the farthest one; none if it has not. And those that
+        # were set aside: a step of theirs may have appeared later.
         self._parted: list[int | None] = [None] * len(urls)
+        self._aside: list[frozenset[int]] = [frozenset()] * len(urls)
         # By tier and path, how often what was read there was damaged.
         self._damages: dict[tuple[int, str], int] = {}
 
@@ -181,15 +190,20 @@ class Tiers:
 
     def note_down(self, number: int, error: HoldfastError) -> None:
         """Leaves a tier alone for a while, and says so once."""
+        if not self.is_up(number):
+            return
         with self._lock:
-            self._down_until[number] = time.monotonic() + _REST_SECONDS
+            self._problems[number] = error.message
+            rest_seconds = self._rests_seconds[number]
+            self._down_until[number] = time.monotonic() + rest_seconds
+            self._rests_seconds[number] = min(2 * rest_seconds, _MOST_REST_SECONDS)
         text = f"{self.tiers[number].url} cannot be reached, and is left alone for a while: {error.message}"
         self._say_once(f"down {number}", text)
 
     def note_up(self, number: int) -> None:
         """Forgets that a tier could not be reached."""
         with self._lock:
-            self._down_until[number] = 0.0
+            self._down_until[number], self._rests_seconds[number] = 0.0, _FIRST_REST_SECONDS
             self._has_said.discard(f"down {number}")
 
     def avoid(self, path: str) -> bool:
@@ -219,6 +233,25 @@ class Tiers:
         far = self._find_farthest()
         with self._aligning:
             self._align(far)
+
+    def find_least(self) -> int:
+        """**Blocks.** Returns the least number that the next generation may have; 0 for any.
+
+        It is larger than those that were set aside. Where the farthest tier cannot be reached it is one that no other
+        job will choose meanwhile: a step has the same name in no other line.
+        """
+        least = max((number + 1 for number in self._list_aside(0)), default=0)
+        self._is_alone = not self.is_up(len(self.tiers) - 1)
+        if self._is_alone:
+            gap = _LEAST_GAP + int.from_bytes(os.urandom(4), "big") % _MOST_GAP
+            least = max([least, *_list_generations(self.nearest)[-1:]]) + gap
+        return least
+
+    def _list_aside(self, number: int) -> list[int]:
+        """Returns the generations that were set aside in a tier."""
+        storage = self._storages[number]
+        names = [entry.name for entry in storage.list("") if entry.name.startswith(PARTED_PREFIX)]
+        return [generation for name in names for generation in _list_generations(storage, name)]
 
     def _align(self, far: int) -> None:
         for number in range(far):
@@ -344,6 +377,10 @@ class Tiers:
         """
         if path == START_NAME:
             return self._storages[-1].publish(path, data)
+        is_opening = path.startswith(f"{GENERATIONS_DIRECTORY}/") and parse_generation_file(path.rpartition("/")[2])
+        if is_opening and not self._is_alone and not self.is_up(len(self.tiers) - 1):
+            # The number was chosen for a tier that can be reached.
+            raise self._make_down_error(-1, path)
         if not path.startswith(f"{GENERATIONS_DIRECTORY}/"):
             return self.nearest.publish(path, data)
         decided = False
@@ -355,6 +392,8 @@ class Tiers:
                 if not decided and not made:
                     return False
                 decided = True
+            if is_opening and not decided and not self._is_alone:
+                raise self._make_down_error(number, path)
         return True
 
     def read(self, path: str, limit_bytes: int) -> bytes:
@@ -376,14 +415,15 @@ class Tiers:
         far = self._find_farthest()
         failure: StorageError | None = None
         if path == "":
-            for number in range(far):
+            for number in range(len(self.tiers) - 1):
+                self._aside[number] = frozenset(self._list_aside(number))
                 with self._reaching(far):
-                    self._parted[number] = self._find_parted(number, far)
+                    self._parted[number] = self._find_parted(number, far) if number < far else None
         found: dict[str, Entry] = {}
         for number in reversed(range(self.first_offering, len(self.tiers))):
             try:
                 if number and not self.is_up(number):
-                    raise StorageError(f"{self.tiers[number].url} cannot be reached", path=path)
+                    raise self._make_down_error(number, path)
                 entries = self._storages[number].list(path, deep=deep)
             except StorageError as error:
                 if number == 0:
@@ -416,7 +456,7 @@ class Tiers:
         problem: HoldfastError | None = None
         for number in self._order(path):
             if number and not self.is_up(number):
-                problem = problem or StorageError(f"{self.tiers[number].url} cannot be reached", path=path)
+                problem = problem or self._make_down_error(number, path)
                 continue
             try:
                 return number, look(self._storages[number])
@@ -459,9 +499,12 @@ class Tiers:
             generation = parse_generation_file(rest) or parse_generation_file(f"{name}.json")
             is_passed = parted is not None and generation is not None and generation >= parted
             return is_passed or parse_summary_file(rest) is not None
-        if parted is None or (step := parse_step_directory(directory)) is None:
+        if (step := parse_step_directory(directory)) is None:
             return False
-        return step.generation >= parted
+        return (parted is not None and step.generation >= parted) or step.generation in self._aside[number]
+
+    def _make_down_error(self, number: int, path: str) -> StorageError:
+        return StorageError(f"{self.tiers[number].url} cannot be reached: {self._problems[number]}", path=path)
 
     def _has(self, number: int, path: str) -> bool:
         with suppress(HoldfastError):
@@ -504,8 +547,8 @@ class _CountingReader:
         self._reader.close()
 
 
-def _list_generations(storage: Storage) -> list[int]:
-    names = (parse_generation_file(entry.name) for entry in storage.list(GENERATIONS_DIRECTORY))
+def _list_generations(storage: Storage, below: str = "") -> list[int]:
+    names = (parse_generation_file(entry.name) for entry in storage.list(join(below, GENERATIONS_DIRECTORY)))
     return sorted(filter(None, names))
 
 

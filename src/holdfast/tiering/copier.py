@@ -55,6 +55,16 @@ class TierCopier:
             if number
         ]
 
+    def find_least(self) -> int:
+        """**Blocks.** See `Tiers.find_least`."""
+        return self._tiers.find_least()
+
+    def check(self) -> None:
+        """Raises `FencedError` if another job was found to have gone on in a farther tier."""
+        for hop in self._hops:
+            if hop.fenced is not None:
+                raise hop.fenced
+
     def note_committed(self) -> None:
         """Called when a step is committed in the nearest tier."""
         for hop in self._hops:

@@ -24,8 +24,8 @@ from holdfast.storage.tiers import Tiers
 _LOOK_SECONDS: Final = 0.2
 """How often to look whether other workers have added their parts of a step."""
 
-_FIRST_REST_SECONDS: Final = 1.0
-_MOST_REST_SECONDS: Final = 60.0
+_REST_SECONDS: Final = 1.0
+"""How often to look whether a tier may be asked again that could not be reached."""
 
 Candidate = KeptCandidate[StepName]
 
@@ -40,6 +40,7 @@ class Hop:
     Attributes:
         url: The URL of the tier.
         seconds: How long the newest copy took; None before one.
+        fenced: The error if another job was found to have gone on in this tier.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Hop:
         self._policy, self._takes, self._emit, self._cleans = policy, takes, emit, cleans
         self.url = self._tier.url
         self.seconds: float | None = None
+        self.fenced: FencedError | None = None
         source: Storage = tiers.nearest if number == 1 else Tiers(*tiers.tiers[:number])
         self._source = StoredRun(source)
         # Of the tier as one that is written to; and what cleans up there, with the generation that it does so for.
@@ -123,7 +125,7 @@ class Hop:
                 reason = self._given_up.get(name, "the manager was closed")
                 raise StorageError(f"step {name.step} was not copied into {self.url}: {reason}", path=name.directory)
         raise DeadlineError(
-            f"step {name.step} is not in {self.url} after {timeout_seconds:g} s; it is in {self._tiers.url}",
+            f"step {name.step} did not come to {self.url} in time; it is committed in {self._tiers.url}",
             hint="The copy continues. Wait again, or find out why the storage is slow.",
         )
 
@@ -161,14 +163,14 @@ class Hop:
                 rest_seconds = _LOOK_SECONDS if self._copy_next() else 0.0
             except _StoppedError:
                 return
-            except FencedError:
-                # The next save says so.
+            except FencedError as error:
+                self.fenced = error  # The next save raises it.
                 self.stop()
                 return
             except HoldfastError as error:
-                if self._number and not isinstance(error, DamageError):
+                if self._tiers.is_up(self._number):
                     self._tiers.note_down(self._number, error)
-                rest_seconds = min(max(2 * rest_seconds, _FIRST_REST_SECONDS), _MOST_REST_SECONDS)
+                rest_seconds = _LOOK_SECONDS if self._tiers.is_up(self._number) else _REST_SECONDS
 
     def _copy_next(self) -> bool:
         """**Blocks.** Copies what is to be copied; returns True if other workers have to add to it."""
@@ -192,8 +194,9 @@ class Hop:
             for name in done:
                 self._note_copied(name)
             if not done:
+                newest = self._source.look().newest
                 with self._changed:
-                    self._is_behind = pending[:1] == [self._source.look().newest]
+                    self._is_behind = self._is_awake or pending[:1] == [newest]
                 return bool(pending)
 
     def _list_pending(self) -> list[StepName]:
@@ -308,8 +311,9 @@ class Hop:
 
     def _list_busy(self, generation: int) -> set[StepName]:
         """Returns the steps that any worker may be copying."""
-        unfinished = {name for name in self._goal.look().unfinished if name.generation == generation}
-        return unfinished.union(self._source.look().living)
+        catalog = self._goal.look()
+        unfinished = {name for name in catalog.unfinished if name.generation == generation}
+        return unfinished.union(self._source.look().living).difference(catalog.committed)
 
     def _check_going(self) -> None:
         if self._is_stopped:
