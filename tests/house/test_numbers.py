@@ -66,6 +66,11 @@ def make_source(make: Callable[..., object], name: str, place: Path, value: Any)
     return make(**{name: value})
 
 
+def use_tiers(place: Path, act: Callable[[hf.SaveHandle], object]) -> object:
+    with manager(hf.Tiers(place, f"{place}-far")) as opened:  # type: ignore[arg-type]
+        return act(opened.save(1))
+
+
 def use_run(place: Path, act: Callable[[hf.Run], object]) -> object:
     with hf.resumable(place, x=1) as run:
         return act(run)
@@ -117,6 +122,13 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "Seconds seconds": (lambda _, v: hf.Seconds(v), SECONDS),
     "Auto overhead": (lambda _, v: hf.Auto(overhead=v), (0, 1, -1, 2, NAN, INF)),
     "Auto mtbf_seconds": (lambda _, v: hf.Auto(mtbf_seconds=v), SECONDS),
+    "SaveHandle.wait_committed tier": (
+        lambda p, v: use_tiers(p, lambda handle: handle.wait_committed(tier=v)),
+        (2, -3),
+    ),
+    "Tier keep": (lambda p, v: hf.Tier(p, keep=v), FROM_ONE),
+    "Tier every": (lambda p, v: hf.Tier(p, every=v), FROM_ONE),
+    "Tier most_bytes_per_second": (lambda p, v: hf.Tier(p, most_bytes_per_second=v), FROM_ONE),
     "CheckpointManager save_every": (lambda p, v: manager(p, save_every=v), FROM_ONE),
     "CheckpointManager keep": (lambda p, v: manager(p, keep=v), FROM_ONE),
     "CheckpointManager failures_allowed": (lambda p, v: manager(p, failures_allowed=v), COUNTS),
@@ -265,6 +277,8 @@ if importlib.util.find_spec("torch") is None:  # pragma: no cover
 
 NOT_GIVEN_BY_USERS = {
     "CheckpointManager.follow_epochs",
+    # As a storage: called by it.
+    *(f"Tiers.{method}" for method in ("avoid", "create", "discard", "find", "is_up", "note_down", "note_up", "read")),
     # Made by holdfast, and handed to the user; or called by it.
     *("Backup", "Restoration", "SaveHandle", "UploadTaskGroupBuilder.build", "MultiNodeCheckpointManager.finish_save"),
     *(f"{policy}.choose_kept" for policy in ("All", "Best", "EveryHours", "EveryN", "Latest", "Newer")),

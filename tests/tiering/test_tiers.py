@@ -452,7 +452,7 @@ def test_wrong_tiers_are_refused(tmp_path: Path) -> None:
         hf.Tier(tmp_path, every=0)
 
 
-def test_a_wait_for_what_is_no_tier(near: Path, far: Path, tmp_path: Path, start: Callable[..., Job]) -> None:
+def test_a_wait_for_a_wrong_tier(near: Path, far: Path, tmp_path: Path, start: Callable[..., Job]) -> None:
     handle = start(near, far).save(1)
     with pytest.raises(UsageError, match="'s3://b/run' is not a tier of the run"):
         handle.wait_committed(tier="s3://b/run")

@@ -82,7 +82,7 @@ class Retention:
     ) -> None:
         """`token` identifies the generations that are opened here; `find_needed` finds what farther tiers need."""
         self._run, self._keep = run, keep
-        self._find_needed = find_needed or (lambda candidates: {})
+        self._find_needed = find_needed
         self.spared: tuple[StepName, ...] = ()
         self._summarizer = Summarizer(run, token)
         # Whether what older generations had left has been removed, as far as it was there when this one began.
@@ -142,7 +142,10 @@ class Retention:
         if others := set(catalog.committed).difference(catalog.living, protected):
             own = {name.step for name in catalog.living if name.generation == newest.generation}
             replaced = sorted(name for name in others if name.generation == newest.generation and name.step in own)
-        protected = self._protect_needed(candidates, protected)
+        if self._find_needed is not None and (needed := self._find_needed(candidates)):
+            kept = self._keep.choose_kept(candidates, time.time())
+            self.spared = tuple(sorted(name for name in needed if name not in kept and name not in protected))
+            protected = {**needed, **protected}
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         if manifest is not None:
@@ -227,18 +230,6 @@ class Retention:
             if self._remove([name], StepName(name.step, generation), 0, []):
                 return name
         return None
-
-    def _protect_needed(
-        self, candidates: Sequence[KeptCandidate[StepName]], protected: Mapping[StepName, str]
-    ) -> Mapping[StepName, str]:
-        """Adds what farther tiers still need to the steps that must stay, and notes it."""
-        needed = self._find_needed(candidates)
-        if not needed:
-            self.spared = ()
-            return protected
-        kept = self._keep.choose_kept(candidates, time.time())
-        self.spared = tuple(sorted(name for name in needed if name not in kept and name not in protected))
-        return {**needed, **protected}
 
     def _find_shortage(self, size_bytes: int, present: int, protected: int) -> str:
         """Returns how many checkpoints of that size the disk has room for, if these are too few; empty otherwise.

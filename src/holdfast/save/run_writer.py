@@ -267,14 +267,14 @@ class RunWriter(CheckpointWriter):
     ) -> None:
         """`storage` may have tiers, whose nearest is written to; the `copier` brings each step to the others."""
         # What generations are opened in, and what is saved into: the same, but for tiers.
-        self._whole, self._storage = StoredRun(storage), nearest_of(storage)
+        self._whole = StoredRun(storage)
         self.copier = copier
         self.generation: int | None = None
         self.base: Base | None = None
         # By this it knows an opening of its own that has failed half-way.
         self._token = os.urandom(16).hex()
         self._best = find_modes(keep)
-        self._run = self._whole if copier is None else StoredRun(self._storage)
+        self._run = self._whole if copier is None else StoredRun(nearest_of(storage))
         self._retention = Retention(
             self._run,
             keep,
@@ -346,15 +346,15 @@ class RunWriter(CheckpointWriter):
     def read_records(self, generation: int) -> dict[str, str]:
         """**Blocks.** Returns the records of a generation that was opened here, by path."""
         paths = (generation_path(generation), base_path(generation))
-        return {path: self._storage.read(path, MAX_GENERATION_BYTES).decode() for path in paths}
+        return {path: self._run.storage.read(path, MAX_GENERATION_BYTES).decode() for path in paths}
 
     def take_records(self, records: Mapping[str, str]) -> None:
         """**Blocks.** Puts the records of the leader's generation into a tier of this worker's own."""
         if records:
             self.align()
-            self._storage.make_directory(GENERATIONS_DIRECTORY)
+            self._run.storage.make_directory(GENERATIONS_DIRECTORY)
         for path, record in records.items():
-            self._storage.publish(path, record.encode())
+            self._run.storage.publish(path, record.encode())
 
     def make_room(self) -> bool:
         """See `CheckpointWriter`. The newest step is never among them."""
@@ -368,8 +368,8 @@ class RunWriter(CheckpointWriter):
         catalog = self._whole.look()
         for name in self._whole.find_lost(catalog):
             if name not in catalog.lost:
-                self._storage.write(name.committed_path, b"")
-                self._storage.sync_directory(name.directory)
+                self._run.storage.write(name.committed_path, b"")
+                self._run.storage.sync_directory(name.directory)
         return catalog
 
     def follow(self, generation: int, origin: StepName | None) -> None:
@@ -386,14 +386,14 @@ class RunWriter(CheckpointWriter):
         # All directories of this generation are named here, so a later step than all before has none.
         if step <= self._named_step:
             known = self._incremental.list_known() if self._incremental is not None else ()
-            names = (*known, *(parse_step_directory(entry.name) for entry in self._storage.list("")))
+            names = (*known, *(parse_step_directory(entry.name) for entry in self._run.storage.list("")))
             taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
             taken.append(self._named_attempt)
         attempt = max(taken) + 1
         self._named_step, self._named_attempt = max(self._named_step, step), max(self._named_attempt, attempt)
         if attempt > MAX_ATTEMPT:
             raise StorageError(
-                f"{self._storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
+                f"{self._run.storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
                 hint="A directory there has a number that no job gave it; remove it.",
             )
         name = StepName(step, generation, attempt)
@@ -405,15 +405,15 @@ class RunWriter(CheckpointWriter):
     ) -> StepFiles:
         """See `CheckpointWriter`."""
         if self._incremental is None:
-            return StepFiles(snapshot, self._storage, name)
+            return StepFiles(snapshot, self._run.storage, name)
         plan = self._incremental.plan(snapshot, name, pool, self._retention.find_wanted(name, metrics))
-        return StepFiles(snapshot, self._storage, name, plan, self._incremental.note_written)
+        return StepFiles(snapshot, self._run.storage, name, plan, self._incremental.note_written)
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
     ) -> Manifest:
         """See `CheckpointWriter`."""
-        if not self._storage.traits.has_directories:
+        if not self._run.storage.traits.has_directories:
             self._undecided |= {name}
         try:
             manifest = commit(self._run, receipts, name, token=self._token, metrics=metrics, metadata=metadata)
@@ -437,7 +437,7 @@ class RunWriter(CheckpointWriter):
         manifest = self._run.step(name).manifest()
         record = seal(LateMetrics(manifest.token, dict(metrics)))
         paths = (f"{name.directory}/{metrics_name(number)}" for number in range(MAX_LATE_METRICS))
-        if not any(self._storage.publish(path, record) for path in paths):
+        if not any(self._run.storage.publish(path, record) for path in paths):
             raise StorageError(f"{name.directory} has too many records of metrics", path=name.directory)
         self._run.history.note(name, msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts)
 
@@ -454,7 +454,7 @@ class RunWriter(CheckpointWriter):
         Where a manifest may still arrive, its data stay for it, until the next generation removes what is left.
         """
         # Not with the history, which `clean` may be using.
-        if name not in self._undecided and name in StoredRun(self._storage).look().unfinished:
+        if name not in self._undecided and name in StoredRun(self._run.storage).look().unfinished:
             self._run.step(name).discard()
 
     def clean(

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import unseal
@@ -47,7 +47,7 @@ _LEAST_GAP: Final = 1000
 _MOST_GAP: Final = 1_000_000
 
 PARTED_PREFIX: Final = "parted-"
-"""What the name of a directory with steps begins with that another machine's job has passed."""
+"""The beginning of the name of a directory with steps that another machine's job has passed."""
 
 _T = TypeVar("_T")
 
@@ -85,12 +85,20 @@ class Tier:
         return self.storage.url
 
 
+class _Down(NamedTuple):
+    """Until when a tier is left alone, for how long that is, and why."""
+
+    until: float = 0.0
+    rest_seconds: float = _FIRST_REST_SECONDS / 2
+    problem: str = ""
+
+
 class Tiers:
     """**Thread-safe.** The tiers of a run as one storage, to be passed wherever a directory is taken.
 
-    Training saves into the first tier, and is free as soon as a save is committed there; behind it each checkpoint is
-    copied from tier to tier, and every byte is checked as it passes. A restore takes the newest whole checkpoint of the
-    current lineage, and each file of it from the nearest tier that has it.
+    Training saves into the first tier, and is free as soon as a save is committed there. In the background each
+    checkpoint is copied to the other tiers, and every byte is checked as it passes. A restore takes the newest whole
+    checkpoint of the current lineage, and each file of it from the nearest tier that has it.
 
     `Tiers("/nvme/run", "s3://bucket/run")`: nearest first. Pass a `Tier` for options of a place. Of several workers
     each may have a first tier of its own, as a disk of its machine is; the last tier is one that all of them share.
@@ -140,8 +148,7 @@ class Tiers:
         # True if the next generation is to be opened without the farthest tier.
         self._is_alone = False
         self.first_offering = 0
-        self._down_until, self._rests_seconds = [0.0] * len(urls), [_FIRST_REST_SECONDS] * len(urls)
-        self._problems = [""] * len(urls)
+        self._down = [_Down()] * len(urls)
         self._has_said: set[str] = set()
         # From which generation on a tier has gone another way than the farthest one; none if it has not. And those that
         # were set aside: a step of theirs may have appeared later.
@@ -186,28 +193,26 @@ class Tiers:
 
     def is_up(self, number: int) -> bool:
         """Returns True unless a tier could not be reached just now."""
-        return self._down_until[number] <= time.monotonic()
+        return self._down[number].until <= time.monotonic()
 
     def note_down(self, number: int, error: HoldfastError) -> None:
         """Leaves a tier alone for a while, and says so once."""
         if not self.is_up(number):
             return
         with self._lock:
-            self._problems[number] = error.message
-            rest_seconds = self._rests_seconds[number]
-            self._down_until[number] = time.monotonic() + rest_seconds
-            self._rests_seconds[number] = min(2 * rest_seconds, _MOST_REST_SECONDS)
+            rest_seconds = min(2 * self._down[number].rest_seconds, _MOST_REST_SECONDS)
+            self._down[number] = _Down(time.monotonic() + rest_seconds, rest_seconds, error.message)
         text = f"{self.tiers[number].url} cannot be reached, and is left alone for a while: {error.message}"
         self._say_once(f"down {number}", text)
 
     def note_up(self, number: int) -> None:
         """Forgets that a tier could not be reached."""
         with self._lock:
-            self._down_until[number], self._rests_seconds[number] = 0.0, _FIRST_REST_SECONDS
+            self._down[number] = _Down()
             self._has_said.discard(f"down {number}")
 
     def avoid(self, path: str) -> bool:
-        """Reads a damaged file from another tier from now on, and others of its step as well, if these are no worse.
+        """Reads a damaged file from another tier from now on, and others of its step as well, if that one has them.
 
         Returns:
             False if no other tier has it.
@@ -504,7 +509,7 @@ class Tiers:
         return (parted is not None and step.generation >= parted) or step.generation in self._aside[number]
 
     def _make_down_error(self, number: int, path: str) -> StorageError:
-        return StorageError(f"{self.tiers[number].url} cannot be reached: {self._problems[number]}", path=path)
+        return StorageError(f"{self.tiers[number].url} cannot be reached: {self._down[number].problem}", path=path)
 
     def _has(self, number: int, path: str) -> bool:
         with suppress(HoldfastError):

@@ -1,4 +1,4 @@
-"""What a manager knows of the farther tiers of its run."""
+"""The farther tiers of a run, as its manager knows them."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class TierCopier:
         """Starts nothing yet. `keep` is for tiers that have no policy of their own."""
         self._nearby = nearby
         self._tiers, self._emit, self.keep = tiers, emit, tiers.tiers[0].policy or keep
-        self._hops = [
-            Hop(tiers, number, tier.policy or keep, nearby.takes, emit, cleans=nearby.rank == 0)
-            for number, tier in enumerate(tiers.tiers)
-            if number
-        ]
+        self._hops = [Hop(tiers, number, keep, nearby, emit) for number in range(1, len(tiers.tiers))]
+
+    def align(self) -> None:
+        """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
+        self._tiers.align()
 
     def find_least(self) -> int:
         """**Blocks.** See `Tiers.find_least`."""
@@ -70,15 +70,11 @@ class TierCopier:
         for hop in self._hops:
             hop.wake()
 
-    def align(self) -> None:
-        """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
-        self._tiers.align()
-
     def find_needed(self, candidates: Sequence[KeptCandidate[StepName]]) -> Mapping[StepName, str]:
         """Returns the steps that may not be removed from the nearest tier yet, each with the reason."""
         needed: dict[StepName, str] = {}
         for hop in self._hops:
-            needed |= dict.fromkeys(hop.find_needed(candidates), f"not in {hop.url} yet")
+            needed |= dict.fromkeys(hop.choose(candidates), f"not in {hop.url} yet")
         return needed
 
     def keep_manifest(self, name: StepName, text: str) -> Manifest | None:
@@ -98,7 +94,7 @@ class TierCopier:
     def give_up(self, name: StepName) -> None:
         """Called when the nearest tier has no room for a step that was not copied yet."""
         for hop in self._hops:
-            hop.give_up(name, f"{self._tiers.url} had no room for it")
+            hop.progress.note(name, problem=f"{self._tiers.url} had no room for it")
         text = f"{self._tiers.url} is full: step {name.step} was removed there before it was copied"
         self._emit(Warned(step=name.step, text=text))
 

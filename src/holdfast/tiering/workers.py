@@ -1,6 +1,6 @@
-"""What several workers do at the start of a job whose run has tiers, of which each may have the first for itself.
+"""The start of a job of several workers whose run has tiers, of which each may have the first for itself.
 
-A step may be committed and lie in parts on several machines, and nowhere else. Then no worker could restore it, so each
+A step may be committed, and be in parts on several machines and nowhere else. Then no worker could restore it, so each
 copies what it has of it into the farthest tier first. Afterwards that tier alone says what there is to restore, the
 same to all workers.
 """
@@ -55,7 +55,7 @@ class Nearby(msgspec.Struct, frozen=True):
 
 
 class Holding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a tier has of steps that may not be committed in the farthest one.
+    """The files of a tier for steps that may not be committed in the farthest one.
 
     Attributes:
         manifests: The manifests of those that are committed there, by directory.
