@@ -15,7 +15,7 @@ from typing import Any, Final
 import click
 
 from benchmarks.planning.job import measure_leader, measure_worker
-from benchmarks.planning.page import render_scale, render_table
+from benchmarks.planning.page import render_scale, render_tables
 
 _DOCS: Final = Path(__file__).parent.parent.parent / "docs" / "internals"
 _WORKERS: Final = (8, 32, 128, 512, 2048, 4096, 16_384)
@@ -52,7 +52,7 @@ def main(
                 figures[name] = [known[count] for count in sorted(known)]
     path.write_text(json.dumps(figures, indent=1) + "\n")
     (docs / "scale.svg").write_text(render_scale(figures))
-    click.echo(render_table(figures))
+    click.echo(render_tables(figures))
 
 
 def _measure(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from benchmarks.harness.picture import draw_svg, write, write_head
@@ -25,6 +25,7 @@ _STYLE: Final = """
   .guess { stroke: #8595a5; fill: none; stroke-width: 2; stroke-dasharray: 2 4; }
 """
 _Line = tuple[str, str, list[tuple[float, float]]]
+_Column = tuple[str, str, Callable[[Any], str]]
 
 
 def render_scale(figures: dict[str, Any]) -> str:
@@ -60,17 +61,14 @@ def render_scale(figures: dict[str, Any]) -> str:
     return draw_svg(_WIDTH, height, "Planning by the number of workers", _STYLE, body)
 
 
-def render_table(figures: dict[str, Any]) -> str:
-    """**Pure.** The figures as a table in Markdown."""
-    found = {
-        name: {entry["workers"]: entry for entry in figures["holdfast" if name == "own" else "dcp"]}
-        for name in ("own", "peer")
-    }
-    rows = []
-    for workers in sorted({*found["own"], *found["peer"]}):
-        entries = [(found[who].get(workers), key, show) for _, who, key, show in _COLUMNS]
-        rows.append([f"{workers:,}", *("" if entry is None else show(entry[key]) for entry, key, show in entries)])
-    return "\n".join(draw_table(["Workers", *(title for title, *_ in _COLUMNS)], rows)).rstrip()
+def render_tables(figures: dict[str, Any]) -> str:
+    """**Pure.** The figures as tables in Markdown, each narrow enough for a small screen."""
+    return "\n\n".join(_render_table(figures[who], columns) for who, columns in _TABLES if figures[who])
+
+
+def _render_table(entries: Sequence[dict[str, Any]], columns: Sequence[_Column]) -> str:
+    rows = [[f"{entry['workers']:,}", *(show(entry[key]) for _, key, show in columns)] for entry in entries]
+    return "\n".join(draw_table(["Workers", *(title for title, *_ in columns)], rows)).rstrip()
 
 
 def _both(figures: dict[str, Any], key: str) -> list[_Line]:
@@ -132,19 +130,39 @@ def _bytes(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
-_COLUMNS: Final = (
-    ("Training thread, sharded", "own", "sharded_training_seconds", _seconds),
-    ("replicated", "own", "replicated_training_seconds", _seconds),
-    ("Index", "own", "sharded_index_bytes", _bytes),
-    ("Leader", "own", "leader_seconds", _seconds),
-    ("gathered", "own", "gathered_bytes", _bytes),
-    ("requests", "own", "requests", "{:,.0f}".format),
-    ("Manifest", "own", "metadata_bytes", _bytes),
-    ("Restore reads", "own", "reader_bytes", _bytes),
-    ("in", "own", "reader_seconds", _seconds),
-    ("DCP: coordinator", "peer", "leader_seconds", _seconds),
-    ("gathered", "peer", "gathered_bytes", _bytes),
-    ("`.metadata`", "peer", "metadata_bytes", _bytes),
-    ("read in", "peer", "reader_seconds", _seconds),
+_TABLES: Final[tuple[tuple[str, tuple[_Column, ...]], ...]] = (
+    (
+        "holdfast",
+        (
+            ("Training thread, sharded", "sharded_training_seconds", _seconds),
+            ("Training thread, replicated", "replicated_training_seconds", _seconds),
+            ("Index", "sharded_index_bytes", _bytes),
+        ),
+    ),
+    (
+        "holdfast",
+        (
+            ("Rank 0 takes", "leader_seconds", _seconds),
+            ("Rank 0 gathers", "gathered_bytes", _bytes),
+            ("Rank 0 requests", "requests", "{:,.0f}".format),
+        ),
+    ),
+    (
+        "holdfast",
+        (
+            ("Manifest", "metadata_bytes", _bytes),
+            ("A restore reads", "reader_bytes", _bytes),
+            ("A restore reads for", "reader_seconds", _seconds),
+        ),
+    ),
+    (
+        "dcp",
+        (
+            ("DCP: coordinator", "leader_seconds", _seconds),
+            ("gathers", "gathered_bytes", _bytes),
+            ("`.metadata`", "metadata_bytes", _bytes),
+            ("is read for", "reader_seconds", _seconds),
+        ),
+    ),
 )
-"""The columns of the table: title, whose figure it is, its name, and how it is written."""
+"""The tables: whose figures they have, and for each column the title, the name of the figure, and how it is written."""

@@ -3,7 +3,7 @@
     python -m demo.child SETTINGS EVIDENCE [DIRECTORY]
 
 Settings are JSON, and without a directory nothing is saved. Standard input is a leash: when whoever holds its other
-end has gone, this process goes too.
+end has gone, this process goes too, and its supervisor if it has one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from demo.reports import Evidence, Settings, StepDone
+from demo.reports import Begun, Evidence, Settings, StepDone
 from holdfast.events import Event, encode_event
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def main() -> None:
     def tell_event(event: Event) -> None:
         tell(encode_event(event))
 
+    tell(msgspec.json.encode(Begun(process=os.getpid())))
     # Not before the leash is held: importing torch takes seconds.
     from demo.train import train
 
@@ -115,8 +116,8 @@ def _digest(value: Any) -> str:
 def _end_with_supervisor() -> None:
     while os.read(0, 4096):
         pass
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # The loader's processes with it.
+    if os.getpgrp() == os.getsid(0):
+        os.killpg(0, signal.SIGKILL)  # The loader's processes with it.
     os._exit(1)
 
 

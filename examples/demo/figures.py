@@ -28,6 +28,7 @@ class Figures:
         fresh_starts: How often it began from nothing, since none had been committed yet.
         restore_seconds: How long that took, all together.
         restored_bytes: What was read and checked for it.
+        back_seconds: From each kill to the end of the first step after it.
         step_seconds: What a step took, by the median: untouched, and under fire.
     """
 
@@ -42,6 +43,7 @@ class Figures:
     fresh_starts: int
     restore_seconds: float
     restored_bytes: int
+    back_seconds: tuple[float, ...]
     step_seconds: tuple[float, float]
 
     @property
@@ -61,7 +63,7 @@ def read_figures(outcome: Outcome) -> Figures:
     restored = [life.restored for life in lives if life.restored is not None]
     lengths = [seconds for life in lives for seconds in _lengths(life.steps)]
     return Figures(
-        kills=sum(life.killed for life in lives),
+        kills=sum(life.killed_at_seconds is not None for life in lives),
         kills_in_write=sum(bool(life.writing) for life in lives),
         steps=len(outcome.untouched),
         steps_repeated=sum(before.ended_with - after.began_with for before, after in pairwise(lives)),
@@ -72,6 +74,7 @@ def read_figures(outcome: Outcome) -> Figures:
         fresh_starts=len(lives) - 1 - len(restored),
         restore_seconds=sum(event.blocked_seconds for event in restored),
         restored_bytes=sum(event.size_bytes for event in restored),
+        back_seconds=tuple(life.back_seconds for life in lives[1:]),
         step_seconds=(median(_lengths(outcome.untouched) or [0.0]), median(lengths or [0.0])),
     )
 

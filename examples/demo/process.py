@@ -1,4 +1,4 @@
-"""One training process, seen from its supervisor."""
+"""A training process, or one that `holdfast run` starts again and again, seen from the demo."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -31,11 +32,32 @@ def make_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
+def kill(process: int) -> float | None:
+    """**Blocks.** Kills a process without a warning (SIGKILL), and waits until it is dead.
+
+    Returns:
+        When it was killed, by the monotonic clock; None if it had ended before.
+    """
+    try:
+        watch = os.pidfd_open(process)
+    except ProcessLookupError:
+        return None
+    try:
+        killed_at = time.monotonic()
+        signal.pidfd_send_signal(watch, signal.SIGKILL)
+        select.select([watch], [], [])
+        return killed_at
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(watch)
+
+
 class Process:
     """A training process, which ends with the block at the latest, and with this process in any case.
 
-    It leads a process group of its own: Ctrl-C in the terminal does not reach it, and a kill takes the loader's
-    processes with it, as the loss of a machine does.
+    With a directory to save in it runs under `holdfast run`, which starts it again when it is killed. It leads a group
+    of its own: Ctrl-C in the terminal does not reach it, and the loader's processes end with it.
     """
 
     def __init__(self, settings: Settings, files: Path, name: str, directory: Path | None, scratch: str) -> None:
@@ -46,21 +68,23 @@ class Process:
             files: Where its log and its evidence go.
             name: What these are called.
             directory: The run's directory; None for a process that saves nothing.
-            scratch: Where it has its temporary files, which nobody but its supervisor can remove when it is killed.
+            scratch: Where it has its temporary files, which only the demo can remove when it is killed.
         """
         self._name = name
         self._log = files / f"{name}.log"
         self._evidence = files / f"{name}.json"
         self._lines = b""
-        arguments = [msgspec.json.encode(settings).decode(), str(self._evidence)]
+        arguments = ["-m", "demo.child", msgspec.json.encode(settings).decode(), str(self._evidence)]
+        if directory is not None:
+            arguments = ["-m", "holdfast", "run", *arguments, str(directory)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "demo.child", *arguments, *([str(directory)] if directory else [])],
+                [sys.executable, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                env={**make_environment(), "TMPDIR": scratch},
+                env={**make_environment(), "TMPDIR": scratch, "XDG_CACHE_HOME": scratch},
             )
         assert self._process.stdout is not None, "it is a pipe"
         self._reports = self._process.stdout.fileno()

@@ -38,6 +38,16 @@ Evidence: TypeAlias = dict[str, dict[str, str]]
 """What a run ended with: for each item ("weights"), each of its parts by name, exactly or as a SHA-256."""
 
 
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="begun"):
+    """A process has begun to train.
+
+    Attributes:
+        process: Its number.
+    """
+
+    process: int
+
+
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step_done"):
     """A step is complete.
 
@@ -54,8 +64,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     at_seconds: float
 
 
-Report: TypeAlias = StepDone | AnyEvent
-"""A step, or an event of holdfast's."""
+Report: TypeAlias = Begun | StepDone | AnyEvent
+"""A process, a step, or an event of holdfast's."""
 
 REPORTS: Final[msgspec.json.Decoder[Report]] = msgspec.json.Decoder(Report)
 EVIDENCE: Final[msgspec.json.Decoder[Evidence]] = msgspec.json.Decoder(Evidence)

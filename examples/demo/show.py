@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import median
 from types import TracebackType
 from typing import Final, Self
 
@@ -60,15 +61,11 @@ class Screen:
         where = f" in the middle of writing the checkpoint of step {name.step}" if name else ""
         self._say(f"{self._marks['kill']} killed (SIGKILL) after step {step}{where}", "red")
 
-    def show_restored(self, process: int, event: Restored) -> None:
-        """A process goes on from a checkpoint."""
-        self._under_fire.step = event.step
-        self._say(f"process {process} goes on: {event}", "green")
-
-    def show_fresh_start(self, process: int) -> None:
-        """A process begins from nothing."""
-        self._under_fire.step = 0
-        self._say(f"process {process} begins from nothing, since no checkpoint had been committed", "green")
+    def show_back(self, process: int, restored: Restored | None, seconds: float) -> None:
+        """A process has done its first step, so long after the death of the one before."""
+        self._under_fire.step = restored.step if restored is not None else 0
+        how = f"goes on: {restored}" if restored is not None else "begins from nothing: no checkpoint was committed yet"
+        self._say(f"process {process} {how}; its first step is done {seconds:.2f} s after the kill", "green")
 
     def __enter__(self) -> Self:
         self._say(
@@ -188,6 +185,10 @@ def _cost_table(figures: Figures) -> Table:
         f"{figures.restores} in {figures.restore_seconds:.2f} s, {decimal(figures.restored_bytes)} read and checked"
         f"{from_nothing}",
     )
+    if figures.back_seconds:
+        middle, last = median(figures.back_seconds), max(figures.back_seconds)
+        at_most = f"{last:.2f} s at most, as the next process is ready some seconds after the first step"
+        table.add_row("from a kill to the next step", f"{middle:.2f} s in the median, {at_most}")
     return table
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from demo.process import Process
-from demo.reports import Evidence, Report, Settings, StepDone
+from demo.process import Process, kill
+from demo.reports import Begun, Evidence, Report, Settings, StepDone
 from demo.show import Screen
 from demo.verdict import Life, Outcome, compare_evidence, compare_steps
 from holdfast.events import Committed, Restored, Staged, Written
@@ -89,43 +89,51 @@ def _run_untouched(settings: Settings, files: Path, scratch: str, screen: Screen
 def _run_under_fire(
     settings: Settings, plans: list[KillPlan], directory: Path, scratch: str, screen: Screen
 ) -> tuple[list[Life], Evidence]:
-    """Starts the job again and again until it is complete."""
+    """Kills the job again and again, which `holdfast run` starts each time, until it is complete."""
     lives: list[Life] = []
-    while True:
-        known = {found.name for found in _step_directories(directory)}
-        plan = plans.pop(0) if plans else None
-        life = Life(len(lives) + 1)
-        lives.append(life)
-        with Process(settings, directory.parent, f"process-{life.number}", directory, scratch) as process:
-            for report in process.reports():
-                _note(report, life, screen)
-                # What it has told before it was killed is still to be read.
-                if plan is not None and not life.killed and _is_moment(plan, report, directory, known):
-                    # The kill is to strike so far into the step or the write, of which nothing is told.
-                    time.sleep(plan.share * (life.write_seconds if plan.in_write else _step_seconds(life.steps)))
-                    process.kill()
-                    life.killed = True
-            if not life.killed:
-                return lives, process.wait_evidence()
-        life.writing = _unfinished(directory, known, life.staged_step)
-        screen.show_kill(life.ended_with, life.writing)
-        if plan is not None and plan.in_write and not life.writing:
-            # The checkpoint was committed first. The next kill is to be in a write in its place, and at once.
-            if plans:
-                plans[0] = replace(plans[0], in_write=True, share=0.0)
-            elif len(lives) < _MOST_LIVES and not any(earlier.writing for earlier in lives):
-                plans = [KillPlan(life.ended_with + 1, in_write=True, share=0.0)]
+    plan, known = None, frozenset[str]()
+    with Process(settings, directory.parent, "under-fire", directory, scratch) as job:
+        for report in job.reports():
+            if isinstance(report, Begun):
+                if lives:
+                    # All that the dead one has told is read by now.
+                    screen.show_kill(lives[-1].ended_with, lives[-1].writing)
+                    if plan is not None and plan.in_write and not lives[-1].writing:
+                        _plan_another(plans, lives)
+                lives.append(Life(len(lives) + 1, report.process, known))
+                plan = plans.pop(0) if plans else None
+                continue
+            life = lives[-1]
+            _note(report, lives, screen)
+            if plan is not None and life.killed_at_seconds is None and _is_moment(plan, report, directory, known):
+                # The kill is to strike so far into the step or the write, of which nothing is told.
+                time.sleep(plan.share * (life.write_seconds if plan.in_write else _step_seconds(life.steps)))
+                life.killed_at_seconds = kill(life.process)
+                # Before the next one removes what is unfinished.
+                found = _step_directories(directory)
+                life.unfinished = tuple(one.name for one in found if not (one / MANIFEST_NAME).exists())
+                known = frozenset(one.name for one in found)
+        return lives, job.wait_evidence()
 
 
-def _note(report: Report, life: Life, screen: Screen) -> None:
-    """Notes and shows what a process has told."""
+def _plan_another(plans: list[KillPlan], lives: list[Life]) -> None:
+    """The checkpoint was committed before the kill: the next kill is to be in a write in its place, and at once."""
+    if plans:
+        plans[0] = replace(plans[0], in_write=True, share=0.0)
+    elif len(lives) < _MOST_LIVES and not any(life.writing for life in lives):
+        plans.append(KillPlan(lives[-1].ended_with + 1, in_write=True, share=0.0))
+
+
+def _note(report: Report, lives: list[Life], screen: Screen) -> None:
+    """Notes and shows what the last process has told."""
+    life = lives[-1]
     match report:
         case Restored():
             life.restored = report
-            screen.show_restored(life.number, report)
         case StepDone():
-            if not life.steps and life.number > 1 and life.restored is None:
-                screen.show_fresh_start(life.number)
+            if not life.steps and life.number > 1:
+                life.back_seconds = report.at_seconds - (lives[-2].killed_at_seconds or report.at_seconds)
+                screen.show_back(life.number, life.restored, life.back_seconds)
             life.steps.append(report)
             screen.show_step(report.step, report.loss)
         case Staged():
@@ -136,7 +144,7 @@ def _note(report: Report, life: Life, screen: Screen) -> None:
             screen.show_saved(report.step)
 
 
-def _is_moment(plan: KillPlan, report: Report, directory: Path, known: set[str]) -> bool:
+def _is_moment(plan: KillPlan, report: Report, directory: Path, known: frozenset[str]) -> bool:
     """**Blocks** until a checkpoint is being written, if that is planned. Whether the planned moment has come."""
     match report:
         case StepDone():
@@ -146,7 +154,7 @@ def _is_moment(plan: KillPlan, report: Report, directory: Path, known: set[str])
     return False
 
 
-def _wait_for_write(directory: Path, known: set[str], step: int) -> bool:
+def _wait_for_write(directory: Path, known: frozenset[str], step: int) -> bool:
     """**Blocks.** Waits until a step is being written; False if that was over before it was seen."""
     deadline = time.monotonic() + _LOOK_SECONDS
     while time.monotonic() < deadline:
@@ -156,17 +164,6 @@ def _wait_for_write(directory: Path, known: set[str], step: int) -> bool:
         # What the process is writing shows in the directory alone; a write may last no more than milliseconds.
         time.sleep(_LOOK_EVERY_SECONDS)
     return False
-
-
-def _unfinished(directory: Path, known: set[str], step: int | None) -> str:
-    """The directory of a step that was made by a process that is dead now, without a manifest; or an empty string.
-
-    It was in the middle of writing it. A directory of another step without one is an old one that was being removed.
-    """
-    for found in _step_directories(directory):
-        if found.name not in known and _step_of(found.name) == step and not (found / MANIFEST_NAME).exists():
-            return found.name
-    return ""
 
 
 def _step_directories(directory: Path) -> list[Path]:

@@ -12,6 +12,7 @@ import msgspec
 
 from demo.reports import Evidence, StepDone
 from holdfast.events import Restored
+from holdfast.format.names import parse_step_directory
 
 EVERY_STEP: Final = "every step on the way"
 
@@ -93,19 +94,25 @@ class Life:
 
     Attributes:
         number: Which process it was, from 1 on.
+        process: The process's own number.
+        known: The directories of steps that were there when it began.
         restored: What it was brought back from; None if it began from nothing.
         steps: The steps that it did.
-        killed: Whether it was killed.
-        writing: The checkpoint's directory in the midst of whose writing it was killed, or an empty string.
+        killed_at_seconds: When it was killed, by the monotonic clock; None if it was not.
+        unfinished: The directories of steps that it has left without a manifest.
+        back_seconds: From the death of the one before to the end of its first step; 0 for the first one.
         staged_step: The step of its last save, or None.
         write_seconds: How long it took to write the last checkpoint that it wrote to the end; 0 before that.
     """
 
     number: int
+    process: int
+    known: frozenset[str] = frozenset()
     restored: Restored | None = None
     steps: list[StepDone] = field(default_factory=list)
-    killed: bool = False
-    writing: str = ""
+    killed_at_seconds: float | None = None
+    unfinished: tuple[str, ...] = ()
+    back_seconds: float = 0.0
     staged_step: int | None = None
     write_seconds: float = 0.0
 
@@ -118,6 +125,18 @@ class Life:
     def ended_with(self) -> int:
         """How many steps were complete when it ended."""
         return self.steps[-1].step if self.steps else self.began_with
+
+    @property
+    def writing(self) -> str:
+        """The checkpoint's directory in the midst of whose writing it was killed, or an empty string.
+
+        A directory of another step without a manifest is an old one that was being removed.
+        """
+        for name in self.unfinished:
+            parsed = parse_step_directory(name)
+            if parsed is not None and parsed.step == self.staged_step and name not in self.known:
+                return name
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class CheckpointManager:
         with explaining(self.participant):
             self.emit = RunEvents(self._storage, options.sinks, worker)
             catalog, copier = open_tiers(self._storage, catalog, options, self.participant, self.emit)
-            self.lineage = Lineage(catalog, self.url, begins_anew=begin_anew)
+            self.lineage = Lineage(catalog, nearest_of(self._storage), begins_anew=begin_anew)
             if self.participant is not None:
                 is_new = not self.lineage.steps
                 self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=is_new)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, Final, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from holdfast.errors import HoldfastError, PeerError
 
@@ -146,8 +147,20 @@ def print_short() -> None:
         _print_before, sys.excepthook = sys.excepthook, _print_error
 
 
+_printed_elsewhere: Final[WeakKeyDictionary[BaseException, str]] = WeakKeyDictionary()
+
+
+def print_elsewhere(error: Exception, worker: str) -> None:
+    """Makes an error of holdfast that ends the program one line: a worker on this machine prints the same in full."""
+    _printed_elsewhere[error] = worker
+
+
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, HoldfastError) and not os.environ.get(TRACEBACK_VARIABLE):
+        if worker := _printed_elsewhere.get(error):
+            first = error.message.partition("\n")[0].rstrip(":")
+            sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {first} ({worker} prints all of it)\n")
+            return
         with suppress(Exception):  # Else it is shown as it is.
             _leave_out_repeated(error)
             trace = error.__traceback__ = _leave_out_own(trace, _LIBRARIES) or trace
@@ -158,12 +171,16 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
     _print_before(kind, error, trace)
 
 
-def _is_printed_there(error: PeerError) -> bool:
-    """Returns True if the other worker, on the same machine, has printed its traceback: here it is one line then."""
+def is_near(error: PeerError) -> bool:
+    """Returns True if the worker that has failed is on this machine, and raises that itself."""
     import socket
 
-    is_near = f" on {socket.gethostname()}: " in error.message
-    return is_near and bool(error.traceback) and error.kind not in ("SystemExit", "KeyboardInterrupt")
+    return f" on {socket.gethostname()}: " in error.message
+
+
+def _is_printed_there(error: PeerError) -> bool:
+    """Returns True if the other worker, on the same machine, has printed its traceback: here it is one line then."""
+    return is_near(error) and bool(error.traceback) and error.kind not in ("SystemExit", "KeyboardInterrupt")
 
 
 def _leave_out_repeated(error: BaseException) -> None:

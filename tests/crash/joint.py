@@ -86,7 +86,7 @@ class Strikes(msgspec.Struct, frozen=True):
     """What befalls the jobs.
 
     Attributes:
-        span_seconds: Within how many seconds after all have joined somebody is struck.
+        span_seconds: Within how many seconds after all have joined a worker is struck.
         way: One of `WAYS`; empty for each now and then.
         victim: Who is struck: `leader`, `other`, or empty for any of them.
     """
@@ -284,7 +284,7 @@ def main(open_store: OpenStore = open_file_store) -> None:
 
     known: dict[str, dict[str, Any]] = {
         "--rounds": {"type": int, "default": 100},
-        "--span": {"type": float, "default": 1.0, "help": "seconds within which somebody is struck"},
+        "--span": {"type": float, "default": 1.0, "help": "seconds within which a worker is struck"},
         "--way": {"choices": WAYS, "default": "", "help": "how to strike; by default each now and then"},
         "--victim": {"choices": ("leader", "other"), "default": "", "help": "by default any worker"},
     }

@@ -48,6 +48,8 @@ _VICTIMS: Final = (
 )  # fmt: skip
 _SHARE_READY: Final = 0.8
 """Of the kills before which the spare is ready; before the others it may be importing, or not be there."""
+_MOST_SPARES: Final = 3
+"""So many are killed before a program was forked from one: after five, none is started any more."""
 _SHARE_EARLY: Final = 0.05
 """Of the kills after which the next start is killed, too, before it has come further: the supervisor then waits."""
 
@@ -56,7 +58,8 @@ _LEAVES_WITH: Final = frozenset({42, -signal.SIGTERM, -signal.SIGKILL})
 
 _LINE: Final = re.compile(
     r"holdfast: (killed by SIGKILL( at step \d+)?; ((trains again from step \d+, [\d.]+ s|started again [\d.]+ s) later"
-    r"( \(without the spare: it (was killed|does not answer)\))?|starts again in \d+ s)"
+    r"( \(without the spare: (it (was killed|does not answer|was not ready yet)|its imports are not recorded)\))?"
+    r"|starts again in \d+ s)"
     r"|.* is new; saves .*|resumed .*|\d+ saves?; .*|.* is at step .*, saved|step \d+ is (saved|complete).*"
     r"|no progress is lost: .*|SIGTERM was sent .*)"
 )
@@ -128,7 +131,7 @@ class KilledRun:
         self._mark = f"{os.getpid()}-{dice.random()}"
         self._errors = directory / "errors"
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._descriptors = 0
+        self._descriptors = self._forked = self._spares_killed = 0
 
     def start(self) -> None:
         """Gives the command."""
@@ -210,6 +213,13 @@ class KilledRun:
     def kill(self, victims: tuple[str, ...]) -> None:
         """**Blocks.** Kills processes of these kinds; after that of the supervisor, waits until all have ended."""
         assert self._supervisor is not None
+        forked = sum(how == "forked" for _, how, *_ in self.told.starts)
+        if forked > self._forked or "supervisor" in victims:
+            self._forked, self._spares_killed = forked, 0
+        if "spare" in victims:
+            if self._spares_killed == _MOST_SPARES:
+                victims = ("program",)
+            self._spares_killed += 1
         for victim in self._dice.sample(victims, len(victims)):
             for pid in self.find()[victim]:
                 self.tally.kills += 1
@@ -336,7 +346,7 @@ def run(directory: Path, kills: int, seed: int, span_seconds: float) -> Tally:
         directory: A new directory.
         kills: How many.
         seed: What the random moments follow from, as far as the machine lets them.
-        span_seconds: Within how many seconds after the program has come further somebody is killed.
+        span_seconds: Within how many seconds after the program has come further a process is killed.
 
     Raises:
         WrongStateError: As soon as something is not as it must be.
@@ -372,7 +382,7 @@ def main() -> None:
             f"forked from the spare, {tally.fresh} were not; {tally.left} times the program left by itself."
         )
 
-    span = {"type": float, "default": 0.1, "help": "seconds within which somebody is killed"}
+    span = {"type": float, "default": 0.1, "help": "seconds within which a process is killed"}
     run_command("restarts", __doc__, {"--kills": {"type": int, "default": 100}, "--span": span}, play)
 
 

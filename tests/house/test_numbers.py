@@ -129,6 +129,8 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "Tier keep": (lambda p, v: hf.Tier(p, keep=v), FROM_ONE),
     "Tier every": (lambda p, v: hf.Tier(p, every=v), FROM_ONE),
     "Tier most_bytes_per_second": (lambda p, v: hf.Tier(p, most_bytes_per_second=v), FROM_ONE),
+    "ask timeout_seconds": (lambda p, v: hf.ask(p, "status", timeout_seconds=v), (0, -1, NAN)),
+    "ask generation": (lambda p, v: hf.ask(p, "status", generation=v), COUNTS),
     "CheckpointManager save_every": (lambda p, v: manager(p, save_every=v), FROM_ONE),
     "CheckpointManager keep": (lambda p, v: manager(p, keep=v), FROM_ONE),
     "CheckpointManager failures_allowed": (lambda p, v: manager(p, failures_allowed=v), COUNTS),
@@ -280,7 +282,14 @@ NOT_GIVEN_BY_USERS = {
     # As a storage: called by it.
     *(f"Tiers.{method}" for method in ("avoid", "create", "discard", "find", "is_up", "note_down", "note_up", "read")),
     # Made by holdfast, and handed to the user; or called by it.
-    *("Backup", "Restoration", "SaveHandle", "UploadTaskGroupBuilder.build", "MultiNodeCheckpointManager.finish_save"),
+    *(
+        "Backup",
+        "Reply",
+        "Restoration",
+        "SaveHandle",
+        "UploadTaskGroupBuilder.build",
+        "MultiNodeCheckpointManager.finish_save",
+    ),
     *(f"{policy}.choose_kept" for policy in ("All", "Best", "EveryHours", "EveryN", "Latest", "Newer")),
     *(f"{session}.{method}" for session in ("LocalSession", "TorchrunSession") for method in ("run", "run_placed")),
 }

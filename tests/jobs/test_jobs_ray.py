@@ -19,9 +19,10 @@ import pytest
 
 import holdfast as hf
 from epoch_jobs import epochs_of, make_job, totals_of
-from holdfast.errors import NodeLostError, TaskFailedError, UsageError
+from holdfast.errors import MissingPackageError, NodeLostError, TaskFailedError, UsageError
 from holdfast.events import Committed, Event, NodesTimed
 from holdfast.jobs import Task, UploadTo, Workspace
+from holdfast.storage import LocalStorage
 from holdfast.testing.processes import Workers, python
 from mounts import fill, mounted
 from places import EXAMPLES, SUPPORT
@@ -308,6 +309,38 @@ def test_value_that_cannot_be_sent_to_a_node_is_refused(session: hf.RaySession) 
     fine = Task(lambda workspace: workspace.node)
     session.run(fine)
     assert set(fine.results()) == set(NODES)
+
+
+class _Local(LocalStorage):
+    """A directory that only this process can open: a node gets what `opened` does."""
+
+    opened: Any = None
+
+    def __reduce__(self) -> Any:
+        if self.opened is None:
+            raise TypeError("it holds a connection")
+        return self.opened, (str(self.location),)
+
+
+def _lack(location: str) -> LocalStorage:
+    raise MissingPackageError(f"{location} needs obstore, which is not installed", hint="Install obstore.")
+
+
+def test_the_nodes_open_the_storage_that_was_given(session: hf.RaySession, tmp_path: Path) -> None:
+    """They open it as the program did, or the job ends before its first task, with what to do."""
+    for opened, expected in (
+        (None, (UsageError, r"cannot be opened by the nodes: it holds a connection\n.*holdfast.open_storage")),
+        (_lack, (MissingPackageError, r"trainer_0: .* needs obstore, which is not installed\n.*Install obstore")),
+        (LocalStorage, None),
+    ):
+        storage = _Local(str(tmp_path / "run"))
+        storage.opened = opened
+        runner = hf.JobRunner(make_job(NODES), hf.MultiNodeCheckpointManager(storage))
+        if expected is None:
+            assert runner.train(session) == 4
+        else:
+            with pytest.raises(expected[0], match=expected[1]):
+                runner.train(session)
 
 
 def test_wrong_calls_are_refused(session: hf.RaySession, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_pauses_grow_without_progress_only() -> None:
 def test_a_number_of_restarts_is_kept_to() -> None:
     ends = [end(step=step) for step in range(3)]
     assert decide(ends[:2], Options(max_restarts=2), is_asked=False).restarts
-    assert "2 times already" in decide(ends, Options(max_restarts=2), is_asked=False).why
+    assert "--max-restarts 2 are used up" in decide(ends, Options(max_restarts=2), is_asked=False).why
     assert not decide(ends[:1], Options(max_restarts=0), is_asked=False).restarts
 
 

@@ -8,13 +8,14 @@ import pty
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+from patience import is_alive, wait_until
 
 RUN = (sys.executable, "-m", "holdfast", "run")
 
@@ -59,21 +60,6 @@ def running(*words: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    """Looks again and again, as no file says when a process has ended."""
-    end_at = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < end_at
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def is_pending(pid: int, number: int) -> bool:
@@ -175,10 +161,10 @@ def test_signals_reach_the_program_which_is_not_started_again() -> None:
     write("""
 import signal
 def leave(number, frame):
-    print("heard", number, flush=True)
+    os.write(1, b"heard %d\\n" % number)  # One signal may come while the other one is written.
     sys.exit(5)
 signal.signal(signal.SIGTERM, leave)
-signal.signal(signal.SIGUSR1, lambda *_: print("usr1", flush=True))
+signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"usr1\\n"))
 Path("ready").touch()
 while True:
     signal.pause()

@@ -150,6 +150,8 @@ def test_an_own_module_is_left_to_the_program(installed: Path) -> None:
     with spare(installed, noted, "train.py") as one:
         assert one.state["ready"]
         assert one.fork()["lines"] == ["own ['train.py']\n"]
+        # The next spare is told as much as this one was: what changed the environment, too.
+        assert read_record("record")[: len(noted)] == noted
 
 
 def test_multiprocessing_knows_the_program_as_main(installed: Path) -> None:
@@ -171,19 +173,33 @@ def test_what_imports_print_is_not_shown(installed: Path) -> None:
 
 
 FACTS = """
-import json, os, signal, sys, threading, time, atexit, random, multiprocessing
-import numpy, torch
+import json, os, signal, sys, threading, atexit, random, multiprocessing
 if __name__ == "__main__":
-    def double(queue, number):
-        queue.put(2 * number)
-    def spawned():
-        found = []
-        for method in ("fork", "spawn", "forkserver"):
-            context = multiprocessing.get_context(method)
-            with context.Pool(1) as pool:
-                found += pool.map(abs, [-1])
-        return found
-    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)
+    found = []
+    for method in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            found += pool.map(abs, [-1])
+    facts = {
+        "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "cwd": os.getcwd(), "file": __file__,
+        "signals": {n: str(signal.getsignal(n)) for n in signal.valid_signals() if n < 32},
+        "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "environment": {k: v for k, v in os.environ.items() if k != "HOLDFAST_BOARD"},
+        "native": threading.main_thread().native_id == os.getpid(), "pools": found,
+        "cmdline": open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0)),
+        "holdfast": sorted(name for name in sys.modules if name.startswith("holdfast")),
+    }
+    drawn = [random.random(), os.urandom(4).hex()]
+    MORE
+    atexit.register(print, "at exit")
+    threading.Timer(0.1, print, ("late",)).start()
+    print(json.dumps(facts, sort_keys=True))
+    print(drawn)
+    sys.exit(7)
+"""
+
+TORCH = """
+    import numpy, torch
+    drawn += [numpy.random.random(), torch.rand(1).item()]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -194,48 +210,35 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
         losses.append(loss.item().hex())
-    facts = {
-        "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "cwd": os.getcwd(), "file": __file__,
-        "signals": {n: str(signal.getsignal(n)) for n in signal.valid_signals() if n < 32},
-        "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-        "environment": {k: v for k, v in os.environ.items() if k != "HOLDFAST_BOARD"},
-        "native": threading.main_thread().native_id == os.getpid(), "threads": torch.get_num_threads(),
-        "cmdline": open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0)),
-        "losses": losses, "pools": spawned(), "batches": [batch.tolist() for batch in loader],
-        "holdfast": sorted(name for name in sys.modules if name.startswith("holdfast")),
-    }
-    atexit.register(print, "at exit")
-    threading.Timer(0.1, print, ("late",)).start()
-    print(json.dumps(facts, sort_keys=True))
-    print([random.random(), numpy.random.random(), torch.initial_seed() if False else os.urandom(4).hex()])
-    sys.exit(7)
+    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)
+    facts |= {"losses": losses, "threads": torch.get_num_threads(), "batches": [batch.tolist() for batch in loader]}
 """
 
 
-@pytest.mark.long
-def test_a_forked_program_is_as_one_that_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["plain", pytest.param("torch", marks=pytest.mark.long)])
+def test_a_forked_program_is_as_one_that_starts_afresh(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts, losses bit for bit, and processes of each kind; random generators begin anew in each."""
     # Without this, sums in MKL may depend on where in memory its arrays happen to begin, in plain starts too.
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    Path("train.py").write_text(FACTS)
+    Path("train.py").write_text(FACTS.replace("    MORE\n", TORCH if kind == "torch" else ""))
     plain = subprocess.run(
         [sys.executable, "train.py", "a b"], text=True, capture_output=True, timeout=120, check=False
     )
     assert plain.returncode == 7, plain.stderr
-    imports = names("numpy", "torch", "torch._dynamo", "torch.utils.data", "multiprocessing.pool")
-    with spare(Path(sys.executable), imports, "train.py", "a b") as one:
+    torch = ["numpy", "torch", "torch._dynamo", "torch.utils.data"] if kind == "torch" else []
+    with spare(Path(sys.executable), names(*torch, "multiprocessing.pool"), "train.py", "a b") as one:
         assert one.state == {"ready": True, "cause": "", "lines": []}
-        first, second = one.fork(), one.fork()
+        starts = [one.fork(), one.fork()]
     fresh = plain.stdout.splitlines(keepends=True)
-    drawn = set()
-    for forked in (first, second):
+    all_drawn = json.loads(fresh[1].replace("'", '"'))
+    for forked in starts:
         assert forked["code"] == 7
-        facts, numbers, *rest = forked["lines"]
+        facts, drawn, *rest = forked["lines"]
         for key, value in json.loads(fresh[0]).items():
             assert (key, json.loads(facts)[key]) == (key, value)
         assert rest == fresh[2:] == ["late\n", "at exit\n"]
-        drawn.add(numbers)
-    assert len(drawn | {fresh[1]}) == 3
+        all_drawn += json.loads(drawn.replace("'", '"'))
+    assert len(set(all_drawn)) == len(all_drawn)
 
 
 def test_each_kind_of_end_is_that_of_a_plain_start(installed: Path) -> None:

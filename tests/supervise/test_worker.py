@@ -8,29 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from patience import is_alive, wait_until
 from places import PROGRAMS
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    """Looks again and again, as no file says when a process has ended."""
-    end_at = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < end_at
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class Client:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 PATIENCE_SECONDS = 120.0
@@ -28,3 +30,19 @@ def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     with killed_after(PATIENCE_SECONDS, process):
         return process.stdout.readline()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    """Looks again and again, as no file says when a process has ended."""
+    end_at = time.monotonic() + PATIENCE_SECONDS
+    while not is_true():
+        assert time.monotonic() < end_at
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """True if a process runs: one that has ended and is not reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

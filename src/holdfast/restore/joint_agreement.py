@@ -25,6 +25,7 @@ from holdfast.format.records import MAX_MANIFEST_BYTES
 from holdfast.restore.agreement import Agreement
 from holdfast.restore.passing import Passing
 from holdfast.storage.protocol import Storage
+from holdfast.tracebacks import print_elsewhere
 
 _FIRST_PATIENCE_SECONDS: Final = 0.05
 _MOST_NAMES: Final = 10_000
@@ -196,7 +197,13 @@ class JointAgreement(Agreement):
 
     def _raise(self, failure: Failure, own: Exception | None) -> None:
         self._peers.wait_heard()
-        raise self._peers.failures.make_error(failure) if own is None else own
+        if own is None:
+            raise self._peers.failures.make_error(failure)
+        here, cluster = self._describe(own), self._peers.cluster
+        is_same = here is not None and (here.kind, here.text) == (failure.kind, failure.text)
+        if is_same and failure.rank != cluster.rank and cluster.node_of(failure.rank) == cluster.node:
+            print_elsewhere(own, f"rank {failure.rank}")
+        raise own
 
 
 def _decide_names(reports: list[_Report]) -> _Report:

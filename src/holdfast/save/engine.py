@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from holdfast.catalog.deletion import FileRecycler
 from holdfast.catalog.publish import Receipts
-from holdfast.errors import ChangedError, HoldfastError, OutOfMemoryError, SaveFailedError
+from holdfast.errors import ChangedError, HoldfastError, OutOfMemoryError, PeerError, SaveFailedError
 from holdfast.events import (
     Committed,
     Event,
@@ -43,6 +43,7 @@ from holdfast.save.overlap import GIVING_UP, OptimizerStepBarrier
 from holdfast.save.retention import Tidier
 from holdfast.save.run_writer import CheckpointWriter, StepAttempt
 from holdfast.state import Captured, capture_objects
+from holdfast.tracebacks import is_near, print_elsewhere
 
 _SMALL_BYTES: Final = 256 << 10
 """The average size of an array from which on writing and copying go on at a time."""
@@ -346,6 +347,8 @@ class Engine:
         hint = error.hint if isinstance(error, HoldfastError) else ""
         failure = SaveFailedError(f"step {step} was not saved: {message}", step=step, hint=hint)
         failure.__cause__, is_further = error, False
+        if isinstance(error, PeerError) and error.rank != self._worker.rank and is_near(error):
+            print_elsewhere(failure, f"rank {error.rank}")
         try:
             # Before anybody here hears of it, who may end the process at once.
             self._writer.fail(error)

@@ -99,7 +99,7 @@ def main(path: str, launcher: int, record: str, left_out: list[str], fields: lis
         return
     program = NodeSpare(spare, path, watch).serve()
     if program is not None:
-        run(program, spare.imported)
+        run(program, spare.noted)
 
 
 class NodeSpare:

@@ -61,7 +61,8 @@ class End(NamedTuple):
             number = -self.code
             known = number in set(signal.Signals)
             return f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
-        text = self.failure.text.splitlines()[-1] if self.failure.text else ""
+        # The place in the source comes before the text of a SyntaxError, and hints after that of others.
+        text = next((line for line in self.failure.text.splitlines() if line and not line[0].isspace()), "")
         return f"failed with {text}" if text else f"ended with code {self.code}"
 
     @property
@@ -111,10 +112,7 @@ def decide(ends: Sequence[End], options: Options, *, is_asked: bool) -> RestartV
     if wanted is None and (last.failure.is_hopeless or (last.code == _USAGE and not last.step)):
         return RestartVerdict(False, why=f"it {last.reason}, and would again")
     if options.max_restarts is not None and len(ends) > options.max_restarts:
-        again = "time" if options.max_restarts == 1 else "times"
-        return RestartVerdict(
-            False, why=f"it {last.reason}, and was started again {options.max_restarts} {again} already"
-        )
+        return RestartVerdict(False, why=f"it {last.reason}, and --max-restarts {options.max_restarts} are used up")
     if why := _find_loop(ends):
         return RestartVerdict(False, why=why)
     return RestartVerdict(True, _find_pause(ends))
@@ -127,7 +125,7 @@ def _find_loop(ends: Sequence[End]) -> str:
         if last.step is None:
             if all(end.step is None and end.seconds < _QUICK_SECONDS for end in recent):
                 return f"three times in a row it ended within {_QUICK_SECONDS:.0f} seconds; at last it {last.reason}"
-        elif len({(end.step, end.code, end.failure.place, end.hung) for end in recent}) == 1:
+        elif len({(end.run, end.step, end.code, end.failure.place, end.hung) for end in recent}) == 1:
             place = f"at step {last.step}" if last.step else "before its first step"
             return f"three times in a row it {last.reason} {place}"
     stuck = _count_without_progress(ends)

@@ -25,6 +25,7 @@ from holdfast.supervise.imports import ImportNote, find_roots, is_installed, rea
 from holdfast.supervise.launch import forget_stub
 from holdfast.supervise.linux import end_with_parent, list_children
 from holdfast.supervise.program import Program, become_fresh, run, set_path
+from holdfast.supervise.restarts import PREEMPTED
 
 _HARMLESS_THREADS: Final = frozenset({"jemalloc_bg_thd"})
 _SWEEPS: Final = frozenset({"__iter__", "copy"})
@@ -85,19 +86,19 @@ def main(channel: int, record: str, left_out: list[str], program: list[Any]) -> 
         tell(connection, {"ready": True} if poison is None else poison._asdict())
         served = spare.serve() if poison is None else None
     if served is not None:
-        run(served, spare.imported)
+        run(served, spare.noted)
 
 
 class Spare:
     """The modules that are imported here, and the state that they were imported in.
 
     Attributes:
-        imported: What was imported, in order.
+        noted: What was imported, in order, with each change of the environment, for a record that goes on from here.
         read: The variables of the environment that were read while it was imported, by code in Python.
     """
 
     def __init__(self, connection: socket.socket | None) -> None:
-        self.imported: list[ImportNote] = []
+        self.noted: list[ImportNote] = []
         self.read: set[str] = set()
         self._connection = connection
         self._files: dict[str, tuple[int, int]] = {}
@@ -123,10 +124,12 @@ class Spare:
         try:
             for one in wanted:
                 self._replay(one, given)
-                if one.name and one.name not in sys.modules and not _is_within(one.name, left_out):
-                    if poison := self._import(one.name):
-                        return poison
-                    self.imported.append(one)
+                is_left_out = _is_within(one.name, left_out)
+                is_new = one.name and one.name not in sys.modules and not is_left_out
+                if is_new and (poison := self._import(one.name)):
+                    return poison
+                # The program meets what is left out by itself; the environment is as it was from there on.
+                self.noted.append(ImportNote("", one.environment) if is_left_out else one)
             for name, module in [*sys.modules.items()]:
                 file = str(getattr(module, "__file__", None) or "")
                 if name not in _MAIN and Path(file).is_absolute() and not is_installed(module, roots):
@@ -244,7 +247,7 @@ class Spare:
                 self._change_parent(request.supervisor)
                 program = self.become(request, descriptors)
                 if not tell(self._connection, {"pid": os.getpid()}):
-                    os._exit(1)  # The supervisor waits no longer, and has started another one.
+                    os._exit(PREEMPTED)  # The supervisor waits no longer, and has started another one.
                 return program
             os.waitpid(child, 0)
             for descriptor in descriptors:
@@ -259,7 +262,7 @@ class Spare:
             time.sleep(0.0002)
         end_with_parent()
         if os.getppid() != supervisor:
-            os._exit(1)  # The supervisor has died.
+            os._exit(PREEMPTED)  # The supervisor has died: nothing has begun.
 
     def become(self, request: Request, descriptors: list[int]) -> Program:
         """Makes a forked process the one that the request describes; returns what it is to run."""

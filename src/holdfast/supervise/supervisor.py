@@ -36,6 +36,7 @@ _ASKING: Final = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal
 _SECOND_SECONDS: Final = 10.0
 """Within how long after a Ctrl-C another one is the second."""
 _OUTLIVED_SECONDS: Final = 600.0
+"""A program that runs so long after a Ctrl-C did not take it for the wish to end."""
 _END_SECONDS: Final = 5.0
 """How long the program may take to end after a second Ctrl-C."""
 _ORPHANS_SECONDS: Final = 2.0
@@ -43,8 +44,6 @@ _ORPHANS_LOOK_SECONDS: Final = 0.001
 _FORK_SECONDS: Final = 10.0
 _IMPORT_SECONDS: Final = 120.0
 """How long the import of one module may take."""
-_UNCOUNTED_SECONDS: Final = 20.0
-"""After so long the spare is started for a program that counts no steps."""
 _SAVE_SECONDS: Final = 30.0
 """How long a program that hangs may go on with its saves before it is killed."""
 _LOOK_SECONDS: Final = 0.02
@@ -77,15 +76,15 @@ class SpareProcess:
         pid: Its process; 0 if there is none.
         connection: The socket to it.
         is_ready: True if it can be forked.
-        is_worth_another: True if it has ended, and another one may do better.
+        is_settled: True if nothing is to be started for now: it is there, or another one would do no better.
         cause: The reason why there is no spare, for a line; empty if there is none to tell.
     """
 
     def __init__(self, program: Program, mask: Iterable[int]) -> None:
         self.pid = 0
         self.connection: socket.socket | None = None
-        self.is_ready = self.is_worth_another = False
-        self.cause = ""
+        self.is_ready = self.is_settled = False
+        self.cause = "its imports are not recorded"
         self._program = program
         self._mask = mask
         self._left_out: list[str] = []
@@ -96,27 +95,31 @@ class SpareProcess:
         self._begun_at_unix_ns = time.time_ns() - 1_000_000_000
 
     def start(self) -> None:
-        """Starts it, unless it is there, or too many were unfit, or nothing is known to import."""
-        if self.pid or self._poisons >= _POISONS:
-            return
-        if not self._is_recorded():
-            self.cause = "its imports are not recorded"
+        """Starts it, unless it is settled, or too many were unfit, or it is not known yet what to import."""
+        if self.pid or self.is_settled or self._poisons >= _POISONS or not self._is_recorded():
             return
         own, other = socket.socketpair()
         arguments = (other.fileno(), self._program.record, self._left_out, [*self._program])
         # Room for the program's own command line, which is written over this one.
-        padding = ["-" * (sum(map(len, self._program.shown)) + len(self._program.shown))]
+        padding = ["-" * len(os.fsencode(word)) for word in self._program.shown]
         command = make_command("spare", *arguments, flags=self._program.flags, show=padding)
+        self.is_settled = True
         with other:
             os.set_inheritable(other.fileno(), True)
-            self.pid = os.posix_spawn(command[0], command, os.environ, setsigmask=self._mask)
+            try:
+                self.pid = os.posix_spawn(command[0], command, os.environ, setsigmask=self._mask)
+            except OSError as error:
+                self.cause = f"it cannot be started: {error.strerror}"
+                own.close()
+                return
         self.connection, self._importing, self._told_at = own, "", time.monotonic()
-        self.is_ready = self.is_worth_another = False
+        self.cause = "it was not ready yet"
 
     def _is_recorded(self) -> bool:
         """Returns True if the program has recorded its imports since this supervisor began."""
+        record = self._program.record
         try:
-            return Path(self._program.record).stat().st_mtime_ns >= self._begun_at_unix_ns
+            return bool(record) and Path(record).stat().st_mtime_ns >= self._begun_at_unix_ns
         except OSError:
             return False
 
@@ -143,9 +146,9 @@ class SpareProcess:
             os.kill(self.pid, signal.SIGKILL)
             status = os.waitpid(self.pid, 0)[1]
         if os.waitstatus_to_exitcode(status) == -signal.SIGKILL:
-            # By somebody else, such as a kernel that lacks memory: the module is not the reason.
+            # By another process or a kernel that lacks memory: the module is not the reason.
             self._reject("it was killed", "")
-            self.is_worth_another = True
+            self.is_settled = False
         else:
             self._reject(f"importing {module} ended the process" if module else "it has ended", module)
 
@@ -157,7 +160,7 @@ class SpareProcess:
     def _reject(self, cause: str, module: str) -> None:
         self.cause = cause
         self._poisons += 1
-        self.is_worth_another = bool(module)
+        self.is_settled = not module
         if module:
             self._left_out.append(module)
         self.end()
@@ -213,9 +216,10 @@ class Supervisor:
         self._words = os.memfd_create("holdfast-words")
         os.truncate(self._words, WORDS_BYTES)
         self._spare = None
-        if self._program is not None and task.has_spare and self._program.record:
+        if self._program is not None and task.has_spare:
             self._spare = SpareProcess(self._program, self._mask)
         self._pid = 0
+        self._why_fresh = ""
         self._ended: dict[int, int] = {}
         self._asked = 0
         self._interrupted_at: list[float] = []
@@ -231,7 +235,10 @@ class Supervisor:
             end = self._follow(ends, begun_at, died_at, is_forked=is_forked)
             died_at = time.monotonic()
             ends.append(end)
-            verdict = decide(ends, self._options, is_asked=self._is_asked())
+            interrupted_at = max(self._interrupted_at, default=died_at)
+            if self._asked == signal.SIGINT and died_at > interrupted_at + _OUTLIVED_SECONDS:
+                self._asked = 0
+            verdict = decide(ends, self._options, is_asked=bool(self._asked))
             if not verdict.restarts:
                 return self._finish(end, verdict)
             self._end_orphans()
@@ -240,19 +247,15 @@ class Supervisor:
                 if self._pause(verdict.pause_seconds):
                     return INTERRUPTED if self._asked == signal.SIGINT else PREEMPTED
 
-    def _is_asked(self) -> bool:
-        """Returns True if an end was asked for; a Ctrl-C that the program has long outlived was for something else."""
-        if self._asked == signal.SIGINT and self._interrupted_at:
-            return time.monotonic() < self._interrupted_at[-1] + _OUTLIVED_SECONDS
-        return bool(self._asked)
-
     def _start(self) -> bool:
         """Starts the program; returns True if it was forked from the spare."""
         self._board.clear()
         self._ended.clear()
-        if self._spare is not None and (pid := self._spare.fork(self._board.fd, self._words, self._ignored)):
-            self._pid = pid
-            return True
+        if self._spare is not None:
+            if pid := self._spare.fork(self._board.fd, self._words, self._ignored):
+                self._pid = pid
+                return True
+            self._why_fresh, self._spare.is_settled = self._spare.cause, False
         self._pid = self._start_afresh()
         return False
 
@@ -268,7 +271,7 @@ class Supervisor:
         try:
             end_with_parent()
             if os.getppid() != supervisor:
-                os._exit(1)  # It has died.
+                os._exit(PREEMPTED)  # It has died: nothing has begun.
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             for descriptor in (self._board.fd, self._words):
                 os.set_inheritable(descriptor, True)
@@ -280,7 +283,7 @@ class Supervisor:
 
     def _follow(self, ends: Sequence[End], begun_at: float, died_at: float, *, is_forked: bool) -> End:
         """**Blocks.** Waits until the program ends, and looks after the spare meanwhile; returns the end."""
-        is_awaited, has_spare = True, False  # The first step of this start, and the spare for the next one.
+        is_awaited = True  # The first step of this start.
         counts = bool(ends) and ends[-1].step is not None
         watch, hung, kill_at = HangWatch(), "", math.inf
         looked_at, pause = time.monotonic(), pause_of(self._board.read())
@@ -300,11 +303,9 @@ class Supervisor:
             if is_awaited and (reading.first_step_at or not counts):
                 is_awaited = False
                 self._announce(ends, reading, died_at, begun_at, is_forked=is_forked)
-            is_uncounted = not reading.pid and now > begun_at + _UNCOUNTED_SECONDS
             if self._spare is not None:
                 self._spare.look()
-                if self._spare.is_worth_another or (not has_spare and (reading.first_step_at or is_uncounted)):
-                    has_spare = True
+                if reading.first_step_at or not counts:
                     self._spare.start()
         if is_awaited:
             self._announce(ends, self._board.read(), died_at, begun_at, is_forked=is_forked)
@@ -335,7 +336,7 @@ class Supervisor:
         else:
             text += f"; started again {begun_at - died_at:.2f} s later"
         if self._spare is not None and not is_forked:
-            text += f" (without the spare: {self._spare.cause or 'it was not ready yet'})"
+            text += f" (without the spare: {self._why_fresh})"
         _say(text)
 
     def _turn(self, seconds: float) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import preloaded
 from holdfast.testing.processes import Workers, python
+from jobs import HOST, environment, find_port
 from places import PROGRAMS, TESTS
 from repetitions import repeated
 from whole_runs import check_whole
@@ -28,6 +29,29 @@ def start(workers: Workers, world_size: int, directory: Path, store: Path, what:
 
 def last(workers: Workers, number: int, key: str) -> dict[str, Any]:
     return next(record for record in reversed(workers.records(number)) if key in record)
+
+
+def test_one_failure_of_two_workers_is_printed_once(tmp_path: Path) -> None:
+    """Both raise the same error: one of them prints all of it, and the other one line."""
+    shown = []
+    for directory, lengths, values in (("a", (3, 3), (1, 1)), ("a", (4, 4), (1, 1)), ("b", (3, 3), (1, 2))):
+        with Workers(tmp_path) as workers:
+            port = find_port()
+            for rank in range(2):
+                command = python(
+                    PROGRAMS / "unlike_state.py", tmp_path / directory, str(lengths[rank]), str(values[rank])
+                )
+                workers.start(command, environment(rank, 2, port, agent=True), preloaded.TrainingPopen)
+            workers.start(python("-c", HOST, str(port)), popen=preloaded.TrainingPopen)
+            codes = workers.wait(PATIENCE_SECONDS, [0, 1])
+            shown.append((codes, sorted((workers.errors(rank) for rank in range(2)), key=len)))
+    assert shown[0] == ([0, 0], ["", ""])
+    for (codes, (brief, full)), kind in zip(shown[1:], ("MismatchError", "SaveFailedError"), strict=True):
+        assert codes == [1, 1], full
+        assert full.count("Traceback (most recent call last)") == 1, full
+        assert full.count("wrong shape:" if kind == "MismatchError" else "are not the same on all workers") <= 2, full
+        assert "Traceback" not in brief
+        assert re.search(rf"^holdfast\.errors\.{kind}: .* \(rank \d prints all of it\)\n\Z", brief, re.MULTILINE), brief
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import ray
+from ray import cloudpickle
 
 from holdfast.cluster import AloneCluster, Cluster
 from holdfast.cluster.store import JoinedCluster
@@ -20,7 +21,6 @@ from holdfast.jobs.node_store import NodeOutcome, NodePart, NodeStoreOptions, fa
 from holdfast.jobs.session import Placed, run_tasks
 from holdfast.jobs.workspace import Workspace
 from holdfast.policies import RetentionPolicy
-from holdfast.storage import Storage
 
 
 class StoreActor:
@@ -140,7 +140,7 @@ class NodeActor:
         self,
         number: int,
         kept: Sequence[str],
-        storage: Storage,
+        storage: bytes,
         keep: RetentionPolicy,
         begin_anew: bool,
         timeout_seconds: float,
@@ -151,7 +151,7 @@ class NodeActor:
         Args:
             number: The number by which the other calls refer to it.
             kept: The nodes whose state is saved.
-            storage: Where the checkpoints are.
+            storage: Where the checkpoints are: a pickled `Storage`.
             keep: Which to keep.
             begin_anew: True to start from the beginning even if there are checkpoints.
             timeout_seconds: The deadline of each wait.
@@ -162,7 +162,7 @@ class NodeActor:
             if self._cluster is None:
                 self._cluster = self._join()
             sinks = (self._note,) if self._rank == 0 else ()
-            options = NodeStoreOptions(storage, keep, begin_anew, timeout_seconds, threads, sinks)
+            options = NodeStoreOptions(cloudpickle.loads(storage), keep, begin_anew, timeout_seconds, threads, sinks)
             is_kept = self._workspace.node in kept
             self._parts[number] = NodePart(self._workspace, is_kept=is_kept, cluster=self._cluster, options=options)
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from holdfast.errors import HoldfastError, NodeLostError, TaskFailedError, UsageError
@@ -276,13 +277,21 @@ class _RayNodeStore(WorkerNodeStore):
         """**Blocks.** Lets the actors join each other, and create their managers.
 
         Raises:
-            UsageError: If the checkpoints are to be in a directory that not all actors see.
+            UsageError: If the checkpoints are to be in a place that not all actors see or can open.
         """
+        url = options.storage.url
         if not options.storage.traits.is_shared:
             raise UsageError(
-                f"other processes cannot see {options.storage.url}",
-                hint="Pass the path of a directory that all nodes can see.",
+                f"other processes cannot see {url}", hint="Pass the path of a directory that all nodes can see."
             )
+        try:
+            # Opened by the node and not by Ray, which would hide the error of a node that lacks obstore, say.
+            storage = cloudpickle.dumps(options.storage)
+        except Exception as error:
+            raise UsageError(
+                f"{url} cannot be opened by the nodes: {error}",
+                hint="Pass its URL, or what holdfast.open_storage(URL, ...) returns.",
+            ) from error
         self._session = session
         self._start = session.start
         self._closed = False
@@ -291,7 +300,7 @@ class _RayNodeStore(WorkerNodeStore):
         self._emit = Fanout([LoggingSink(), *options.sinks])
         # Functions of this process stay here; the events of the first node come back and are emitted here.
         rest = (options.keep, options.begin_anew, options.timeout_seconds, options.threads)
-        check_outcomes(self._call("open_part", self._number, tuple(nodes), options.storage, *rest))
+        check_outcomes(self._call("open_part", self._number, tuple(nodes), storage, *rest))
 
     def call(self, method: str, what: str, *arguments: Any) -> Mapping[str, NodeOutcome]:
         """**Blocks.** Calls a method of the parts of all nodes, at the same time."""

@@ -243,7 +243,13 @@ class PeerFailures:
         if may_follow(error, first.kind):
             return first
         if not (isinstance(error, SaveFailedError) and first.kind == SaveFailedError.__name__):  # Of one save.
-            _note(error, f"Another worker failed too: {first.message}")
+            is_same = (found.kind, found.text) == (failure.kind, failure.text)
+            more = (
+                f"Rank {found.rank} failed in the same way"
+                if is_same
+                else f"Another worker failed too: {first.message}"
+            )
+            _note(error, more)
         return None
 
     def _log(self, error: BaseException) -> None:
