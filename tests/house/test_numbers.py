@@ -108,6 +108,7 @@ Call = Callable[[Path, Any], object]
 
 TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "Latest n": (lambda _, v: hf.Latest(v), FROM_ONE),
+    "LastGood n": (lambda _, v: hf.LastGood(v), FROM_ONE),
     "EveryN n": (lambda _, v: hf.EveryN(v), FROM_ONE),
     "EveryHours hours": (lambda _, v: hf.EveryHours(v), SECONDS),
     "Best n": (lambda _, v: hf.Best("loss", n=v), FROM_ONE),
@@ -264,10 +265,10 @@ if importlib.util.find_spec("torch") is None:  # pragma: no cover
     TABLE = {name: entry for name, entry in TABLE.items() if not any(part in name for part in NEEDS_TORCH)}
 
 NOT_GIVEN_BY_USERS = {
-    "CheckpointManager.follow_epochs",
+    *("CheckpointManager.follow_epochs", "CheckpointManager.follow_nonfinite"),
     # Made by holdfast, and handed to the user; or called by it.
     *("Backup", "Restoration", "SaveHandle", "UploadTaskGroupBuilder.build", "MultiNodeCheckpointManager.finish_save"),
-    *(f"{policy}.choose_kept" for policy in ("All", "Best", "EveryHours", "EveryN", "Latest", "Newer")),
+    *(f"{policy}.choose_kept" for policy in ("All", "Best", "EveryHours", "EveryN", "LastGood", "Latest", "Newer")),
     *(f"{session}.{method}" for session in ("LocalSession", "TorchrunSession") for method in ("run", "run_placed")),
 }
 
