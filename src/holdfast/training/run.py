@@ -457,6 +457,9 @@ class Run:
 
     def _obey(self, order: StopOrder, step: int) -> int:
         """**Collective.** Carries out an order between two steps; returns the step from which training goes on."""
+        if self.manager.participant is not None:
+            # All are here: else some would end because another one has ended.
+            self.manager.participant.peers.gather_decide_broadcast(b"", lambda _: b"", "the end of training")
         raise self._make_nonfinite_error(order, step)
 
     def _make_nonfinite_error(self, order: StopOrder, step: int) -> NotFiniteError:
