@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple
@@ -33,20 +33,34 @@ class Way(NamedTuple):
     Attributes:
         title: What it is, for the table.
         kind: The argument of the program.
-        options: Those of `holdfast run`; None for a loop that starts Python.
+        launcher: What starts it, and again after a kill; nothing for a loop that starts Python.
+        unmeasured: How often it is killed before it is measured.
+        workers: How many processes train.
     """
 
     title: str
     kind: str
-    options: list[str] | None
+    launcher: list[str]
+    unmeasured: int = 0
+    workers: int = 1
 
 
+_RUN: Final = [sys.executable, "-m", "holdfast", "run"]
+_TORCHRUN: Final = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    *("--max-restarts=100", "--no-python"),
+]  # fmt: skip
 WAYS: Final = {
-    "run": Way("holdfast under `holdfast run`", "holdfast", []),
-    "overlap": Way("the same, `Auto()` and `overlap_copy`", "overlap", []),
-    "no-spare": Way("holdfast, started afresh", "holdfast", ["--no-spare"]),
-    "torch": Way("`torch.save`, started afresh", "torch", None),
-    "dcp": Way("DCP, started afresh", "dcp", None),
+    "run": Way("holdfast under `holdfast run`", "holdfast", _RUN),
+    "overlap": Way("the same, with `overlap_copy`", "overlap", _RUN),
+    "auto": Way("the same, with `overlap_copy` and `Auto()`", "auto", _RUN, unmeasured=10),
+    "no-spare": Way("holdfast, started afresh", "holdfast", [*_RUN, "--no-spare"]),
+    "torch": Way("`torch.save`, started afresh", "torch", []),
+    "dcp": Way("DCP, started afresh", "dcp", []),
+    "worker": Way(
+        "2 workers, `holdfast worker` under torchrun", "holdfast", [*_TORCHRUN, "holdfast", "worker"], workers=2
+    ),
+    "torchrun": Way("2 workers, torchrun alone", "holdfast", [*_TORCHRUN, sys.executable], workers=2),
 }
 
 
@@ -55,7 +69,7 @@ class Figures(NamedTuple):
 
     Attributes:
         total: From the first step to the end.
-        useful: The steps that were not done again, at the pace of a step.
+        useful: The steps that were not done again, at the pace of steps where nothing is saved.
         again: The steps that were done again, at that pace.
         back: From each death to the first new step.
         read: Each restore, after the first start.
@@ -67,45 +81,72 @@ class Figures(NamedTuple):
     again: float
     back: list[float]
     read: list[float]
-    step: float
 
 
-def read_notes(notes: str, deaths: list[float], end: float) -> Figures:
-    """**Pure.** Sums up what the programs of one way have noted.
+def read_steps(notes: str) -> list[tuple[float, int]]:
+    """**Pure.** Returns when each step was done, and its number."""
+    lines = [line.split() for line in notes.splitlines()]
+    return [(float(at), int(words[0])) for at, kind, *words in lines if kind == "step"]
+
+
+def read_notes(notes: str, deaths: list[float], end: float, pace: float) -> Figures:
+    """**Pure.** Sums up what the programs of one way have noted, from the first of these deaths on.
 
     Args:
         notes: Their file.
         deaths: When they were killed.
         end: When the turn was over.
+        pace: How long a step takes where nothing is saved.
     """
-    steps: list[tuple[float, int]] = []
-    reads: list[float] = []
-    for line in notes.splitlines():
-        at, kind, *words = line.split()
-        if kind == "step":
-            steps.append((float(at), int(words[0])))
-        elif kind == "read":
-            reads.append(float(words[0]))
-    spans = [later - at for (at, step), (later, next_step) in pairwise(steps) if next_step == step + 1]
-    pace = median(spans)
-    first = steps[0][0]
-    done = len({step for _, step in steps if step > steps[0][1]})
+    steps = read_steps(notes)
+    lines = [line.split() for line in notes.splitlines()]
+    reads = [float(words[0]) for at, kind, *words in lines if kind == "read" and float(at) > deaths[0]]
+    furthest = max(step for at, step in steps if at <= deaths[0])
+    counted = [step for at, step in steps if at > deaths[0]]
+    done = len({step for step in counted if step > furthest})
     back = [min((at for at, _ in steps if at > death), default=end) - death for death in deaths]
-    return Figures(end - first, done * pace, (len(steps) - 1 - done) * pace, back, reads[1:], pace)
+    return Figures(end - deaths[0], done * pace, (len(counted) - done) * pace, back, reads)
 
 
-def play(way: Way, place: Path, width: int, lives: list[float]) -> Figures:
+def measure_pace(place: Path, width: int, seconds: float) -> float:
+    """**Blocks.** Returns how long a step takes where nothing is saved and nothing is killed, in the median."""
+    notes = place / "notes-none"
+    notes.touch()
+    process = subprocess.Popen(
+        [sys.executable, _PROGRAM, "none", place, notes, str(width)], env=_make_environment(place)
+    )
+    try:
+        _wait_step(notes, process, 0)
+        time.sleep(seconds)
+    finally:
+        process.kill()
+        process.wait()
+    steps = read_steps(notes.read_text())
+    notes.unlink()
+    return median(later - at for (at, _), (later, _) in pairwise(steps))
+
+
+def _make_environment(place: Path, workers: int = 1) -> dict[str, str]:
+    # Without the last one, a restart by torchrun 2.13 may find addresses of dead workers.
+    own = {
+        "XDG_CACHE_HOME": str(place),
+        "OMP_NUM_THREADS": str(2 // workers),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    return os.environ | own | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def play(way: Way, place: Path, width: int, lives: list[float], pace: float) -> Figures:
     """**Blocks.** Lets one way train, and kills it after each of these times from its first step."""
     place.mkdir()
+    lives = [*islice(cycle(lives), way.unmeasured), *lives]
     notes = place / "notes"
     notes.touch()
     words = [str(_PROGRAM), way.kind, str(place / "run"), str(notes), str(width)]
-    environment = os.environ | {"XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, *words]
-    if way.options is not None:
-        command = [sys.executable, "-m", "holdfast", "run", *way.options, *words]
+    environment = _make_environment(place, way.workers)
 
     def start() -> subprocess.Popen[bytes]:
+        command = [*(way.launcher or [sys.executable]), *words]
         return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 
     process = start()
@@ -114,21 +155,19 @@ def play(way: Way, place: Path, width: int, lives: list[float]) -> Figures:
         for life in lives:
             _wait_step(notes, process, len(deaths))
             time.sleep(life)
-            program = process.pid if way.options is None else _find_program(process.pid, words)
+            begun = [line for line in notes.read_text().splitlines() if " begun " in line]
             deaths.append(time.monotonic())
-            os.kill(program, signal.SIGKILL)
-            if way.options is None:
+            os.kill(int(begun[-1].split()[-1]), signal.SIGKILL)
+            if not way.launcher:
                 process.wait()
                 process = start()
-            with notes.open("a") as file:
-                file.write(f"{deaths[-1]:.4f} death\n")
         _wait_step(notes, process, len(deaths))
         time.sleep(lives[0])
         end = time.monotonic()
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
-    return read_notes(notes.read_text(), deaths, end)
+    return read_notes(notes.read_text(), deaths[way.unmeasured :], end, pace)
 
 
 def _wait_step(notes: Path, process: subprocess.Popen[bytes], deaths: int) -> None:
@@ -144,38 +183,31 @@ def _wait_step(notes: Path, process: subprocess.Popen[bytes], deaths: int) -> No
         time.sleep(0.01)
 
 
-def _find_program(supervisor: int, words: list[str]) -> int:
-    """Finds the program among the children of a supervisor: it shows as a plain start."""
-    shown = "\0".join([sys.executable, *words]).encode()
-    for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-        if Path(f"/proc/{child}/cmdline").read_bytes().startswith(shown):
-            return int(child)
-    raise click.ClickException("there is no program to kill")
-
-
 def render(found: dict[str, list[Figures]]) -> str:
     """**Pure.** A table of all turns."""
     lines = [
-        "| Way | Useful time | From death to the first new step (worst) | of which the read | Steps done again "
-        "| The rest: saves and starts |",
-        "|---|---|---|---|---|---|",
+        "| Way | From death to the next step (worst) | of which the read | Useful time | Away | Done again | Saves |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, turns in found.items():
         total = sum(one.total for one in turns)
         back, read = ([value for one in turns for value in getattr(one, field)] for field in ("back", "read"))
         useful, again = (sum(getattr(one, field) for one in turns) / total for field in ("useful", "again"))
         away = sum(back) / total
-        lines.append(
-            f"| {WAYS[name].title} | {useful:.0%} | {median(back):.2f} s ({max(back):.2f} s) | {median(read):.2f} s "
-            f"| {again:.0%} | {away:.0%} away, {max(1 - useful - again - away, 0):.0%} stalls |"
-        )
+        shares = [f"{share:.0%}" for share in (useful, away, again, 1 - useful - away - again)]
+        if WAYS[name].workers > 1:
+            shares = [""] * len(shares)  # The pace is that of one worker.
+        words = [WAYS[name].title, f"{median(back):.2f} s ({max(back):.2f} s)", f"{median(read):.2f} s", *shares]
+        lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines)
 
 
 @click.command()
 @click.option("--scale", default=1.0, show_default=True, help="Make the model and the times smaller, for a look.")
-@click.option("--rounds", default=2, show_default=True, help="How many turns each way has.")
-@click.option("--kills", default=3, show_default=True, help="How often it is killed in a turn.")
+@click.option("--rounds", default=1, show_default=True, help="How many turns each way has.")
+@click.option(
+    "--kills", default=6, show_default=True, help="How often it is killed in a turn; from the first one on it counts."
+)
 @click.option("--only", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Only this; may be repeated.")
 @click.option("--seed", default=1, show_default=True, help="Of the moments.")
 def main(scale: float, rounds: int, kills: int, ways: tuple[str, ...], seed: int) -> None:
@@ -186,8 +218,10 @@ def main(scale: float, rounds: int, kills: int, ways: tuple[str, ...], seed: int
         for number in range(rounds):
             lives = [15 * scale * dice.uniform(0.7, 1.3) for _ in range(kills)]
             for name in in_turn(found, number):
-                folder = Path(place, f"{name}-{number}")
-                figures = play(WAYS[name], folder, max(int(_WIDTH * scale**0.5), 16), lives)
+                folder, width = Path(place, f"{name}-{number}"), max(int(_WIDTH * scale**0.5), 16)
+                # The machine is not the same from minute to minute.
+                pace = measure_pace(Path(place), width, 10 * scale)
+                figures = play(WAYS[name], folder, width, lives, pace)
                 shutil.rmtree(folder)
                 found[name].append(figures)
                 click.echo(

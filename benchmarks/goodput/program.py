@@ -1,6 +1,7 @@
 """A training program that is killed: `program.py WAY DIRECTORY NOTES WIDTH`. It notes times in a file, in each start.
 
-WAY is `holdfast`, `overlap` (an overlapped copy, at intervals that `Auto` chooses), `torch` or `dcp`.
+WAY is `none` (nothing is saved), `holdfast`, `overlap` (with an overlapped copy), `auto` (that, at the intervals of
+`Auto`), `torch` or `dcp`. With several workers each has the whole model, and the first one notes.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-begun_at = time.monotonic()
-
-import torch  # noqa: E402
+import torch
 
 SAVE_SECONDS = 2.0
 LAYERS = 4
@@ -28,7 +28,10 @@ def main(way: str, directory: Path, notes: Path, width: int) -> None:
     def note(*words: object) -> None:
         os.write(file, f"{time.monotonic():.4f} {' '.join(map(str, words))}\n".encode())
 
-    note("begun", begun_at)
+    if (workers := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        torch.distributed.init_process_group("gloo")
+    if (rank := int(os.environ.get("RANK", "0"))) == 0:
+        note("begun", os.getpid())
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -36,12 +39,16 @@ def main(way: str, directory: Path, notes: Path, width: int) -> None:
     def train(step: int) -> None:
         optimizer.zero_grad()
         batch = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(step))
-        model(batch).square().mean().backward()
-        at = time.monotonic()
+        trained(batch).square().mean().backward()
         optimizer.step()
-        note("step", step, time.monotonic() - at)
+        if rank == 0:
+            note("step", step)
 
-    if way in ("holdfast", "overlap"):
+    trained = model if workers == 1 else torch.nn.parallel.DistributedDataParallel(model)
+    if way == "none":
+        for step in count():
+            train(step)
+    if way in ("holdfast", "overlap", "auto"):
         _train_resumable(way, directory, model, optimizer, train, note)
     else:
         _train_with_files(way, directory, model, optimizer, train, note)
@@ -59,10 +66,13 @@ def _train_resumable(
 
     chosen: dict[str, Any] = {"save_every": hf.Seconds(SAVE_SECONDS)}
     if way == "overlap":
+        chosen["overlap_copy"] = True
+    elif way == "auto":
         chosen = {"save_every": hf.Auto(), "overlap_copy": True}
     at = time.monotonic()
     with hf.resumable(directory, model=model, optimizer=optimizer, keep=hf.Latest(2), **chosen) as run:
-        note("read", time.monotonic() - at)
+        if int(os.environ.get("RANK", "0")) == 0:
+            note("read", time.monotonic() - at)
         for step in run.steps(1 << 40):
             train(step)
 
@@ -99,7 +109,6 @@ def _train_with_files(
         step += 1
         if time.monotonic() - saved_at < SAVE_SECONDS:
             continue
-        at = time.monotonic()
         part = directory / "part"
         if way == "torch":
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, part)
@@ -119,7 +128,6 @@ def _train_with_files(
 
                 shutil.rmtree(old)
         saved_at = time.monotonic()
-        note("stall", saved_at - at)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from holdfast import errors, events, jobs, preemption
+    from holdfast.asking import ask
+    from holdfast.catalog.requests import Reply
     from holdfast.checkpoint import Checkpoint
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
@@ -63,6 +65,7 @@ __all__ = [
     "PerWorker",
     "PreemptionCheckpointHandler",
     "RaySession",
+    "Reply",
     "Restoration",
     "ResumableDataLoader",
     "ResumableSampler",
@@ -77,6 +80,7 @@ __all__ = [
     "WorkerTrainingState",
     "__version__",
     "accelerate",
+    "ask",
     "dcp",
     "epoch_limiter",
     "errors",
@@ -114,6 +118,7 @@ _HOMES: Final = {
     "PerWorker": "holdfast.state",
     "PreemptionCheckpointHandler": "holdfast.training.handler",
     "RaySession": "holdfast.integrations.ray.session",
+    "Reply": "holdfast.catalog.requests",
     "Restoration": "holdfast.restore.records",
     "ResumableDataLoader": "holdfast.integrations.torch.loader",
     "ResumableSampler": "holdfast.state",
@@ -124,6 +129,7 @@ _HOMES: Final = {
     "TorchrunSession": "holdfast.jobs",
     "UploadTaskGroupBuilder": "holdfast.jobs",
     "WorkerTrainingState": "holdfast.training.worker_state",
+    "ask": "holdfast.asking",
     "epoch_limiter": "holdfast.jobs",
     "export_checkpoint": "holdfast.convert.exporter",
     "import_checkpoint": "holdfast.convert.importer",

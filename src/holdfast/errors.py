@@ -14,6 +14,7 @@
 * `FencedError`: another job has taken over the directory. Stop this one.
 * `ClusterError`: the workers cannot reach each other, or one has failed. Stop, and start the job again.
 * `DeadlineError`: a wait ran out of time.
+* `NotRunningError`: no job has the run open, so none can be asked. Start it.
 
 Every error has a `hint`: one sentence that says what to do. Its traceback shows the user's frames, and not those of
 holdfast; with `HOLDFAST_TRACEBACK=1` in the environment it shows all.
@@ -258,6 +259,14 @@ class FencedError(HoldfastError):
     """Another job has opened a newer generation of this run; this job can no longer commit."""
 
 
+class OtherGenerationError(FencedError):
+    """A request was meant for an earlier start of the run than the one that is alive."""
+
+
+class NotRunningError(HoldfastError):
+    """No job has the run open, so none answers."""
+
+
 class ClusterError(HoldfastError):
     """The store through which the workers of the job coordinate does not respond."""
 
@@ -284,6 +293,10 @@ class PeerError(ClusterError):
 
 class DeadlineError(HoldfastError, TimeoutError):
     """A wait ran out of time; the awaited event may still happen."""
+
+
+class UnansweredError(DeadlineError):
+    """A job that is alive does not do what it was asked to: it hangs, or its step is longer than the wait."""
 
 
 class AbsentError(DeadlineError):

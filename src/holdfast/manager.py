@@ -150,7 +150,7 @@ class CheckpointManager:
         catalog, self.participant = open_participant(cluster, partial(look_into, self.storage), **deadlines)
         worker = self.worker
         with explaining(self.participant):
-            self.lineage = Lineage(catalog, self.url, begins_anew=begin_anew)
+            self.lineage = Lineage(catalog, self.storage, begins_anew=begin_anew)
             if self.participant is not None:
                 is_new = not self.lineage.steps
                 self.participant.start(self.storage, list_shared(checkpoint.objects), is_new=is_new)

@@ -48,6 +48,8 @@ _VICTIMS: Final = (
 )  # fmt: skip
 _SHARE_READY: Final = 0.8
 """Of the kills before which the spare is ready; before the others it may be importing, or not be there."""
+_MOST_SPARES: Final = 3
+"""So many are killed before a program was forked from one: after five, none is started any more."""
 _SHARE_EARLY: Final = 0.05
 """Of the kills after which the next start is killed, too, before it has come further: the supervisor then waits."""
 
@@ -129,7 +131,7 @@ class KilledRun:
         self._mark = f"{os.getpid()}-{dice.random()}"
         self._errors = directory / "errors"
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._descriptors = 0
+        self._descriptors = self._forked = self._spares_killed = 0
 
     def start(self) -> None:
         """Gives the command."""
@@ -211,6 +213,13 @@ class KilledRun:
     def kill(self, victims: tuple[str, ...]) -> None:
         """**Blocks.** Kills processes of these kinds; after that of the supervisor, waits until all have ended."""
         assert self._supervisor is not None
+        forked = sum(how == "forked" for _, how, *_ in self.told.starts)
+        if forked > self._forked or "supervisor" in victims:
+            self._forked, self._spares_killed = forked, 0
+        if "spare" in victims:
+            if self._spares_killed == _MOST_SPARES:
+                victims = ("program",)
+            self._spares_killed += 1
         for victim in self._dice.sample(victims, len(victims)):
             for pid in self.find()[victim]:
                 self.tally.kills += 1

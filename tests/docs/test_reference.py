@@ -17,7 +17,9 @@ PAGES: Final = sorted((ROOT / "docs" / "reference" / "python").glob("*.md"))
 
 DIRECTIVE: Final = re.compile(r"^::: (\S+)\n((?:    .*\n?)*)", re.MULTILINE)
 
-MADE_BY_HOLDFAST: Final = {"Run", "SaveHandle", "Restoration", "Session", "TaskOutput", "RemoteOutput", "Workspace"}
+MADE_BY_HOLDFAST: Final = {
+    *("Run", "SaveHandle", "Restoration", "Reply", "Session", "TaskOutput", "RemoteOutput", "Workspace"),
+}
 """Classes whose objects users get, and never make: how they are made is not shown."""
 
 STORAGES: Final = {"LocalStorage", "MemoryStorage"}

@@ -149,3 +149,17 @@ def test_signals_that_are_repeated_kill_no_worker(cluster: SlurmCluster, tmp_pat
     assert place.begun()[1] == place.left()[0] > 0
     cluster.call("scancel", job)
     cluster.wait_state(job, "CANCELLED")
+
+
+def test_a_worker_that_is_killed_is_back_within_the_job(
+    cluster: SlurmCluster, tmp_path: Path, untouched: dict[str, str]
+) -> None:
+    """`holdfast run` starts it again, and the other one, which ends with an error."""
+    place = Place(cluster, tmp_path / "place")
+    job = place.submit(ALONE)
+    cluster.wait_text(place.log, r"^step 199:")
+    os.kill(int(re.findall(r"worker 1 of 2, process (\d+)", place.log.read_text())[-1]), signal.SIGKILL)
+    assert cluster.wait_state(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED", place.log.read_text()
+    # One more, if the first to come back has met the other one before its end.
+    assert len(re.findall("; (trains|started) again", place.log.read_text())) >= 2
+    assert place.losses() == untouched

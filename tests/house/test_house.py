@@ -47,6 +47,7 @@ PUBLIC = [
     "PerWorker",
     "PreemptionCheckpointHandler",
     "RaySession",
+    "Reply",
     "Restoration",
     "ResumableDataLoader",
     "ResumableSampler",
@@ -61,6 +62,7 @@ PUBLIC = [
     "WorkerTrainingState",
     "__version__",
     "accelerate",
+    "ask",
     "dcp",
     "epoch_limiter",
     "errors",
@@ -87,13 +89,13 @@ MAX_LINES = 600
 MAX_FILES_IN_A_FOLDER = 15
 BUDGETS = {
     # The package, the manager, checkpoints, options and errors.
-    ".": 2235,
+    ".": 2450,
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2504,
+    "catalog": 2679,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4448,
+    "cli": 4537,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
@@ -119,17 +121,17 @@ BUDGETS = {
     # Saving and retention, as pure functions.
     "policies": 926,
     # Notices, the agreement of workers, the last save.
-    "preemption": 5001,
+    "preemption": 5242,
     # Threads, terminal, interrupts, end of the process.
     "process": 1063,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 2945,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 6046,
+    "save": 6048,
     # A tree of objects taken apart, captured, and matched.
     "state": 7279,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
-    "supervise": 2536,
+    "supervise": 2538,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 3205,
     # Contracts for storages and clusters of others.
@@ -152,7 +154,7 @@ directories. process: one owner of interrupts. save: the lineage and
 the guard of calls, which were the manager's and the options'.
 """
 
-MAX_MODULES = 296
+MAX_MODULES = 299
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""

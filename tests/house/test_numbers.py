@@ -118,6 +118,8 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "Seconds seconds": (lambda _, v: hf.Seconds(v), SECONDS),
     "Auto overhead": (lambda _, v: hf.Auto(overhead=v), (0, 1, -1, 2, NAN, INF)),
     "Auto mtbf_seconds": (lambda _, v: hf.Auto(mtbf_seconds=v), SECONDS),
+    "ask timeout_seconds": (lambda p, v: hf.ask(p, "status", timeout_seconds=v), (0, -1, NAN)),
+    "ask generation": (lambda p, v: hf.ask(p, "status", generation=v), COUNTS),
     "CheckpointManager save_every": (lambda p, v: manager(p, save_every=v), FROM_ONE),
     "CheckpointManager keep": (lambda p, v: manager(p, keep=v), FROM_ONE),
     "CheckpointManager failures_allowed": (lambda p, v: manager(p, failures_allowed=v), COUNTS),
@@ -267,7 +269,14 @@ if importlib.util.find_spec("torch") is None:  # pragma: no cover
 NOT_GIVEN_BY_USERS = {
     *("CheckpointManager.follow_epochs", "CheckpointManager.follow_nonfinite"),
     # Made by holdfast, and handed to the user; or called by it.
-    *("Backup", "Restoration", "SaveHandle", "UploadTaskGroupBuilder.build", "MultiNodeCheckpointManager.finish_save"),
+    *(
+        "Backup",
+        "Reply",
+        "Restoration",
+        "SaveHandle",
+        "UploadTaskGroupBuilder.build",
+        "MultiNodeCheckpointManager.finish_save",
+    ),
     *(f"{policy}.choose_kept" for policy in ("All", "Best", "EveryHours", "EveryN", "LastGood", "Latest", "Newer")),
     *(f"{session}.{method}" for session in ("LocalSession", "TorchrunSession") for method in ("run", "run_placed")),
 }

@@ -261,3 +261,42 @@ def test_a_collective_that_waits_for_a_stopped_worker(tmp_path: Path) -> None:
     parts = dict(zip([worker.pid for worker in workers], report.split("\nprocess ")[1:], strict=True))
     assert "in all_reduce" in parts[workers[0].pid]
     assert "stopped by a signal" in parts[workers[1].pid]
+
+
+UNEVEN = """
+import random, sys, time, torch, holdfast
+draw = random.Random(1)
+class Dataset(torch.utils.data.Dataset):
+    def __len__(self):
+        return 70
+    def __getitem__(self, index):
+        time.sleep(draw.uniform(0.0, 0.5))
+        return torch.ones(4)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+with holdfast.resumable(sys.argv[1], model=model, optimizer=optimizer, save_every=5) as run:
+    for _ in run.epochs(1):
+        for batch in run.batches(torch.utils.data.DataLoader(Dataset())):
+            time.sleep(4.0 if run.step == 0 else draw.uniform(0.0, 0.5))  # It compiles first.
+            model(batch).sum().backward()
+            optimizer.step()
+            if run.step % 20 == 19:
+                time.sleep(5.0)  # An evaluation.
+            run.finish_step()
+"""
+
+
+@pytest.mark.long
+def test_real_phases_of_uneven_length_are_not_reported(tmp_path: Path) -> None:
+    """Over 200 waits for data, steps and saves; evaluations and the first step last longer than the limit."""
+    (tmp_path / "train.py").write_text(UNEVEN)
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "train.py", tmp_path / "run"],
+        env=os.environ | {"HOLDFAST_WATCHDOG": "report step=2s"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "no progress" not in ended.stderr
+    assert not (tmp_path / "run" / "hangs").exists()

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -89,6 +89,33 @@ def find_owner(storage: Storage) -> str:
         return ""
     try:
         return "" if _try_lock(descriptor, fcntl.LOCK_EX) else _find_process(storage, descriptor, ())
+    finally:
+        os.close(descriptor)
+
+
+def is_of_this_machine(opener: Opener) -> bool:
+    """Returns True if the opener ran on this machine, since that was started."""
+    boot_id = identify(os.getpid())["boot_id"]
+    return bool(boot_id) and opener.boot_id == boot_id
+
+
+def has_ended(identity: Mapping[str, Any]) -> bool:
+    """Returns True if that process ran where this one can see it, and has ended.
+
+    Args:
+        identity: What `identify` returned in that process; there may be more in it.
+    """
+    own, number = identify(os.getpid()), str(identity["process"])
+    is_seen = all(own[name] and own[name] == identity[name] for name in ("boot_id", "pid_namespace"))
+    return is_seen and _find_start(number) != identity["started_at_ticks"]
+
+
+def is_locked(storage: Storage) -> bool:
+    """**Blocks.** Returns True if a process has a run open, as far as this machine knows: its name may not be known."""
+    if (descriptor := _open_directory(storage)) is None:
+        return False
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
 

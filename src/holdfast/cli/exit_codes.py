@@ -5,7 +5,16 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NoWholeCheckpointError, UsageError
+from holdfast.errors import (
+    DamageError,
+    HoldfastError,
+    NoCheckpointError,
+    NotRunningError,
+    NoWholeCheckpointError,
+    OtherGenerationError,
+    UnansweredError,
+    UsageError,
+)
 
 
 class ExitCode(enum.IntEnum):
@@ -25,6 +34,12 @@ class ExitCode(enum.IntEnum):
     """A directory that was examined is not fit for checkpoints."""
     DIFFERENT = 6
     """`diff --exit-code` found differences."""
+    NOT_RUNNING = 7
+    """No job has the run open."""
+    UNANSWERED = 8
+    """A job is alive, and does not do what it was asked to: it hangs, or its step takes long."""
+    OTHER_GENERATION = 9
+    """The request was meant for another start of the run."""
     BUG = 70
     """An unexpected exception: a bug in holdfast."""
     INTERRUPTED = 130
@@ -44,6 +59,12 @@ def exit_code_of(error: HoldfastError) -> ExitCode:
             return ExitCode.DAMAGED
         case NoCheckpointError():
             return ExitCode.NOTHING_THERE
+        case NotRunningError():
+            return ExitCode.NOT_RUNNING
+        case UnansweredError():
+            return ExitCode.UNANSWERED
+        case OtherGenerationError():
+            return ExitCode.OTHER_GENERATION
     return ExitCode.FAILED
 
 

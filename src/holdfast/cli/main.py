@@ -18,7 +18,8 @@ from holdfast.tracebacks import TRACEBACK_VARIABLE
 
 VERBS: Final = {
     "run": "Run a training program, and start it again when it dies.",
-    "worker": "Run a training program as a worker of torchrun or srun, which restarts it quickly.",
+    "worker": "Run a training program as a worker of torchrun, which restarts it quickly.",
+    "ask": "Ask a running job to save, to stop, or how it is.",
     "init": "Write a script that trains and resumes, to begin with.",
     "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
@@ -41,7 +42,8 @@ _INSTEAD: Final = {
     **dict.fromkeys(("cp", "mv", "move", "sync", "upload", "download", "push", "pull"), "copy"),
     **dict.fromkeys(("cat", "inspect", "info", "describe", "print", "view"), "show"),
     **dict.fromkeys(("check", "validate", "fsck", "test"), "verify"),
-    **dict.fromkeys(("ls", "dir", "runs", "steps", "status"), "list"),
+    **dict.fromkeys(("ls", "dir", "runs", "steps"), "list"),
+    **dict.fromkeys(("status", "stop", "signal", "kill"), "ask"),
     **dict.fromkeys(("convert", "save"), "export"),
     **dict.fromkeys(("undo", "revert", "reset", "restore"), "rollback"),
     **dict.fromkeys(("new", "create", "template", "example"), "init"),
@@ -51,7 +53,7 @@ _INSTEAD: Final = {
 
 _RESUMING: Final = frozenset({"resume", "restart", "continue", "train", "start"})
 
-_MODULES: Final = {"export": "conversion", "import": "conversion"}
+_MODULES: Final = {"export": "conversion", "import": "conversion", "worker": "run"}
 """Modules of verbs that are not named for one verb."""
 
 _VERB: Final = "holdfast.verb"

@@ -35,6 +35,7 @@ from holdfast.save.mark import Mark
 if TYPE_CHECKING:
     from holdfast.preemption.consensus.coordinator import StopCoordinator
     from holdfast.save.joint.participant import JointParticipant
+    from holdfast.save.lineage import Lineage
 
 _LOOK_SECONDS: Final = 0.25
 
@@ -88,6 +89,12 @@ class Saves(Protocol):
     def abandon(self) -> None:
         """Closes without waiting."""
         ...
+
+
+class SavesRun(Saves, Protocol):
+    """The same of a manager of a run, whose job can be asked for something."""
+
+    lineage: Lineage
 
 
 class FinalSave:

@@ -20,10 +20,11 @@ from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import describe_early_exit, is_cause, is_of_save, name_dead
 from holdfast.preemption.consensus.single import GuardCalls, SingleConsensus
 from holdfast.preemption.decide import NEXT, GuardState, Turning, Verdict, make_plan
-from holdfast.preemption.final_save import FinalSave, Saves, end_by
+from holdfast.preemption.final_save import FinalSave, Saves, SavesRun, end_by
 from holdfast.preemption.grace import Action, Outlook, Plan, StopOrder, allow_for_others, decide, is_by_hand
 from holdfast.preemption.inbox import NoticeInbox
 from holdfast.preemption.progress import LoopProgress, PausedState, StandingOrder
+from holdfast.preemption.sources.asked import Asked, Condition
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.process.latch import Latch, start_thread
 from holdfast.process.pulse import PULSE
@@ -32,6 +33,7 @@ from holdfast.save.mark import Mark
 
 if TYPE_CHECKING:
     from holdfast.preemption.consensus.coordinator import StopCoordinator
+    from holdfast.save.lineage import Lineage
 
 _CALM_SECONDS: Final = 3600.0
 _LOOK_SECONDS: Final = 0.25
@@ -41,7 +43,7 @@ _OWN_FAILURE_SECONDS: Final = 2.0
 """How long to wait for this worker's own failure, when another has reported the same failure first."""
 
 
-def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> Guard:
+def make_guard(manager: SavesRun, config: TerminationConfig, keep: Callable[[int], SaveHandle | None]) -> Guard:
     """Returns the guard for a loop: one that agrees with those of the other workers, if there are any.
 
     Raises:
@@ -58,11 +60,12 @@ def make_guard(manager: Saves, config: TerminationConfig, keep: Callable[[int], 
             hint="Pass a TerminationConfig or None; sources of notices go into its sources=[...].",
         )
     if manager.participant is None:
-        return Guard(manager, config, keep, SingleConsensus())
+        return Guard(manager, config, keep, SingleConsensus(), manager.lineage)
     # Most programs have one worker, and do without what several need.
     from holdfast.preemption.consensus.coordinator import StopCoordinator
 
-    return Guard(manager, config, keep, StopCoordinator(manager.participant.peers, manager.emit, manager.url))
+    consensus = StopCoordinator(manager.participant.peers, manager.emit, manager.url)
+    return Guard(manager, config, keep, consensus, manager.lineage)
 
 
 class Guard:
@@ -89,6 +92,7 @@ class Guard:
         config: TerminationConfig,
         keep: Callable[[int], SaveHandle | None],
         consensus: SingleConsensus | StopCoordinator,
+        lineage: Lineage | None = None,
     ) -> None:
         """Stores its arguments; `open` starts it.
 
@@ -97,8 +101,12 @@ class Guard:
             config: The user's configuration.
             keep: Begins the save of a step, unless it is saved or in progress, and returns it; or None.
             consensus: Decides when to save and when to exit.
+            lineage: The run, if its job can be asked for something.
         """
-        self.inbox = NoticeInbox(config, manager.emit)
+        # The leader hears what is asked of the run, for all workers.
+        is_asked = lineage is not None and lineage.storage.traits.is_shared and manager.worker.is_leader
+        asked = [Asked(lineage, manager.worker, self._find_condition)] if lineage is not None and is_asked else []
+        self.inbox = NoticeInbox(config, manager.emit, asked)
         self.config = config
         self.state = GuardState.TRAINING
         self.is_tentative = False
@@ -340,6 +348,11 @@ class Guard:
             plan = make_plan(look, pending, is_over=self._is_over, is_left_out=is_left_out)
         is_first = order is not None and not self._is_over and (plan is None or plan.action is not Action.LEAVE)
         return Plan(Action.OBEY, order.cause, order=order) if is_first and order is not None else plan
+
+    def _find_condition(self) -> Condition:
+        progress, pending = self._progress, [each.notice for each in self.inbox.pending]
+        step_seconds = progress.make_outlook(Demand.SAVE, None, None, is_paused=False).step_seconds
+        return Condition(progress.step, progress.passed_at, step_seconds, self.state.value, pending)
 
     def _look(self, *, is_paused: bool = False) -> Outlook:
         demand, left_seconds = self.inbox.demand()

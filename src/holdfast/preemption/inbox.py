@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
@@ -18,7 +18,8 @@ from holdfast.events import Event, NoticeHeard, Warned
 from holdfast.preemption.config import TerminationConfig
 from holdfast.preemption.consensus.error_cause import EarlyExit, describe_early_exit
 from holdfast.preemption.grace import CombinedDemand, ReceivedNotice, combine
-from holdfast.preemption.sources.protocol import Hear, Notice, SourcePoller
+from holdfast.preemption.sources.asked import Asked
+from holdfast.preemption.sources.protocol import Hear, Notice, NoticeSource, SourcePoller
 from holdfast.preemption.sources.signals import Signals
 from holdfast.process.exit import end_process, is_interactive
 from holdfast.process.interrupt import Interrupter
@@ -55,12 +56,15 @@ class NoticeInbox:
         patient: True if there is a loop that Ctrl-C must wait for. Without one it has its usual effect.
     """
 
-    def __init__(self, config: TerminationConfig, emit: Callable[[Event], object]) -> None:
+    def __init__(
+        self, config: TerminationConfig, emit: Callable[[Event], object], others: Iterable[NoticeSource] = ()
+    ) -> None:
+        """`others` are sources besides those of the configuration."""
         self.alarmed = self.gave_up = self.patient = False
         self._config = config
         self._emit = emit
         self._bell = Wakeup()
-        self._poller = SourcePoller(config.make_sources(), self.receive, emit)
+        self._poller = SourcePoller([*config.make_sources(), *others], self.receive, emit)
         # Only grows. Notices before `_settled` are handled; those before `_reported` have an event.
         self._received: list[ReceivedNotice] = []
         self._settled = 0
@@ -74,8 +78,8 @@ class NoticeInbox:
 
     @property
     def listens(self) -> bool:
-        """True if anything but Ctrl-C can arrive."""
-        sources = self._poller.sources
+        """True if anything but Ctrl-C, and what is asked of this run alone, can arrive."""
+        sources = [each for each in self._poller.sources if not isinstance(each, Asked)]
         return any(not isinstance(each, Signals) or {*each.numbers} - {signal.SIGINT} for each in sources)
 
     @property

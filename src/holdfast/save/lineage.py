@@ -15,6 +15,7 @@ from holdfast.options import check_wait
 from holdfast.policies import SaveMoment
 from holdfast.process.pulse import PULSE
 from holdfast.save.handle import Origin, SaveHandle, SaveRequest
+from holdfast.storage import Storage
 from holdfast.supervise.board import COMMIT, NONE
 
 
@@ -84,10 +85,11 @@ class Lineage:
         find_steps: Returns the step at which the run that this belongs to was entered, and the number of complete
             steps; None if this belongs to no run.
         restored_by: What the program calls for a restore, for hints.
+        storage: Where the run is.
         count_epochs: Returns how many epochs a restored framework has complete; None if this belongs to no framework.
     """
 
-    def __init__(self, catalog: Catalog, url: str, *, begins_anew: bool) -> None:
+    def __init__(self, catalog: Catalog, storage: Storage, *, begins_anew: bool) -> None:
         living = () if begins_anew else catalog.living
         went_back = None if begins_anew else catalog.start_from
         self.origin = Origin(living[-1] if living else None, catalog.generation, start_from=went_back)
@@ -95,7 +97,7 @@ class Lineage:
         self.steps, self.newest_asked = {name.step for name in living}, -1
         self.in_flight: SaveHandle | None = None
         self.find_steps: Callable[[], tuple[int, int]] | None = None
-        self.restored_by, self._url = "manager.restore(...)", url
+        self.restored_by, self.storage = "manager.restore(...)", storage
         self.count_epochs: Callable[[], int] | None = None
         # Held to clear `in_flight`: another thread may wait while the training thread begins a save.
         self._settling = threading.RLock()
@@ -112,12 +114,12 @@ class Lineage:
             return
         if step in self.steps:
             raise StepExistsError(
-                f"step {step} of {self._url} is already committed",
+                f"step {step} of {self.storage.url} is already committed",
                 hint="Save with replace=True to replace it, call restore() to continue from it, or use "
                 "begin_anew=True.",
             )
         raise UsageError(
-            f"step {step} is older than step {newest}, which {self._url} already has",
+            f"step {step} is older than step {newest}, which {self.storage.url} already has",
             hint="Call restore() first to continue from a checkpoint, or create the manager with begin_anew=True.",
         )
 

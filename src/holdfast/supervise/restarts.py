@@ -61,7 +61,8 @@ class End(NamedTuple):
             number = -self.code
             known = number in set(signal.Signals)
             return f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
-        text = self.failure.text.splitlines()[-1] if self.failure.text else ""
+        # The place in the source comes before the text of a SyntaxError, and hints after that of others.
+        text = next((line for line in self.failure.text.splitlines() if line and not line[0].isspace()), "")
         return f"failed with {text}" if text else f"ended with code {self.code}"
 
     @property

@@ -25,6 +25,7 @@ from holdfast.supervise.imports import ImportNote, find_roots, is_installed, rea
 from holdfast.supervise.launch import forget_stub
 from holdfast.supervise.linux import end_with_parent, list_children
 from holdfast.supervise.program import Program, become_fresh, run, set_path
+from holdfast.supervise.restarts import PREEMPTED
 
 _HARMLESS_THREADS: Final = frozenset({"jemalloc_bg_thd"})
 _SWEEPS: Final = frozenset({"__iter__", "copy"})
@@ -246,7 +247,7 @@ class Spare:
                 self._change_parent(request.supervisor)
                 program = self.become(request, descriptors)
                 if not tell(self._connection, {"pid": os.getpid()}):
-                    os._exit(1)  # The supervisor waits no longer, and has started another one.
+                    os._exit(PREEMPTED)  # The supervisor waits no longer, and has started another one.
                 return program
             os.waitpid(child, 0)
             for descriptor in descriptors:
@@ -261,7 +262,7 @@ class Spare:
             time.sleep(0.0002)
         end_with_parent()
         if os.getppid() != supervisor:
-            os._exit(1)  # The supervisor has died.
+            os._exit(PREEMPTED)  # The supervisor has died: nothing has begun.
 
     def become(self, request: Request, descriptors: list[int]) -> Program:
         """Makes a forked process the one that the request describes; returns what it is to run."""

@@ -271,7 +271,7 @@ class Supervisor:
         try:
             end_with_parent()
             if os.getppid() != supervisor:
-                os._exit(1)  # It has died.
+                os._exit(PREEMPTED)  # It has died: nothing has begun.
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             for descriptor in (self._board.fd, self._words):
                 os.set_inheritable(descriptor, True)

@@ -1,4 +1,4 @@
-"""`holdfast run`: runs a training program, and starts it again when it dies."""
+"""`holdfast run` and `holdfast worker`: run a training program, which is started again when it dies."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Final
 import click
 
 from holdfast.errors import UsageError
+from holdfast.supervise import client
 from holdfast.supervise.imports import find_record
 from holdfast.supervise.launch import find_flags, make_command
 from holdfast.supervise.program import Program
@@ -113,3 +114,20 @@ def _find_module(name: str) -> object:
         return find_spec(name.partition(".")[0])
     except (ImportError, ValueError):
         return None
+
+
+@click.command("worker", context_settings={"allow_interspersed_args": False})
+@click.option("-m", "is_module", is_flag=True, help="Run a module, as with python -m.")
+@click.option("--no-spare", is_flag=True, help="Use no spare, and start afresh.")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="TRAIN.PY [ARGUMENTS]...")
+def command_of_worker(is_module: bool, no_spare: bool, program: tuple[str, ...]) -> None:
+    """Run a training program as a worker that a launcher starts, and starts again.
+
+    All workers of a node are forked from one spare interpreter, which has imported what the program imports, so a
+    restart by the launcher takes a fraction of a second. This process ends with the exit code, or the signal, of the
+    worker.
+
+    \b
+    torchrun --nproc-per-node 8 --no-python holdfast worker train.py
+    """  # noqa: D301 - click wants the character.
+    client.main(Program(*plan(is_module, program, is_command=False).program), has_spare=not no_spare)
