@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         epoch_limiter,
     )
     from holdfast.manager import CheckpointManager
-    from holdfast.policies import All, Auto, Best, Epochs, EveryHours, EveryN, Latest, Newer, Seconds, Steps
+    from holdfast.policies import All, Auto, Best, Epochs, EveryHours, EveryN, LastGood, Latest, Newer, Seconds, Steps
     from holdfast.preemption.config import TerminationConfig
     from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from holdfast.storage.tiers import Tier, Tiers
     from holdfast.training.backup import Backup
     from holdfast.training.handler import PreemptionCheckpointHandler
-    from holdfast.training.run import Run, resumable
+    from holdfast.training.resumable import resumable
+    from holdfast.training.run import Run
     from holdfast.training.worker_state import WorkerTrainingState
     from holdfast.tree import load, save
 
@@ -57,6 +58,7 @@ __all__ = [
     "EveryN",
     "Job",
     "JobRunner",
+    "LastGood",
     "Latest",
     "LocalSession",
     "MultiNodeCheckpointManager",
@@ -105,7 +107,7 @@ __all__ = [
 
 _HOMES: Final = {
     **dict.fromkeys(
-        ("All", "Auto", "Best", "Epochs", "EveryHours", "EveryN", "Latest", "Newer", "Seconds", "Steps"),
+        ("All", "Auto", "Best", "Epochs", "EveryHours", "EveryN", "LastGood", "Latest", "Newer", "Seconds", "Steps"),
         "holdfast.policies",
     ),
     "RNG": "holdfast.state",
@@ -141,7 +143,7 @@ _HOMES: Final = {
     "open_storage": "holdfast.storage.open",
     "register_codec": "holdfast.state",
     "register_type": "holdfast.state",
-    "resumable": "holdfast.training.run",
+    "resumable": "holdfast.training.resumable",
     "save": "holdfast.tree",
 }
 """By public name, the module that is imported when it is first used: `import holdfast` itself loads nothing."""

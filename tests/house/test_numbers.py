@@ -113,6 +113,7 @@ Call = Callable[[Path, Any], object]
 
 TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "Latest n": (lambda _, v: hf.Latest(v), FROM_ONE),
+    "LastGood n": (lambda _, v: hf.LastGood(v), FROM_ONE),
     "EveryN n": (lambda _, v: hf.EveryN(v), FROM_ONE),
     "EveryHours hours": (lambda _, v: hf.EveryHours(v), SECONDS),
     "Best n": (lambda _, v: hf.Best("loss", n=v), FROM_ONE),
@@ -278,9 +279,9 @@ if importlib.util.find_spec("torch") is None:  # pragma: no cover
     TABLE = {name: entry for name, entry in TABLE.items() if not any(part in name for part in NEEDS_TORCH)}
 
 NOT_GIVEN_BY_USERS = {
-    "CheckpointManager.follow_epochs",
     # As a storage: called by it.
     *(f"Tiers.{method}" for method in ("avoid", "create", "discard", "find", "is_up", "note_down", "note_up", "read")),
+    *("CheckpointManager.follow_epochs", "CheckpointManager.follow_nonfinite"),
     # Made by holdfast, and handed to the user; or called by it.
     *(
         "Backup",
@@ -290,7 +291,7 @@ NOT_GIVEN_BY_USERS = {
         "UploadTaskGroupBuilder.build",
         "MultiNodeCheckpointManager.finish_save",
     ),
-    *(f"{policy}.choose_kept" for policy in ("All", "Best", "EveryHours", "EveryN", "Latest", "Newer")),
+    *(f"{policy}.choose_kept" for policy in ("All", "Best", "EveryHours", "EveryN", "LastGood", "Latest", "Newer")),
     *(f"{session}.{method}" for session in ("LocalSession", "TorchrunSession") for method in ("run", "run_placed")),
 }
 

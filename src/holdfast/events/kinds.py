@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
+
+_MOST_SHOWN: Final = 3
 
 
 def _kind(class_name: str) -> str:
@@ -480,6 +482,32 @@ class NoticeHeard(Event, frozen=True):
         return f"{self.text}{left}{then}"
 
 
+class NotFinite(Event, frozen=True):
+    """A step was committed whose parameters or optimizer states have nan or an infinity.
+
+    Attributes:
+        step: The step.
+        generation: The generation that saved it.
+        leaves: How many leaves.
+        names: The first of them.
+        is_exempt: True if this is the run's first checkpoint: these leaves are not counted later.
+        is_raised: True if an error says it as well.
+    """
+
+    step: int
+    generation: int
+    leaves: int
+    names: tuple[str, ...] = ()
+    is_exempt: bool = False
+    is_raised: bool = False
+
+    def __str__(self) -> str:
+        shown = self.names[:_MOST_SHOWN]
+        more = f" and {self.leaves - len(shown)} more" if self.leaves > len(shown) else ""
+        then = "; these are not looked at in later steps" if self.is_exempt else ""
+        return f"step {self.step} is not finite: nan or infinity in {', '.join(shown)}{more}{then}"
+
+
 class Leaving(Event, frozen=True):
     """The process exits, as it was asked to.
 
@@ -524,6 +552,7 @@ AnyEvent: TypeAlias = (
     | GroupEnded
     | NodesTimed
     | NoticeHeard
+    | NotFinite
     | Leaving
 )
 """Every kind of event; the field `kind` tells them apart in JSON."""

@@ -26,6 +26,7 @@ from holdfast.events.kinds import (
     GenerationOpened,
     Held,
     Leaving,
+    NotFinite,
     NoticeHeard,
     PassedOver,
     Resized,
@@ -73,6 +74,7 @@ _LEVELS: dict[type[Event], int] = {  # Of all others: INFO.
     WitnessAgreed: logging.DEBUG,  # A line of the run says it.
     WitnessDiffers: logging.WARNING,
     NoticeHeard: logging.WARNING,
+    NotFinite: logging.WARNING,
     Leaving: logging.DEBUG,  # The last line on standard error says it.
 }
 
@@ -92,7 +94,7 @@ class LoggingSink:
         level = _LEVELS.get(type(event), logging.INFO)
         if isinstance(event, Warned) and event.is_error:
             level = logging.ERROR
-        elif isinstance(event, WitnessDiffers | Failed) and event.is_raised:
+        elif isinstance(event, WitnessDiffers | Failed | NotFinite) and event.is_raised:
             level = logging.DEBUG
         elif isinstance(event, Failed) and event.stage == "retain":
             level = logging.WARNING  # No step is lost.

@@ -70,12 +70,14 @@ class Origin(msgspec.Struct, frozen=True):
         sources: Checkpoints to keep while the manager lives: those that were partly restored, and those that were
             restored by their number, which may be requested again.
         start_from: The step that the program last went back to on request, now or earlier in the lineage, or None.
+        exempt: The leaves that were not finite in the run's first checkpoint; None if that is not known.
     """
 
     base: StepName | None = None
     seen_generation: int = 0
     sources: tuple[StepName, ...] = ()
     start_from: int | None = None
+    exempt: frozenset[str] | None = None
 
 
 @dataclass(eq=False)

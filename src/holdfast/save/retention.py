@@ -16,11 +16,11 @@ from holdfast.catalog import Catalog, StoredRun, describe_lost
 from holdfast.catalog.deletion import FileRecycler, sweep
 from holdfast.catalog.summary import FEW, Summarizer
 from holdfast.errors import FencedError, HoldfastError
-from holdfast.events import Failed, Retained, Sink, Warned
+from holdfast.events import Failed, NotFinite, Retained, Sink, Warned
 from holdfast.events.kinds import size_text
 from holdfast.format.digests import seal
 from holdfast.format.names import StepName
-from holdfast.format.records import Manifest
+from holdfast.format.records import NAMED_NONFINITE, Manifest, Nonfinite
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, count_kept, plan_retention
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.handle import Origin, PendingFailures, SaveHandle
@@ -34,6 +34,9 @@ NeededFinder: TypeAlias = Callable[[Sequence[KeptCandidate[StepName]]], Mapping[
 
 _MOST_NAMED: Final = 100
 """So many kept steps are named in the event of retention."""
+
+
+_FINE: Final = (None, Nonfinite())
 
 
 class Cleaning(msgspec.Struct, frozen=True):
@@ -143,8 +146,8 @@ class Retention:
             own = {name.step for name in catalog.living if name.generation == newest.generation}
             replaced = sorted(name for name in others if name.generation == newest.generation and name.step in own)
         if self._find_needed is not None and (needed := self._find_needed(candidates)):
-            kept = self._keep.choose_kept(candidates, time.time())
-            self.spared = tuple(sorted(name for name in needed if name not in kept and name not in protected))
+            kept = plan_retention(self._keep, candidates, protected, time.time(), referrers).keep
+            self.spared = tuple(sorted(name for name in needed if name not in kept))
             protected = {**needed, **protected}
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
@@ -296,6 +299,10 @@ class Tidier:
 
     At most one save is cleaned up after at a time. The engine's thread calls `follow` and `wait`; the training thread
     the others, while no save is in progress.
+
+    Attributes:
+        recycler: Keeps the file of a removed checkpoint for the next save.
+        on_nonfinite: Called with the manifest of a step that is not finite; returns True if an error will say so.
     """
 
     def __init__(
@@ -312,6 +319,7 @@ class Tidier:
         self._thread = WorkerPool(1, "holdfast-tidier")
         # The save before, while it may still be cleaned up after.
         self._before: SaveHandle | None = None
+        self.on_nonfinite: Callable[[Manifest], bool] = lambda _: False
         # The warnings so far: retention meets with the same again after each save.
         self._warned: set[str] = set()
 
@@ -384,10 +392,31 @@ class Tidier:
         handle.request.server = threading.get_ident()
         self._calls.serving.add(handle.request.server)
         try:
+            if manifest.nonfinite not in _FINE:
+                self._note_nonfinite(manifest)
             self.retain(manifest.name, handle.request.origin, manifest)
         finally:
             self._calls.serving.discard(threading.get_ident())
             self._failures.note_ended(handle)
+
+    def _note_nonfinite(self, manifest: Manifest) -> None:
+        found = manifest.nonfinite
+        assert found is not None, "it was looked at"
+        is_exempt, names = not found.leaves, found.names or found.exempt[:NAMED_NONFINITE]
+        if is_exempt and repr(found.exempt) in self._warned:
+            return  # That was said at the first of them.
+        self._warned.add(repr(found.exempt))
+        is_raised = not is_exempt and self.on_nonfinite(manifest)
+        self._emit(
+            NotFinite(
+                step=manifest.step,
+                generation=manifest.generation,
+                leaves=found.leaves or len(found.exempt),
+                names=names,
+                is_exempt=is_exempt,
+                is_raised=is_raised,
+            )
+        )
 
     def retain(self, name: StepName, origin: Origin, manifest: Manifest | None) -> None:
         """**Blocks.** Removes checkpoints that are not kept after a commit. A failure is only reported.

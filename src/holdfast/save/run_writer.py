@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -23,7 +23,15 @@ from holdfast.format.names import (
     metrics_name,
     parse_step_directory,
 )
-from holdfast.format.records import MAX_GENERATION_BYTES, MAX_LATE_METRICS, Base, LateMetrics, Manifest, make_base
+from holdfast.format.records import (
+    MAX_GENERATION_BYTES,
+    MAX_LATE_METRICS,
+    Base,
+    LateMetrics,
+    Manifest,
+    Nonfinite,
+    make_base,
+)
 from holdfast.policies import KeptCandidate, RetentionPolicy, find_modes
 from holdfast.process.terminal import inform
 from holdfast.process.worker_pool import WorkerPool
@@ -37,6 +45,9 @@ from holdfast.storage.protocol import Storage
 
 if TYPE_CHECKING:
     from holdfast.save.joint.protocol import CommitProtocol
+
+
+_FINITE: Final = Nonfinite()
 
 
 class StepCopier(Protocol):
@@ -291,6 +302,8 @@ class RunWriter(CheckpointWriter):
         # Attempts of which it is not known whether they are committed, or will be: a put may still be on its way.
         self._undecided: frozenset[StepName] = frozenset()
         self._incremental = Incremental(self._run) if incremental else None
+        # The leaves that were not finite in the run's first checkpoint; None before there is one.
+        self.exempt: frozenset[str] | None = None
         # What refers to earlier steps has to know which of them stay, and all that has changed.
         self.writes_early = not incremental
 
@@ -330,6 +343,7 @@ class RunWriter(CheckpointWriter):
             base = make_base(generation, origin.base, origin.start_from)
             whole.record_base(base)
             self.generation, self.base, self._named_step, self._named_attempt = generation, base, -1, 0
+            self.exempt = origin.exempt
             self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
                 self._incremental.begin(origin.base)
@@ -372,8 +386,12 @@ class RunWriter(CheckpointWriter):
                 self._run.storage.sync_directory(name.directory)
         return catalog
 
-    def follow(self, generation: int, origin: StepName | None) -> None:
-        """Continues with a generation that the leader of the job has opened from that step, or from the beginning."""
+    def follow(self, generation: int, origin: StepName | None, exempt: frozenset[str] | None = None) -> None:
+        """Continues with a generation that the leader of the job has opened from that step, or from the beginning.
+
+        What was not finite in the run's first checkpoint is `exempt`.
+        """
+        self.exempt = exempt
         self.generation, self._token = generation, self._run.opening(generation).token
         self._named_step = MAX_STEP
         if self._incremental is not None:
@@ -415,19 +433,30 @@ class RunWriter(CheckpointWriter):
         """See `CheckpointWriter`."""
         if not self._run.storage.traits.has_directories:
             self._undecided |= {name}
+        found = receipts.nonfinite
+        nonfinite = None if found is None else _FINITE
+        if found or self.exempt:
+            nonfinite = Nonfinite.of(found or (), receipts.nonfinite_count, self.exempt)
+        token = self._token
         try:
-            manifest = commit(self._run, receipts, name, token=self._token, metrics=metrics, metadata=metadata)
+            manifest = commit(
+                self._run, receipts, name, token=token, metrics=metrics, metadata=metadata, nonfinite=nonfinite
+            )
         except StorageError as error:
             if isinstance(error, NotFoundError) or self.copier is not None:
                 self.check_valid()
             raise
         self._undecided -= {name}
+        if self.exempt is None:
+            self.exempt = frozenset(found or ())
         if self._incremental is not None:
             self._incremental.mark_committed()
         return manifest
 
-    def note_committed(self) -> None:
-        """Called when the leader of the job has committed the last written step."""
+    def note_committed(self, nonfinite: Sequence[str]) -> None:
+        """Called when the last written step is committed, by the leader of the job, with what is not finite here."""
+        if self.exempt is None:
+            self.exempt = frozenset(nonfinite)
         if self._incremental is not None:
             self._incremental.mark_committed()
 

@@ -140,6 +140,8 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         check_replicas: At which saves it compares replicated state.
         positions: Its positions in the data.
         object_set: The digest of its objects.
+        nonfinite: The first leaves that are not finite here and not exempt.
+        nonfinite_count: How many there are.
     """
 
     worker: WorkerRecord
@@ -151,6 +153,8 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     check_replicas: bool | Literal["first"] = "first"
     positions: list[PositionRecord] = []
     object_set: ObjectSetDigest = ObjectSetDigest()
+    nonfinite: tuple[str, ...] = ()
+    nonfinite_count: int = 0
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -55,6 +55,7 @@ _COURTESY_SECONDS: Final = 1.0
 """How long to wait for the others if one will not come, or training is blocked at its next save by that."""
 
 _MOST_NAMED: Final = 100
+_MOST_NONFINITE: Final = 100
 """How many differing tensors are named in one save. Once replicas have diverged, everything differs."""
 
 
@@ -146,7 +147,8 @@ class JointRunWriter(CheckpointWriter):
                 self._own.take_records(place.records)
                 who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
                 check_opening(self._storage, place, who, self._peers.timeout_seconds)
-                self._own.follow(place.generation, None if place.base is None else StepName(*place.base))
+                base_name = None if place.base is None else StepName(*place.base)
+                self._own.follow(place.generation, base_name, origin.exempt)
             else:
                 self._own.check_valid()
             return StepName(step, place.generation, place.attempt), None
@@ -184,12 +186,20 @@ class JointRunWriter(CheckpointWriter):
         """
         save, holding = self._current(), self._holding
         protocol, manifest = save.protocol, None
-        own = save.make_part(receipts.workers[0], receipts.references, receipts.features, values=receipts.values)
+        found = [leaf for leaf in receipts.nonfinite or () if leaf not in (self._own.exempt or ())]
+        own = save.make_part(
+            receipts.workers[0],
+            receipts.references,
+            receipts.features,
+            values=receipts.values,
+            nonfinite=tuple(found[:_MOST_NONFINITE]),
+            nonfinite_count=len(found),
+        )
         if self._peers.is_leader:
             manifest = self._commit_all([own, *protocol.collect_parts()], name, metrics, metadata)
         else:
             text = protocol.hand_in(own, holding)
-            self._own.note_committed()
+            self._own.note_committed(found)
             if text and self.copier is not None:
                 manifest = self.copier.keep_manifest(name, text)
         self._has_compared = self._has_compared or save.compares
@@ -359,4 +369,6 @@ def _put_together(parts: Sequence[PartRecord]) -> Receipts:
         for name, (leaves, size_bytes) in sorted(sums.items())
     )
     features = {feature for part in parts for feature in part.features}
-    return Receipts(tuple(part.worker for part in parts), references, tuple(features))
+    nonfinite = tuple(sorted({leaf for part in parts for leaf in part.nonfinite}))
+    count = max(part.nonfinite_count for part in parts)
+    return Receipts(tuple(part.worker for part in parts), references, tuple(features), "", nonfinite, count)
