@@ -298,7 +298,7 @@ class RunWriter(CheckpointWriter):
         # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
         self._attempts: tuple[StepName, ...] = ()
         # No later step than this was named in this generation, and no attempt with a higher number.
-        self._named_step, self._named_attempt = -1, 0
+        self._named = (-1, 0)
         # Attempts of which it is not known whether they are committed, or will be: a put may still be on its way.
         self._undecided: frozenset[StepName] = frozenset()
         self._incremental = Incremental(self._run) if incremental else None
@@ -342,7 +342,7 @@ class RunWriter(CheckpointWriter):
             self._retention.begin(generation)
             base = make_base(generation, origin.base, origin.start_from)
             whole.record_base(base)
-            self.generation, self.base, self._named_step, self._named_attempt = generation, base, -1, 0
+            self.generation, self.base, self._named = generation, base, (-1, 0)
             self.exempt = origin.exempt
             self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
@@ -393,7 +393,7 @@ class RunWriter(CheckpointWriter):
         """
         self.exempt = exempt
         self.generation, self._token = generation, self._run.opening(generation).token
-        self._named_step = MAX_STEP
+        self._named = (MAX_STEP, self._named[1])
         if self._incremental is not None:
             self._incremental.begin(origin)
 
@@ -402,13 +402,13 @@ class RunWriter(CheckpointWriter):
         worker that was thought dead, may still write there."""
         taken = [0]
         # All directories of this generation are named here, so a later step than all before has none.
-        if step <= self._named_step:
+        if step <= self._named[0]:
             known = self._incremental.list_known() if self._incremental is not None else ()
             names = (*known, *(parse_step_directory(entry.name) for entry in self._run.storage.list("")))
             taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
-            taken.append(self._named_attempt)
+            taken.append(self._named[1])
         attempt = max(taken) + 1
-        self._named_step, self._named_attempt = max(self._named_step, step), max(self._named_attempt, attempt)
+        self._named = max(self._named[0], step), max(self._named[1], attempt)
         if attempt > MAX_ATTEMPT:
             raise StorageError(
                 f"{self._run.storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
